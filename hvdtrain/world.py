@@ -1,0 +1,487 @@
+"""Who am I among the ranks: `init()` joins them, `World` is what programs hold and talk through.
+
+One process is a world of one (`SoloEngine`): programs never ask whether they are distributed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import pickle
+import random
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+
+from hvdtrain import __version__
+from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError, MainRankError, ReplicaError
+from hvdtrain.launchers import ALONE, LAUNCHERS, UNKNOWN_NODE, Detected, detect
+
+__all__ = [
+    "ALONE", "LAUNCHERS", "UNKNOWN_NODE", "Detected", "Engine", "SoloEngine", "World", "current", "detect", "gpus_for",
+    "init",
+]  # fmt: skip
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What carries bytes between ranks. Every method but `shutdown` is collective: all ranks call it in the same order."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_size(self) -> int: ...
+    @property
+    def node(self) -> int: ...
+    @property
+    def devices(self) -> tuple[int, ...]: ...
+
+    def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
+        """Return root's `data` on every rank; `data` is ignored on the others."""
+        ...
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's `data` in rank order; lengths may differ."""
+        ...
+
+    def sum_floats(self, values: Sequence[float]) -> list[float]:
+        """Return the elementwise sum over ranks in float64; every rank passes the same number of values."""
+        ...
+
+    def barrier(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class SoloEngine:
+    """The engine of one process: every collective is the identity."""
+
+    name: str = "solo"
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    devices: tuple[int, ...] = ()
+
+    def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
+        if data is None:
+            raise ValueError("the root of a broadcast must give the data")
+        return data
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def sum_floats(self, values: Sequence[float]) -> list[float]:
+        return [float(value) for value in values]
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def shutdown(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of one job, seen from this process.
+
+    Attributes:
+        rank, size: this process and how many there are.
+        local_rank, local_size: the same within this host.
+        node: index of this host in the order of its lowest rank.
+        launcher: who started the ranks ("horovodrun", "mpirun", ... or "none").
+        engine: what carries the data between them ("horovod", "solo", ...).
+        devices: GPUs of this process, as indices among the visible ones; empty on CPU.
+        seed: the same on every rank.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    launcher: str
+    engine: str
+    devices: tuple[int, ...]
+    seed: int
+    comm: Engine = field(repr=False, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that writes files and talks."""
+        return self.rank == 0
+
+    @classmethod
+    def solo(cls, *, seed: int = 0) -> World:
+        """Return a world of one that needs no framework; for tools and tests."""
+        return _world_of(SoloEngine(), ALONE, seed=seed, node=0)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.comm.barrier()
+
+    def broadcast(self, obj: T, root: int = 0) -> T:
+        """Return root's `obj` (picklable) on every rank; the others' is ignored."""
+        if not 0 <= root < self.size:
+            raise ConfigError(f"the root of a broadcast must be a rank below {self.size}", f"root={root}")
+        if self.size == 1:
+            return obj
+        data = pickle.dumps(obj) if self.rank == root else None
+        received = self.comm.broadcast_bytes(data, root)
+        return obj if self.rank == root else pickle.loads(received)
+
+    def gather(self, obj: T) -> list[T]:
+        """Return every rank's `obj` (picklable), in rank order, on every rank."""
+        return [pickle.loads(data) for data in self.comm.allgather_bytes(pickle.dumps(obj))]
+
+    def mean(self, values: Mapping[str, float], weight: float = 1.0) -> dict[str, float]:
+        """Return the mean of each value over ranks, weighted; bit-equal on every rank.
+
+        Args:
+            values: name to value; the same names on every rank.
+            weight: how much this rank's values count, usually its number of samples. A rank of weight 0 takes part
+                but does not count, whatever its values (even NaN, or none at all).
+
+        Raises:
+            ReplicaError: on every rank, when names differ, or a weight is negative or not finite.
+        """
+        reports = self.gather(({name: float(value) for name, value in values.items()}, float(weight)))
+        if not all(math.isfinite(its_weight) and its_weight >= 0 for _, its_weight in reports):
+            raise ReplicaError("weights of a mean must be finite and >= 0", _per_rank([w for _, w in reports]), shared=True)
+        live = [(its_values, its_weight) for its_values, its_weight in reports if its_weight > 0]
+        names = _same_names([its_values for its_values, its_weight in reports if its_values or its_weight])
+        total = math.fsum(its_weight for _, its_weight in live)
+        if total == 0:
+            return dict.fromkeys(names, math.nan)
+        return {name: _fsum(v[name] * w for v, w in live) / total for name in names}
+
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the sum of each value over ranks; bit-equal on every rank.
+
+        Raises:
+            ReplicaError: on every rank, when names differ.
+        """
+        reports = self.gather({name: float(value) for name, value in values.items()})
+        return {name: _fsum(its_values[name] for its_values in reports) for name in _same_names(reports)}
+
+    def agree(self, name: str, value: Any) -> None:
+        """Check that every rank has an equal `value` (picklable).
+
+        Raises:
+            ReplicaError: on every rank, listing the value per rank.
+        """
+        values = self.gather(value)
+        if any(other != values[0] for other in values[1:]):
+            raise ReplicaError(
+                f"{name} must be the same on every rank",
+                _per_rank(values),
+                f"give every rank the same {name}: same flags, same files, same seed",
+                shared=True,
+            )
+
+    def on_main(self, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
+        """Run `fn(*args, **kw)` on rank 0 and return its (picklable) result on every rank.
+
+        Nobody is stranded: when `fn` fails, rank 0 raises that very exception and every other rank raises
+        `MainRankError` with its message and traceback.
+        """
+        if self.size == 1:
+            return fn(*args, **kw)
+        if self.rank == 0:
+            return self._run_for_all(fn, args, kw)
+        outcome = pickle.loads(self.comm.broadcast_bytes(None, 0))
+        if isinstance(outcome, _Failure):
+            raise outcome.error()
+        return outcome.value
+
+    def _run_for_all(self, fn: Callable[..., T], args: tuple[Any, ...], kw: dict[str, Any]) -> T:
+        try:
+            result = fn(*args, **kw)
+            outcome = pickle.dumps(_Success(result))
+        except BaseException as error:  # whatever it is, the others are waiting for an answer
+            self.comm.broadcast_bytes(pickle.dumps(_Failure.of(error)), 0)
+            if isinstance(error, HvdtrainError):
+                error.shared = True
+            raise
+        self.comm.broadcast_bytes(outcome, 0)
+        return result
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        """Leave the ranks. On an exception nothing collective runs: the others may be elsewhere, or gone."""
+        global _current
+        if exc_type is not None:
+            return
+        self.comm.shutdown()
+        if _current is self:
+            _current = None
+
+
+@dataclass(frozen=True)
+class _Success:
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Rank 0's exception as plain text: its class need not exist, nor be picklable, on the other ranks."""
+
+    rule: str
+    came: str
+    remedy: str
+    error_type: str
+    main_traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        text = "".join(traceback.format_exception(error))
+        if isinstance(error, HvdtrainError):
+            return cls(error.rule, error.came, error.remedy, type(error).__name__, text)
+        return cls(f"{type(error).__name__} on rank 0: {error}", "", "", type(error).__name__, text)
+
+    def error(self) -> MainRankError:
+        return MainRankError(
+            self.rule, self.came, self.remedy, error_type=self.error_type, main_traceback=self.main_traceback
+        )
+
+
+def _fsum(values: Any) -> float:
+    """Sum without rounding on the way, so the order of ranks does not matter; inf and nan pass as in IEEE."""
+    terms = list(values)
+    return math.fsum(terms) if all(math.isfinite(term) for term in terms) else float(sum(terms))
+
+
+def _same_names(reports: Sequence[Mapping[str, float]]) -> list[str]:
+    names = [sorted(report) for report in reports]
+    if any(other != names[0] for other in names[1:]):
+        raise ReplicaError("every rank must report the same names", _per_rank(names), shared=True)
+    return list(reports[0]) if reports else []
+
+
+def _per_rank(values: Sequence[Any]) -> str:
+    """List values per rank, equal neighbours folded: "ranks 0-2: 0.1" / "rank 3: 0.2"."""
+    lines = []
+    start = 0
+    for end in range(1, len(values) + 1):
+        if end == len(values) or values[end] != values[start]:
+            who = f"rank {start}" if end == start + 1 else f"ranks {start}-{end - 1}"
+            lines.append(f"{who}: {_short(values[start])}")
+            start = end
+    return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) -> tuple[int, ...]:
+    """Return the GPUs of one rank as indices among the visible ones; pure.
+
+    Two rules cover what launchers do: all of a host's ranks see all its GPUs, then rank r takes the r-th group; or the
+    launcher masks (`srun --gpus-per-task`, CUDA_VISIBLE_DEVICES per rank), then a rank sees exactly its own.
+
+    Args:
+        local_rank, local_size: this rank among the ranks on its host.
+        visible: how many GPUs this process sees.
+        per_rank: how many a rank shall use.
+
+    Returns:
+        `per_rank` indices; empty when no GPU is visible.
+
+    Raises:
+        LauncherError: too few GPUs for the ranks on this host.
+        ConfigError: an argument out of range.
+    """
+    if per_rank < 1 or visible < 0 or not 0 <= local_rank < local_size:
+        raise ConfigError(
+            "need per_rank >= 1, visible >= 0 and 0 <= local_rank < local_size",
+            f"per_rank={per_rank}, visible={visible}, local_rank={local_rank}, local_size={local_size}",
+        )
+    if visible == 0:
+        return ()
+    if visible >= local_size * per_rank:
+        return tuple(range(local_rank * per_rank, (local_rank + 1) * per_rank))
+    if visible == per_rank:
+        return tuple(range(per_rank))
+    raise LauncherError(
+        f"{local_size} ranks on a host with {per_rank} GPU(s) each need {local_size * per_rank} GPUs",
+        f"{visible} visible to local rank {local_rank} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})",
+        f"start at most {max(visible // per_rank, 1)} rank(s) a host, widen CUDA_VISIBLE_DEVICES, or train with device='cpu'",
+    )
+
+
+_current: World | None = None
+
+
+def current() -> World | None:
+    """Return the world of the last `init()` that was not left, or None."""
+    return _current
+
+
+def init(
+    framework: Literal["torch", "keras"],
+    *,
+    engine: str = "auto",
+    device: str = "auto",
+    gpus_per_rank: int = 1,
+    seed: int = 0,
+) -> World:
+    """Join the ranks the launcher started; pin this rank's GPU(s); seed Python, numpy and the framework.
+
+    Args:
+        framework: whose adapter carries the data.
+        engine: "auto" is "solo" for one process without a launcher, else "horovod".
+        device: "auto" takes GPUs where there are any, "cpu" none, "cuda" insists.
+        gpus_per_rank: how many GPUs a rank uses.
+        seed: the same on every rank.
+
+    Returns:
+        The world; use it as a context manager, so that a clean end shuts the engine down.
+
+    Raises:
+        LauncherError: launcher variables are incomplete, the launcher cannot drive the engine, Horovod is missing, or
+            the engine sees another world than the launcher.
+        ConfigError: an argument is wrong, or the framework is not installed.
+        ReplicaError: ranks run different versions of hvdtrain, or with different seeds.
+    """
+    global _current
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError('device must be "auto", "cpu" or "cuda"', f"device={device!r}")
+    if isinstance(gpus_per_rank, bool) or not isinstance(gpus_per_rank, int) or gpus_per_rank < 1:
+        raise ConfigError("gpus_per_rank must be a whole number >= 1", f"gpus_per_rank={gpus_per_rank!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
+    detected = detect(os.environ)
+    chosen = choose_engine(engine, detected)
+    attach = _adapter(framework)
+    _seed_everything(seed)
+    try:
+        comm = attach(detected, engine=chosen, device=device, gpus_per_rank=gpus_per_rank, seed=seed)
+    except ModuleNotFoundError as error:
+        raise _missing_module(error, framework) from error
+    _check_engine(detected, comm)
+    _current = _world_of(comm, detected, seed=seed, node=_meet(comm, framework, seed))
+    return _current
+
+
+def choose_engine(engine: str, detected: Detected) -> str:
+    """Return the engine to attach, "auto" resolved; pure.
+
+    Raises:
+        LauncherError: this launcher cannot start ranks for that engine.
+    """
+    if engine == "auto":
+        alone = detected.launcher == "none" or (detected.size == 1 and detected.launcher in ("torchrun", "openpai"))
+        engine = "solo" if alone else "horovod"
+    if engine == "solo" and detected.size > 1:
+        raise LauncherError(
+            'engine "solo" is for one process', f"{detected.launcher} started {detected.size} ranks",
+            'leave engine="auto", or start the program without a launcher',
+        )  # fmt: skip
+    if engine == "horovod" and detected.launcher in ("torchrun", "openpai"):
+        raise LauncherError(
+            f"Horovod's ranks cannot be started by {detected.launcher}",
+            f"{detected.launcher} gave rank {detected.rank} of {detected.size}",
+            f"horovodrun -np {detected.size} [-H host1:slots,host2:slots] python ..., or mpirun, or srun --mpi=pmix",
+        )
+    return engine
+
+
+def _adapter(framework: str) -> Callable[..., Engine]:
+    """Return the `attach` function of the framework's adapter; the only place where a framework's name is looked up."""
+    if framework not in ("torch", "keras"):
+        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
+    try:
+        return importlib.import_module(f"hvdtrain.{framework}._engine").attach
+    except ModuleNotFoundError as error:
+        raise _missing_module(error, framework) from error
+
+
+def _missing_module(error: ModuleNotFoundError, framework: str) -> HvdtrainError:
+    missing = error.name or str(error)
+    if missing.split(".")[0] == "horovod":
+        return LauncherError(
+            "Horovod must be installed on every rank, built for this Python and its frameworks",
+            f"no module {missing!r} in {sys.executable} on {socket.gethostname()}",
+            "hvdtrain build-horovod --install",
+        )
+    if missing.startswith("hvdtrain."):
+        return ConfigError(f"this hvdtrain {__version__} must have an adapter for {framework}", f"no module {missing!r}")
+    return ConfigError(
+        f"the {framework} adapter needs {missing}",
+        f"no module {missing!r} in {sys.executable} on {socket.gethostname()}",
+        f"pip install 'hvdtrain[{framework}]'",
+    )
+
+
+def _seed_everything(seed: int) -> None:
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def _check_engine(detected: Detected, comm: Engine) -> None:
+    """Refuse a world in which launcher and engine disagree: every rank training alone looks just like training."""
+    if (comm.rank, comm.size) == (detected.rank, detected.size):
+        return
+    remedy = {
+        "srun": "start the ranks with `srun --mpi=pmix` (or pmi2), with a Horovod built with that MPI",
+        "mpirun": "rebuild Horovod with the MPI of this mpirun: hvdtrain build-horovod --install",
+        "mpijob": "rebuild Horovod with the MPI of this image: hvdtrain build-horovod --install",
+    }.get(detected.launcher, "unset variables left over from another launcher, and start again through one launcher")
+    raise LauncherError(
+        "the launcher and the engine must see the same world",
+        f"{detected.launcher} says rank {detected.rank} of {detected.size},"
+        f" {comm.name} says rank {comm.rank} of {comm.size}",
+        remedy,
+    )
+
+
+def _meet(comm: Engine, framework: str, seed: int) -> int:
+    """Have every rank introduce itself; return the index of this rank's host.
+
+    The first collective of the job: what must not differ is compared before anything is trained. Hosts are numbered in
+    the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.
+    """
+    cards = [
+        pickle.loads(data)
+        for data in comm.allgather_bytes(pickle.dumps((socket.gethostname(), __version__, framework, seed)))
+    ]
+    for position, name in ((1, "version of hvdtrain"), (2, "framework"), (3, "seed")):
+        values = [card[position] for card in cards]
+        if any(value != values[0] for value in values):
+            raise ReplicaError(f"the {name} must be the same on every rank", _per_rank(values), shared=True)
+    hosts = list(dict.fromkeys(card[0] for card in cards))
+    return hosts.index(socket.gethostname())
+
+
+def _world_of(comm: Engine, detected: Detected, *, seed: int, node: int) -> World:
+    return World(
+        rank=comm.rank,
+        size=comm.size,
+        local_rank=comm.local_rank,
+        local_size=comm.local_size,
+        node=node,
+        launcher=detected.launcher,
+        engine=comm.name,
+        devices=tuple(comm.devices),
+        seed=seed,
+        comm=comm,
+    )
