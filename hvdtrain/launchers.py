@@ -191,7 +191,7 @@ def _mpijob_without_mpirun(environ: Environ) -> Detected:
 def _openpai(environ: Environ) -> Detected:
     role = environ.get("PAI_CURRENT_TASK_ROLE_NAME", "worker")
     task = _number(environ, "openpai", "PAI_TASK_INDEX", "PAI_CURRENT_TASK_ROLE_CURRENT_TASK_INDEX")
-    tasks = _number(environ, "openpai", f"PAI_TASK_ROLE_TASK_COUNT_{role}", "PAI_CURRENT_TASK_ROLE_TASK_COUNT")
+    tasks = _openpai_tasks(environ, role)
     local_rank, local_size = 0, 1
     if "LOCAL_RANK" in environ or _gpus_a_task(environ) > 1:
         hint = (
@@ -204,8 +204,16 @@ def _openpai(environ: Environ) -> Detected:
     rendezvous = None
     if size > 1:
         address = _need(environ, "openpai", f"PAI_HOST_IP_{role}_0")
-        rendezvous = f"{address}:{_number(environ, 'openpai', f'PAI_{role}_0_SynPort_PORT')}"
+        port = _number(environ, "openpai", f"PAI_{role}_0_SynPort_PORT", f"PAI_PORT_LIST_{role}_0_SynPort")
+        rendezvous = f"{address}:{port}"
     return Detected("openpai", task * local_size + local_rank, size, local_rank, local_size, task, rendezvous)
+
+
+def _openpai_tasks(environ: Environ, role: str) -> int:
+    """Return the role's number of tasks; older OpenPAI does not say it, but names every task's host."""
+    hosts = sum(re.fullmatch(rf"PAI_HOST_IP_{re.escape(role)}_\d+", name) is not None for name in environ)
+    names = (f"PAI_TASK_ROLE_TASK_COUNT_{role}", "PAI_CURRENT_TASK_ROLE_TASK_COUNT")
+    return hosts if hosts and not any(name in environ for name in names) else _number(environ, "openpai", *names)
 
 
 def _gpus_a_task(environ: Environ) -> int:
