@@ -1,0 +1,92 @@
+"""``hvdtrain build-horovod``: the one recipe for a Horovod wheel that works with the frameworks installed here.
+
+`support` holds the table of versions, `edits` the table of source edits, `environment` looks around, `cuda` finds a
+CUDA compiler, `build` compiles, proves and caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from ..errors import HvdtrainError
+
+DESCRIPTION = """\
+Build a Horovod 0.28.1 wheel for the frameworks installed in this Python environment, prove it on 2 ranks
+(all-reduce, broadcast, grouped all-reduce; every framework, over Gloo and over MPI), keep it in a cache."""
+
+EXAMPLES = """\
+examples:
+  hvdtrain build-horovod --install              build (or take from the cache) and install here
+  hvdtrain build-horovod --output wheels/       leave a copy of the wheel in wheels/
+  hvdtrain build-horovod --sdist horovod-0.28.1.tar.gz --gpu none
+  hvdtrain build-horovod --edits                what is changed in Horovod's sources, and why
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    what = parser.add_argument_group("what to build")
+    what.add_argument("--gpu", choices=["auto", "none", "nccl"], default="auto",
+                      help="GPU support of the torch extension (auto: NCCL if PyTorch is a CUDA build)")
+    what.add_argument("--mpi", choices=["auto", "on", "off"], default="auto", help="MPI (auto: if mpicxx is found)")
+    what.add_argument("--cuda", default="auto", metavar="auto|wheels|DIR",
+                      help="CUDA compiler (auto: an installed toolkit of PyTorch's version, else PyPI's wheels)")
+    what.add_argument("--sdist", type=Path, metavar="FILE", help="horovod-0.28.1.tar.gz, instead of PyPI")
+    result = parser.add_argument_group("what to do with it")
+    result.add_argument("--install", action="store_true", help="install the wheel into this environment")
+    result.add_argument("--output", type=Path, metavar="DIR", help="copy the wheel to DIR")
+    result.add_argument("--cache", type=Path, metavar="DIR", help="keep wheels in DIR (default: $HVDTRAIN_CACHE or ~/.cache/hvdtrain)")
+    result.add_argument("--rebuild", action="store_true", help="build even if the cache has a wheel")
+    result.add_argument("--jobs", type=int, metavar="N", help="compiler processes at once (default: by cores and memory)")
+    only = parser.add_argument_group("only look")
+    only.add_argument("--check", action="store_true", help="say what would be built, or why it cannot be")
+    only.add_argument("--edits", action="store_true", help="print the table of source edits")
+    only.add_argument("--record", action="store_true", help="print the cached build's record (versions, edits, proof) as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from . import build, edits, environment
+
+    if args.edits:
+        print(edits.table())
+        return 0
+    if args.sdist is not None and not args.sdist.is_file():
+        raise HvdtrainError("--sdist must name a file", str(args.sdist), "pip download --no-deps --no-binary horovod horovod==0.28.1")
+    found = environment.look(args.gpu, args.mpi)
+    cache = args.cache or build.cache_folder()
+    digest = build.sha256_of(args.sdist) if args.sdist else build.SDIST_SHA256
+    folder = cache / build.cache_key(found, args.cuda, digest)
+    wheel = None if args.rebuild else build.find_cached(folder)
+    _say(f"Horovod 0.28.1 for {found.describe()}")
+    if args.check:
+        _say(f"a proven wheel is cached: {wheel}" if wheel else "no wheel is cached: it would be built")
+        return 0
+    if wheel is None:
+        wheel = build.build(found, sdist=args.sdist, cache=cache, cuda=args.cuda, jobs=args.jobs, say=_say)
+    if args.record:
+        print(json.dumps(json.loads((wheel.parent / "build.json").read_text()), indent=2))
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        wheel = Path(shutil.copy2(wheel, args.output))
+    if args.install:
+        install(wheel)
+    _say(f"{'installed' if args.install else 'ready'}: {wheel}")
+    return 0
+
+
+def install(wheel: Path) -> None:
+    """Install ``wheel`` here, over whatever Horovod is installed."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--force-reinstall", str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise HvdtrainError("the wheel must install", done.stderr.strip()[-2000:], f"try it by hand: {' '.join(command)}")
+
+
+def _say(line: str) -> None:
+    print(f"build-horovod: {line}", flush=True)

@@ -1,0 +1,336 @@
+"""From source distribution to a proven, cached wheel."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import HvdtrainError
+from . import cuda as cuda_toolchain
+from . import edits as edit_table
+from .environment import Environment, mpi_library_folder
+from .support import HOROVOD_VERSION, SDIST_SHA256
+
+Say = Callable[[str], None]
+LOG_TAIL_LINES = 30
+PROOF_TIMEOUT_S = 120
+
+
+def cache_folder() -> Path:
+    """Where wheels are kept: $HVDTRAIN_CACHE, else the user's cache folder."""
+    own = os.environ.get("HVDTRAIN_CACHE")
+    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hvdtrain"
+    return base / "horovod"
+
+
+def cache_key(environment: Environment, cuda: str = "auto", sdist_sha256: str = SDIST_SHA256) -> str:
+    """Hash of everything that decides what the wheel contains."""
+    applied = edit_table.applicable(edit_table.Target(environment.gpu))
+    matters = {
+        "horovod": HOROVOD_VERSION,
+        "sdist": sdist_sha256,
+        "edits": [(edit.name, edit.file, edit.find, edit.replace) for edit in applied],
+        "environment": environment.as_dict(),
+        "cuda": cuda if environment.gpu != "none" else "",
+    }
+    return hashlib.sha256(json.dumps(matters, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find_cached(folder: Path) -> Path | None:
+    """The proven wheel in a cache folder; None when there is none or its checksum no longer fits."""
+    record_file = folder / "build.json"
+    if not record_file.is_file():
+        return None
+    record = json.loads(record_file.read_text())
+    wheel = folder / record["wheel"]
+    return wheel if wheel.is_file() and sha256_of(wheel) == record["sha256"] else None
+
+
+def build(
+    environment: Environment, *, sdist: Path | None, cache: Path, cuda: str = "auto", jobs: int | None = None, say: Say = print
+) -> Path:
+    """Build, prove and cache a wheel; returns its path in the cache.
+
+    The cache entry appears by one rename after the proof, so a stopped build leaves nothing that looks usable.
+
+    Args:
+        sdist: horovod-0.28.1.tar.gz, or None to take it from PyPI.
+        cuda: see `cuda.find`.
+        jobs: compiler processes at once; default: by cores and memory.
+
+    Raises:
+        HvdtrainError: a step failed; the message ends with the last lines of that step's log.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as scratch:
+        work = Path(scratch)
+        runner = Steps(cache / "build.log", say)
+        archive = sdist or fetch_sdist(cache, runner)
+        source = unpack(archive, work / "source")
+        applied = edit_table.apply(source, edit_table.applicable(edit_table.Target(environment.gpu)))
+        say(f"applied {len(applied)} edits to horovod {HOROVOD_VERSION} (`hvdtrain build-horovod --edits` lists them)")
+        variables = _build_variables(environment, cuda, cache, jobs, runner)
+        wheel = _compile(source, variables, environment, runner)
+        proof = prove(wheel, environment, runner)
+        key = cache_key(environment, cuda, sha256_of(archive))
+        record = {"environment": environment.as_dict(), "edits": [edit.name for edit in applied], "proof": proof}
+        record |= {"seconds": round(time.monotonic() - started, 1)}
+        return _store(wheel, cache / key, record)
+
+
+class Steps:
+    """Runs commands one after another: a line each on the terminal, everything in one log, its end on failure."""
+
+    def __init__(self, log: Path, say: Say) -> None:
+        self.log, self.say = log, say
+        log.write_text("")
+
+    def __call__(self, what: str, command: list[str], **options) -> str:
+        """Run ``command``; returns what it printed. Options: env, cwd, progress (function of a line), timeout_s."""
+        self.say(what)
+        progress, timeout_s = options.pop("progress", None), options.pop("timeout_s", None)
+        printed: list[str] = []
+        with self.log.open("a") as log, _process(command, **options) as process:
+            log.write(f"$ {' '.join(command)}\n")
+            deadline = _kill_after(process, timeout_s)
+            for line in process.stdout or ():
+                log.write(line)
+                printed.append(line)
+                if progress:
+                    progress(line)
+            code = process.wait()
+            deadline()
+        if code:
+            raise HvdtrainError(
+                rule=f"{what}: failed with exit code {code}",
+                came="the last lines of its log:\n    " + "    ".join(printed[-LOG_TAIL_LINES:]).rstrip(),
+                remedy=f"the whole log is {self.log}",
+            )
+        return "".join(printed)
+
+
+@contextmanager
+def _process(command: list[str], **options) -> Iterator[subprocess.Popen]:
+    """A child in its own session whose whole tree is gone when the block ends."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True, **options
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            _kill_tree(process)
+            process.wait()
+
+
+def _kill_tree(process: subprocess.Popen) -> None:
+    import psutil  # one of the build modules the environment check asks for
+
+    try:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _kill_after(process: subprocess.Popen, timeout_s: float | None) -> Callable[[], None]:
+    """Start a timer that kills ``process``; returns the function that stops the timer."""
+    if timeout_s is None:
+        return lambda: None
+    import threading
+
+    timer = threading.Timer(timeout_s, _kill_tree, [process])
+    timer.start()
+    return timer.cancel
+
+
+def fetch_sdist(cache: Path, run: Steps) -> Path:
+    """Horovod's source distribution from PyPI, kept in ``cache``; its checksum is compared at every use.
+
+    Raises:
+        HvdtrainError: the package index cannot be reached, or sent something else.
+    """
+    archive = cache / f"horovod-{HOROVOD_VERSION}.tar.gz"
+    if not archive.is_file() or sha256_of(archive) != SDIST_SHA256:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation"]
+        run(f"fetching horovod {HOROVOD_VERSION} from PyPI", [*command, "-d", str(cache), f"horovod=={HOROVOD_VERSION}"])
+    found = sha256_of(archive)
+    if found != SDIST_SHA256:
+        raise HvdtrainError(
+            rule=f"the source distribution must have sha256 {SDIST_SHA256}",
+            came=f"the package index sent {found}",
+            remedy="check the index pip is configured for, or pass a copy you trust with --sdist FILE",
+        )
+    return archive
+
+
+def unpack(archive: Path, target: Path) -> Path:
+    """Unpack the source distribution; returns its top folder.
+
+    Raises:
+        HvdtrainError: not a tar archive, or not horovod 0.28.1.
+    """
+    try:
+        with tarfile.open(archive) as tar:
+            tar.extractall(target, filter="data")
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise HvdtrainError(
+            rule="the source distribution must be a readable .tar.gz", came=f"{archive}: {error}",
+            remedy=f"pip download --no-deps --no-binary horovod horovod=={HOROVOD_VERSION}",
+        ) from error  # fmt: skip
+    top = target / f"horovod-{HOROVOD_VERSION}"
+    if not (top / "setup.py").is_file():
+        found = ", ".join(sorted(path.name for path in target.iterdir())) or "nothing"
+        raise HvdtrainError(
+            rule=f"the recipe edits horovod {HOROVOD_VERSION} and no other version",
+            came=f"{archive} contains {found}",
+            remedy=f"pass horovod-{HOROVOD_VERSION}.tar.gz",
+        )
+    return top
+
+
+def _build_variables(
+    environment: Environment, cuda: str, cache: Path, jobs: int | None, run: Steps
+) -> dict[str, str]:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+    variables |= {name: os.environ[name] for name in ("HOROVOD_CMAKE",) if name in os.environ}
+    for framework, name in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
+        wanted = framework in environment.frameworks()
+        variables[f"HOROVOD_WITH_{name}" if wanted else f"HOROVOD_WITHOUT_{name}"] = "1"
+    variables["HOROVOD_WITH_MPI" if environment.mpi else "HOROVOD_WITHOUT_MPI"] = "1"
+    variables |= {"HOROVOD_WITHOUT_MXNET": "1", "HOROVOD_WITH_GLOO": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    variables |= {"HVDTRAIN_MPI_RPATH": mpi_library_folder() if environment.mpi else "", "MAKEFLAGS": f"-j{jobs or _jobs()}"}
+    if environment.gpu == "nccl":
+        assert environment.torch_cuda is not None  # look() chose nccl because of it
+        found = cuda_toolchain.find(environment.torch_cuda, source=cuda, cache=cache, run=run)
+        run.say(f"CUDA compiler: {found.source}")
+        variables |= found.environment()
+    return variables
+
+
+def _jobs() -> int:
+    """Compilers at once: one a core, but each may take 2.5 GiB (torch's and TensorFlow's headers)."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), int(memory_bytes / (2.5 * 2**30))))
+
+
+def _compile(source: Path, variables: dict[str, str], environment: Environment, run: Steps) -> Path:
+    names = " and ".join(environment.frameworks())
+    minutes = {1: "2", 2: "4"}[len(environment.frameworks())]
+    what = f"compiling Horovod for {names} (about {minutes} minutes on 2 cores)"
+    run(what, [sys.executable, "setup.py", "-q", "bdist_wheel"], cwd=source, env=variables, progress=_percent(run.say))
+    (wheel,) = (source / "dist").glob("*.whl")
+    return wheel
+
+
+def _percent(say: Say) -> Callable[[str], None]:
+    """Reads make's '[ 42%]' and says every tenth, with the time since the start."""
+    state, started = {"next": 10}, time.monotonic()
+
+    def progress(line: str) -> None:
+        found = re.match(r"\[\s*(\d+)%\]", line)
+        if found and int(found.group(1)) >= state["next"]:
+            done = int(found.group(1))
+            state["next"] = done - done % 10 + 10
+            say(f"  {done:3d} %  {time.monotonic() - started:4.0f} s")
+
+    return progress
+
+
+def prove(wheel: Path, environment: Environment, run: Steps) -> list[str]:
+    """Two ranks of every framework over every controller; returns their lines.
+
+    Raises:
+        HvdtrainError: a run failed, timed out, or not every rank printed its proof.
+    """
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-proof-") as scratch:
+        site, elsewhere = Path(scratch) / "site", Path(scratch) / "run"
+        elsewhere.mkdir()
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+        run("proving the wheel: check-build, then 2 ranks of each framework over each controller", install)
+        variables = proof_environment(site)
+        built = run("  check-build", [*_HOROVODRUN, "--check-build"], env=variables, cwd=elsewhere)
+        lines = [_require_built(built, environment)]
+        for framework in environment.frameworks():
+            for name, launcher in _launchers(environment).items():
+                module = [sys.executable, "-m", "hvdtrain.horovod_build.prove_rank", framework]
+                what = f"  {framework} over {name}"
+                printed = run(what, launcher + module, env=variables, cwd=elsewhere, timeout_s=PROOF_TIMEOUT_S)
+                found = re.findall(rf"{framework} rank \d of 2 over \w+ \(built with .*\): proven", printed)
+                if len(found) != 2 or any(f"over {name}" not in line for line in found):
+                    raise HvdtrainError(
+                        rule=f"2 ranks of {framework} over {name} must each prove the collectives",
+                        came=f"{len(found)} did: {'; '.join(found) or 'none'}", remedy=f"read {run.log}",
+                    )  # fmt: skip
+                lines += sorted(found)
+        return lines
+
+
+_HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
+
+
+def _launchers(environment: Environment) -> dict[str, list[str]]:
+    launchers = {"Gloo": [*_HOROVODRUN, "--gloo", "-np", "2"]}
+    if environment.mpi:
+        mpirun = ["mpirun", "-np", "2"]
+        if "Open MPI" in environment.mpi or "open-mpi" in environment.mpi.lower():
+            mpirun += ["--oversubscribe", "--bind-to", "none"]
+        launchers["MPI"] = mpirun
+    return launchers
+
+
+def proof_environment(site: Path) -> dict[str, str]:
+    """The caller's environment, with the new wheel first and this package importable."""
+    package_parent = Path(__file__).resolve().parents[2]
+    variables = dict(os.environ)
+    variables["PYTHONPATH"] = f"{site}:{package_parent}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    variables |= {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if os.geteuid() == 0:  # Open MPI refuses root unless told twice; the proof starts only our own program
+        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return variables
+
+
+def _require_built(printed: str, environment: Environment) -> str:
+    wanted = {"PyTorch": environment.torch, "TensorFlow": environment.tensorflow, "Gloo": True}
+    wanted |= {"MPI": environment.mpi, "NCCL": environment.gpu == "nccl"}
+    missing = [name for name, needed in wanted.items() if needed and f"[X] {name}" not in printed]
+    if missing:
+        raise HvdtrainError(
+            rule="check-build must list everything this build was asked for",
+            came=f"missing {', '.join(missing)} in:\n{printed}", remedy="read the build log",
+        )  # fmt: skip
+    return "check-build: " + ", ".join(name for name, needed in wanted.items() if needed)
+
+
+def _store(wheel: Path, folder: Path, record: dict) -> Path:
+    """Move the wheel and its record into the cache by one rename; a broken older entry gives way."""
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+    kept = Path(shutil.copy2(wheel, partial))
+    record |= {"wheel": wheel.name, "sha256": sha256_of(kept)}
+    (partial / "build.json").write_text(json.dumps(record, indent=2) + "\n")
+    partial.chmod(0o755)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    return folder / wheel.name

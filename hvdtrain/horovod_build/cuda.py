@@ -1,0 +1,150 @@
+"""Finds a CUDA compiler and NCCL for the torch extension, or puts them together from PyPI's wheels."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import HvdtrainError
+from .support import CUDA_ARCHITECTURES, CUDA_WHEELS
+
+Runner = Callable[[str, list[str]], None]  # (what is done, command)
+
+
+@dataclass(frozen=True)
+class Cuda:
+    home: Path  # bin/nvcc, include/, lib64/libcudart.so
+    nccl: Path | None  # include/nccl.h, lib/libnccl.so; None: CMake searches the system
+    headers: Path | None  # PyTorch's wheels' CUDA headers (cuBLAS and others), when they are there
+    architectures: str
+    source: str  # for the record: "toolkit <dir>" or "wheels"
+
+    def environment(self) -> dict[str, str]:
+        """Variables for Horovod's build."""
+        variables = {
+            "CUDA_HOME": str(self.home),
+            "HOROVOD_CUDA_HOME": str(self.home),
+            "CUDACXX": str(self.home / "bin" / "nvcc"),
+            "CUDAToolkit_ROOT": str(self.home),
+            "PATH": f"{self.home / 'bin'}:{os.environ['PATH']}",
+            "HOROVOD_GPU_OPERATIONS": "NCCL",
+            "HOROVOD_NCCL_LINK": "SHARED",
+            "HOROVOD_BUILD_CUDA_CC_LIST": self.architectures,
+        }
+        if self.nccl:
+            variables["HOROVOD_NCCL_HOME"] = str(self.nccl)
+        if self.headers:
+            variables["CPATH"] = str(self.headers)
+        return variables
+
+
+def find(version: str, *, source: str, cache: Path, run: Runner) -> Cuda:
+    """A CUDA compiler of ``version`` (PyTorch's, "13.0").
+
+    Args:
+        source: "auto" (a complete installed toolkit of that version, else wheels), "wheels", or a toolkit's folder.
+        cache: folder that keeps what is put together, between builds.
+
+    Raises:
+        HvdtrainError: no such compiler can be had; the message says which wheels or folder were tried.
+    """
+    architectures = CUDA_ARCHITECTURES.get(version, "80,90")
+    toolkit = _installed_toolkit(version, source) if source != "wheels" else None
+    home = toolkit or _home_from_wheels(version, cache, run)
+    return Cuda(
+        home=home,
+        nccl=_nccl_home(cache),
+        headers=_torch_cuda_headers(),
+        architectures=architectures,
+        source=f"toolkit {toolkit}" if toolkit else f"wheels {', '.join(CUDA_WHEELS[version])}",
+    )
+
+
+def _installed_toolkit(version: str, source: str) -> Path | None:
+    if source == "auto":
+        candidates = [os.environ.get("CUDA_HOME"), f"/usr/local/cuda-{version}", "/usr/local/cuda"]
+    else:
+        candidates = [source]
+    reasons = []
+    for candidate in filter(None, candidates):
+        reason = _why_incomplete(Path(candidate), version)
+        if reason is None:
+            return Path(candidate)
+        reasons.append(f"{candidate}: {reason}")
+    if source != "auto":
+        raise HvdtrainError(
+            rule=f"--cuda must name a CUDA toolkit of version {version}, the one PyTorch was built with",
+            came="; ".join(reasons),
+            remedy="give another folder, or --cuda wheels",
+        )
+    return None
+
+
+def _why_incomplete(home: Path, version: str) -> str | None:
+    nvcc = home / "bin" / "nvcc"
+    if not nvcc.is_file():
+        return "no bin/nvcc"
+    printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    if f"release {version}," not in printed:
+        last = printed.strip().splitlines()[-1] if printed.strip() else "nothing"
+        return f"nvcc is not of release {version} (it prints {last})"
+    for needed in ("include/cuda_runtime.h", "lib64/libcudart.so", "lib64/libcudart_static.a"):
+        if not (home / needed).exists():
+            return f"no {needed}"
+    return None
+
+
+def _home_from_wheels(version: str, cache: Path, run: Runner) -> Path:
+    """Install the compiler's wheels beside each other; one folder then is a CUDA_HOME but for two links.
+
+    nvcc finds its parts relative to its own real path, so it must not be a link into several site-packages.
+    """
+    if version not in CUDA_WHEELS:
+        raise HvdtrainError(
+            rule=f"PyPI's wheels give a usable CUDA compiler for CUDA {', '.join(CUDA_WHEELS)} only",
+            came=f"PyTorch was built with CUDA {version}, and no complete toolkit of that version was found",
+            remedy=f"install the CUDA {version} toolkit and pass --cuda DIR, or build with --gpu none",
+        )
+    target = cache / f"cuda-{version}"
+    home = target / "nvidia" / "cu13"
+    if not (home / "lib64").exists():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(target)]
+        run(f"fetching the CUDA {version} compiler from PyPI (about 100 MB)", command + list(CUDA_WHEELS[version]))
+        _link(home / "lib" / "libcudart.so", "libcudart.so.13")
+        _link(home / "lib64", "lib")  # last: it marks the folder complete
+    return home
+
+
+def _nccl_home(cache: Path) -> Path | None:
+    """NCCL of PyTorch's own wheel, so that both use one library, under the name the linker wants."""
+    found = importlib.util.find_spec("nvidia")
+    for folder in list(found.submodule_search_locations or []) if found else []:
+        library = Path(folder) / "nccl" / "lib" / "libnccl.so.2"
+        if library.exists():
+            home = cache / "nccl"
+            (home / "lib").mkdir(parents=True, exist_ok=True)
+            _link(home / "lib" / "libnccl.so", str(library))
+            _link(home / "include", str(library.parent.parent / "include"))
+            return home
+    return None
+
+
+def _torch_cuda_headers() -> Path | None:
+    found = importlib.util.find_spec("nvidia")
+    for folder in list(found.submodule_search_locations or []) if found else []:
+        headers = Path(folder) / "cu13" / "include"
+        if headers.is_dir():
+            return headers
+    return None
+
+
+def _link(name: Path, target: str) -> None:
+    name.parent.mkdir(parents=True, exist_ok=True)
+    if name.is_symlink():
+        name.unlink()
+    name.symlink_to(target)

@@ -1,0 +1,246 @@
+"""The table of edits that turn Horovod 0.28.1 (2023) into one that builds and works today.
+
+Each edit replaces one exact piece of text and fails loudly if that text is not there exactly ``count`` times, so
+that another source distribution can never be half-edited in silence. Upstream numbers are issues or pull requests of
+github.com/horovod/horovod unless another project is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import HvdtrainError
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is being built, as far as edits depend on it."""
+
+    gpu: str  # "none" or "nccl"
+
+
+def always(target: Target) -> bool:
+    return True
+
+
+def without_cuda(target: Target) -> bool:
+    return target.gpu == "none"
+
+
+def with_cuda(target: Target) -> bool:
+    return target.gpu != "none"
+
+
+@dataclass(frozen=True)
+class Edit:
+    name: str
+    file: str
+    find: str
+    replace: str
+    why: str
+    upstream: str = "not reported"
+    when: Callable[[Target], bool] = always
+    count: int = 1  # how often `find` must occur; every occurrence is replaced
+
+
+_HOME = "$ORIGIN/../.."  # site-packages, seen from horovod/<framework>/
+
+_ZERO_GRAD_OLD = """    def zero_grad(self):
+        if self._handles:"""
+_ZERO_GRAD_NEW = """    def zero_grad(self, set_to_none: bool = True):
+        if self._handles:"""
+
+_TF_WITHOUT_CUDA = """# hvdtrain: this target never uses CUDA, whatever the PyTorch target is built with.
+if(HAVE_CUDA)
+    remove_definitions(-DHAVE_CUDA=1 -DHAVE_GPU=1 -DHAVE_NCCL=1)
+    foreach(VAR IN ITEMS HOROVOD_GPU_ALLREDUCE HOROVOD_GPU_ALLGATHER HOROVOD_GPU_BROADCAST HOROVOD_GPU_ALLTOALL HOROVOD_GPU_REDUCESCATTER)
+        if(DEFINED ${VAR})
+            convert_to_ascii_dec(ASCII_DEC ${${VAR}})
+            remove_definitions(-D${VAR}=${ASCII_DEC})
+        endif()
+    endforeach()
+    list(FILTER SOURCES EXCLUDE REGEX "(cuda_operations|gpu_operations|nccl_operations)[.]cc$")
+    list(REMOVE_ITEM LINKER_LIBS ${NCCL_LIBRARIES})
+    set(HAVE_CUDA FALSE)
+    set(HAVE_NCCL FALSE)
+endif()
+
+set(TF_TARGET_LIB "tensorflow")"""
+
+_RPATH = """set_target_properties({target} PROPERTIES BUILD_WITH_INSTALL_RPATH ON
+    INSTALL_RPATH "{paths}")
+{last}"""
+
+_TORCH_LAST = 'set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES OUTPUT_NAME "mpi_lib_v2")'
+_TF_LAST = 'set_target_properties(${TF_TARGET_LIB} PROPERTIES OUTPUT_NAME "mpi_lib")'
+
+_KERAS_OLD = """                                 scale_local_gradients=True):
+    class _DistributedOptimizer("""
+_KERAS_NEW = """                                 scale_local_gradients=True):
+    import keras as _installed_keras
+    if int(_installed_keras.__version__.split(".")[0]) >= 3:
+        import warnings
+        warnings.warn(
+            "horovod.keras.DistributedOptimizer does NOT average gradients on Keras 3: every rank trains alone. "
+            "Use hvdtrain.keras.prepare(model).", RuntimeWarning, stacklevel=4)
+
+    class _DistributedOptimizer("""
+
+EDITS: tuple[Edit, ...] = (
+    Edit(
+        "cxx17", "CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)",
+        why="the headers of torch >= 2.1 and TensorFlow >= 2.10 need C++17", upstream="3998",
+    ),
+    Edit(
+        "cxx17-torch", "horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)",
+        why="the PyTorch target sets its own standard", upstream="3998",
+    ),
+    Edit(
+        "gcc13-common", "horovod/common/common.h", "#include <functional>\n", "#include <functional>\n#include <stdexcept>\n",
+        why="gcc 13's standard headers no longer include <stdexcept> by accident", upstream="3957",
+    ),
+    Edit(
+        "gcc13-group-table", "horovod/common/group_table.h", "#include <queue>\n", "#include <queue>\n#include <string>\n",
+        why="gcc 13's standard headers no longer include <string> by accident", upstream="3957",
+    ),
+    Edit(
+        "gcc13-gloo-types", "third_party/gloo/gloo/types.h", "#include <iostream>\n", "#include <cstdint>\n#include <iostream>\n",
+        why="gcc 13's standard headers no longer include <cstdint> by accident",
+    ),
+    Edit(
+        "cmake4-gloo", "third_party/gloo/CMakeLists.txt", "cmake_minimum_required(VERSION 2.8.12 FATAL_ERROR)",
+        "cmake_minimum_required(VERSION 3.13 FATAL_ERROR)",
+        why="CMake 4 refuses projects that ask for policies older than 3.5", upstream="NVIDIA/DALI 5871",
+    ),
+    Edit(
+        "distutils-torch", "horovod/torch/CMakeLists.txt",
+        'from distutils.sysconfig import get_python_inc; print(get_python_inc())',
+        "import sysconfig; print(sysconfig.get_paths()['include'])",
+        why="Python 3.12 has no distutils", upstream="pypa/setuptools 4655",
+    ),
+    Edit(
+        "distutils-jsrun", "horovod/runner/js_run.py", "from distutils.spawn import find_executable",
+        "from shutil import which as find_executable",
+        why="Python 3.12 has no distutils, and horovodrun imports this module always", upstream="pypa/setuptools 4655",
+    ),
+    Edit(
+        "no-xla-ops", "horovod/tensorflow/CMakeLists.txt",
+        'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n', "",
+        why="TensorFlow 2.21's wheel lacks headers (highwayhash) that its XLA headers include",
+    ),
+    Edit(
+        "tensorflow-without-cuda", "horovod/tensorflow/CMakeLists.txt", 'set(TF_TARGET_LIB "tensorflow")', _TF_WITHOUT_CUDA,
+        why="with CUDA the extension needs symbols that tensorflow-cpu does not have, and does not load", when=with_cuda,
+    ),
+    Edit(
+        "no-cuda-search", "CMakeLists.txt", "include(CheckLanguage)\n",
+        'if(NOT "$ENV{HOROVOD_GPU_OPERATIONS}" STREQUAL "")\ninclude(CheckLanguage)\n',
+        why="a build without GPU must not depend on a CUDA compiler that happens to be installed", when=without_cuda,
+    ),
+    Edit(
+        "no-cuda-search-end", "CMakeLists.txt", "macro(ADD_CUDA)\n", "endif()\n\nmacro(ADD_CUDA)\n",
+        why="closes the block that no-cuda-search opens", when=without_cuda,
+    ),
+    Edit(
+        "cuda-torch-as-cpu", "cmake/Modules/FindPytorch.cmake", "if (Pytorch_CUDA OR Pytorch_ROCM)\n",
+        "set(Pytorch_CUDA FALSE)\nif (Pytorch_CUDA OR Pytorch_ROCM)\n",
+        why="a CUDA build of PyTorch otherwise forces CUDA on a build without GPU", when=without_cuda,
+    ),
+    Edit(
+        "cuda-cxx17", "horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)",
+        why="CUDA 13's headers need C++17", when=with_cuda,
+    ),
+    Edit(
+        "cuda-one-abi", "horovod/common/ops/cuda/CMakeLists.txt", "add_library(compatible_horovod_cuda_kernels cuda_kernels.cu)",
+        "add_library(compatible_horovod_cuda_kernels EXCLUDE_FROM_ALL cuda_kernels.cu)",
+        why="the pre-C++11 ABI copy is linked by nothing today; compiling it doubles nvcc's time", when=with_cuda,
+    ),
+    Edit(
+        "libcuda-so-1", "horovod/torch/cuda_util.cc", 'cudalib = dlopen("libcuda.so", RTLD_LAZY);',
+        'cudalib = dlopen("libcuda.so.1", RTLD_LAZY);',
+        why="the driver installs libcuda.so.1; the bare name exists only beside a development toolkit", when=with_cuda,
+    ),
+    Edit(
+        "rpath-torch", "horovod/torch/CMakeLists.txt", _TORCH_LAST,
+        _RPATH.format(
+            target="${PYTORCH_TARGET_LIB}", last=_TORCH_LAST,
+            paths=f"{_HOME}/torch/lib:{_HOME}/nvidia/nccl/lib:{_HOME}/nvidia/cu13/lib:$ENV{{HVDTRAIN_MPI_RPATH}}",
+        ).replace("$ORIGIN", "\\$ORIGIN"),
+        why="the wheel must find PyTorch's and NCCL's libraries where pip puts them, not in the build machine's folders",
+    ),
+    Edit(
+        "rpath-tensorflow", "horovod/tensorflow/CMakeLists.txt", _TF_LAST,
+        _RPATH.format(
+            target="${TF_TARGET_LIB}", last=_TF_LAST,
+            paths=f"{_HOME}/tensorflow:{_HOME}/tensorflow/python:$ENV{{HVDTRAIN_MPI_RPATH}}",
+        ).replace("$ORIGIN", "\\$ORIGIN"),
+        why="as rpath-torch, for TensorFlow's libraries",
+    ),
+    Edit(
+        "gloo-stall-check", "horovod/common/gloo/gloo_controller.cc", "global_ranks_.reserve(size_);", "global_ranks_.resize(size_);",
+        why="the stall inspector loops over global_ranks_, which reserve() leaves empty: under Gloo no stall is ever "
+        "reported, and writing past the size is undefined",
+    ),
+    Edit(
+        "zero-grad-set-to-none", "horovod/torch/optimizer.py", _ZERO_GRAD_OLD, _ZERO_GRAD_NEW,
+        why="torch's zero_grad takes set_to_none; Horovod's override raised TypeError", upstream="3405", count=2,
+    ),
+    Edit(
+        "zero-grad-pass-on", "horovod/torch/optimizer.py", "return super(self.__class__, self).zero_grad()",
+        "return super(self.__class__, self).zero_grad(set_to_none=set_to_none)",
+        why="hands the argument of zero-grad-set-to-none to torch", upstream="3405", count=2,
+    ),
+    Edit(
+        "keras3-warning", "horovod/_keras/__init__.py", _KERAS_OLD, _KERAS_NEW,
+        why="Keras 3 calls none of the methods this wrapper overrides: it trains without averaging and says nothing",
+    ),
+)  # fmt: skip
+
+
+def applicable(target: Target) -> list[Edit]:
+    """The edits that ``target`` needs, in the order in which they are applied."""
+    return [edit for edit in EDITS if edit.when(target)]
+
+
+def apply(source: Path, edits: Iterable[Edit]) -> list[Edit]:
+    """Apply ``edits`` to the unpacked source distribution at ``source``.
+
+    Every target is checked before the first file is written, so a refused source tree is left as it came.
+
+    Raises:
+        HvdtrainError: a file is missing, or the text to replace is not there exactly ``edit.count`` times.
+    """
+    edits = list(edits)
+    texts: dict[Path, str] = {}
+    for edit in edits:
+        path = source / edit.file
+        if path not in texts:
+            if not path.is_file():
+                raise _not_found(edit, "the file is missing")
+            texts[path] = path.read_text()
+        found = texts[path].count(edit.find)
+        if found != edit.count:
+            raise _not_found(edit, f"its text occurs {found} times, expected {edit.count}")
+        texts[path] = texts[path].replace(edit.find, edit.replace)
+    for path, text in texts.items():
+        path.write_text(text)
+    return edits
+
+
+def _not_found(edit: Edit, came: str) -> HvdtrainError:
+    return HvdtrainError(
+        rule=f"edit '{edit.name}' must find its target in {edit.file}",
+        came=came,
+        remedy="use the unmodified horovod 0.28.1 source distribution (from PyPI, or --sdist FILE)",
+    )
+
+
+def table(edits: Iterable[Edit] = EDITS) -> str:
+    """The edits for people: name, file, why, upstream report."""
+    lines = []
+    for edit in edits:
+        when = {always: "always", without_cuda: "--gpu none", with_cuda: "--gpu nccl"}[edit.when]
+        lines.append(f"{edit.name}  ({edit.file}; {when}; upstream: {edit.upstream})\n    {edit.why}")
+    return "\n".join(lines)

@@ -1,0 +1,194 @@
+"""Looks at the current environment: what Horovod will be built for, and whether the recipe accepts it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..errors import HvdtrainError
+from .support import SUPPORTED, refuse_unsupported
+
+# Needed by Horovod's setup.py, and (but for setuptools and wheel) at run time by horovodrun.
+BUILD_MODULES = {
+    "setuptools": "setuptools", "wheel": "wheel", "packaging": "packaging", "cloudpickle": "cloudpickle",
+    "psutil": "psutil", "yaml": "pyyaml", "cffi": "cffi",
+}  # fmt: skip
+
+_PROBE_TORCH = """
+import json, torch
+print(json.dumps(dict(version=torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip,
+                      cxx11=bool(torch.compiled_with_cxx11_abi()))))
+"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Everything a wheel depends on; also the cache key."""
+
+    python: str
+    python_tag: str  # e.g. cpython-311-x86_64-linux-gnu
+    machine: str
+    cpu_flags: str  # the instruction sets that Horovod's build turns on by looking at this machine
+    torch: str | None
+    torch_cuda: str | None  # CUDA version that PyTorch was built with, None for a CPU build
+    torch_cxx11: bool | None
+    tensorflow: str | None
+    cmake: str
+    gcc: str
+    mpi: str | None
+    gpu: str  # "none" or "nccl"
+    nccl: str | None
+
+    def frameworks(self) -> list[str]:
+        return [name for name in ("torch", "tensorflow") if getattr(self, name)]
+
+    def describe(self) -> str:
+        torch = f"torch {self.torch}" if self.torch else "no torch"
+        tensorflow = f"TensorFlow {self.tensorflow}" if self.tensorflow else "no TensorFlow"
+        gpu = f"NCCL {self.nccl} on CUDA {self.torch_cuda} for torch" if self.gpu == "nccl" else "no GPU support"
+        return (
+            f"Python {self.python}, {torch}, {tensorflow}, {self.mpi or 'no MPI'}, {gpu}, "
+            f"gcc {self.gcc}, cmake {self.cmake}"
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
+    """Probe the environment this runs in.
+
+    Args:
+        gpu: "auto" (NCCL when PyTorch is a CUDA build), "none" or "nccl".
+        mpi: "auto" (use MPI when its compiler wrapper is there), "on" or "off".
+
+    Raises:
+        HvdtrainError: something is missing or outside the supported ranges; lists every finding at once.
+    """
+    problems: list[str] = []
+    torch = _torch(problems)
+    tensorflow = _distribution_version("tensorflow", "tensorflow-cpu")
+    cmake, gcc = _tool_version("cmake", problems), _tool_version("c++", problems)
+    versions = {"Python": platform.python_version(), "cmake": cmake, "gcc": gcc}
+    versions |= {"torch": torch["version"] if torch else None, "tensorflow": tensorflow}
+    problems += [reason for name in SUPPORTED if versions[name] and (reason := refuse_unsupported(name, versions[name]))]
+    if not torch and not tensorflow:
+        problems.append("neither torch nor tensorflow is installed here: pip install 'hvdtrain[torch,keras]'")
+    problems += _missing_modules()
+    problems += _gpu_problems(gpu, torch)
+    mpi_version = _mpi(mpi, problems)
+    if problems:
+        raise HvdtrainError(
+            rule="this environment cannot build Horovod",
+            came="; ".join(problems),
+            remedy="change what is named above, then run `hvdtrain build-horovod` again",
+        )
+    use_nccl = gpu == "nccl" or (gpu == "auto" and torch is not None and torch["cuda"] is not None)
+    return Environment(
+        python=platform.python_version(),
+        python_tag=sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag,
+        machine=platform.machine(),
+        cpu_flags=_cpu_flags(),
+        torch=torch["version"] if torch else None,
+        torch_cuda=torch["cuda"] if torch else None,
+        torch_cxx11=torch["cxx11"] if torch else None,
+        tensorflow=tensorflow,
+        cmake=cmake or "",
+        gcc=gcc or "",
+        mpi=mpi_version,
+        gpu="nccl" if use_nccl else "none",
+        nccl=_nccl_version() if use_nccl else None,
+    )
+
+
+def _torch(problems: list[str]) -> dict | None:
+    """PyTorch's version and build, asked in a child so that this process stays small."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    done = subprocess.run([sys.executable, "-c", _PROBE_TORCH], capture_output=True, text=True)
+    if done.returncode:
+        problems.append(f"`import torch` fails: {done.stderr.strip().splitlines()[-1]}")
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _distribution_version(*names: str) -> str | None:
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _tool_version(tool: str, problems: list[str]) -> str | None:
+    path = shutil.which(os.environ.get("HOROVOD_CMAKE", tool) if tool == "cmake" else os.environ.get("CXX", tool))
+    if path is None:
+        package = {"cmake": "cmake", "c++": "g++"}[tool]
+        problems.append(f"{package} is not installed: apt-get install {package}")
+        return None
+    flag = "--version" if tool == "cmake" else "-dumpfullversion"
+    found = re.search(r"\d+(\.\d+)+", subprocess.run([path, flag], capture_output=True, text=True).stdout)
+    if found is None:
+        problems.append(f"{path} {flag} prints no version")
+        return None
+    return found.group()
+
+
+def _missing_modules() -> list[str]:
+    missing = [package for module, package in BUILD_MODULES.items() if importlib.util.find_spec(module) is None]
+    return [f"missing Python packages: pip install {' '.join(missing)}"] if missing else []
+
+
+def _gpu_problems(gpu: str, torch: dict | None) -> list[str]:
+    if gpu == "nccl" and (torch is None or torch["cuda"] is None):
+        have = f"torch {torch['version']}" if torch else "no torch"
+        return [f"--gpu nccl needs a CUDA build of PyTorch, found {have}"]
+    if torch is not None and torch["hip"] is not None:
+        return ["ROCm builds of PyTorch are not supported: nothing here was ever run on one"]
+    return []
+
+
+def _mpi(wanted: str, problems: list[str]) -> str | None:
+    """First line of `mpirun --version` when MPI can be compiled against, else None."""
+    if wanted == "off":
+        return None
+    if shutil.which("mpicxx") is None or shutil.which("mpirun") is None:
+        if wanted == "on":
+            problems.append("--mpi on, but mpicxx or mpirun is missing: apt-get install openmpi-bin libopenmpi-dev")
+        return None
+    lines = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.splitlines()
+    return lines[0].strip() if lines else "MPI"
+
+
+def mpi_library_folder() -> str:
+    """Folder of libmpi when it is not one the dynamic linker searches anyway, else ''."""
+    done = subprocess.run(["mpicxx", "--showme:libdirs"], capture_output=True, text=True)
+    folder = done.stdout.strip().split(" ")[0] if done.returncode == 0 else ""
+    return "" if not folder or folder.startswith("/usr/lib") else folder
+
+
+def _cpu_flags() -> str:
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return ""
+    return " ".join(flag for flag in ("avx", "f16c", "fma") if flag in words)
+
+
+def _nccl_version() -> str:
+    for major in ("cu13", "cu12"):
+        version = _distribution_version(f"nvidia-nccl-{major}")
+        if version:
+            return version
+    return "of the system"
