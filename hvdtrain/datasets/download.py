@@ -1,0 +1,86 @@
+"""One file over https: within a time limit, checked against its hash, in place whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import queue
+import tempfile
+import threading
+import time
+import urllib.request
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import ConfigError
+
+ANSWER_WITHIN_S = 8.0  # name look-up, connection and first answer together
+STALL_AFTER_S = 10.0
+WHOLE_WITHIN_S = 600.0
+_BLOCK_BYTES = 1 << 16
+
+
+def download(url: str, target: Path, sha256: str, *, size_limit_bytes: int, remedy: str) -> None:
+    """Puts the file at ``url`` to ``target`` if its SHA-256 is ``sha256``. Proxies come from the environment.
+
+    Raises: `ConfigError` with ``remedy`` when there is no network, no answer, no room or another hash. Then
+    ``target`` is as it was before.
+    """
+    partial = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # beside the target, so that the rename stays in one file system; unique, so that two nodes
+        # that share the folder do not write into one file
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+        partial = Path(name)
+        with os.fdopen(handle, "wb") as output, _open(url) as answer:
+            found = _copy(answer, output, size_limit_bytes)
+            output.flush()
+            os.fsync(output.fileno())
+        if found != sha256:
+            raise ConfigError(f"{url} has SHA-256 {sha256}", f"SHA-256 {found}", remedy)
+        partial.chmod(0o644)  # mkstemp makes files private; a cache is shared
+        partial.replace(target)
+    except (OSError, HTTPException, ValueError) as error:  # URLError and time-outs are OSErrors
+        rule = f"{url} cannot be downloaded to {target}"
+        raise ConfigError(rule, f"{type(error).__name__}: {error}", remedy) from error
+    finally:
+        if partial is not None:
+            with contextlib.suppress(FileNotFoundError):  # renamed: all went well
+                partial.unlink()
+
+
+def _open(url: str) -> Any:
+    """`urllib.request.urlopen` in a thread: its own time limit does not cover the look-up of the name."""
+    result: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            result.put(urllib.request.urlopen(url, timeout=STALL_AFTER_S))
+        except Exception as error:  # carried over to the caller's thread
+            result.put(error)
+
+    threading.Thread(target=work, name="hvdtrain-download", daemon=True).start()
+    try:
+        answer = result.get(timeout=ANSWER_WITHIN_S)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {ANSWER_WITHIN_S:.0f} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _copy(answer: Any, output: Any, size_limit_bytes: int) -> str:
+    """Copies to the end of ``answer``; returns the SHA-256 of what came."""
+    digest, copied, end = hashlib.sha256(), 0, time.monotonic() + WHOLE_WITHIN_S
+    while block := answer.read(_BLOCK_BYTES):
+        copied += len(block)
+        if copied > size_limit_bytes:
+            raise ValueError(f"more than {size_limit_bytes} bytes came")
+        if time.monotonic() > end:
+            raise TimeoutError(f"not finished within {WHOLE_WITHIN_S:.0f} s")
+        digest.update(block)
+        output.write(block)
+    return digest.hexdigest()
