@@ -1,16 +1,15 @@
 """Checkpoints that a kill at any instant, a full disk or a flipped bit cannot turn into a loss.
 
-A checkpoint is a directory, written under a temporary name, forced to disk and renamed: it is there whole or not at all.
-Its manifest has the size and SHA-256 of every file, and a digest of itself; what does not match is passed over for the last
-good one, and said so. Older ones are deleted only after a newer one is complete.
+A checkpoint is a directory, written under a temporary name, forced to disk and renamed: it is there whole or
+    not at all.
+Its manifest has the size and SHA-256 of every file, and a digest of itself; what does not match is passed
+over for the last good one, and said so. Older ones are deleted only after a newer one is complete.
 
     checkpoints/epoch-0003-step-000042/manifest.json  model.keras  random.npz
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import re
@@ -19,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,9 +26,17 @@ from typing import Any, Literal, Protocol
 
 from hvdtrain import __version__
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.manifest import (
+    MANIFEST,
+    json_numbers,
+    read_manifest,
+    seal,
+    sync_directory,
+    verify,
+    write_manifest,
+)
 from hvdtrain.world import World, current
 
-MANIFEST = "manifest.json"
 CHUNK_BYTES = 64 << 20
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)(?:\.(\d+))?")
 _UNFINISHED = re.compile(r"\.(?:writing|deleting)-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
@@ -67,7 +74,8 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Info:
-    """One checkpoint on disk. `ok`: the manifest is whole and every file has its size (checksums are read on restore)."""
+    """One checkpoint on disk. `ok`: the manifest is whole and every file has its size (checksums are read on
+    restore)."""
 
     path: Path
     progress: Progress
@@ -111,7 +119,7 @@ class Checkpointer:
     def world(self) -> World:
         return self._world or current() or World.solo()
 
-    # -- saving --------------------------------------------------------------------------------------------------------
+    # -- saving ----------------------------------------------------------------------------------------------
     def save(
         self, state: Mapping[str, Part], *, progress: Progress, metrics: Mapping[str, float] | None = None
     ) -> Path:
@@ -126,7 +134,8 @@ class Checkpointer:
             The checkpoint's directory.
 
         Raises:
-            CheckpointError (`MainRankError` on ranks other than 0): it cannot be written; earlier ones are untouched.
+            CheckpointError (`MainRankError` on ranks other than 0): it cannot be written; earlier ones are
+                untouched.
         """
         return self.world.on_main(self._save, state, progress, dict(metrics or {}))
 
@@ -136,7 +145,9 @@ class Checkpointer:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._sweep()
             earlier = self.list()
-            path = self._write(state, progress, metrics, 1 + max((info.sequence for info in earlier), default=0))
+            path = self._write(
+                state, progress, metrics, 1 + max((info.sequence for info in earlier), default=0)
+            )
         except OSError as error:
             raise CheckpointError(
                 "a checkpoint must be written whole",
@@ -155,24 +166,26 @@ class Checkpointer:
             files = {}
             for name, part in state.items():
                 part.save(temporary / name)
-                files[name] = _sealed(temporary / name)
+                files[name] = seal(temporary / name)
             body = {
-                "format": 1, "sequence": sequence, "progress": asdict(progress), "metrics": _json_numbers(metrics),
+                "format": 1, "sequence": sequence,
+                "progress": asdict(progress), "metrics": json_numbers(metrics),
                 "files": files, "saved_unix_s": round(time.time(), 3), "world_size": self.world.size,
                 "versions": {"hvdtrain": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
             }  # fmt: skip
-            _write_manifest(temporary / MANIFEST, body)
-            _sync_directory(temporary)
+            write_manifest(temporary / MANIFEST, body)
+            sync_directory(temporary)
             final = self._free_name(progress)
             os.rename(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _sync_directory(self.directory)
+        sync_directory(self.directory)
         return final
 
     def _free_name(self, progress: Progress) -> Path:
-        """Return a name for a new checkpoint; a resumed run may come by the same step again, and gets "name.2"."""
+        """Return a name for a new checkpoint; a resumed run may come by the same step again, and gets
+        "name.2"."""
         base = f"epoch-{progress.epoch:04d}-step-{progress.step:06d}"
         path = self.directory / base
         again = 1
@@ -194,18 +207,22 @@ class Checkpointer:
             kept.add(best.path)
         oldest_kept = min(info.sequence for info in good if info.path in kept)
         for info in infos:
-            # a damaged one goes when its time has come; an unreadable manifest has no sequence, and stays to be seen
+            # a damaged one goes when its time has come; an unreadable manifest has no sequence, and stays to
+            # be seen
             if info.path not in kept and (info.ok or 0 < info.sequence < oldest_kept):
                 self._delete(info.path)
 
     def _delete(self, path: Path) -> None:
-        """Delete by renaming first: a kill in the middle leaves rubbish that is swept, not half a checkpoint."""
+        """Delete by renaming first: a kill in the middle leaves rubbish that is swept, not half a
+        checkpoint."""
         doomed = self._unfinished("deleting")
         try:
             os.rename(path, doomed)
             shutil.rmtree(doomed)
         except OSError as error:
-            print(f"hvdtrain: could not delete the old checkpoint {path}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"hvdtrain: could not delete the old checkpoint {path}: {error}", file=sys.stderr, flush=True
+            )
 
     def _sweep(self) -> None:
         """Remove what killed processes left half-written; never what a living one is writing."""
@@ -214,7 +231,7 @@ class Checkpointer:
             if match is not None and _is_abandoned(path, match["host"], int(match["pid"])):
                 shutil.rmtree(path, ignore_errors=True)
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- looking ---------------------------------------------------------------------------------------------
     def list(self) -> list[Info]:
         """Return the checkpoints this process can see, oldest first; damaged ones too, with `ok=False`."""
         if not self.directory.is_dir():
@@ -239,24 +256,27 @@ class Checkpointer:
             good.sort(key=lambda info: info.metrics[name], reverse=self.mode == "max")
         yield from good
 
-    # -- restoring -----------------------------------------------------------------------------------------------------
+    # -- restoring -------------------------------------------------------------------------------------------
     def restore(
         self, state: Mapping[str, Part], *, which: str | os.PathLike[str] = "latest"
     ) -> Progress | None:
-        """Load one checkpoint on every rank; collective. Rank 0 chooses, and its choice is what every rank gets.
+        """Load one checkpoint on every rank; collective. Rank 0 chooses, and its choice is what every rank
+        gets.
 
-        Ranks that do not see that checkpoint (no shared file system, or a stale one) get the bytes from rank 0.
+        Ranks that do not see that checkpoint (no shared file system, or a stale one) get the bytes from rank
+        0.
 
         Args:
-            state: file name to what takes its content; files of the checkpoint that are not named here are left alone.
+            state: file name to what takes its content; files of the checkpoint that are not named here are
+                left alone.
             which: "latest", "best", or the path of one checkpoint.
 
         Returns:
             The progress, or None when there is no checkpoint at all.
 
         Raises:
-            CheckpointError (`MainRankError` on ranks other than 0): none of the checkpoints is good, the one at `which`
-                is not, it lacks a file that `state` names, or a rank could not load it.
+            CheckpointError (`MainRankError` on ranks other than 0): none of the checkpoints is good, the one
+                at `which` is not, it lacks a file that `state` names, or a rank could not load it.
         """
         chosen = self.world.on_main(self._choose, os.fspath(which), sorted(state))
         if chosen is None:
@@ -267,7 +287,7 @@ class Checkpointer:
             self._load(state, folder)
         return Progress(**manifest["progress"])
 
-    def _choose(self, which: str, names: list[str]) -> tuple[Path, dict[str, Any]] | None:
+    def _choose(self, which: str, names: Sequence[str]) -> tuple[Path, dict[str, Any]] | None:
         """Return the path and manifest of the checkpoint to restore, every checksum read."""
         if which in ("latest", "best"):
             infos = self._candidates(which)
@@ -277,8 +297,8 @@ class Checkpointer:
             infos, damaged, some = iter([_read_info(Path(which))]), [], True
         for info in infos:
             try:
-                manifest = _read_manifest(info.path)
-                _verify(info.path, manifest["files"])
+                manifest = read_manifest(info.path)
+                verify(info.path, manifest["files"])
             except (OSError, CheckpointError) as error:
                 damaged.append(f"{info.path.name}: {_reason(error)}")
                 continue
@@ -292,22 +312,24 @@ class Checkpointer:
         if which == "best" and not damaged:
             return self._choose("latest", names)
         raise CheckpointError(
-            "no checkpoint is whole", f"{self.directory if which in ('latest', 'best') else which}\n" + "\n".join(damaged),
+            "no checkpoint is whole",
+            "\n".join([str(self.directory if which in ("latest", "best") else which), *damaged]),
             "give another checkpoint or directory; to start anew, move this one away",
         )  # fmt: skip
 
     @contextmanager
     def _local_copy(self, path: Path, files: Mapping[str, dict[str, Any]]) -> Iterator[Path]:
-        """Give a folder with the checkpoint's files on this rank; fetched from rank 0 where they are missing."""
+        """Give a folder with the checkpoint's files on this rank; fetched from rank 0 where they are
+        missing."""
         here = self.world.is_main or _has(path, files)
         if all(self.world.gather(here)):
             yield path
             return
         with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
-            for name, seal in files.items():
-                self._send(path / name, None if here else Path(folder) / name, seal["bytes"])
+            for name, sealed in files.items():
+                self._send(path / name, None if here else Path(folder) / name, sealed["bytes"])
             if not here:
-                _verify(Path(folder), files)
+                verify(Path(folder), files)
             yield path if here else Path(folder)
 
     def _send(self, source: Path, target: Path | None, size_bytes: int) -> None:
@@ -352,7 +374,7 @@ def _check_names(state: Mapping[str, Part]) -> None:
         raise ConfigError("a checkpoint needs at least one part")
 
 
-def _check_has(manifest: dict[str, Any], names: list[str], path: Path) -> None:
+def _check_has(manifest: dict[str, Any], names: Sequence[str], path: Path) -> None:
     missing = sorted(set(names) - set(manifest["files"]))
     if missing:
         raise CheckpointError(
@@ -362,82 +384,33 @@ def _check_has(manifest: dict[str, Any], names: list[str], path: Path) -> None:
         )
 
 
-def _sealed(path: Path) -> dict[str, Any]:
-    """Force a file to disk and return its size and checksum."""
-    if not path.is_file():
-        raise CheckpointError("a part must write one file at the path it is given", f"{path.name}: no file there")
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": _sha256(file)}
-
-
-def _sha256(file: Any) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_manifest(path: Path, body: dict[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({**body, "digest": _digest(body)}, file, indent=1, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest, checked against its own digest and for the types that are used.
-
-    Raises:
-        CheckpointError: damaged.
-        OSError: cannot be read.
-    """
-    text = (path / MANIFEST).read_bytes()
-    try:
-        body = json.loads(text)
-        digest = body.pop("digest")
-        whole = digest == _digest(body)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        whole = False
-    if not whole:
-        raise CheckpointError("a manifest must match its digest", f"{path / MANIFEST} is damaged")
-    if body["format"] != 1:
-        raise CheckpointError("this hvdtrain reads checkpoints of format 1", f"{path}: format {body['format']}")
-    body["metrics"] = {name: float(value) for name, value in body["metrics"].items()}
-    return body
-
-
 def _read_info(path: Path) -> Info:
     """Return what is known of a checkpoint without reading its files."""
     try:
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
         problem = ""
-        for name, seal in manifest["files"].items():
+        for name, sealed in manifest["files"].items():
             found = (path / name).stat().st_size
-            if found != seal["bytes"]:
-                problem = f"{name} has {found} bytes instead of {seal['bytes']}"
+            if found != sealed["bytes"]:
+                problem = f"{name} has {found} bytes instead of {sealed['bytes']}"
     except (OSError, CheckpointError) as error:
         match = _NAME.fullmatch(path.name)
         progress = Progress(int(match[1]), int(match[2])) if match else Progress()
         return Info(path, progress, {}, False, problem=_reason(error))
     return Info(
-        path, Progress(**manifest["progress"]), manifest["metrics"], not problem, manifest["sequence"], problem
+        path,
+        Progress(**manifest["progress"]),
+        manifest["metrics"],
+        not problem,
+        manifest["sequence"],
+        problem,
     )
-
-
-def _verify(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
-    """Raise CheckpointError (or OSError) unless every file has its size and checksum."""
-    for name, seal in files.items():
-        with open(folder / name, "rb") as file:
-            if os.fstat(file.fileno()).st_size != seal["bytes"] or _sha256(file) != seal["sha256"]:
-                raise CheckpointError("a file must match its checksum", f"{name} is damaged")
 
 
 def _has(path: Path, files: Mapping[str, dict[str, Any]]) -> bool:
     """Whether this rank sees the same checkpoint as rank 0."""
     try:
-        _verify(path, files)
+        verify(path, files)
     except (OSError, CheckpointError):
         return False
     return True
@@ -456,18 +429,3 @@ def _is_abandoned(path: Path, host: str, pid: int) -> bool:
         return time.time() - path.stat().st_mtime > _ABANDONED_S
     except FileNotFoundError:
         return False
-
-
-def _sync_directory(path: Path) -> None:
-    """Force a directory's entries to disk: a rename is not durable before that."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _json_numbers(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Metrics as JSON has them: NaN and infinities as text."""
-    numbers = {name: float(value) for name, value in metrics.items()}
-    return {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}

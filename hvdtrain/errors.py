@@ -97,8 +97,8 @@ def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
     """Print one clear block on standard error and end this process with exit code 2.
 
     With a collective engine up the process ends at once (`os._exit`): the engine's exit hooks would wait for
-    ranks that do not come, and the launcher ends the others when it sees this rank gone. Clean up (run log, files)
-    before you call this.
+    ranks that do not come, and the launcher ends the others when it sees this rank gone. Clean up (run log,
+    files) before you call this.
 
     Args:
         program: the name to blame, for example "hvdtrain.keras_mnist".

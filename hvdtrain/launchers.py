@@ -1,8 +1,11 @@
-"""Which launcher started this process, and which rank it gave us: one table, read from the environment only.
+"""Which launcher started this process, which rank it gave us, which GPUs are its own: one table, read from
+the environment only.
 
-Launchers nest: `mpirun` inside a Slurm allocation, `horovodrun` inside `srun`, `torchrun` inside OpenPAI. Variables of
-the outer one stay visible, so the table is ordered from the one that is always innermost to the outermost, and the first
-that left its marks wins. A launcher that left only some of its variables is an error, never a world of one.
+Launchers nest: `mpirun` inside a Slurm allocation, `horovodrun` inside `srun`, `torchrun` inside OpenPAI.
+    Variables of
+the outer one stay visible, so the table is ordered from the one that is always innermost to the outermost,
+and the first that left its marks wins. A launcher that left only some of its variables is an error, never a
+world of one.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hvdtrain.errors import LauncherError
+from hvdtrain.errors import ConfigError, LauncherError
 
 Environ = Mapping[str, str]
 UNKNOWN_NODE = -1
@@ -21,8 +24,8 @@ UNKNOWN_NODE = -1
 class Detected:
     """What the launcher says about this process.
 
-    `node` is the index of this process's host, `UNKNOWN_NODE` (-1) where the launcher does not tell (Open MPI, hydra on
-    several hosts). `rendezvous` is "host:port", or None where the launcher needs none.
+    `node` is the index of this process's host, `UNKNOWN_NODE` (-1) where the launcher does not tell (Open
+    MPI, hydra on several hosts). `rendezvous` is "host:port", or None where the launcher needs none.
     """
 
     launcher: str
@@ -102,15 +105,16 @@ def _checked(found: Detected) -> Detected:
         raise LauncherError(
             f"{found.launcher} must give rank < size, local rank < local size <= size, local rank <= rank",
             f"rank {found.rank} of {found.size}, local rank {found.local_rank} of {found.local_size}",
-            "unset variables left over from another launcher, or start the program again through one launcher",
+            "unset variables left over from another launcher, or start again through one launcher",
         )
     return found
 
 
-# -- horovodrun over Gloo (also Horovod on Spark and Ray) --------------------------------------------------------------
+# -- horovodrun over Gloo (also Horovod on Spark and Ray) ----------------------------------------------------
 def _horovodrun(environ: Environ) -> Detected:
     rank, size, local_rank, local_size = (
-        _number(environ, "horovodrun", f"HOROVOD_{what}") for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        _number(environ, "horovodrun", f"HOROVOD_{what}")
+        for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
     rendezvous = None
     if size > 1:
@@ -120,10 +124,11 @@ def _horovodrun(environ: Environ) -> Detected:
     return Detected("horovodrun", rank, size, local_rank, local_size, node, rendezvous)
 
 
-# -- torchrun (and DeepSpeed's launcher, which sets the same names but LOCAL_SIZE) --------------------------------------
+# -- torchrun (and DeepSpeed's launcher, which sets the same names but LOCAL_SIZE) ---------------------------
 def _torchrun(environ: Environ) -> Detected:
     hint = (
-        "start the program through `torchrun --nnodes ... --nproc-per-node ...` (one per node), or unset RANK, WORLD_SIZE"
+        "start the program through `torchrun --nnodes ... --nproc-per-node ...` (one per node),"
+        " or unset RANK, WORLD_SIZE"
         " and LOCAL_RANK to train in one process"
     )
     rank, size, local_rank = (
@@ -138,10 +143,11 @@ def _torchrun(environ: Environ) -> Detected:
     return Detected("torchrun", rank, size, local_rank, local_size, node, rendezvous)
 
 
-# -- mpirun: Open MPI, and MPICH / Intel MPI (hydra); the same inside a Kubernetes MPIJob -------------------------------
+# -- mpirun: Open MPI, and MPICH / Intel MPI (hydra); the same inside a Kubernetes MPIJob --------------------
 def _in_mpijob(environ: Environ) -> bool:
-    """Whether the MPI Operator made this pod. Ranks on worker pods come through ssh, which drops the pod's variables:
-    what mpirun forwards (OMPI_MCA_*) still tells, because the operator puts its host file under /etc/mpi."""
+    """Whether the MPI Operator made this pod. Ranks on worker pods come through ssh, which drops the pod's
+    variables: what mpirun forwards (OMPI_MCA_*) still tells, because the operator puts its host file under
+        /etc/mpi."""
     return (
         "K_MPI_JOB_ROLE" in environ
         or "KUBERNETES_SERVICE_HOST" in environ
@@ -156,7 +162,8 @@ def _open_mpi(environ: Environ) -> Detected:
         _number(environ, launcher, f"OMPI_COMM_WORLD_{what}")
         for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
-    # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the node's index: nothing in the environment has that
+    # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the node's index: nothing in the environment
+    # has that
     return Detected(launcher, rank, size, local_rank, local_size, _node_if_one(size, local_size), None)
 
 
@@ -183,11 +190,11 @@ def _mpijob_without_mpirun(environ: Environ) -> Detected:
     raise LauncherError(
         "an MPIJob must start the program through mpirun or horovodrun",
         f"K_MPI_JOB_ROLE={environ['K_MPI_JOB_ROLE']!r}, but OMPI_COMM_WORLD_RANK is missing",
-        "make the launcher's command `mpirun -np N python ...`; to train in this one pod: unset K_MPI_JOB_ROLE",
+        "make the launcher's command `mpirun -np N python ...`; to train here alone: unset K_MPI_JOB_ROLE",
     )
 
 
-# -- OpenPAI: one task is one container; ranks = task index x processes a task + local rank -----------------------------
+# -- OpenPAI: one task is one container; ranks = task index x processes a task + local rank ------------------
 def _openpai(environ: Environ) -> Detected:
     role = environ.get("PAI_CURRENT_TASK_ROLE_NAME", "worker")
     task = _number(environ, "openpai", "PAI_TASK_INDEX", "PAI_CURRENT_TASK_ROLE_CURRENT_TASK_INDEX")
@@ -195,7 +202,8 @@ def _openpai(environ: Environ) -> Detected:
     local_rank, local_size = 0, 1
     if "LOCAL_RANK" in environ or _gpus_a_task(environ) > 1:
         hint = (
-            "start one process a GPU: `torchrun --nnodes $PAI_CURRENT_TASK_ROLE_TASK_COUNT --node-rank $PAI_TASK_INDEX ...`;"
+            "start one process a GPU: `torchrun --nnodes $PAI_CURRENT_TASK_ROLE_TASK_COUNT"
+            " --node-rank $PAI_TASK_INDEX ...`;"
             " for one process a task: LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
         )
         local_rank = _number(environ, "openpai", "LOCAL_RANK", hint=hint)
@@ -213,7 +221,9 @@ def _openpai_tasks(environ: Environ, role: str) -> int:
     """Return the role's number of tasks; older OpenPAI does not say it, but names every task's host."""
     hosts = sum(re.fullmatch(rf"PAI_HOST_IP_{re.escape(role)}_\d+", name) is not None for name in environ)
     names = (f"PAI_TASK_ROLE_TASK_COUNT_{role}", "PAI_CURRENT_TASK_ROLE_TASK_COUNT")
-    return hosts if hosts and not any(name in environ for name in names) else _number(environ, "openpai", *names)
+    return (
+        hosts if hosts and not any(name in environ for name in names) else _number(environ, "openpai", *names)
+    )
 
 
 def _gpus_a_task(environ: Environ) -> int:
@@ -221,10 +231,11 @@ def _gpus_a_task(environ: Environ) -> int:
     return int(text) if text.isdigit() else 0
 
 
-# -- srun --------------------------------------------------------------------------------------------------------------
+# -- srun ----------------------------------------------------------------------------------------------------
 def _in_slurm_step(environ: Environ) -> bool:
-    """Whether `srun` started this process. `sbatch` and `salloc` set SLURM_PROCID=0 and SLURM_NTASKS for their own shell
-    as well, where one process must stay one process: only a numbered step is srun's. Steps numbered from 0xfffffff0 up
+    """Whether `srun` started this process. `sbatch` and `salloc` set SLURM_PROCID=0 and SLURM_NTASKS for
+    their own shell as well, where one process must stay one process: only a numbered step is srun's. Steps
+        numbered from 0xfffffff0 up
     are Slurm's own (batch script, interactive shell)."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return step.isdigit() and int(step) < 0xFFFFFFF0
@@ -276,3 +287,41 @@ _TABLE = (
     _Row("torchrun", _any_of("RANK", "WORLD_SIZE", "LOCAL_RANK"), _torchrun),
 )
 LAUNCHERS = (*dict.fromkeys(row.launcher for row in _TABLE), "none")
+
+
+def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) -> tuple[int, ...]:
+    """Return the GPUs of one rank as indices among the visible ones; pure.
+
+    Two rules cover what launchers do: all of a host's ranks see all its GPUs, then rank r takes the r-th
+        group; or the
+    launcher masks (`srun --gpus-per-task`, CUDA_VISIBLE_DEVICES per rank), then a rank sees exactly its own.
+
+    Args:
+        local_rank, local_size: this rank among the ranks on its host.
+        visible: how many GPUs this process sees.
+        per_rank: how many a rank shall use.
+
+    Returns:
+        `per_rank` indices; empty when no GPU is visible.
+
+    Raises:
+        LauncherError: too few GPUs for the ranks on this host.
+        ConfigError: an argument out of range.
+    """
+    if per_rank < 1 or visible < 0 or not 0 <= local_rank < local_size:
+        raise ConfigError(
+            "need per_rank >= 1, visible >= 0 and 0 <= local_rank < local_size",
+            f"per_rank={per_rank}, visible={visible}, local_rank={local_rank}, local_size={local_size}",
+        )
+    if visible == 0:
+        return ()
+    if visible >= local_size * per_rank:
+        return tuple(range(local_rank * per_rank, (local_rank + 1) * per_rank))
+    if visible == per_rank:
+        return tuple(range(per_rank))
+    raise LauncherError(
+        f"{local_size} ranks on a host with {per_rank} GPU(s) each need {local_size * per_rank} GPUs",
+        f"{visible} visible to local rank {local_rank}",
+        f"start at most {max(visible // per_rank, 1)} rank(s) on this host, show more GPUs"
+        " (CUDA_VISIBLE_DEVICES), or train with device='cpu'",
+    )

@@ -1,7 +1,7 @@
 """The learning-rate contract: scaling, warm-up and schedule as one pure function of samples seen.
 
-Counting samples (not steps or epochs) makes the rate the same at any world size, per-rank batch and accumulation that give
-the same global batch, and lets a job resume at another size without a jump.
+Counting samples (not steps or epochs) makes the rate the same at any world size, per-rank batch and
+accumulation that give the same global batch, and lets a job resume at another size without a jump.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class LR:
         reference_batch: samples per update that `base` was tuned for.
         scale: how the peak grows with the global batch: "linear" (Goyal et al., arXiv 1706.02677), "sqrt"
             (Krizhevsky, arXiv 1404.5997; for Adam-like optimizers) or "none".
-        warmup_samples: samples over which the rate goes linearly from `base` to the peak (gradual warm-up, Goyal et
-            al. 2.2: 5 epochs). A global batch at or under the reference needs none and gets none.
-        schedule: what follows: "constant", "step" or "cosine" (Loshchilov & Hutter, arXiv 1608.03983, one cycle).
+        warmup_samples: samples over which the rate goes linearly from `base` to the peak (gradual warm-up,
+            Goyal et al. 2.2: 5 epochs). A global batch at or under the reference needs none and gets none.
+        schedule: what follows: "constant", "step" or "cosine" (Loshchilov & Hutter, arXiv 1608.03983, one
+            cycle).
         total_samples: where the cosine ends, counted from the first sample of training; the rate stays there.
         milestones: samples at which "step" multiplies the rate by `gamma`.
         gamma: see `milestones`.
@@ -47,9 +48,21 @@ class LR:
     def __post_init__(self) -> None:
         object.__setattr__(self, "milestones", tuple(self.milestones))
         _check(_positive(self.base), "base must be a finite rate > 0", base=self.base)
-        _check(_whole(self.reference_batch, 1), "reference_batch must be samples >= 1", reference_batch=self.reference_batch)
-        _check(self.scale in ("linear", "sqrt", "none"), 'scale must be "linear", "sqrt" or "none"', scale=self.scale)
-        _check(_whole(self.warmup_samples, 0), "warmup_samples must be samples >= 0", warmup_samples=self.warmup_samples)
+        _check(
+            _whole(self.reference_batch, 1),
+            "reference_batch must be samples >= 1",
+            reference_batch=self.reference_batch,
+        )
+        _check(
+            self.scale in ("linear", "sqrt", "none"),
+            'scale must be "linear", "sqrt" or "none"',
+            scale=self.scale,
+        )
+        _check(
+            _whole(self.warmup_samples, 0),
+            "warmup_samples must be samples >= 0",
+            warmup_samples=self.warmup_samples,
+        )
         _check(
             not (self.warmup_samples and self.scale == "none"),
             'warm-up goes from base to the scaled peak: with scale="none" there is nothing to warm up to',
@@ -84,7 +97,8 @@ class LR:
             _check(0 <= self.final <= 1, "final is a fraction of the peak, 0..1", final=self.final)
 
     def factor(self, global_batch: int) -> float:
-        """Return peak / base for an update over `global_batch` samples (ranks x per-rank batch x accumulation)."""
+        """Return peak / base for an update over `global_batch` samples (ranks x per-rank batch x
+        accumulation)."""
         _check(_whole(global_batch, 1), "global_batch must be samples >= 1", global_batch=global_batch)
         ratio = global_batch / self.reference_batch
         return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.scale]
@@ -124,10 +138,10 @@ class LR:
             return
         if math.isclose(current, peak, rel_tol=_SAME_RATE):
             raise ConfigError(
-                "the learning rate would be scaled twice: make the optimizer with the base rate, LR scales it",
-                f"optimizer {current:g} = base {self.base:g} x {self.factor(global_batch):g} (global batch {global_batch},"
-                f" reference {self.reference_batch})",
-                f"make the optimizer with {self.base:g}, or give LR(base={current:g}, reference_batch={global_batch})",
+                "the learning rate would be scaled twice: LR scales it, the optimizer takes the base",
+                f"optimizer {current:g} = base {self.base:g} x {self.factor(global_batch):g}"
+                f" (global batch {global_batch}, reference {self.reference_batch})",
+                f"make the optimizer with {self.base:g}, or LR(base={current:g}, reference_batch={global_batch})",
             )
         raise ConfigError(
             "the optimizer's learning rate must be the base of its LR",
@@ -146,4 +160,6 @@ def _whole(value: object, least: int) -> bool:
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    )

@@ -1,9 +1,9 @@
 """Which samples a rank sees: the same global order at any world size, from any point in an epoch.
 
 The epoch is one permutation of all samples, a pure function of seed and epoch. A global step takes the next
-`size * per_rank_batch` samples of it, and rank r the r-th contiguous piece. So N ranks x B see the samples of one process
-x N·B step by step, and a job that stops after `consumed` samples goes on at any other size without repeating or skipping
-one.
+`size * per_rank_batch` samples of it, and rank r the r-th contiguous piece. So N ranks x B see the samples of
+one process x N·B step by step, and a job that stops after `consumed` samples goes on at any other size
+without repeating or skipping one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Plan:
         per_rank_batch: samples a rank takes in a full step.
         seed: of the order; the same on every rank.
         shuffle: False keeps the data set's order.
-        tail: what happens to the last samples when they do not fill a global step: "weighted" deals them out as evenly as
-            possible (ranks may get one less, or none; weight gradients by live samples), "drop" leaves them out.
+        tail: what happens to the last samples when they do not fill a global step: "weighted" deals them out
+            as evenly as possible (ranks may get one less, or none; weight gradients by live samples), "drop"
+            leaves them out.
     """
 
     samples: int
@@ -61,7 +62,7 @@ class Plan:
         if self.tail == "drop" and self.steps() == 0 and self.samples:
             raise ConfigError(
                 'tail="drop" needs at least one full global step in an epoch',
-                f"{self.samples} samples, {self.size} ranks x batch {self.per_rank_batch} = {self.global_batch}",
+                f"{self.samples} samples, {self.size} x {self.per_rank_batch} = {self.global_batch} a step",
                 'make the batch smaller, use fewer ranks, or tail="weighted"',
             )
 
@@ -78,8 +79,8 @@ class Plan:
     def order(self, epoch: int) -> np.ndarray:
         """Return the epoch's order: int64 [samples], a permutation; equal on every rank and at every size.
 
-        Sorts by raw Philox words, which numpy guarantees never to change (NEP 19); its `permutation` may change between
-        versions, and a resumed epoch would then repeat and skip samples.
+        Sorts by raw Philox words, which numpy guarantees never to change (NEP 19); its `permutation` may
+        change between versions, and a resumed epoch would then repeat and skip samples.
         """
         import numpy as np
 
@@ -122,9 +123,12 @@ class Plan:
 
 
 def contiguous(samples: int, rank: int, size: int) -> slice:
-    """Return rank's contiguous piece of `samples` samples: each sample in exactly one piece, sizes differ by at most 1."""
+    """Return rank's contiguous piece of `samples` samples: each sample in exactly one piece, sizes differ by
+    at most 1."""
     if samples < 0 or not 0 <= rank < size:
-        raise ConfigError("need samples >= 0 and 0 <= rank < size", f"samples={samples}, rank={rank}, size={size}")
+        raise ConfigError(
+            "need samples >= 0 and 0 <= rank < size", f"samples={samples}, rank={rank}, size={size}"
+        )
     each, extra = divmod(samples, size)
     start = rank * each + min(rank, extra)
     return slice(start, start + each + (rank < extra))

@@ -1,21 +1,20 @@
 """The run log: a directory that tells what ran, how fast, and how it ended.
 
-    runs/<name>/run.json       what ran: versions, world, effective batch, learning rate, config, status, result
-    runs/<name>/events.jsonl   what happened: one JSON object a line, written as the run goes
+    runs/<name>/run.json       what ran: versions, world, effective batch, learning rate, config, status,
+    result runs/<name>/events.jsonl   what happened: one JSON object a line, written as the run goes
     runs/<name>/tensorboard/   the same scalars for TensorBoard, if tensorboardX is installed
 
-Rank 0 writes; the other ranks hold the same object and only take part where a method says so. Everything is strict JSON:
-NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf" (Python's `float` reads them).
+Rank 0 writes; the other ranks hold the same object and only take part where a method says so. Everything is
+strict JSON: NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf" (Python's `float`
+    reads them).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import errno
 import fcntl
 import importlib.metadata
-import json
 import math
 import os
 import platform
@@ -27,7 +26,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.records import end_last_line, plain, read_events, read_run, to_json, write_json
 from hvdtrain.world import World
+
+__all__ = ["RunLog", "read_events", "read_run"]
 
 # steps that end within this time share one event and one refresh of the progress line
 EVENT_EVERY_S = 0.1
@@ -45,13 +47,15 @@ class RunLog:
     Args:
         run_dir: made if missing; belongs to one run at a time (a lock that dies with the process).
         world: who writes.
-        config: what the user chose; `lr` and `global_batch` (or `per_rank_batch`, with `accumulate`) are told apart.
+        config: what the user chose; `lr` and `global_batch` (or `per_rank_batch`, with `accumulate`) are told
+            apart.
         resume: go on with the run that is in `run_dir`: its events are appended to.
         progress: show progress on rank 0.
         tensorboard: write TensorBoard scalars, if tensorboardX is installed.
 
     Raises:
-        ConfigError (on rank 0; `MainRankError` with the same text elsewhere): `run_dir` cannot be written, is in use by
+        ConfigError (on rank 0; `MainRankError` with the same text elsewhere): `run_dir` cannot be written, is
+        in use by
             another run, or holds another run and `resume` is off.
     """
 
@@ -182,7 +186,8 @@ class _Window:
         self._seconds: dict[str, float] = {}
 
     def add(self, loss: float | None, samples: int, seconds: Mapping[str, float]) -> dict[str, Any] | None:
-        """Add one step; return the event's fields when one is due (always for a step longer than EVENT_EVERY_S)."""
+        """Add one step; return the event's fields when one is due (always for a step longer than
+        EVENT_EVERY_S)."""
         self._steps += 1
         self._samples += samples
         if loss is not None:
@@ -194,7 +199,9 @@ class _Window:
             return None
         fields = {
             "steps": self._steps,
-            "loss": math.fsum(self._losses) / len(self._losses) if self._finite() else sum(self._losses) or None,
+            "loss": math.fsum(self._losses) / len(self._losses)
+            if self._finite()
+            else sum(self._losses) or None,
             "samples": self._samples,
             "samples_per_s": self._samples / max(now - self._since, 1e-9),
             "seconds": self._seconds,
@@ -240,8 +247,10 @@ class _Writer:
     def start(self, world: World, config: dict[str, Any], *, progress: bool, tensorboard: bool) -> None:
         earlier = self._earlier or {}
         attempts = list(earlier.get("attempts", []))
-        attempts.append({"started": _now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname()})
-        self.run = _plain(
+        attempts.append(
+            {"started": _now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname()}
+        )
+        self.run = plain(
             {
                 "format": 1,
                 "status": "running",
@@ -260,8 +269,8 @@ class _Writer:
             }
         )  # fmt: skip
         write_json(self._dir / "run.json", self.run)
-        _end_last_line(self._dir / "events.jsonl")
-        self._events = open(self._dir / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed by close())
+        end_last_line(self._dir / "events.jsonl")
+        self._events = open(self._dir / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
         self.event("resume" if earlier else "start", {"size": world.size, "config": config})
         self._line = _Line(config.get("total_samples")) if progress else None
         self._board = self._open_board() if tensorboard else None
@@ -292,7 +301,9 @@ class _Writer:
         scalars = {f"train/{name}": fields[name] for name in ("loss", "lr", "samples_per_s")}
         self._guarded(self._scalars, scalars, fields["step"])
 
-    def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float, per_rank: list[dict[str, float]]) -> None:
+    def epoch(
+        self, epoch: int, metrics: Mapping[str, float], seconds: float, per_rank: list[dict[str, float]]
+    ) -> None:
         self.event("epoch", {"epoch": epoch, "metrics": dict(metrics), "seconds": seconds, "ranks": per_rank})
         if self._line is not None:
             self._line.epoch(epoch, metrics, seconds)
@@ -305,7 +316,7 @@ class _Writer:
                     self._board.add_scalar(name, float(value), step)
 
     def update(self, **fields: Any) -> None:
-        self.run.update(_plain(fields))
+        self.run.update(plain(fields))
         self._guarded(write_json, self._dir / "run.json", self.run)
 
     def finish(self, status: str, error: str | None) -> None:
@@ -313,13 +324,18 @@ class _Writer:
         self.update(status=status, error=error, ended=_now())
 
     def _guarded(self, write: Any, *args: Any) -> None:
-        """A record that cannot be written (disk full, file server gone) is told once and does not end the training."""
+        """A record that cannot be written (disk full, file server gone) is told once and does not end the
+        training."""
         try:
             write(*args)
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                print(f"hvdtrain: the run log in {self._dir} is incomplete: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"hvdtrain: the run log in {self._dir} is incomplete: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def close(self) -> None:
         """Release files and lock; the lock last, so that the next run finds everything written."""
@@ -340,7 +356,9 @@ class _Line:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total_samples, unit=" samples", unit_scale=True, dynamic_ncols=True, leave=False)
+            self._bar = tqdm(
+                total=total_samples, unit=" samples", unit_scale=True, dynamic_ncols=True, leave=False
+            )
 
     def show(self, fields: Mapping[str, Any]) -> None:
         text = f"epoch {fields['epoch'] + 1} step {fields['step']}"
@@ -368,7 +386,8 @@ class _Line:
 
 def _lock(run_dir: Path) -> TextIO:
     """Take the run directory for this process; the kernel gives it back however the process ends."""
-    file = open(os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8")
+    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    file = open(descriptor, "r+", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -387,87 +406,6 @@ def _lock(run_dir: Path) -> TextIO:
     file.write(f"pid {os.getpid()} on {socket.gethostname()} since {_now()}\n")
     file.flush()
     return file
-
-
-def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return run.json, or None if there is none.
-
-    Raises:
-        ConfigError: it is not JSON.
-    """
-    path = Path(run_dir) / "run.json"
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ConfigError("run.json must be JSON", f"{path}: {error}", "move the file away, or give another run directory") from None
-    if not isinstance(run, dict):
-        raise ConfigError("run.json must hold an object", f"{path}: {type(run).__name__}")
-    return run
-
-
-def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the events in order; a last line that a killed process left half-written is not one."""
-    path = Path(run_dir) / "events.jsonl"
-    if not path.exists():
-        return []
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue
-    return events
-
-
-def _end_last_line(path: Path) -> None:
-    """A killed process can leave half a line: end it, so that the next event starts on its own."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with open(path, "rb+") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON: readers see the old or the new text, whatever happens in between."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(to_json(value, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """Return strict JSON of nearly anything: see `_plain`."""
-    return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as JSON types: numpy and framework scalars by `item()`, dataclasses as objects, the rest as text."""
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(float(value))
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    for method in ("item", "tolist"):
-        if hasattr(value, method) and (method == "tolist" or getattr(value, "size", None) == 1):
-            return _plain(getattr(value, method)())
-    return str(value)
 
 
 def _effective_batch(config: Mapping[str, Any], size: int) -> int | None:

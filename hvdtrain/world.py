@@ -15,83 +15,16 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, TypeVar
 
 from hvdtrain import __version__
+from hvdtrain.engines import Engine, SoloEngine
 from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError, MainRankError, ReplicaError
-from hvdtrain.launchers import ALONE, LAUNCHERS, UNKNOWN_NODE, Detected, detect
+from hvdtrain.launchers import ALONE, Detected, detect, gpus_for
 
-__all__ = [
-    "ALONE", "LAUNCHERS", "UNKNOWN_NODE", "Detected", "Engine", "SoloEngine", "World", "current", "detect", "gpus_for",
-    "init",
-]  # fmt: skip
+__all__ = ["Detected", "Engine", "SoloEngine", "World", "current", "detect", "gpus_for", "init"]
 
 T = TypeVar("T")
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """What carries bytes between ranks. Every method but `shutdown` is collective: all ranks call it in the same order."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def local_size(self) -> int: ...
-    @property
-    def node(self) -> int: ...
-    @property
-    def devices(self) -> tuple[int, ...]: ...
-
-    def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
-        """Return root's `data` on every rank; `data` is ignored on the others."""
-        ...
-
-    def allgather_bytes(self, data: bytes) -> list[bytes]:
-        """Return every rank's `data` in rank order; lengths may differ."""
-        ...
-
-    def sum_floats(self, values: Sequence[float]) -> list[float]:
-        """Return the elementwise sum over ranks in float64; every rank passes the same number of values."""
-        ...
-
-    def barrier(self) -> None: ...
-    def shutdown(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class SoloEngine:
-    """The engine of one process: every collective is the identity."""
-
-    name: str = "solo"
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    node: int = 0
-    devices: tuple[int, ...] = ()
-
-    def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
-        if data is None:
-            raise ValueError("the root of a broadcast must give the data")
-        return data
-
-    def allgather_bytes(self, data: bytes) -> list[bytes]:
-        return [data]
-
-    def sum_floats(self, values: Sequence[float]) -> list[float]:
-        return [float(value) for value in values]
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-    def shutdown(self) -> None:
-        """Nothing to end."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +85,17 @@ class World:
 
         Args:
             values: name to value; the same names on every rank.
-            weight: how much this rank's values count, usually its number of samples. A rank of weight 0 takes part
-                but does not count, whatever its values (even NaN, or none at all).
+            weight: how much this rank's values count, usually its number of samples. A rank of weight 0 takes
+                part but does not count, whatever its values (even NaN, or none at all).
 
         Raises:
             ReplicaError: on every rank, when names differ, or a weight is negative or not finite.
         """
         reports = self.gather(({name: float(value) for name, value in values.items()}, float(weight)))
         if not all(math.isfinite(its_weight) and its_weight >= 0 for _, its_weight in reports):
-            raise ReplicaError("weights of a mean must be finite and >= 0", _per_rank([w for _, w in reports]), shared=True)
+            raise ReplicaError(
+                "weights of a mean must be finite and >= 0", _per_rank([w for _, w in reports]), shared=True
+            )
         live = [(its_values, its_weight) for its_values, its_weight in reports if its_weight > 0]
         names = _same_names([its_values for its_values, its_weight in reports if its_values or its_weight])
         total = math.fsum(its_weight for _, its_weight in live)
@@ -290,42 +225,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) -> tuple[int, ...]:
-    """Return the GPUs of one rank as indices among the visible ones; pure.
-
-    Two rules cover what launchers do: all of a host's ranks see all its GPUs, then rank r takes the r-th group; or the
-    launcher masks (`srun --gpus-per-task`, CUDA_VISIBLE_DEVICES per rank), then a rank sees exactly its own.
-
-    Args:
-        local_rank, local_size: this rank among the ranks on its host.
-        visible: how many GPUs this process sees.
-        per_rank: how many a rank shall use.
-
-    Returns:
-        `per_rank` indices; empty when no GPU is visible.
-
-    Raises:
-        LauncherError: too few GPUs for the ranks on this host.
-        ConfigError: an argument out of range.
-    """
-    if per_rank < 1 or visible < 0 or not 0 <= local_rank < local_size:
-        raise ConfigError(
-            "need per_rank >= 1, visible >= 0 and 0 <= local_rank < local_size",
-            f"per_rank={per_rank}, visible={visible}, local_rank={local_rank}, local_size={local_size}",
-        )
-    if visible == 0:
-        return ()
-    if visible >= local_size * per_rank:
-        return tuple(range(local_rank * per_rank, (local_rank + 1) * per_rank))
-    if visible == per_rank:
-        return tuple(range(per_rank))
-    raise LauncherError(
-        f"{local_size} ranks on a host with {per_rank} GPU(s) each need {local_size * per_rank} GPUs",
-        f"{visible} visible to local rank {local_rank} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})",
-        f"start at most {max(visible // per_rank, 1)} rank(s) a host, widen CUDA_VISIBLE_DEVICES, or train with device='cpu'",
-    )
-
-
 _current: World | None = None
 
 
@@ -355,8 +254,8 @@ def init(
         The world; use it as a context manager, so that a clean end shuts the engine down.
 
     Raises:
-        LauncherError: launcher variables are incomplete, the launcher cannot drive the engine, Horovod is missing, or
-            the engine sees another world than the launcher.
+        LauncherError: launcher variables are incomplete, the launcher cannot drive the engine, Horovod is
+            missing, or the engine sees another world than the launcher.
         ConfigError: an argument is wrong, or the framework is not installed.
         ReplicaError: ranks run different versions of hvdtrain, or with different seeds.
     """
@@ -387,7 +286,9 @@ def choose_engine(engine: str, detected: Detected) -> str:
         LauncherError: this launcher cannot start ranks for that engine.
     """
     if engine == "auto":
-        alone = detected.launcher == "none" or (detected.size == 1 and detected.launcher in ("torchrun", "openpai"))
+        alone = detected.launcher == "none" or (
+            detected.size == 1 and detected.launcher in ("torchrun", "openpai")
+        )
         engine = "solo" if alone else "horovod"
     if engine == "solo" and detected.size > 1:
         raise LauncherError(
@@ -398,13 +299,15 @@ def choose_engine(engine: str, detected: Detected) -> str:
         raise LauncherError(
             f"Horovod's ranks cannot be started by {detected.launcher}",
             f"{detected.launcher} gave rank {detected.rank} of {detected.size}",
-            f"horovodrun -np {detected.size} [-H host1:slots,host2:slots] python ..., or mpirun, or srun --mpi=pmix",
+            f"horovodrun -np {detected.size} [-H host1:slots,host2:slots] python ...,"
+            " or mpirun, or srun --mpi=pmix",
         )
     return engine
 
 
 def _adapter(framework: str) -> Callable[..., Engine]:
-    """Return the `attach` function of the framework's adapter; the only place where a framework's name is looked up."""
+    """Return the `attach` function of the framework's adapter; the only place where a framework's name is
+    looked up."""
     if framework not in ("torch", "keras"):
         raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
     try:
@@ -422,7 +325,9 @@ def _missing_module(error: ModuleNotFoundError, framework: str) -> HvdtrainError
             "hvdtrain build-horovod --install",
         )
     if missing.startswith("hvdtrain."):
-        return ConfigError(f"this hvdtrain {__version__} must have an adapter for {framework}", f"no module {missing!r}")
+        return ConfigError(
+            f"this hvdtrain {__version__} must have an adapter for {framework}", f"no module {missing!r}"
+        )
     return ConfigError(
         f"the {framework} adapter needs {missing}",
         f"no module {missing!r} in {sys.executable} on {socket.gethostname()}",
@@ -438,14 +343,18 @@ def _seed_everything(seed: int) -> None:
 
 
 def _check_engine(detected: Detected, comm: Engine) -> None:
-    """Refuse a world in which launcher and engine disagree: every rank training alone looks just like training."""
+    """Refuse a world in which launcher and engine disagree: every rank training alone looks just like
+    training."""
     if (comm.rank, comm.size) == (detected.rank, detected.size):
         return
     remedy = {
         "srun": "start the ranks with `srun --mpi=pmix` (or pmi2), with a Horovod built with that MPI",
         "mpirun": "rebuild Horovod with the MPI of this mpirun: hvdtrain build-horovod --install",
         "mpijob": "rebuild Horovod with the MPI of this image: hvdtrain build-horovod --install",
-    }.get(detected.launcher, "unset variables left over from another launcher, and start again through one launcher")
+    }.get(
+        detected.launcher,
+        "unset variables left over from another launcher, and start again through one launcher",
+    )
     raise LauncherError(
         "the launcher and the engine must see the same world",
         f"{detected.launcher} says rank {detected.rank} of {detected.size},"
@@ -457,7 +366,8 @@ def _check_engine(detected: Detected, comm: Engine) -> None:
 def _meet(comm: Engine, framework: str, seed: int) -> int:
     """Have every rank introduce itself; return the index of this rank's host.
 
-    The first collective of the job: what must not differ is compared before anything is trained. Hosts are numbered in
+    The first collective of the job: what must not differ is compared before anything is trained. Hosts are
+        numbered in
     the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.
     """
     cards = [

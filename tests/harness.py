@@ -1,7 +1,7 @@
 """Start real ranks, time-limited: whatever happens inside, the whole tree is gone when `run_ranks` returns.
 
-Every process of a run carries an environment variable with the run's own token. So processes that left the session, or lost
-their parent (horovodrun's workers do both), are still found, shown and killed.
+Every process of a run carries an environment variable with the run's own token. So processes that left the
+session, or lost their parent (horovodrun's workers do both), are still found, shown and killed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ QUIET = {
 MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_btl_vader_single_copy_mechanism": "none",  # containers forbid ptrace-like copies; silences the warning
+    # containers forbid copies between processes: without this Open MPI warns for every rank
+    "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
 }
 # horovodrun and `mpirun --tag-output` write "[1,0]<stdout>:text"; horovodrun without tags "[0]<stdout>:text"
 _TAGGED = re.compile(r"^\[(?:\d+,)?(\d+)\]<(stdout|stderr)>: ?(.*)$")
@@ -51,7 +52,8 @@ _TAGGED = re.compile(r"^\[(?:\d+,)?(\d+)\]<(stdout|stderr)>: ?(.*)$")
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind: exit code, output, and output by rank (`ranks_output` stdout, `ranks_error` stderr)."""
+    """What a run left behind: exit code, output, and output by rank (`ranks_output` stdout, `ranks_error`
+    stderr)."""
 
     returncode: int
     out: str
@@ -89,14 +91,17 @@ def run_ranks(
     """Run a Python program on `np` ranks and return what it printed.
 
     Args:
-        what: a module name, or the interpreter's arguments (["script.py", "--flag"] or ["-m", "module", "--flag"]).
+        what: a module name, or the interpreter's arguments (["script.py", "--flag"] or ["-m", "module",
+            "--flag"]).
         np: how many ranks.
         launcher: "horovodrun", "mpirun", or "none" (one process, np must be 1).
-        env: added to a clean environment (this process's, less every launcher's variables, threads pinned to one).
+        env: added to a clean environment (this process's, less every launcher's variables, threads pinned to
+            one).
         timeout_s: then every rank's stack is printed, the whole tree killed, and the test failed.
         cwd: where to run; the repository by default.
         python: the interpreter; this one by default.
-        grace_s: how long processes may outlive the launcher before the test is failed for leaving them behind.
+        grace_s: how long processes may outlive the launcher before the test is failed for leaving them
+            behind.
 
     Raises:
         HarnessError: out of time, or processes left behind.
@@ -128,12 +133,15 @@ def run_ranks(
     if seconds < 0:
         raise HarnessError(f"not done after {timeout_s} s (killed): {shown}")
     if left:
-        raise HarnessError(f"{len(left)} process(es) left behind {grace_s} s after the launcher's end: {shown}")
+        raise HarnessError(
+            f"{len(left)} process(es) left behind {grace_s} s after the launcher's end: {shown}"
+        )
     return result
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return this process's environment without any launcher's variables, threads pinned, the repository importable."""
+    """Return this process's environment without any launcher's variables, threads pinned, the repository
+    importable."""
     kept = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), kept.get("PYTHONPATH", "")]))
     return {**kept, **THREADS, **QUIET, **MPI, "PYTHONPATH": path, **(extra or {})}
@@ -155,7 +163,15 @@ def _launch(launcher: str, np: int, interpreter: str) -> list[str]:
     if launcher == "horovodrun":
         return [tool("horovodrun", interpreter), "-np", str(np), "-H", f"localhost:{np}"]
     if launcher == "mpirun":
-        return [tool("mpirun", interpreter), "-np", str(np), "--oversubscribe", "--bind-to", "none", "--tag-output"]
+        return [
+            tool("mpirun", interpreter),
+            "-np",
+            str(np),
+            "--oversubscribe",
+            "--bind-to",
+            "none",
+            "--tag-output",
+        ]
     raise ValueError(f"no launcher {launcher!r} in the harness")
 
 
@@ -201,7 +217,8 @@ def _signal(process: psutil.Process, sign: signal.Signals) -> None:
 
 
 def _stacks(processes: Sequence[psutil.Process]) -> str:
-    """Return every process's Python stack: py-spy, which does not disturb it, or else faulthandler by SIGABRT."""
+    """Return every process's Python stack: py-spy, which does not disturb it, or else faulthandler by
+    SIGABRT."""
     return "\n".join(_stack_texts(processes))
 
 
@@ -215,7 +232,11 @@ def _stack_texts(processes: Sequence[psutil.Process]) -> Iterator[str]:
         shown = ""
         if spy and "python" in command:
             dump = subprocess.run(
-                [spy, "dump", "--nonblocking", "--pid", str(process.pid)], capture_output=True, text=True, timeout=30, check=False
+                [spy, "dump", "--nonblocking", "--pid", str(process.pid)],
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
             )
             shown = dump.stdout if dump.returncode == 0 else ""
         if not shown and "python" in command and "horovodrun" not in command:

@@ -1,0 +1,88 @@
+"""A checkpoint's manifest: size and checksum of every file, and a digest of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+
+
+def seal(path: Path) -> dict[str, Any]:
+    """Force a file to disk and return its size and checksum."""
+    if not path.is_file():
+        raise CheckpointError(
+            "a part must write one file at the path it is given", f"{path.name}: no file there"
+        )
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": _sha256(file)}
+
+
+def _sha256(file: Any) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(path: Path, body: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({**body, "digest": _digest(body)}, file, indent=1, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest, checked against its own digest and for the types that are used.
+
+    Raises:
+        CheckpointError: damaged.
+        OSError: cannot be read.
+    """
+    text = (path / MANIFEST).read_bytes()
+    try:
+        body = json.loads(text)
+        digest = body.pop("digest")
+        whole = digest == _digest(body)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        whole = False
+    if not whole:
+        raise CheckpointError("a manifest must match its digest", f"{path / MANIFEST} is damaged")
+    if body["format"] != 1:
+        raise CheckpointError(
+            "this hvdtrain reads checkpoints of format 1", f"{path}: format {body['format']}"
+        )
+    body["metrics"] = {name: float(value) for name, value in body["metrics"].items()}
+    return body
+
+
+def verify(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
+    """Raise CheckpointError (or OSError) unless every file has its size and checksum."""
+    for name, sealed in files.items():
+        with open(folder / name, "rb") as file:
+            if os.fstat(file.fileno()).st_size != sealed["bytes"] or _sha256(file) != sealed["sha256"]:
+                raise CheckpointError("a file must match its checksum", f"{name} is damaged")
+
+
+def sync_directory(path: Path) -> None:
+    """Force a directory's entries to disk: a rename is not durable before that."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def json_numbers(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Metrics as JSON has them: NaN and infinities as text."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
