@@ -16,10 +16,8 @@ import re
 import shutil
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -35,9 +33,9 @@ from hvdtrain.manifest import (
     verify,
     write_manifest,
 )
+from hvdtrain.transfer import local_copy
 from hvdtrain.world import World, current
 
-CHUNK_BYTES = 64 << 20
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)(?:\.(\d+))?")
 _UNFINISHED = re.compile(r"\.(?:writing|deleting)-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
 _ABANDONED_S = 24 * 3600.0
@@ -74,8 +72,15 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Info:
-    """One checkpoint on disk. `ok`: the manifest is whole and every file has its size (checksums are read on
-    restore)."""
+    """One checkpoint on disk.
+
+    Attributes:
+        path: its directory.
+        progress, metrics: as they were saved; from the name alone, and empty, when the manifest is damaged.
+        ok: the manifest is whole and every file has its size (checksums are read on restore).
+        sequence: grows by one with every save into the directory; 0 when the manifest is damaged.
+        problem: what is wrong, when not ok.
+    """
 
     path: Path
     progress: Progress
@@ -134,20 +139,22 @@ class Checkpointer:
             The checkpoint's directory.
 
         Raises:
-            CheckpointError (`MainRankError` on ranks other than 0): it cannot be written; earlier ones are
-                untouched.
+            CheckpointError: it cannot be written, earlier ones are untouched (`MainRankError` on ranks
+                other than 0).
+            ReplicaError: ranks are not at the same point of the training.
         """
+        self.world.agree("progress at a checkpoint", progress)
         return self.world.on_main(self._save, state, progress, dict(metrics or {}))
 
     def _save(self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float]) -> Path:
         _check_names(state)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if not self.directory.is_dir():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                sync_directory(self.directory.parent)
             self._sweep()
-            earlier = self.list()
-            path = self._write(
-                state, progress, metrics, 1 + max((info.sequence for info in earlier), default=0)
-            )
+            sequence = 1 + max((info.sequence for info in self.list()), default=0)
+            path = self._write(state, progress, metrics, sequence)
         except OSError as error:
             raise CheckpointError(
                 "a checkpoint must be written whole",
@@ -184,8 +191,7 @@ class Checkpointer:
         return final
 
     def _free_name(self, progress: Progress) -> Path:
-        """Return a name for a new checkpoint; a resumed run may come by the same step again, and gets
-        "name.2"."""
+        """Return an unused name; a resumed run may come by the same step again, and gets "name.2"."""
         base = f"epoch-{progress.epoch:04d}-step-{progress.step:06d}"
         path = self.directory / base
         again = 1
@@ -199,30 +205,23 @@ class Checkpointer:
 
     def _retain(self) -> None:
         """Delete what is neither among the newest `keep` good ones nor the best."""
-        infos = self.list()
-        good = [info for info in infos if info.ok]
-        kept = {info.path for info in good[-self.keep :]}
-        best = self.best()
-        if best is not None:
-            kept.add(best.path)
-        oldest_kept = min(info.sequence for info in good if info.path in kept)
-        for info in infos:
-            # a damaged one goes when its time has come; an unreadable manifest has no sequence, and stays to
-            # be seen
-            if info.path not in kept and (info.ok or 0 < info.sequence < oldest_kept):
-                self._delete(info.path)
+        try:
+            infos = self.list()
+            good = [info for info in infos if info.ok]
+            kept = {info.path for info in [*good[-self.keep :], *self._ranking("best")[:1]]}
+            oldest_kept_step = min((info.progress.step for info in good if info.path in kept), default=0)
+            for info in infos:
+                # a damaged one goes when it is older than all that is kept: until then it is told about
+                if info.path not in kept and (info.ok or info.progress.step < oldest_kept_step):
+                    self._delete(info.path)
+        except OSError as error:  # the new checkpoint is safe, and that is what was asked for
+            print(f"hvdtrain: could not delete an old checkpoint: {error}", file=sys.stderr, flush=True)
 
     def _delete(self, path: Path) -> None:
-        """Delete by renaming first: a kill in the middle leaves rubbish that is swept, not half a
-        checkpoint."""
+        """Rename, then delete: a kill in between leaves rubbish that is swept, not half a checkpoint."""
         doomed = self._unfinished("deleting")
-        try:
-            os.rename(path, doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            print(
-                f"hvdtrain: could not delete the old checkpoint {path}: {error}", file=sys.stderr, flush=True
-            )
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
 
     def _sweep(self) -> None:
         """Remove what killed processes left half-written; never what a living one is writing."""
@@ -241,30 +240,29 @@ class Checkpointer:
 
     def latest(self) -> Info | None:
         """Return the newest good checkpoint, or None."""
-        return next(self._candidates("latest"), None)
+        return next(iter(self._ranking("latest")), None)
 
     def best(self) -> Info | None:
         """Return the good checkpoint with the best `best` metric (the newer of equals), or None."""
-        return next(self._candidates("best"), None)
+        return next(iter(self._ranking("best")), None)
 
-    def _candidates(self, which: str) -> Iterator[Info]:
-        """Yield good checkpoints, the one to prefer first."""
+    def _ranking(self, which: str) -> Sequence[Info]:
+        """Return the good checkpoints, the one to prefer first."""
         good = [info for info in reversed(self.list()) if info.ok]
-        if which == "best":
-            name = self.best_metric or ""
-            good = [info for info in good if math.isfinite(info.metrics.get(name, math.nan))]
-            good.sort(key=lambda info: info.metrics[name], reverse=self.mode == "max")
-        yield from good
+        if which == "latest":
+            return good
+        name = self.best_metric or ""
+        ranked = [info for info in good if math.isfinite(info.metrics.get(name, math.nan))]
+        return sorted(ranked, key=lambda info: info.metrics[name], reverse=self.mode == "max")
 
     # -- restoring -------------------------------------------------------------------------------------------
     def restore(
         self, state: Mapping[str, Part], *, which: str | os.PathLike[str] = "latest"
     ) -> Progress | None:
-        """Load one checkpoint on every rank; collective. Rank 0 chooses, and its choice is what every rank
-        gets.
+        """Load one checkpoint on every rank; collective.
 
-        Ranks that do not see that checkpoint (no shared file system, or a stale one) get the bytes from rank
-        0.
+        Rank 0 chooses, and its choice is what every rank gets: ranks that do not see that checkpoint (no
+        shared file system, or a stale one) are sent its bytes.
 
         Args:
             state: file name to what takes its content; files of the checkpoint that are not named here are
@@ -275,79 +273,54 @@ class Checkpointer:
             The progress, or None when there is no checkpoint at all.
 
         Raises:
-            CheckpointError (`MainRankError` on ranks other than 0): none of the checkpoints is good, the one
-                at `which` is not, it lacks a file that `state` names, or a rank could not load it.
+            CheckpointError: none of the checkpoints is good, the one at `which` is not, none has the metric
+                for "best", it lacks a file that `state` names, or a rank could not load it (`MainRankError`
+                on ranks other than 0 where rank 0 found out).
         """
         chosen = self.world.on_main(self._choose, os.fspath(which), sorted(state))
         if chosen is None:
             return None
         path, manifest = chosen
         files = {name: manifest["files"][name] for name in sorted(state)}
-        with self._local_copy(path, files) as folder:
-            self._load(state, folder)
+        with local_copy(self.world, path, files) as (folder, failure):
+            self._load(state, folder, failure)
         return Progress(**manifest["progress"])
 
     def _choose(self, which: str, names: Sequence[str]) -> tuple[Path, dict[str, Any]] | None:
         """Return the path and manifest of the checkpoint to restore, every checksum read."""
         if which in ("latest", "best"):
-            infos = self._candidates(which)
-            damaged = [f"{info.path.name}: {info.problem}" for info in self.list() if not info.ok]
-            some = bool(self.list())
+            known, ranking = self.list(), self._ranking(which)
+            if not known:
+                return None
         else:
-            infos, damaged, some = iter([_read_info(Path(which))]), [], True
-        for info in infos:
+            known = ranking = [_read_info(Path(which))]
+        damaged = {info.path: info.problem for info in known if not info.ok}
+        for info in ranking:
             try:
                 manifest = read_manifest(info.path)
                 verify(info.path, manifest["files"])
             except (OSError, CheckpointError) as error:
-                damaged.append(f"{info.path.name}: {_reason(error)}")
+                damaged[info.path] = _reason(error)
                 continue
             _check_has(manifest, names, info.path)
-            if damaged:
-                print("hvdtrain: damaged checkpoint passed over: " + "; ".join(damaged), file=sys.stderr)
-                print(f"hvdtrain: going on from {info.path}", file=sys.stderr, flush=True)
+            _tell_fallback(info, [other for other in known if other.path in damaged], damaged)
             return info.path, manifest
-        if not some:
-            return None
         if which == "best" and not damaged:
-            return self._choose("latest", names)
+            raise CheckpointError(
+                f"the best checkpoint is the one with the best {self.best_metric}",
+                f"none of {len(known)} in {self.directory} has it as a finite number",
+                'restore which="latest", or give save() that metric',
+            )
         raise CheckpointError(
             "no checkpoint is whole",
-            "\n".join([str(self.directory if which in ("latest", "best") else which), *damaged]),
+            "\n".join(f"{path}: {problem}" for path, problem in damaged.items()),
             "give another checkpoint or directory; to start anew, move this one away",
-        )  # fmt: skip
+        )
 
-    @contextmanager
-    def _local_copy(self, path: Path, files: Mapping[str, dict[str, Any]]) -> Iterator[Path]:
-        """Give a folder with the checkpoint's files on this rank; fetched from rank 0 where they are
-        missing."""
-        here = self.world.is_main or _has(path, files)
-        if all(self.world.gather(here)):
-            yield path
-            return
-        with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
-            for name, sealed in files.items():
-                self._send(path / name, None if here else Path(folder) / name, sealed["bytes"])
-            if not here:
-                verify(Path(folder), files)
-            yield path if here else Path(folder)
-
-    def _send(self, source: Path, target: Path | None, size_bytes: int) -> None:
-        """Broadcast a file from rank 0 in chunks; ranks with a `target` write it there."""
-        with (
-            open(source, "rb") if self.world.is_main else _nothing() as reader,
-            open(target, "wb") if target is not None else _nothing() as writer,
-        ):
-            for _ in range(0, size_bytes, CHUNK_BYTES):
-                data = self.world.comm.broadcast_bytes(reader.read(CHUNK_BYTES) if reader else None, 0)
-                if writer:
-                    writer.write(data)
-
-    def _load(self, state: Mapping[str, Part], folder: Path) -> None:
+    def _load(self, state: Mapping[str, Part], folder: Path, failure: Exception | None) -> None:
         """Load every part; when one rank fails, all raise, so that none trains on alone."""
-        failure: Exception | None = None
         try:
-            for name in sorted(state):
+            for name in sorted(state) if failure is None else ():
                 state[name].load(folder / name)
         except Exception as error:
             failure = error
@@ -361,9 +334,14 @@ class Checkpointer:
             ) from failure
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield None
+def _tell_fallback(chosen: Info, passed_over: Sequence[Info], problems: Mapping[Path, str]) -> None:
+    """Say which damaged checkpoints would have come before `chosen`."""
+    newer = [info for info in passed_over if info.progress.step >= chosen.progress.step]
+    for info in newer:
+        text = f"hvdtrain: passing over the damaged checkpoint {info.path}: {problems[info.path]}"
+        print(text, file=sys.stderr)
+    if newer:
+        print(f"hvdtrain: falling back to {chosen.path}, the last good one", file=sys.stderr, flush=True)
 
 
 def _check_names(state: Mapping[str, Part]) -> None:
@@ -407,15 +385,6 @@ def _read_info(path: Path) -> Info:
     )
 
 
-def _has(path: Path, files: Mapping[str, dict[str, Any]]) -> bool:
-    """Whether this rank sees the same checkpoint as rank 0."""
-    try:
-        verify(path, files)
-    except (OSError, CheckpointError):
-        return False
-    return True
-
-
 def _reason(error: Exception) -> str:
     if isinstance(error, CheckpointError):
         return error.came or error.rule
@@ -423,8 +392,9 @@ def _reason(error: Exception) -> str:
 
 
 def _is_abandoned(path: Path, host: str, pid: int) -> bool:
-    if host == socket.gethostname():
-        return pid == os.getpid() or not Path(f"/proc/{pid}").exists()
+    """Whether nobody can still be writing there: its process is gone, or a day has passed."""
+    if host == socket.gethostname() and (pid == os.getpid() or not Path(f"/proc/{pid}").exists()):
+        return True
     try:
         return time.time() - path.stat().st_mtime > _ABANDONED_S
     except FileNotFoundError:

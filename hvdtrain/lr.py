@@ -7,6 +7,7 @@ accumulation that give the same global batch, and lets a job resume at another s
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Literal
 
@@ -97,8 +98,7 @@ class LR:
             _check(0 <= self.final <= 1, "final is a fraction of the peak, 0..1", final=self.final)
 
     def factor(self, global_batch: int) -> float:
-        """Return peak / base for an update over `global_batch` samples (ranks x per-rank batch x
-        accumulation)."""
+        """Return peak / base at `global_batch` samples an update: ranks x per-rank batch x accumulation."""
         _check(_whole(global_batch, 1), "global_batch must be samples >= 1", global_batch=global_batch)
         ratio = global_batch / self.reference_batch
         return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.scale]
@@ -141,7 +141,8 @@ class LR:
                 "the learning rate would be scaled twice: LR scales it, the optimizer takes the base",
                 f"optimizer {current:g} = base {self.base:g} x {self.factor(global_batch):g}"
                 f" (global batch {global_batch}, reference {self.reference_batch})",
-                f"make the optimizer with {self.base:g}, or LR(base={current:g}, reference_batch={global_batch})",
+                f"make the optimizer with {self.base:g},"
+                f" or give LR(base={current:g}, reference_batch={global_batch})",
             )
         raise ConfigError(
             "the optimizer's learning rate must be the base of its LR",
@@ -156,10 +157,8 @@ def _check(ok: bool, rule: str, **came: object) -> None:
 
 
 def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _positive(value: object) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    )
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf

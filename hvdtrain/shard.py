@@ -8,6 +8,7 @@ without repeating or skipping one.
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -55,7 +56,7 @@ class Plan:
     def __post_init__(self) -> None:
         for name, least in (("samples", 0), ("size", 1), ("per_rank_batch", 1), ("seed", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
                 raise ConfigError(f"{name} must be a whole number >= {least}", f"{name}={value!r}")
         if self.tail not in ("weighted", "drop"):
             raise ConfigError('tail must be "weighted" or "drop"', f"tail={self.tail!r}")

@@ -1,0 +1,76 @@
+"""Every test leaves the process as it found it; quick tests run first.
+
+Frameworks are imported in child processes only: they start threads that never end, change the environment and take
+seconds, and a test that needs one is a test of real ranks anyway (`harness.run_ranks`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod")
+# pytest's own
+IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order: plain tests, tests of several ranks, slow ones; the order within each stays."""
+    items.sort(
+        key=lambda item: 2 * bool(item.get_closest_marker("slow")) + bool(item.get_closest_marker("ranks"))
+    )
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing() -> Iterator[None]:
+    """Fail a test that leaves threads, child processes, environment variables, or an imported framework."""
+    threads, children, environment, folder = (
+        set(threading.enumerate()),
+        _children(),
+        dict(os.environ),
+        os.getcwd(),
+    )
+    frameworks = _frameworks()
+    yield
+    leaks = [
+        *(f"thread {thread.name}" for thread in _new_threads(threads)),
+        *(f"child process {_name(process)}" for process in _children() - children),
+        *(f"environment variable {name}" for name in _changed(environment)),
+        *(f"imported {name} into the test process" for name in sorted(_frameworks() - frameworks)),
+        *([f"working directory {os.getcwd()}"] if os.getcwd() != folder else []),
+    ]
+    assert not leaks, "the test left behind: " + "; ".join(leaks)
+
+
+def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Threads that are still alive; one that is just ending gets a second to do so."""
+    new = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in new:
+        thread.join(timeout=1)
+    return [thread for thread in new if thread.is_alive()]
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:100]!r} ({process.status()})"
+    except psutil.NoSuchProcess:
+        return f"{process.pid} (just ended, unwaited)"
+
+
+def _changed(before: dict[str, str]) -> list[str]:
+    now = dict(os.environ)
+    names = sorted(set(before) | set(now))
+    return [name for name in names if before.get(name) != now.get(name) and name not in IGNORED_VARIABLES]
+
+
+def _frameworks() -> set[str]:
+    return {name for name in FRAMEWORKS if name in sys.modules}
