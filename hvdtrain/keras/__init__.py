@@ -1,0 +1,211 @@
+"""Keras 3 on Horovod, for the TensorFlow and the PyTorch backend: gradients averaged, and proven to be.
+
+::
+
+    world = hvdtrain.init("keras")
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=...)
+    hvdtrain.keras.prepare(model)
+    data = hvdtrain.keras.batches(x, y, per_rank_batch=32)
+    model.fit(data, epochs=3, callbacks=hvdtrain.keras.callbacks(model, plan=data.plan))
+    print(hvdtrain.keras.evaluate(model, x_test, y_test, 32))
+
+Horovod's own Keras wrapper trains without averaging under Keras 3, and says nothing; this package uses Horovod's primitive
+operations only. A model stays a plain Keras model: what it saves loads without Horovod and without hvdtrain.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import keras
+
+from hvdtrain.checkpoint import Checkpointer, Progress
+from hvdtrain.errors import ConfigError
+from hvdtrain.keras import _callbacks, _hook, _reduce, _start
+from hvdtrain.keras._backend import BACKEND
+from hvdtrain.keras._data import Batches, batches, evaluate
+from hvdtrain.keras._parts import model_state
+from hvdtrain.keras._session import KEY, Session, leaves_of, require_compiled, session_of, world_or_current
+from hvdtrain.keras._state import fingerprint
+from hvdtrain.keras._verify import Proof
+from hvdtrain.lr import LR
+from hvdtrain.shard import Plan
+from hvdtrain.telemetry import RunLog
+from hvdtrain.world import World
+
+__all__ = [
+    "Batches", "Proof", "batches", "callbacks", "evaluate", "fingerprint", "model_state", "prepare", "verify",
+]  # fmt: skip
+
+T = TypeVar("T")
+
+
+def prepare(
+    model_or_optimizer: T,
+    *,
+    world: World | None = None,
+    lr: LR | None = None,
+    per_rank_batch: int | None = None,
+    compression: str | None = None,
+    verify: bool = True,
+    watch_every: int = 0,
+    sparse_as_dense: bool = False,
+) -> T:
+    """Makes a compiled model (or an optimizer) average its gradients over all ranks; in place.
+
+    Covers dense and sparse gradients, mixed precision with loss scaling, gradient accumulation (one reduction an update),
+    clipping (after the average), EMA, ``steps_per_execution``, ``run_eagerly`` and custom train steps. Batches of unequal
+    size are weighted by their samples, exactly. In a world of one nothing is hooked.
+
+    Args:
+        model_or_optimizer: a compiled model; or an optimizer, to be given to ``compile`` (then ``fit`` needs ``callbacks``).
+        world: the ranks; by default those of ``hvdtrain.init``.
+        lr: the learning rate as a function of samples seen; ``callbacks`` set it before each batch.
+        per_rank_batch: samples of a rank in a full step; needed with ``lr``.
+        compression: ``"fp16"`` sends gradients as float16, divided by the number of ranks before the cast, so that the sum
+            overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish.
+        verify: prove before the first step that gradients are averaged (under a second; see ``verify``).
+        watch_every: compare the replicas every so many steps; 0 is never.
+        sparse_as_dense: reduce ``IndexedSlices`` as dense tensors.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigError: not compiled; an option that is not known; a learning rate scaled twice, or with a schedule.
+    """
+    _reduce.check_compression(compression)
+    if watch_every < 0:
+        raise ConfigError("watch_every is a number of steps, 0 for never", f"watch_every={watch_every}", "use 0 or more")
+    world = world_or_current(world)
+    session = Session(
+        world, compression, sparse_as_dense, verify, watch_every, lr=lr, per_rank_batch=per_rank_batch
+    )
+    if isinstance(model_or_optimizer, keras.optimizers.Optimizer):
+        optimizer = model_or_optimizer
+    else:
+        require_compiled(model_or_optimizer)
+        optimizer = model_or_optimizer.optimizer  # type: ignore[attr-defined]
+    if lr is not None:
+        _callbacks.check_rate(optimizer, lr, _global_batch(session, optimizer, None))
+    if optimizer is model_or_optimizer:
+        _hook.hook_optimizer(optimizer, session)
+    else:
+        _hook.attach(model_or_optimizer, session)  # type: ignore[arg-type]
+    return model_or_optimizer
+
+
+def callbacks(
+    model: keras.Model,
+    *,
+    world: World | None = None,
+    lr: LR | None = None,
+    run: RunLog | None = None,
+    checkpointer: Checkpointer | None = None,
+    save_every: int = 0,
+    watch_every: int | None = None,
+    plan: Plan | None = None,
+    progress: Progress | None = None,
+) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks ``fit`` needs on every rank; put them before your own.
+
+    They compare the ranks' settings, give all ranks rank 0's weights, optimizer and random state, prove the averaging, make epoch logs
+    those of all ranks' samples, set the learning rate, watch the replicas, write the record and the checkpoints.
+    ``EarlyStopping`` and other callbacks that may end training belong on every rank, after these; ``ModelCheckpoint``,
+    ``TensorBoard`` and ``CSVLogger`` on rank 0.
+
+    Args:
+        model: compiled; prepared itself, or compiled with a prepared optimizer.
+        world: the ranks; by default those of ``hvdtrain.init``.
+        lr: overrides ``prepare``'s.
+        run: the run's record.
+        checkpointer: saves after each epoch.
+        save_every: also saves every so many steps.
+        watch_every: overrides ``prepare``'s.
+        plan: how the samples are dealt (``batches(...).plan``); counts samples exactly.
+        progress: where a restored run goes on (``Checkpointer.restore``); give ``fit`` also
+            ``initial_epoch=progress.epoch``.
+
+    Raises:
+        ConfigError: no optimizer, or a learning rate without batch size, scaled twice, or with a schedule.
+    """
+    require_compiled(model)
+    session = _session_for(model, world)
+    if plan is not None and session.per_rank_batch is None:
+        session.per_rank_batch = plan.per_rank_batch
+    if watch_every is not None:
+        session.watch_every = watch_every
+    count = _callbacks.Count(session, progress or Progress(), plan)
+    found: list[keras.callbacks.Callback] = [_callbacks.Start(session)]
+    if not session.alone:
+        found.append(_callbacks.Statistics(session))
+    found += [_callbacks.Metrics(session), count]
+    rate = lr or session.lr
+    if rate is not None:
+        global_batch = _global_batch(session, model.optimizer, plan)
+        if session.lr is None and progress is None:  # else prepare() has checked, or the rate is in mid-schedule
+            _callbacks.check_rate(model.optimizer, rate, global_batch)
+        session.lr = rate
+        found.append(_callbacks.Rate(session, rate, count, global_batch))
+    if session.watch_every and not session.alone:
+        found.append(_callbacks.Watch(session, session.watch_every))
+    if run is not None:
+        found.append(_callbacks.Record(session, run, count))
+    if checkpointer is not None:
+        found.append(_callbacks.Save(session, checkpointer, count, save_every))
+    return found
+
+
+def verify(model: keras.Model, *, world: World | None = None) -> Proof:
+    """Proves that this model's gradients are averaged over ranks and its replicas are equal; collective.
+
+    Applies one update with known gradients, different on every rank, through the model's own optimizer, compares it with the update of
+    their mean, and puts everything back bit for bit: weights, slots, counters, metrics, random state.
+
+    Args:
+        model: compiled and built.
+        world: the ranks; by default those of ``hvdtrain.init``.
+
+    Returns:
+        The proof; ``str(proof)`` is one line.
+
+    Raises:
+        ReplicaError: on every rank; not averaged (no hook, or Horovod's own wrapper), replicas or settings that differ.
+    """
+    require_compiled(model)
+    from hvdtrain.keras import _verify
+
+    found = session_of(model) or session_of(model.optimizer)
+    session = found if found is not None else Session(world_or_current(world))
+    if session.alone:
+        return Proof(1, len(model.trainable_variables), 0.0, 0.0, None, 0.0)
+    with BACKEND.eager():
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        _start.check_agreement(model, session)
+        return _verify.prove(model, session)
+
+
+def _session_for(model: keras.Model, world: World | None) -> Session:
+    """The model's session, that of its prepared optimizer, or a new one for a model that was not prepared."""
+    found = session_of(model)
+    if found is None:
+        inner = [session_of(leaf) for leaf in [model.optimizer, *leaves_of(model.optimizer)]]
+        found = next((session for session in inner if session is not None), None)
+    if found is None:
+        found = Session(world_or_current(world))
+    vars(model)[KEY] = found
+    return found
+
+
+def _global_batch(session: Session, optimizer: Any, plan: Plan | None) -> int:
+    """Samples of one update: ranks x per-rank batch x accumulation."""
+    per_rank = session.per_rank_batch or (plan.per_rank_batch if plan else None)
+    if per_rank is None:
+        raise ConfigError(
+            "the learning rate depends on the global batch",
+            "lr= without a batch size",
+            "give prepare(..., per_rank_batch=), or callbacks(..., plan=data.plan)",
+        )
+    passes = max((leaf.gradient_accumulation_steps or 1) for leaf in leaves_of(optimizer))
+    return per_rank * session.world.size * passes

@@ -1,0 +1,276 @@
+"""The callbacks for ``fit``: start-up checks and broadcast, metrics of all ranks, learning rate, watch, record, checkpoint.
+
+Each does one thing; ``callbacks`` (in ``__init__``) puts them in the order they need. Collectives run only in hooks that all
+ranks reach at the same step, and never in a callback that Keras may call from a thread (``async_safe``).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.checkpoint import Checkpointer, Progress
+from hvdtrain.errors import ConfigError, ReplicaError
+from hvdtrain.keras import _hook, _metrics, _start, _state
+from hvdtrain.keras._backend import BACKEND
+from hvdtrain.keras._data import CLOCK
+from hvdtrain.keras._parts import model_state
+from hvdtrain.keras._session import Session, missing_hook
+from hvdtrain.lr import LR
+from hvdtrain.shard import Plan
+from hvdtrain.telemetry import RunLog
+
+
+class _Callback(keras.callbacks.Callback):
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+        self.world = session.world
+
+
+class Start(_Callback):
+    """Re-checks the hooks, compares the ranks' settings and gives all ranks rank 0's state, before the first step."""
+
+    def set_model(self, model: keras.Model) -> None:
+        """Called by ``fit`` before it makes its train function: the last moment to change what it will trace."""
+        super().set_model(model)
+        if not self.session.alone and not _hook.is_hooked(model.optimizer):
+            inner = getattr(model.optimizer, "inner_optimizer", None)
+            if inner is None or not _hook.is_hooked(inner):
+                raise missing_hook(model, model.optimizer)
+        _hook.attach(model, self.session)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        CLOCK.epoch = None
+        session, model = self.session, self.model
+        session.ready = False
+        session.wants_broadcast = not session.alone
+        self._same_length()
+        if _hook.is_built(model):
+            _start.start(model, session)
+        # else: the first train step builds the model, then starts
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        CLOCK.epoch = epoch
+
+    def on_train_end(self, logs: Any = None) -> None:
+        CLOCK.epoch = None
+        _state.average_statistics(self.model, self.world)
+
+    def _same_length(self) -> None:
+        """A rank that takes a step more than the others would wait in it for ever."""
+        length = {
+            "steps per epoch": self.params.get("steps"),
+            "epochs": self.params.get("epochs"),
+            "initial epoch": getattr(self.model, "_initial_epoch", None),
+        }
+        reports = self.world.gather(length)
+        if any(report != reports[0] for report in reports):
+            raise ReplicaError(
+                "every rank must take the same number of steps",
+                "\n".join(f"rank {rank}: {report}" for rank, report in enumerate(reports)),
+                "deal the data with hvdtrain.keras.batches(x, y, per_rank_batch), which gives all ranks the same number",
+                shared=True,
+            )
+
+
+class Statistics(_Callback):
+    """Makes moving statistics equal at the end of each epoch, before validation and checkpoint see them."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch + 1 == self.params.get("steps"):
+            _state.average_statistics(self.model, self.world)
+
+
+class Metrics(_Callback):
+    """Replaces each rank's epoch logs by those of all ranks' samples, for every callback that comes after it."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._in_epoch = False
+        self._train: tuple[_metrics.States, float] | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._in_epoch, self._train = True, None
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self._in_epoch:  # validation is about to reset the metrics of training
+            self._train = self._now()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._in_epoch = False
+        if logs is None or self.session.alone:
+            return
+        world = self.world
+        validated = self._train is not None
+        world.agree("set of epoch logs, and whether this epoch is validated", (sorted(logs), validated))
+        train, samples = self._train or self._now()
+        parts = [("", _metrics.results(self.model, train, world, samples))]
+        if validated:
+            now, now_samples = self._now()
+            parts.append(("val_", _metrics.results(self.model, now, world, now_samples)))
+        known = {prefix + name: value for prefix, result in parts for name, value in result.items()}
+        own = {k: v for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
+        if own:  # what a user's train step returns beside the metrics: mean over samples
+            known.update(world.mean({k: float(v) for k, v in own.items()}, weight=samples or 1.0))
+        logs.update({key: known[key] for key in logs if key in known})
+
+    def _now(self) -> tuple[_metrics.States, float]:
+        return _metrics.states(self.model), _metrics.samples_of(self.model)
+
+
+class Count(_Callback):
+    """Counts updates and samples of all ranks; the clock of the learning rate, the record and the checkpoint."""
+
+    def __init__(self, session: Session, progress: Progress, plan: Plan | None) -> None:
+        super().__init__(session)
+        self.plan = plan
+        per_rank = session.per_rank_batch or (plan.per_rank_batch if plan else None)
+        self.step_samples = per_rank * session.world.size if per_rank else 0
+        self.epoch = progress.epoch
+        self.step = progress.step
+        self.samples_seen = progress.samples_seen
+        self.samples_in_epoch = progress.samples_in_epoch
+        self.last_step_samples = 0
+        self._resumed_in = progress.samples_in_epoch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+        self.samples_in_epoch, self._resumed_in = self._resumed_in, 0
+        self._next_batch = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        steps = batch + 1 - self._next_batch  # several with steps_per_execution
+        samples = steps * self.step_samples
+        if self.plan is not None:
+            samples = min(samples, self.plan.samples - self.samples_in_epoch)
+        self._next_batch = batch + 1
+        self.step += steps
+        self.samples_seen += samples
+        self.samples_in_epoch += samples
+        self.last_step_samples = samples
+
+    def progress(self, *, epoch_done: bool) -> Progress:
+        if epoch_done:
+            return Progress(self.epoch + 1, self.step, self.samples_seen, 0)
+        return Progress(self.epoch, self.step, self.samples_seen, self.samples_in_epoch)
+
+
+class Rate(_Callback):
+    """Sets the learning rate before each batch, from the samples seen."""
+
+    def __init__(self, session: Session, lr: LR, count: Count, global_batch: int) -> None:
+        super().__init__(session)
+        self.lr, self.count, self.global_batch = lr, count, global_batch
+        self._now: float | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._now = None
+        self._set()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._set()
+
+    def _set(self) -> None:
+        rate = self.lr.at(self.count.samples_seen, self.global_batch)
+        if rate != self._now:
+            self.model.optimizer.learning_rate = rate
+            self._now = rate
+
+
+class Watch(_Callback):
+    """Compares the replicas every so many steps: one checksum per variable, one small all-reduce."""
+
+    def __init__(self, session: Session, every: int) -> None:
+        super().__init__(session)
+        self.every = every
+        self._steps = 0
+        self._variables: list[Any] = []
+        self._checksums: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._checksums = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._steps += 1
+        if self._steps % self.every:
+            return
+        if self._checksums is None:
+            self._variables = _state.replicated(self.model)
+            self._checksums = BACKEND.make_checksums(self._variables)
+        _state.check_equal(self._variables, self.world, self._checksums, when=f"after step {self._steps}")
+
+
+class Record(_Callback):
+    """Writes steps and epochs to the run log."""
+
+    def __init__(self, session: Session, run: RunLog, count: Count) -> None:
+        super().__init__(session)
+        self.run, self.count = run, count
+        self._epoch_started = self._began = self._ended = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch_started = self._ended = time.perf_counter()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        ended = time.perf_counter()
+        seconds = {"between": self._began - self._ended, "step": ended - self._began}
+        self._ended = ended
+        count = self.count
+        self.run.step(
+            step=count.step, epoch=count.epoch, samples_seen=count.samples_seen,
+            loss=float((logs or {}).get("loss", float("nan"))), lr=rate_of(self.model.optimizer),
+            samples=count.last_step_samples, seconds=seconds,
+        )  # fmt: skip
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        numbers = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
+        self.run.epoch(epoch, numbers, time.perf_counter() - self._epoch_started)
+
+
+class Save(_Callback):
+    """Writes a checkpoint after each epoch, and every so many steps within it if asked."""
+
+    def __init__(self, session: Session, checkpointer: Checkpointer, count: Count, every_steps: int = 0) -> None:
+        super().__init__(session)
+        self.checkpointer, self.count, self.every_steps = checkpointer, count, every_steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        last = batch + 1 == self.params.get("steps")  # the epoch's own checkpoint follows at once
+        if self.every_steps and self.count.step % self.every_steps == 0 and not last:
+            self.checkpointer.save(model_state(self.model), progress=self.count.progress(epoch_done=False))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        metrics = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
+        self.checkpointer.save(model_state(self.model), progress=self.count.progress(epoch_done=True), metrics=metrics)
+
+
+def rate_of(optimizer: Any) -> float:
+    """Returns an optimizer's current learning rate, of a variable or of a schedule."""
+    rate = optimizer.learning_rate
+    return float(keras.ops.convert_to_numpy(rate.value if hasattr(rate, "value") else rate))
+
+
+def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
+    """Refuses a learning rate that two hands would set.
+
+    Raises:
+        ConfigError: the optimizer has a schedule of its own, or a rate that was scaled already.
+    """
+    from hvdtrain.keras._session import leaves_of
+
+    for leaf in leaves_of(optimizer):
+        own = leaf._learning_rate
+        if isinstance(own, keras.optimizers.schedules.LearningRateSchedule) or not isinstance(own, keras.Variable):
+            raise ConfigError(
+                "one hand sets the learning rate: lr=, or the optimizer's own schedule",
+                f"lr={lr} and {type(own).__name__} in {leaf.name!r}",
+                f"make the optimizer with learning_rate={lr.base}, or leave lr= out",
+            )
+    lr.check_optimizer(rate_of(optimizer), global_batch)

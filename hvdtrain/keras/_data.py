@@ -1,0 +1,162 @@
+"""Data for ``fit`` and ``evaluate``: each rank its own samples, every sample exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.keras import _metrics
+from hvdtrain.keras._session import world_or_current
+from hvdtrain.shard import Plan, Share, contiguous
+from hvdtrain.world import World
+
+
+class _Clock:
+    """The epoch that ``fit`` is in, as told by our callbacks; Keras does not tell a PyDataset."""
+
+    epoch: int | None = None
+
+
+CLOCK = _Clock()
+
+
+class Batches(keras.utils.PyDataset):
+    """One rank's batches of in-memory arrays; made by ``batches``.
+
+    Attributes:
+        plan: the ``hvdtrain.Plan`` that deals the samples.
+        epoch: the epoch whose order is being read; set by our callbacks, else counted.
+    """
+
+    def __init__(self, x: Any, y: Any, plan: Plan, *, rank: int, epoch: int = 0, consumed: int = 0) -> None:
+        super().__init__(workers=1)
+        self.plan = plan
+        self.rank = rank
+        self._x, self._y = x, y
+        self._first = epoch
+        self._consumed = consumed
+        self._begun = False
+        # one share of weight 0 makes Keras expect weights in every batch, on every rank
+        tail = plan.samples % plan.global_batch if plan.tail == "weighted" else 0
+        self._weighted = 0 < tail < plan.size
+        self._read(epoch)
+
+    def _read(self, epoch: int) -> None:
+        consumed = self._consumed if epoch == self._first else 0
+        self._shares: list[Share] = self.plan.step_slices(epoch, consumed, rank=self.rank)
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        share = self._shares[index]
+        live = len(share.indices) > 0
+        # no sample left for this rank: any sample at weight 0 keeps the shapes, and the step in step
+        chosen = share.indices if live else np.zeros(1, np.int64)
+        batch = (_take(self._x, chosen), _take(self._y, chosen))
+        if not self._weighted:
+            return batch
+        return (*batch, np.full(len(chosen), 1.0 if live else 0.0, keras.backend.floatx()))
+
+    def on_epoch_begin(self) -> None:
+        """Turns to the next epoch's order (Keras calls it before it reads the epoch)."""
+        if CLOCK.epoch is not None:
+            epoch = CLOCK.epoch
+        else:
+            epoch = self.epoch + 1 if self._begun else self._first
+        self._begun = True
+        if self._consumed and epoch != self._first:
+            raise ConfigError(
+                "batches with consumed samples cover the rest of one epoch",
+                f"epoch {epoch} after the partial epoch {self._first} ({self._consumed} samples consumed)",
+                "fit the partial epoch on its own (epochs=initial_epoch + 1), then go on with consumed=0",
+            )
+        if epoch != self.epoch:
+            self._read(epoch)
+
+
+def batches(
+    x: Any,
+    y: Any,
+    per_rank_batch: int,
+    *,
+    world: World | None = None,
+    seed: int | None = None,
+    shuffle: bool = True,
+    tail: str = "weighted",
+    epoch: int = 0,
+    consumed: int = 0,
+) -> Batches:
+    """Returns this rank's training batches: each sample once an epoch over all ranks, the same order at any world size.
+
+    Args:
+        x, y: arrays (or nested structures of arrays) of all samples, the same on every rank; first axis samples.
+        per_rank_batch: samples a rank takes in a full step.
+        world: the ranks; by default those of ``hvdtrain.init``.
+        seed: of the order; by default the world's.
+        shuffle: False keeps the order of ``x``.
+        tail: what happens to samples that do not fill a global step: ``weighted`` (dealt out, weighed exactly) or ``drop``.
+        epoch: the epoch to begin with (a resumed run's).
+        consumed: samples of that epoch that are done; then fit that one epoch.
+
+    Returns:
+        A ``keras.utils.PyDataset`` with ``.plan``; give ``fit`` also ``hvdtrain.keras.callbacks``, which tell it the epoch.
+
+    Raises:
+        ConfigError: arrays of different lengths, or an argument out of range.
+    """
+    world = world_or_current(world)
+    plan = Plan(
+        _count(x, y), world.size, per_rank_batch, seed=world.seed if seed is None else seed, shuffle=shuffle,
+        tail=tail,  # type: ignore[arg-type]
+    )  # fmt: skip
+    if plan.samples == 0 or plan.steps(consumed) == 0:
+        raise ConfigError("an epoch needs samples", f"{plan.samples} samples, {consumed} consumed", "give more data")
+    return Batches(x, y, plan, rank=world.rank, epoch=epoch, consumed=consumed)
+
+
+def evaluate(
+    model: keras.Model, x: Any, y: Any, batch_size: int, *, world: World | None = None
+) -> dict[str, float]:
+    """Evaluates on all ranks together, every sample exactly once; collective.
+
+    Args:
+        model: compiled; equal on all ranks (they are, after ``fit`` with our callbacks).
+        x, y: arrays of all samples, the same on every rank.
+        batch_size: samples in a batch of one rank.
+        world: the ranks; by default those of ``hvdtrain.init``.
+
+    Returns:
+        Loss and metrics of all samples, the same numbers on every rank.
+
+    Raises:
+        ConfigError: arrays of different lengths.
+        ReplicaError: ranks with different metrics.
+    """
+    world = world_or_current(world)
+    samples = _count(x, y)
+    world.agree("number of samples", samples)
+    mine = contiguous(samples, world.rank, world.size)
+    empty = mine.start == mine.stop
+    piece = slice(0, 1) if empty else mine  # one sample builds the metrics; it is not counted
+    model.evaluate(_take(x, piece), _take(y, piece), batch_size=batch_size, verbose=0, return_dict=True)
+    if empty:
+        model.reset_metrics()
+    return _metrics.results(model, _metrics.states(model), world, 0.0 if empty else float(mine.stop - mine.start))
+
+
+def _take(data: Any, where: Any) -> Any:
+    cut: Callable[[Any], Any] = lambda array: array[where]  # noqa: E731
+    return keras.tree.map_structure(cut, data)
+
+
+def _count(x: Any, y: Any) -> int:
+    lengths = [len(leaf) for leaf in keras.tree.flatten((x, y)) if leaf is not None]
+    if not lengths or len(set(lengths)) != 1:
+        raise ConfigError("x and y need the same number of samples", f"lengths {lengths}", "check how the data was cut")
+    return int(lengths[0])

@@ -1,0 +1,210 @@
+"""Hooks into Keras: ``optimizer.apply`` of the outermost optimizer, and ``model.train_step``.
+
+Every training path of Keras 3 ends in ``apply`` of the outermost optimizer, before unscaling, clipping, weight decay and
+EMA. The override sits on the instance, so class, config and saved files stay those of plain Keras, and load without Horovod
+or hvdtrain. The other side of that: ``load_model``, ``clone_model``, ``from_config`` and another ``compile`` give an
+optimizer without the hook, which the train step's guard refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from hvdtrain.errors import ConfigError, ReplicaError
+from hvdtrain.keras import _reduce
+from hvdtrain.keras._backend import BACKEND
+from hvdtrain.keras._session import KEY, LiveBatch, Session, leaves_of, missing_hook, optimizers_of
+
+_HOOKS = ("apply", "check_finite", "_clip_gradients")
+
+
+# -------------------------------------------------------------------- the optimizer
+def hook_optimizer(optimizer: Any, session: Session, index: int = 0) -> None:
+    """Makes ``optimizer`` average its gradients over the session's ranks; in place, once.
+
+    Args:
+        optimizer: the outermost one (``LossScaleOptimizer`` if there is one).
+        session: whose ranks and options.
+        index: which of the model's optimizers, for the names of its collectives.
+
+    Raises:
+        ConfigError: gradient accumulation inside a ``MultiOptimizer``.
+    """
+    if session.alone:
+        vars(optimizer)[KEY] = session
+        return
+    unhook(optimizer)
+    name = f"{session.name}.{index}"
+    accumulating = [leaf for leaf in leaves_of(optimizer) if leaf.gradient_accumulation_steps]
+    if accumulating and len(leaves_of(optimizer)) > 1:
+        raise ConfigError(
+            "gradient accumulation cannot be combined with MultiOptimizer over several ranks",
+            f"gradient_accumulation_steps={accumulating[0].gradient_accumulation_steps} in {accumulating[0].name!r}",
+            "accumulate by a larger per-rank batch, or use one optimizer",
+        )
+    own = vars(optimizer)  # not setattr: Keras and TensorFlow would track what they are given
+    own[KEY] = session
+    own["apply"] = types.MethodType(functools.partial(_apply, name=name, once_per_update=bool(accumulating)), optimizer)
+    if accumulating:
+        leaf = accumulating[0]
+        vars(leaf)["_clip_gradients"] = types.MethodType(
+            functools.partial(_clip_gradients, session=session, name=f"{name}.update"), leaf
+        )
+        if leaf is not optimizer:
+            own["check_finite"] = types.MethodType(
+                functools.partial(_check_finite, name=f"{name}.finite"), optimizer
+            )
+
+
+def unhook(optimizer: Any) -> None:
+    """Gives an optimizer (and what it wraps) its own methods back."""
+    for holder in [optimizer, *leaves_of(optimizer), getattr(optimizer, "inner_optimizer", None)]:
+        if holder is not None and KEY in vars(holder):
+            for name in _HOOKS:
+                vars(holder).pop(name, None)
+            vars(holder).pop(KEY)
+    for leaf in leaves_of(optimizer):
+        vars(leaf).pop("_clip_gradients", None)
+
+
+def is_hooked(optimizer: Any) -> bool:
+    """True if this optimizer's ``apply`` averages over ranks."""
+    return KEY in vars(optimizer) and "apply" in vars(optimizer)
+
+
+def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str, once_per_update: bool) -> Any:
+    """Replaces ``apply`` on the instance; ``type(self).apply`` is the original."""
+    session: Session = vars(self)[KEY]
+    _refuse_branch(self, session)
+    grads = list(grads)
+    variables = list(trainable_variables) if trainable_variables is not None else self._trainable_variables
+    special = [_reduce.overwrites(variable) for variable in variables]
+    plain = _reduce.weigh([None if s else g for g, s in zip(grads, special, strict=True)], session)
+    if not once_per_update:
+        plain = _reduce.average(plain, session, name)
+    if any(special):
+        grads = _reduce.maximum(grads, variables, session, name)
+    grads = [g if s else p for g, p, s in zip(grads, plain, special, strict=True)]
+    return type(self).apply(self, grads, trainable_variables if trainable_variables is None else variables)
+
+
+def _clip_gradients(self: Any, grads: Sequence[Any], *, session: Session, name: str) -> Any:
+    """With gradient accumulation: one reduction per update, of the accumulated mean, before it is clipped.
+
+    Runs inside the update branch of Keras' ``cond``; ranks take it together, because they count the same steps.
+    """
+    return type(self)._clip_gradients(self, _reduce.average(list(grads), session, name))
+
+
+def _check_finite(self: Any, grads: Sequence[Any], *, name: str) -> Any:
+    """With accumulation under loss scaling gradients are still rank-local here: all ranks skip a step, or none."""
+    return BACKEND.agree_finite(type(self).check_finite(self, grads), name)
+
+
+def _refuse_branch(optimizer: Any, session: Session) -> None:
+    """Refuses to communicate where ranks may take different ways: inside a ``LossScaleOptimizer``."""
+    unseen = not session.attached and keras.config.dtype_policy().name == "mixed_float16"
+    if BACKEND.in_branch() or (unseen and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)):
+        raise ReplicaError(
+            "the outermost optimizer must do the averaging: under mixed_float16 compile() wraps yours in a"
+            " LossScaleOptimizer, whose ranks may skip different steps",
+            f"gradients reached {type(optimizer).__name__} {optimizer.name!r} inside the wrapper",
+            "call hvdtrain.keras.prepare(model) after compile(), or give fit() hvdtrain.keras.callbacks(model)",
+        )
+
+
+# -------------------------------------------------------------------- the model
+def attach(model: keras.Model, session: Session) -> None:
+    """Puts the session's hooks on a compiled model's optimizers and its train step, and XLA off. Can be repeated."""
+    vars(model)[KEY] = session
+    session.attached = True
+    if session.alone:
+        return
+    for index, optimizer in enumerate(optimizers_of(model)):
+        hook_optimizer(optimizer, session, index)
+    _no_xla(model, session)
+    if "train_step" not in vars(model):
+        vars(model)["train_step"] = _make_train_step(model, model.train_step)
+        model.train_function = None
+
+
+def _no_xla(model: keras.Model, session: Session) -> None:
+    """Horovod's operations have no XLA kernel (nor does torch.compile see through them)."""
+    if getattr(model, "jit_compile", False):
+        model.jit_compile = False
+        model.train_function = None
+        session.say(f"model {model.name!r}: jit_compile=True is now False: all-reduces cannot be compiled into the step")
+
+
+def _make_train_step(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps a model's train step (its own or the user's): checks before it, the batch's weight around it."""
+
+    @functools.wraps(inner)
+    def train_step(data: Any) -> Any:
+        session: Session = vars(model)[KEY]
+        _before_step(model, session, data)
+        x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with _live_batch(session, x, sample_weight):
+            if sample_weight is None:
+                return inner(data)
+            # a batch without a live sample (all weights 0) must leave no trace in metrics and moving statistics
+            local = _rank_local(model, data)
+            before = BACKEND.copies(local)
+            logs = inner(data)
+            assert session.live is not None
+            BACKEND.unless_live(session.live.samples, local, before)
+            return logs
+
+    return train_step
+
+
+def _before_step(model: keras.Model, session: Session, data: Any) -> None:
+    """Checks, and at the first step of a model that was not built: build, broadcast, proof.
+
+    Under TensorFlow this runs while the step is traced, in eager mode (``init_scope``), where variables are real.
+    """
+    if not is_hooked(model.optimizer):
+        raise missing_hook(model, model.optimizer)
+    if session.ready:
+        return
+    from hvdtrain.keras import _start
+
+    with BACKEND.eager():
+        if not is_built(model):
+            model._symbolic_build(data_batch=data)
+        _start.start(model, session)
+
+
+def is_built(model: keras.Model) -> bool:
+    """True if every layer of the model has its variables."""
+    parts = all(layer.built for layer in model._flatten_layers(include_self=False))
+    called = type(model).call is not keras.layers.Layer.call  # a GAN has parts, but no call() to build it by
+    return parts and (bool(model.built) or not called)
+
+
+@contextmanager
+def _live_batch(session: Session, x: Any, sample_weight: Any) -> Iterator[None]:
+    """Notes the weight of the batch in flight and starts its sum over ranks, beside the forward pass."""
+    samples = BACKEND.live_samples(x, sample_weight)
+    started = BACKEND.start_sum(samples, f"{session.name}.live")
+    session.live = LiveBatch(samples, started, BACKEND.finish_sum)
+    try:
+        yield
+        session.live.total()  # a step that never reached the optimizer still takes part in the sum
+    finally:
+        session.live = None
+
+
+def _rank_local(model: keras.Model, data: Any) -> list[Any]:
+    """Variables that a step changes on its own rank only: metric states, and statistics such as BatchNorm's."""
+    if model._compile_metrics is not None and not model._compile_metrics.built:
+        with BACKEND.eager():
+            model._symbolic_build(data_batch=data)
+    metrics = [variable for metric in model.metrics for variable in metric.variables]
+    return [*metrics, *model.non_trainable_weights]

@@ -1,0 +1,76 @@
+"""Metrics over all ranks: the *states* of the metrics are summed and the result computed anew.
+
+So each sample counts once, whatever the shares, and metrics that are no means (AUC, precision, RMSE) are right too. The sum is
+that of a metric's variables with Keras' default aggregation; a metric that declares ``mean`` is averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.keras._backend import BACKEND
+from hvdtrain.world import World
+
+States = list[tuple[Any, np.ndarray]]
+
+
+def states(model: keras.Model) -> States:
+    """Returns the metric variables of a model with this rank's values; local."""
+    return [(v, BACKEND.to_numpy(v).copy()) for metric in model.metrics for v in metric.variables]
+
+
+def results(model: keras.Model, local: States, world: World, samples: float = 1.0) -> dict[str, float]:
+    """Returns the metrics of all ranks' samples together; collective. This rank's states stay what they are.
+
+    Args:
+        model: whose metrics.
+        local: this rank's states.
+        world: the ranks.
+        samples: unused by summed states; the weight of states that are averaged.
+    """
+    total = _sum(local, world, samples)
+    keep = states(model)
+    try:
+        _assign([v for v, _ in local], total)
+        return {name: _number(value) for name, value in model.get_metrics_result().items()}
+    finally:
+        _assign([v for v, _ in keep], [value for _, value in keep])
+
+
+def _sum(local: States, world: World, samples: float) -> list[np.ndarray]:
+    if world.size == 1 or not local:
+        return [value for _, value in local]
+    means = [getattr(v, "aggregation", "sum") == "mean" for v, _ in local]
+    weighted = [np.asarray(a, np.float64) * (samples if m else 1.0) for (_, a), m in zip(local, means, strict=True)]
+    flat = np.concatenate([*(a.reshape(-1) for a in weighted), [samples]])
+    world.agree("set of metrics", [(tuple(a.shape), m) for a, m in zip(weighted, means, strict=True)])
+    flat = BACKEND.host_allreduce(flat, "sum", "hvdtrain.metrics")
+    out, start = [], 0
+    for (_, value), mean in zip(local, means, strict=True):
+        part = flat[start : start + value.size].reshape(value.shape)
+        out.append((part / max(flat[-1], 1e-300) if mean else part).astype(value.dtype))
+        start += value.size
+    return out
+
+
+def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _number(item) for key, item in value.items()}
+    array = np.asarray(keras.ops.convert_to_numpy(value))
+    return float(array) if array.ndim == 0 else array
+
+
+def samples_of(model: keras.Model) -> float:
+    """Returns how many samples this rank's loss metric has counted since it was reset; 0 if the step does not use it."""
+    tracker = getattr(model, "_loss_tracker", None)
+    count = getattr(tracker, "count", None)
+    return float(BACKEND.to_numpy(count)) if count is not None else 0.0

@@ -1,0 +1,156 @@
+"""What the adapter remembers about one prepared model: a ``Session``, shared by its optimizers' hooks and callbacks.
+
+It lives in ``model.__dict__`` and ``optimizer.__dict__`` under ``KEY``, past the attribute tracking of Keras, TensorFlow and
+torch: nothing of it reaches a config, a checkpoint or a saved model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+import hvdtrain
+from hvdtrain.errors import ConfigError, ReplicaError
+from hvdtrain.lr import LR
+from hvdtrain.world import World
+
+KEY = "_hvdtrain"
+
+# Creation order names the collectives, so ranks must prepare their models in the same order (checked at start).
+_created = itertools.count()
+
+
+@dataclass
+class LiveBatch:
+    """The weight of the batch in flight: this rank's live samples, and the sum over ranks on its way."""
+
+    samples: Any
+    started: Any
+    finish: Callable[[Any], Any]
+    _total: Any = None
+
+    def total(self) -> Any:
+        """Live samples of all ranks; waits for the sum the first time."""
+        if self._total is None:
+            self._total = self.finish(self.started)
+        return self._total
+
+
+@dataclass
+class Session:
+    """One prepared model (or optimizer that has not met its model yet).
+
+    Attributes:
+        world: the ranks.
+        compression: ``None`` or ``"fp16"``.
+        sparse_as_dense: turn ``IndexedSlices`` into dense gradients before the reduction.
+        verify: prove the averaging before the first step.
+        watch_every: compare replicas every so many steps; 0 is never.
+        lr, per_rank_batch: the learning-rate contract, and the batch it is computed from.
+        live: weight of the batch in flight; ``None`` outside a train step (then all ranks weigh the same).
+        ready: the checks of this ``fit`` are done.
+        wants_broadcast: the callbacks asked for rank 0's state before the next step.
+        streams_set: every rank has its own random stream (done once, so that a second ``fit`` goes on).
+        restored_random: random state that a checkpoint gave this rank, to be put in place when training starts.
+        proof: the result of the last verification.
+    """
+
+    world: World
+    compression: str | None = None
+    sparse_as_dense: bool = False
+    verify: bool = True
+    watch_every: int = 0
+    lr: LR | None = None
+    per_rank_batch: int | None = None
+    name: str = field(default_factory=lambda: f"hvdtrain.{next(_created)}")
+    live: LiveBatch | None = None
+    attached: bool = False
+    ready: bool = False
+    wants_broadcast: bool = False
+    streams_set: bool = False
+    restored_random: Mapping[str, np.ndarray] | None = None
+    proof: Any = None
+
+    @property
+    def alone(self) -> bool:
+        return self.world.size == 1
+
+    def say(self, text: str) -> None:
+        """Prints a note once, on rank 0."""
+        if self.world.is_main:
+            print(f"hvdtrain: {text}", flush=True)
+
+
+def world_or_current(world: World | None) -> World:
+    """Returns the world given, or that of the last ``hvdtrain.init``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = world if world is not None else hvdtrain.current()
+    if found is None:
+        raise ConfigError(
+            "the Keras adapter needs to know the ranks",
+            "no world given, and hvdtrain.init was not called",
+            'call world = hvdtrain.init("keras") at the top of the program',
+        )
+    return found
+
+
+def session_of(target: Any) -> Session | None:
+    """Returns the session of a model or an optimizer; ``None`` if it was not prepared."""
+    return vars(target).get(KEY) if target is not None else None
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Returns the outermost optimizers of a model: ``model.optimizer``, then others kept as attributes (GANs)."""
+    found: list[Any] = []
+    for candidate in [getattr(model, "optimizer", None), *vars(model).values()]:
+        if isinstance(candidate, keras.optimizers.Optimizer) and not any(candidate is seen for seen in found):
+            found.append(candidate)
+    held = [leaf for optimizer in found for leaf in leaves_of(optimizer) if leaf is not optimizer]
+    return [optimizer for optimizer in found if not any(optimizer is leaf for leaf in held)]
+
+
+def leaves_of(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that do the updates: inside ``LossScaleOptimizer`` and ``MultiOptimizer``."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return leaves_of(optimizer.inner_optimizer)
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+        return [leaf for inner in optimizer.optimizers for leaf in leaves_of(inner)]
+    return [optimizer]
+
+
+def require_compiled(model: Any) -> None:
+    """Raises ``ConfigError`` for a model without optimizer."""
+    if getattr(model, "optimizer", None) is None:
+        raise ConfigError(
+            "a model is prepared after compile()",
+            f"{type(model).__name__} {getattr(model, 'name', '')!r} without an optimizer",
+            "call model.compile(optimizer=..., loss=...) first, or prepare the optimizer itself",
+        )
+
+
+def missing_hook(model: keras.Model, optimizer: Any) -> ReplicaError:
+    """The error for an optimizer whose gradients nobody averages."""
+    kind = type(optimizer)
+    if hasattr(optimizer, "_allreduce_grads"):  # what the class made by horovod.keras has, and no Keras optimizer
+        return ReplicaError(
+            "gradients must be averaged over ranks, and Horovod's own Keras wrapper does not do so under Keras 3",
+            f"{kind.__name__} from horovod.DistributedOptimizer: Keras 3 never calls the methods it overrides"
+            " (upstream's last release is older than Keras 3)",
+            "give compile() the plain optimizer, then hvdtrain.keras.prepare(model)",
+            shared=True,
+        )
+    return ReplicaError(
+        "gradients must be averaged over ranks: the optimizer that trains must be prepared",
+        f"{kind.__name__} {optimizer.name!r} of model {model.name!r} is not (load_model, clone_model, from_config and"
+        " another compile() give a new optimizer)",
+        "call hvdtrain.keras.prepare(model) after the last compile() or load, before fit()",
+        shared=True,
+    )

@@ -1,0 +1,222 @@
+"""The TensorFlow backend of Keras: everything the adapter does with tf tensors and Horovod's tf operations.
+
+Twin of ``_torch.py``; both implement the protocol in ``_backend.py``. Two rules hold for every Horovod call:
+it has an explicit name and ``ignore_name_scope=True``, because names derived from the graph differ as soon as
+one rank has built one model more, and ranks that wait for different names wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+# bfloat16 and the unsigned types are missing from the type list of Horovod's TensorFlow operations.
+REDUCIBLE = frozenset({"float16", "float32", "float64"})
+_INTEGER_OF_WIDTH = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
+class TensorFlowBackend:
+    """Tensor and collective operations for ``KERAS_BACKEND=tensorflow``."""
+
+    name = "tensorflow"
+
+    @property
+    def hvd(self) -> Any:
+        """``horovod.tensorflow``, imported when the first collective needs it (one process needs none)."""
+        import horovod.tensorflow as hvd
+
+        return hvd
+
+    # ---------------------------------------------------------------- host side
+    def host_allreduce(self, array: np.ndarray, op: str, name: str) -> np.ndarray:
+        """Reduces a host array over ranks. ``op``: ``sum`` | ``min`` | ``max``."""
+        operation = {"sum": self.hvd.Sum, "min": self.hvd.Min, "max": self.hvd.Max}[op]
+        with tf.init_scope(), tf.device("CPU:0"):
+            out = self.hvd.allreduce(tf.constant(array), op=operation, name=name, ignore_name_scope=True)
+            return out.numpy()
+
+    def host_broadcast(self, array: np.ndarray, root: int, name: str) -> np.ndarray:
+        with tf.init_scope(), tf.device("CPU:0"):
+            return self.hvd.broadcast(tf.constant(array), root, name=name, ignore_name_scope=True).numpy()
+
+    def host_allgather(self, array: np.ndarray, name: str) -> np.ndarray:
+        """Concatenates the ranks' arrays along axis 0 (lengths may differ)."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            return self.hvd.allgather(tf.constant(array), name=name, ignore_name_scope=True).numpy()
+
+    def eager(self) -> AbstractContextManager[Any]:
+        """Leaves a function that is being traced: variables made inside are real ones."""
+        return tf.init_scope()
+
+    def to_numpy(self, variable: Any) -> np.ndarray:
+        with tf.init_scope():
+            return np.asarray(variable.value.numpy())
+
+    def copies(self, variables: Sequence[Any]) -> list[Any]:
+        """Device-side copies of the variables' values, for ``put_back``."""
+        return [tf.identity(variable.value) for variable in variables]
+
+    def put_back(self, variables: Sequence[Any], copies: Sequence[Any]) -> None:
+        for variable, copy in zip(variables, copies, strict=True):
+            variable.value.assign(copy)
+
+    def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
+        """Returns a function that computes one int64 per variable: the sum of its bit patterns.
+
+        One traced function for all variables: one launch, one transfer to the host.
+        """
+
+        @tf.function(autograph=False)
+        def checksums() -> Any:
+            return tf.stack([_bit_sum(variable.value) for variable in variables])
+
+        return lambda: checksums().numpy()
+
+    # ---------------------------------------------------------------- inside a step
+    def live_samples(self, x: Any, sample_weight: Any) -> Any:
+        """Number of samples of this rank's batch (int64 scalar); 0 if all its sample weights are 0."""
+        first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+        samples = tf.cast(_rows(first), tf.int64)
+        weights = [w for w in keras.tree.flatten(sample_weight) if w is not None]
+        if not weights:
+            return samples
+        alive = tf.reduce_any(tf.stack([tf.reduce_any(tf.cast(weight, tf.bool)) for weight in weights]))
+        return tf.where(alive, samples, tf.zeros_like(samples))
+
+    def start_sum(self, samples: Any, name: str) -> Any:
+        """Starts the sum of an int64 scalar over ranks; in a graph it runs beside the forward pass."""
+        with tf.device("CPU:0"):
+            return self.hvd.allreduce(
+                tf.reshape(samples, [1]), op=self.hvd.Sum, name=name, ignore_name_scope=True
+            )
+
+    def finish_sum(self, started: Any) -> Any:
+        return started[0]
+
+    def usable_here(self, tensor: Any) -> bool:
+        """False for a value noted eagerly and used inside a nested traced function: it would be baked in."""
+        if tf.executing_eagerly():
+            return True
+        noted_in = tensor.graph if tf.is_symbolic_tensor(tensor) else None
+        graph = tf.compat.v1.get_default_graph()
+        while graph is not None:
+            if graph is noted_in:
+                return True
+            graph = getattr(graph, "outer_graph", None)
+        return False
+
+    def weigh(self, tensors: list[Any], samples: Any, total: Any, size: int) -> list[Any]:
+        """Multiplies tensors by ``samples * size / total``; equal shares return them untouched, bit for bit."""
+
+        def scaled() -> list[Any]:
+            factor = tf.cast(samples * size, tf.float64) / tf.cast(tf.maximum(total, 1), tf.float64)
+            return [tensor * tf.cast(factor, tensor.dtype) for tensor in tensors]
+
+        even = tf.equal(samples * size, total)
+        if tf.executing_eagerly():
+            return tensors if bool(even) else scaled()
+        return list(tf.cond(even, lambda: [tf.identity(tensor) for tensor in tensors], scaled))
+
+    def unless_live(self, samples: Any, variables: Sequence[Any], copies: Sequence[Any]) -> None:
+        """Puts the copies back if this rank's batch held no live sample."""
+        if tf.executing_eagerly():
+            if int(samples) == 0:
+                self.put_back(variables, copies)
+            return
+
+        def restore() -> Any:
+            return tf.group(*[v.value.assign(c) for v, c in zip(variables, copies, strict=True)])
+
+        tf.cond(tf.equal(samples, 0), restore, tf.no_op)
+
+    def reduce(self, tensors: list[Any], op: str, name: str, *, half: bool, size: int) -> list[Any]:
+        """All-reduces dense tensors of one dtype as one group. ``op``: ``average`` | ``max``."""
+        dtype = tensors[0].dtype
+        if half and op == "average" and dtype.size > 2:
+            # divided before the cast: a sum of N values then fits wherever one value does
+            sent = [tf.cast(tensor / tf.cast(size, dtype), tf.float16) for tensor in tensors]
+            operation = self.hvd.Sum
+        else:
+            sent = tensors if dtype.name in REDUCIBLE else [tf.cast(tensor, tf.float32) for tensor in tensors]
+            operation = self.hvd.Average if op == "average" else self.hvd.Max
+        came = self.hvd.grouped_allreduce(sent, op=operation, name=name, ignore_name_scope=True)
+        came = [value if value.dtype == dtype else tf.cast(value, dtype) for value in came]
+        for value, tensor in zip(came, tensors, strict=True):
+            value.set_shape(tensor.shape)
+        return came
+
+    def gather_sparse(self, slices: Any, name: str, size: int) -> Any:
+        """The average of ``IndexedSlices`` over ranks: all slices, values divided by the number of ranks.
+
+        Horovod's ``grouped_allreduce`` takes the wrong ``dense_shape`` when a list mixes dense and sparse
+        tensors, so values and indices travel on their own here.
+        """
+        dtype = slices.values.dtype
+        values = slices.values if dtype.name in REDUCIBLE else tf.cast(slices.values, tf.float32)
+        values = values / tf.cast(size, values.dtype)
+        values = self.hvd.allgather(values, name=f"{name}.values", ignore_name_scope=True)
+        indices = self.hvd.allgather(slices.indices, name=f"{name}.indices", ignore_name_scope=True)
+        return tf.IndexedSlices(tf.cast(values, dtype), indices, slices.dense_shape)
+
+    def is_sparse(self, gradient: Any) -> bool:
+        return isinstance(gradient, tf.IndexedSlices)
+
+    def with_values(self, slices: Any, values: Any) -> Any:
+        return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
+
+    def densify(self, gradient: Any) -> Any:
+        return tf.convert_to_tensor(gradient)
+
+    def agree_finite(self, finite: Any, name: str) -> Any:
+        """True only if ``finite`` is true on every rank."""
+        flag = tf.reshape(tf.cast(finite, tf.int32), [1])
+        with tf.device("CPU:0"):
+            lowest = self.hvd.allreduce(flag, op=self.hvd.Min, name=name, ignore_name_scope=True)
+        return tf.equal(lowest[0], 1)
+
+    def in_branch(self) -> bool:
+        """True while a ``tf.cond`` branch is being traced: ranks may take different branches."""
+        graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
+        return type(graph).__name__ == "CondBranchFuncGraph"
+
+    # ---------------------------------------------------------------- devices and random state
+    def visible_gpus(self) -> int:
+        return len(tf.config.list_physical_devices("GPU"))
+
+    def pin(self, devices: Sequence[int], *, cpu_only: bool) -> None:
+        """Shows this process its own GPUs only, with memory that grows instead of all of it at once."""
+        gpus = tf.config.list_physical_devices("GPU")
+        chosen = [] if cpu_only else [gpus[index] for index in devices]
+        tf.config.set_visible_devices(chosen, "GPU")
+        for gpu in chosen:
+            tf.config.experimental.set_memory_growth(gpu, True)
+
+    def random_state(self) -> dict[str, np.ndarray]:
+        """Random state outside the model's own seed generators: Keras on TensorFlow keeps none."""
+        return {}
+
+    def set_random_state(self, state: dict[str, np.ndarray]) -> None:
+        del state
+
+    def reseed(self, seed: int) -> None:
+        del seed
+
+
+def _rows(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows()
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return tf.shape(leaf)[0]
+
+
+def _bit_sum(value: Any) -> Any:
+    value = tf.convert_to_tensor(value)
+    if value.dtype == tf.bool:
+        return tf.reduce_sum(tf.cast(value, tf.int64))
+    return tf.reduce_sum(tf.cast(tf.bitcast(value, _INTEGER_OF_WIDTH[value.dtype.size]), tf.int64))

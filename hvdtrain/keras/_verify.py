@@ -1,0 +1,193 @@
+"""Proves, on the user's own model and optimizer, that gradients are averaged over ranks and replicas are equal.
+
+The proof applies one update to the real weights through the real outermost ``optimizer.apply``, with gradients that are
+known and different on every rank, and compares the outcome with the update of their mean; then it puts everything back, bit for
+bit. Nothing is assumed about how the averaging is done, so an optimizer that does it itself passes as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.errors import ReplicaError
+from hvdtrain.keras import _state
+from hvdtrain.keras._backend import BACKEND
+from hvdtrain.keras._hook import is_hooked
+from hvdtrain.keras._reduce import overwrites
+from hvdtrain.keras._session import Session, leaves_of, missing_hook
+
+# A power of two, so that a step along a coarse gradient is exact in every dtype.
+_RATE = 2.0**-6
+_TOLERANCE = 1e-6  # of the largest step: an optimizer's own averaging may round differently than Horovod's
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What ``verify`` found.
+
+    Attributes:
+        ranks, variables: how many took part.
+        largest_difference: max over variables and ranks of |update - update of the mean gradient|.
+        largest_step: max |update| itself, for scale.
+        sha256: fingerprint of the weights, equal on all ranks (None in a world of one).
+        seconds: wall time.
+    """
+
+    ranks: int
+    variables: int
+    largest_difference: float
+    largest_step: float
+    sha256: str | None
+    seconds: float
+
+    def __str__(self) -> str:
+        if self.ranks == 1:
+            return "averaging: nothing to prove, 1 rank"
+        return (
+            f"averaging proven: {self.ranks} ranks, {self.variables} variables, "
+            f"max |update - update of the mean| = {self.largest_difference:.3g}, "
+            f"replicas equal (sha256 {str(self.sha256)[:12]}), {self.seconds:.2f} s"
+        )
+
+
+def prove(model: keras.Model, session: Session) -> Proof:
+    """Runs the proof; collective. The model and its optimizer must be built.
+
+    Raises:
+        ReplicaError: on every rank; replicas differ, or gradients are not averaged.
+    """
+    started = time.perf_counter()
+    world, optimizer = session.world, model.optimizer
+    shared = _state.replicated(model)
+    _state.check_equal(shared, world, BACKEND.make_checksums(shared), when="when training starts (rank 0's state reached none"
+                       " of the others: forgotten broadcast?)")  # fmt: skip
+    variables = [v for v in model.trainable_variables if not overwrites(v)]
+    factor = 1.0 + 2.0 * (world.rank - (world.size - 1) / 2.0)  # ... -1, 1, 3 ...: the mean over ranks is exactly 1
+    with _scratch(model, optimizer):
+        start = _values(variables)
+        averaged = _update(optimizer, variables, factor)
+        mean = _plain_update(optimizer, variables, 1.0)
+        alone = _plain_update(optimizer, variables, factor)
+    step = _largest(mean, start)
+    difference = _largest(averaged, mean)
+    own = _largest(averaged, alone)
+    reports = world.gather((step, difference, own))
+    tolerance = _TOLERANCE * max(max(step for step, _, _ in reports), np.finfo(np.float64).tiny)
+    if not all(np.isfinite(d) and d <= tolerance for _, d, _ in reports):
+        raise _not_averaged(model, [d for _, d, _ in reports], [o for _, _, o in reports], tolerance)
+    if max(_largest_gap(mean, alone, world), 0.0) <= tolerance:
+        raise ReplicaError(
+            "the proof needs an optimizer whose update depends on the gradient",
+            f"{type(optimizer).__name__} makes the same update for different gradients (largest step {step:.3g})",
+            "prepare(model, verify=False) if that is meant",
+            shared=True,
+        )
+    return Proof(
+        world.size, len(variables), max(d for _, d, _ in reports), max(s for s, _, _ in reports),
+        _state.fingerprint(model), time.perf_counter() - started,
+    )  # fmt: skip
+
+
+def _largest_gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray], world: Any) -> float:
+    """The largest difference on any rank; collective."""
+    return max(world.gather(_largest(a, b)))
+
+
+def _not_averaged(model: keras.Model, off: Sequence[float], own: Sequence[float], tolerance: float) -> ReplicaError:
+    if not is_hooked(model.optimizer):
+        return missing_hook(model, model.optimizer)
+    local = all(value <= tolerance for value in own)
+    return ReplicaError(
+        "one update must use the mean of all ranks' gradients",
+        "\n".join(f"rank {rank}: off by {value:.6g} (tolerance {tolerance:.3g})" for rank, value in enumerate(off))
+        + ("\nevery rank applied its own gradient" if local else ""),
+        "prepare the optimizer that trains, once, with hvdtrain.keras.prepare(model), and leave its apply() alone",
+        shared=True,
+    )
+
+
+# -------------------------------------------------------------------- trial updates
+def _update(optimizer: Any, variables: Sequence[Any], factor: float) -> list[np.ndarray]:
+    """Applies gradients ``factor * pattern`` as training would; returns the weights after it."""
+    return _after(optimizer, variables, factor, lambda grads: optimizer.apply(grads, list(variables)))
+
+
+def _plain_update(optimizer: Any, variables: Sequence[Any], factor: float) -> list[np.ndarray]:
+    """The same update by this rank alone: hooks out of the way."""
+    holders = [optimizer, *leaves_of(optimizer)]
+    kept = [{name: vars(h).pop(name) for name in ("apply", "check_finite", "_clip_gradients") if name in vars(h)}
+            for h in holders]  # fmt: skip
+    try:
+        return _after(
+            optimizer, variables, factor, lambda grads: type(optimizer).apply(optimizer, grads, list(variables))
+        )
+    finally:
+        for holder, methods in zip(holders, kept, strict=True):
+            vars(holder).update(methods)
+
+
+def _after(optimizer: Any, variables: Sequence[Any], factor: float, apply: Any) -> list[np.ndarray]:
+    touched = _touched(optimizer, variables)
+    before = BACKEND.copies(touched)
+    try:
+        apply(_gradients(optimizer, variables, factor))
+        return _values(variables)
+    finally:
+        BACKEND.put_back(touched, before)
+
+
+def _touched(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    return list({id(v): v for v in [*variables, *optimizer.variables]}.values())
+
+
+def _gradients(optimizer: Any, variables: Sequence[Any], factor: float) -> list[Any]:
+    """Gradients ``factor * pattern * loss scale``; the pattern has few bits, so that sums over ranks are exact."""
+    scale = getattr(optimizer, "dynamic_scale", None)
+    scale = float(BACKEND.to_numpy(scale)) if scale is not None else float(optimizer.loss_scale_factor or 1.0)
+    out = []
+    for position, variable in enumerate(variables):
+        index = np.arange(int(np.prod(variable.shape)), dtype=np.int64) + position
+        pattern = ((index * 5) % 8 - 3.5) / 4.0  # in -0.875 .. 0.875, never 0
+        value = (pattern * factor * scale).reshape(tuple(variable.shape))
+        out.append(keras.ops.convert_to_tensor(value.astype(np.float64), dtype=variable.dtype))
+    return out
+
+
+def _values(variables: Sequence[Any]) -> list[np.ndarray]:
+    return [np.asarray(BACKEND.to_numpy(variable)).astype(np.float64) for variable in variables]
+
+
+def _largest(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
+    gaps = [float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True) if x.size]
+    return float(np.max(gaps)) if gaps else 0.0  # np.max, unlike max, keeps NaN
+
+
+# -------------------------------------------------------------------- scratch state
+@contextmanager
+def _scratch(model: keras.Model, optimizer: Any) -> Iterator[None]:
+    """Sets the optimizer up for one telling update (rate > 0, accumulators empty, update due), and undoes everything."""
+    variables = _state.everything(model)
+    before = BACKEND.copies(variables)
+    rates = []
+    try:
+        for leaf in leaves_of(optimizer):
+            rates.append((leaf, vars(leaf)["_learning_rate"]))
+            vars(leaf)["_learning_rate"] = _RATE
+            steps = leaf.gradient_accumulation_steps
+            if steps:
+                leaf._iterations.assign(steps - 1)
+                for accumulator in leaf._accumulated_gradients:
+                    if accumulator is not None:
+                        accumulator.assign(keras.ops.zeros_like(accumulator))
+        yield
+    finally:
+        for leaf, rate in rates:
+            vars(leaf)["_learning_rate"] = rate
+        BACKEND.put_back(variables, before)
