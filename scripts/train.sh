@@ -2,4 +2,4 @@
 # The main job: sets everything up (once), then trains Keras MNIST on 2 ranks of this machine.
 # Arguments go to the program: scripts/train.sh --epochs 24 --data mnist      Ranks: NP=4 scripts/train.sh
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-exec horovodrun -np "${NP:-2}" python -m hvdtrain.keras_mnist "$@"
+exec horovodrun --gloo -np "${NP:-2}" python -m hvdtrain.keras_mnist "$@"

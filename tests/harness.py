@@ -161,7 +161,8 @@ def _launch(launcher: str, np: int, interpreter: str) -> list[str]:
         assert np == 1, "one process without a launcher"
         return []
     if launcher == "horovodrun":
-        return [tool("horovodrun", interpreter), "-np", str(np), "-H", f"localhost:{np}"]
+        # --gloo: a Horovod built with both would start mpirun, which has its own row
+        return [tool("horovodrun", interpreter), "--gloo", "-np", str(np), "-H", f"localhost:{np}"]
     if launcher == "mpirun":
         return [
             tool("mpirun", interpreter),
