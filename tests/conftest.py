@@ -1,6 +1,7 @@
 """Every test leaves the process as it found it; quick tests run first.
 
-Frameworks are imported in child processes only: they start threads that never end, change the environment and take
+Frameworks are imported in child processes only: they start threads that never end, change the environment and
+    take
 seconds, and a test that needs one is a test of real ranks anyway (`harness.run_ranks`).
 """
 
@@ -13,8 +14,12 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from hypothesis import settings
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod")
+# the machine may be busy, and a test that fails must fail again
+settings.register_profile("hvdtrain", deadline=None, derandomize=True, database=None)
+settings.load_profile("hvdtrain")
 # pytest's own
 IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
 
@@ -22,7 +27,7 @@ IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order: plain tests, tests of several ranks, slow ones; the order within each stays."""
     items.sort(
-        key=lambda item: 2 * bool(item.get_closest_marker("slow")) + bool(item.get_closest_marker("ranks"))
+        key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("ranks")))
     )
 
 

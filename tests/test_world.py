@@ -331,7 +331,9 @@ class TestErrors:
             assert "test_world.py" in errors.describe("program", error, 0)
 
     def test_exit_code_and_one_block(self) -> None:
-        code = "from hvdtrain import ConfigError, exit_with; exit_with('program', ConfigError('a', 'b', 'c'), 0)"
+        code = (
+            "from hvdtrain import ConfigError, exit_with; exit_with('program', ConfigError('a', 'b', 'c'), 0)"
+        )
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment(), check=False
         )
@@ -359,7 +361,9 @@ class TestInit:
         ],
     )
     def test_wrong_arguments(self, call: str, rule: str) -> None:
-        done = self.run(f"from hvdtrain import init, ConfigError\ntry: {call}\nexcept ConfigError as e: print(e)")
+        done = self.run(
+            f"from hvdtrain import init, ConfigError\ntry: {call}\nexcept ConfigError as e: print(e)"
+        )
         assert rule in done.stdout, done.stderr
 
     def test_horovod_missing_names_the_command(self, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A small real engine on horovod.torch for the core's own tests, in the place where an adapter has its engine.
+"""A small real engine on horovod.torch for the core's own tests, in the place where an adapter has its
+engine.
 
 The core must work with any engine; this one is independent of the adapters and imports nothing when alone.
 """
@@ -48,7 +49,9 @@ class TorchEngine:
     def sum_floats(self, values: Sequence[float]) -> list[float]:
         import torch
 
-        return self.hvd.allreduce(torch.tensor(values, dtype=torch.float64), op=self.hvd.Sum, name="sum").tolist()
+        return self.hvd.allreduce(
+            torch.tensor(values, dtype=torch.float64), op=self.hvd.Sum, name="sum"
+        ).tolist()
 
     def barrier(self) -> None:
         self.hvd.barrier()

@@ -1,4 +1,5 @@
-"""What two ranks say to each other; usage: world_ranks.py SCENARIO... . Prints "SCENARIO: passed" on every rank."""
+"""What two ranks say to each other; usage: world_ranks.py SCENARIO... . Prints "SCENARIO: passed" on every
+rank."""
 
 from __future__ import annotations
 
