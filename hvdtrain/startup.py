@@ -1,0 +1,230 @@
+"""What a program does around its training: flags, cores, imports, the run directory, and how it ends.
+
+Only the standard library is used, so that a wrong flag or a missing package is told within a second, before a
+framework is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import math
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError, exit_with
+from hvdtrain.launchers import Detected, detect
+from hvdtrain.records import read_run
+
+# ---- flags
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are `ConfigError`: told once (by rank 0) on any number of ranks."""
+
+    def __init__(self, module: str, *, description: str, epilog: str) -> None:
+        super().__init__(
+            f"python -m {module}",
+            description=description,
+            epilog=epilog,
+            usage="%(prog)s [flags]",
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message[:1].upper() + message[1:], remedy=f"{self.prog} --help", shared=True)
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A type for flags: a whole number, at least `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number >= {least}, not {text!r}")
+        return value
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """A type for flags: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be a number > 0, not {text!r}")
+    return value
+
+
+# ---- the end
+
+
+def run_program(name: str, work: Callable[[Detected], None]) -> int:
+    """Runs ``work(detected)``; returns 0. An error is printed as one block, and the process ends with it.
+
+    A rank that ends takes the others with it, through their launcher: none is left waiting.
+    """
+    rank = 0
+    try:
+        detected = detect(os.environ)
+        rank = detected.rank
+        work(detected)
+    except KeyboardInterrupt:
+        exit_with(name, HvdtrainError("interrupted", shared=True), rank)
+    except Exception as error:
+        exit_with(name, error, rank)
+    return 0
+
+
+# ---- cores and imports
+
+
+def share_cores(detected: Detected) -> None:
+    """Divides this machine's cores among its ranks: else each starts a thread per core, and they fight.
+
+    Variables that are set already stay as they are.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // max(1, detected.local_size))
+    for variable in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+        os.environ.setdefault(variable, str(threads))
+
+
+def import_keras(backend: str, detected: Detected) -> None:
+    """Imports Keras on a backend, and Horovod's part for it if a launcher started this process.
+
+    Raises:
+        ConfigError: a backend that hvdtrain has no adapter for.
+        LauncherError: something is missing or cannot be loaded; names this Python and the command that helps.
+    """
+    install = {
+        "tensorflow": "pip install 'hvdtrain[keras]'",
+        "torch": "pip install 'hvdtrain[keras]' 'hvdtrain[torch]'",
+    }
+    if backend not in install:
+        remedy = "--backend tensorflow|torch, or KERAS_BACKEND"
+        raise ConfigError("hvdtrain trains Keras on tensorflow or torch", backend, remedy, shared=True)
+    os.environ["KERAS_BACKEND"] = backend  # read once, when keras is imported
+    needed = dict.fromkeys(("numpy", backend, "keras"), install[backend])
+    if detected.launcher != "none":
+        needed[f"horovod.{backend}"] = "hvdtrain build-horovod --install"
+    import_or_explain(needed)
+
+
+def import_or_explain(needed: Mapping[str, str]) -> None:
+    """Imports modules; one that is missing or broken is an error with the command that helps.
+
+    Args:
+        needed: module to command; all are looked for before the first one is imported.
+
+    Raises:
+        LauncherError: not there, or cannot be loaded.
+    """
+    python = f"{sys.executable} (Python {sys.version.split()[0]}) on {socket.gethostname()}"
+    roots = dict.fromkeys(name.partition(".")[0] for name in needed)
+    missing = [root for root in roots if importlib.util.find_spec(root) is None]
+    if missing:
+        commands = [command for name, command in needed.items() if name.partition(".")[0] in missing]
+        raise LauncherError(
+            f"every rank needs {', '.join(roots)}",
+            f"no {', '.join(missing)} in {python}",
+            "; ".join(dict.fromkeys(commands)),
+        )
+    with quiet():
+        for name, command in needed.items():
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise LauncherError(f"{name} must load in {python}", str(error), command) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps TensorFlow's C++ notes off the terminal, unless TF_CPP_MIN_LOG_LEVEL asks for them.
+
+    While it loads, TensorFlow writes to file descriptor 2 before any log level counts. That goes to a file,
+    which is shown if loading fails.
+    """
+    if "TF_CPP_MIN_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # errors
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as notes:
+        os.dup2(notes.fileno(), 2)
+        loaded = False
+        try:
+            yield
+            loaded = True
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            if not loaded:
+                notes.seek(0)
+                sys.stderr.write(notes.read().decode(errors="replace"))
+
+
+# ---- the run directory
+
+
+def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str) -> Path:
+    """The directory of this run; call it on rank 0.
+
+    Args:
+        wanted: what the user gave; None: the next free ``runs/<stem>-N`` (when resuming, the newest).
+        stem: the program's name.
+        resume: whether to go on with the run that is there.
+        data_sha256: of the training data.
+
+    Raises:
+        ConfigError: nothing to resume, or a run on other data; ``runs`` cannot be written.
+    """
+    root = Path("runs")
+    numbers = [path.name.removeprefix(f"{stem}-") for path in root.glob(f"{stem}-*")]
+    newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    if resume:
+        run_dir = wanted or root / f"{stem}-{newest}"
+        _check_resumable(run_dir, data_sha256)
+        return run_dir
+    if wanted is not None:
+        return wanted
+    while True:
+        newest += 1
+        try:
+            (root / f"{stem}-{newest}").mkdir(parents=True)  # ours now: another run takes the next number
+            return root / f"{stem}-{newest}"
+        except FileExistsError:
+            continue
+        except OSError as error:
+            came = f"{root.absolute()}: {error.strerror}"
+            raise ConfigError(
+                "a run needs a directory to write to", came, "name one: --run-dir DIR"
+            ) from error
+
+
+def _check_resumable(run_dir: Path, data_sha256: str) -> None:
+    try:
+        earlier = read_run(run_dir)
+    except OSError as error:
+        came = f"{run_dir}: {error.strerror}"
+        raise ConfigError("--resume reads a run's directory", came, "correct --run-dir") from error
+    if earlier is None:
+        remedy = "leave --resume out to start a run, or name its directory: --run-dir DIR"
+        raise ConfigError("--resume goes on with a run", f"no run in {run_dir}", remedy)
+    config = earlier.get("config", {})
+    if config.get("data_sha256") != data_sha256:
+        came = f"{run_dir} was trained on other data: {config.get('data')}"
+        raise ConfigError("a run goes on with the data it was started with", came, "give the same --data")
