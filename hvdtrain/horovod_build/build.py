@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import HvdtrainError
 from . import cuda as cuda_toolchain
 from . import edits as edit_table
-from .environment import Environment, mpi_library_folder
+from .environment import Environment, mpi_rpath
 from .support import HOROVOD_VERSION, SDIST_SHA256
 
 Say = Callable[[str], None]
@@ -87,6 +87,8 @@ def build(
         applied = edit_table.apply(source, edit_table.applicable(edit_table.Target(environment.gpu)))
         say(f"applied {len(applied)} edits to horovod {HOROVOD_VERSION} (`hvdtrain build-horovod --edits` lists them)")
         variables = _build_variables(environment, cuda, cache, jobs, runner)
+        # Horovod's messages name their source file: horovod/common/..., not this build's scratch folder
+        variables["CXXFLAGS"] = f"{os.environ.get('CXXFLAGS', '')} -ffile-prefix-map={source}/="
         wheel = _compile(source, variables, environment, runner)
         proof = prove(wheel, environment, runner)
         key = cache_key(environment, cuda, sha256_of(archive))
@@ -220,7 +222,7 @@ def _build_variables(
         variables[f"HOROVOD_WITH_{name}" if wanted else f"HOROVOD_WITHOUT_{name}"] = "1"
     variables["HOROVOD_WITH_MPI" if environment.mpi else "HOROVOD_WITHOUT_MPI"] = "1"
     variables |= {"HOROVOD_WITHOUT_MXNET": "1", "HOROVOD_WITH_GLOO": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    variables |= {"HVDTRAIN_MPI_RPATH": mpi_library_folder() if environment.mpi else "", "MAKEFLAGS": f"-j{jobs or _jobs()}"}
+    variables |= {"HVDTRAIN_MPI_RPATH": mpi_rpath() if environment.mpi else "", "MAKEFLAGS": f"-j{jobs or _jobs()}"}
     if environment.gpu == "nccl":
         assert environment.torch_cuda is not None  # look() chose nccl because of it
         found = cuda_toolchain.find(environment.torch_cuda, source=cuda, cache=cache, run=run)

@@ -166,7 +166,7 @@ EDITS: tuple[Edit, ...] = (
         "rpath-torch", "horovod/torch/CMakeLists.txt", _TORCH_LAST,
         _RPATH.format(
             target="${PYTORCH_TARGET_LIB}", last=_TORCH_LAST,
-            paths=f"{_HOME}/torch/lib:{_HOME}/nvidia/nccl/lib:{_HOME}/nvidia/cu13/lib:$ENV{{HVDTRAIN_MPI_RPATH}}",
+            paths=f"{_HOME}/torch/lib:{_HOME}/nvidia/nccl/lib:{_HOME}/nvidia/cu13/lib$ENV{{HVDTRAIN_MPI_RPATH}}",
         ).replace("$ORIGIN", "\\$ORIGIN"),
         why="the wheel must find PyTorch's and NCCL's libraries where pip puts them, not in the build machine's folders",
     ),
@@ -174,9 +174,15 @@ EDITS: tuple[Edit, ...] = (
         "rpath-tensorflow", "horovod/tensorflow/CMakeLists.txt", _TF_LAST,
         _RPATH.format(
             target="${TF_TARGET_LIB}", last=_TF_LAST,
-            paths=f"{_HOME}/tensorflow:{_HOME}/tensorflow/python:$ENV{{HVDTRAIN_MPI_RPATH}}",
+            paths=f"{_HOME}/tensorflow:{_HOME}/tensorflow/python$ENV{{HVDTRAIN_MPI_RPATH}}",
         ).replace("$ORIGIN", "\\$ORIGIN"),
         why="as rpath-torch, for TensorFlow's libraries",
+    ),
+    Edit(
+        "torch-answers-first", "horovod/common/util.py", "EXTENSIONS = ['tensorflow', 'torch', 'mxnet']",
+        "EXTENSIONS = ['torch', 'tensorflow', 'mxnet']",
+        why="`horovodrun` and its --check-build ask the first extension that loads: torch knows about NCCL, and loads in "
+        "half of TensorFlow's time",
     ),
     Edit(
         "gloo-stall-check", "horovod/common/gloo/gloo_controller.cc", "global_ranks_.reserve(size_);", "global_ranks_.resize(size_);",

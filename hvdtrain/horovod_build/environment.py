@@ -171,11 +171,14 @@ def _mpi(wanted: str, problems: list[str]) -> str | None:
     return lines[0].strip() if lines else "MPI"
 
 
-def mpi_library_folder() -> str:
-    """Folder of libmpi when it is not one the dynamic linker searches anyway, else ''."""
+def mpi_rpath() -> str:
+    """":" and the folder of libmpi, to append to a run path; "" when the dynamic linker searches that folder anyway.
+
+    An empty entry would make the linker search the current folder, hence the separator belongs to the folder.
+    """
     done = subprocess.run(["mpicxx", "--showme:libdirs"], capture_output=True, text=True)
     folder = done.stdout.strip().split(" ")[0] if done.returncode == 0 else ""
-    return "" if not folder or folder.startswith("/usr/lib") else folder
+    return "" if not folder or folder.startswith("/usr/lib") else f":{folder}"
 
 
 def _cpu_flags() -> str:

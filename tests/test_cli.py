@@ -1,0 +1,49 @@
+"""The ``hvdtrain`` command as a user meets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain import cli
+
+
+def hvdtrain(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "hvdtrain.cli", *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_help_lists_every_command():
+    done = hvdtrain("--help")
+    assert done.returncode == 0
+    for name, (_, line) in cli.COMMANDS.items():
+        assert name in done.stdout and line.split()[0] in done.stdout
+
+
+def test_no_command_prints_help():
+    assert "COMMAND" in hvdtrain().stdout
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_command_has_help(name):
+    done = hvdtrain(name, "--help")
+    assert done.returncode == 0 and f"hvdtrain {name}" in done.stdout, done.stderr
+
+
+def test_a_wrong_command_is_refused():
+    done = hvdtrain("bulid-horovod")
+    assert done.returncode == 2 and "bulid-horovod" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_imports_no_subcommand():
+    program = "import sys; from hvdtrain import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    program += "print([m for m in sys.modules if m in ('numpy', 'torch', 'tensorflow', 'hvdtrain.horovod_build')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def test_a_reader_that_stops_early_gets_no_traceback():
+    command = f"{sys.executable} -m hvdtrain.cli build-horovod --edits | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stdout and "Traceback" not in done.stderr
