@@ -12,7 +12,10 @@ from .errors import HvdtrainError
 
 # name -> (module with add_arguments(parser) and run(args) -> exit code, one line of help)
 COMMANDS = {
-    "build-horovod": ("hvdtrain.horovod_build", "build a Horovod wheel for the frameworks installed here, and prove it"),
+    "build-horovod": (
+        "hvdtrain.horovod_build",
+        "build a Horovod wheel for the frameworks installed here, and prove it",
+    ),
     "bench": ("hvdtrain.bench", "measure, in paired runs, against the alternatives"),
 }
 
@@ -41,7 +44,9 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
     """Only the wanted subcommand's module is imported: `hvdtrain --help` stays instant."""
     from . import __version__
 
-    parser = argparse.ArgumentParser(prog="hvdtrain", description="Train on Horovod with today's PyTorch, TensorFlow and Keras 3.")
+    parser = argparse.ArgumentParser(
+        prog="hvdtrain", description="Train on Horovod with today's PyTorch, TensorFlow and Keras 3."
+    )
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (module, line) in COMMANDS.items():

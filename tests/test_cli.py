@@ -11,7 +11,9 @@ from hvdtrain import cli
 
 
 def hvdtrain(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "hvdtrain.cli", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "hvdtrain.cli", *arguments], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_help_lists_every_command():

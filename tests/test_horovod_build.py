@@ -83,7 +83,7 @@ def test_every_edit_says_why():
 
 HERE = environment.Environment(
     python="3.11.7", python_tag="cpython-311", machine="x86_64", cpu_flags="avx", torch="2.12.1", torch_cuda="13.0",
-    torch_cxx11=True, tensorflow="2.21.0", cmake="3.25.1", gcc="12.2.0", mpi="mpirun (Open MPI) 4.1.4", gpu="nccl", nccl="2.29.7",
+    torch_cxx11=True, tensorflow="2.21.0", cmake="3.25.1", gcc="12.2.0", mpi="Open MPI 4.1.4", gpu="nccl", nccl="2.29.7",
 )  # fmt: skip
 
 
@@ -230,7 +230,9 @@ def test_extensions_carry_no_folder_of_the_build_machine():
         dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
         paths = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", dynamic)
         parts = [part for path in paths for part in path.split(":")]
-        assert parts and all(part.startswith("$ORIGIN") for part in parts), dynamic  # an empty part means the current folder
+        assert parts and all(part.startswith("$ORIGIN") for part in parts), (
+            dynamic
+        )  # an empty part means the current folder
 
 
 def test_messages_carry_no_folder_of_the_build_machine():

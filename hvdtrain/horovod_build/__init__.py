@@ -32,22 +32,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     what = parser.add_argument_group("what to build")
-    what.add_argument("--gpu", choices=["auto", "none", "nccl"], default="auto",
-                      help="GPU support of the torch extension (auto: NCCL if PyTorch is a CUDA build)")
+    what.add_argument(
+        "--gpu",
+        choices=["auto", "none", "nccl"],
+        default="auto",
+        help="GPU support of the torch extension (auto: NCCL if PyTorch is a CUDA build)",
+    )
     what.add_argument("--mpi", choices=["auto", "on", "off"], default="auto", help="MPI (auto: if mpicxx is found)")
-    what.add_argument("--cuda", default="auto", metavar="auto|wheels|DIR",
-                      help="CUDA compiler (auto: an installed toolkit of PyTorch's version, else PyPI's wheels)")
+    what.add_argument(
+        "--cuda",
+        default="auto",
+        metavar="auto|wheels|DIR",
+        help="CUDA compiler (auto: an installed toolkit of PyTorch's version, else PyPI's wheels)",
+    )
     what.add_argument("--sdist", type=Path, metavar="FILE", help="horovod-0.28.1.tar.gz, instead of PyPI")
     result = parser.add_argument_group("what to do with it")
     result.add_argument("--install", action="store_true", help="install the wheel into this environment")
     result.add_argument("--output", type=Path, metavar="DIR", help="copy the wheel to DIR")
-    result.add_argument("--cache", type=Path, metavar="DIR", help="keep wheels in DIR (default: $HVDTRAIN_CACHE or ~/.cache/hvdtrain)")
+    result.add_argument(
+        "--cache", type=Path, metavar="DIR", help="keep wheels in DIR (default: $HVDTRAIN_CACHE or ~/.cache/hvdtrain)"
+    )
     result.add_argument("--rebuild", action="store_true", help="build even if the cache has a wheel")
-    result.add_argument("--jobs", type=int, metavar="N", help="compiler processes at once (default: by cores and memory)")
+    result.add_argument(
+        "--jobs", type=int, metavar="N", help="compiler processes at once (default: by cores and memory)"
+    )
     only = parser.add_argument_group("only look")
     only.add_argument("--check", action="store_true", help="say what would be built, or why it cannot be")
     only.add_argument("--edits", action="store_true", help="print the table of source edits")
-    only.add_argument("--record", action="store_true", help="print the cached build's record (versions, edits, proof) as JSON")
+    only.add_argument(
+        "--record", action="store_true", help="print the cached build's record (versions, edits, proof) as JSON"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
         print(edits.table())
         return 0
     if args.sdist is not None and not args.sdist.is_file():
-        raise HvdtrainError("--sdist must name a file", str(args.sdist), "pip download --no-deps --no-binary horovod horovod==0.28.1")
+        raise HvdtrainError(
+            "--sdist must name a file", str(args.sdist), "pip download --no-deps --no-binary horovod horovod==0.28.1"
+        )
     found = environment.look(args.gpu, args.mpi)
     cache = args.cache or build.cache_folder()
     digest = build.sha256_of(args.sdist) if args.sdist else build.SDIST_SHA256
@@ -85,7 +101,9 @@ def install(wheel: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--force-reinstall", str(wheel)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise HvdtrainError("the wheel must install", done.stderr.strip()[-2000:], f"try it by hand: {' '.join(command)}")
+        raise HvdtrainError(
+            "the wheel must install", done.stderr.strip()[-2000:], f"try it by hand: {' '.join(command)}"
+        )
 
 
 def _say(line: str) -> None:

@@ -63,7 +63,13 @@ def find_cached(folder: Path) -> Path | None:
 
 
 def build(
-    environment: Environment, *, sdist: Path | None, cache: Path, cuda: str = "auto", jobs: int | None = None, say: Say = print
+    environment: Environment,
+    *,
+    sdist: Path | None,
+    cache: Path,
+    cuda: str = "auto",
+    jobs: int | None = None,
+    say: Say = print,
 ) -> Path:
     """Build, prove and cache a wheel; returns its path in the cache.
 
@@ -92,7 +98,7 @@ def build(
         wheel = _compile(source, variables, environment, runner)
         proof = prove(wheel, environment, runner)
         key = cache_key(environment, cuda, sha256_of(archive))
-        record = {"environment": environment.as_dict(), "edits": [edit.name for edit in applied], "proof": proof}
+        record: dict[str, object] = {"environment": environment.as_dict(), "edits": [edit.name for edit in applied], "proof": proof}
         record |= {"seconds": round(time.monotonic() - started, 1)}
         return _store(wheel, cache / key, record)
 
@@ -132,7 +138,13 @@ class Steps:
 def _process(command: list[str], **options) -> Iterator[subprocess.Popen]:
     """A child in its own session whose whole tree is gone when the block ends."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True, **options
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        **options,
     )
     try:
         yield process
@@ -175,8 +187,19 @@ def fetch_sdist(cache: Path, run: Steps) -> Path:
     """
     archive = cache / f"horovod-{HOROVOD_VERSION}.tar.gz"
     if not archive.is_file() or sha256_of(archive) != SDIST_SHA256:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation"]
-        run(f"fetching horovod {HOROVOD_VERSION} from PyPI", [*command, "-d", str(cache), f"horovod=={HOROVOD_VERSION}"])
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--no-binary",
+            "horovod",
+            "--no-build-isolation",
+        ]
+        run(
+            f"fetching horovod {HOROVOD_VERSION} from PyPI", [*command, "-d", str(cache), f"horovod=={HOROVOD_VERSION}"]
+        )
     found = sha256_of(archive)
     if found != SDIST_SHA256:
         raise HvdtrainError(
@@ -212,9 +235,7 @@ def unpack(archive: Path, target: Path) -> Path:
     return top
 
 
-def _build_variables(
-    environment: Environment, cuda: str, cache: Path, jobs: int | None, run: Steps
-) -> dict[str, str]:
+def _build_variables(environment: Environment, cuda: str, cache: Path, jobs: int | None, run: Steps) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     variables |= {name: os.environ[name] for name in ("HOROVOD_CMAKE",) if name in os.environ}
     for framework, name in (("torch", "PYTORCH"), ("tensorflow", "TENSORFLOW")):
@@ -269,7 +290,18 @@ def prove(wheel: Path, environment: Environment, run: Steps) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="hvdtrain-proof-") as scratch:
         site, elsewhere = Path(scratch) / "site", Path(scratch) / "run"
         elsewhere.mkdir()
-        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-index",
+            "--target",
+            str(site),
+            str(wheel),
+        ]
         run("proving the wheel: check-build, then 2 ranks of each framework over each controller", install)
         variables = proof_environment(site)
         built = run("  check-build", [*_HOROVODRUN, "--check-build"], env=variables, cwd=elsewhere)

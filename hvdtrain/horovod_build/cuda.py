@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import HvdtrainError
 from .support import CUDA_ARCHITECTURES, CUDA_WHEELS
 
-Runner = Callable[[str, list[str]], None]  # (what is done, command)
+Runner = Callable[[str, list[str]], object]  # (what is done, command)
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,9 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
     cmake, gcc = _tool_version("cmake", problems), _tool_version("c++", problems)
     versions = {"Python": platform.python_version(), "cmake": cmake, "gcc": gcc}
     versions |= {"torch": torch["version"] if torch else None, "tensorflow": tensorflow}
-    problems += [reason for name in SUPPORTED if versions[name] and (reason := refuse_unsupported(name, versions[name]))]
+    problems += [
+        reason for name in SUPPORTED if versions[name] and (reason := refuse_unsupported(name, versions[name]))
+    ]
     if not torch and not tensorflow:
         problems.append("neither torch nor tensorflow is installed here: pip install 'hvdtrain[torch,keras]'")
     problems += _missing_modules()
@@ -172,7 +174,7 @@ def _mpi(wanted: str, problems: list[str]) -> str | None:
 
 
 def mpi_rpath() -> str:
-    """":" and the folder of libmpi, to append to a run path; "" when the dynamic linker searches that folder anyway.
+    """ ":" and the folder of libmpi, to append to a run path; "" when the dynamic linker searches that folder anyway.
 
     An empty entry would make the linker search the current folder, hence the separator belongs to the folder.
     """
