@@ -98,8 +98,12 @@ def build(
         wheel = _compile(source, variables, environment, runner)
         proof = prove(wheel, environment, runner)
         key = cache_key(environment, cuda, sha256_of(archive))
-        record: dict[str, object] = {"environment": environment.as_dict(), "edits": [edit.name for edit in applied], "proof": proof}
-        record |= {"seconds": round(time.monotonic() - started, 1)}
+        record = {
+            "environment": environment.as_dict(),
+            "edits": [edit.name for edit in applied],
+            "proof": proof,
+            "seconds": round(time.monotonic() - started, 1),
+        }
         return _store(wheel, cache / key, record)
 
 

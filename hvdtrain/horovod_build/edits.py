@@ -247,6 +247,6 @@ def table(edits: Iterable[Edit] = EDITS) -> str:
     """The edits for people: name, file, why, upstream report."""
     lines = []
     for edit in edits:
-        when = {always: "always", without_cuda: "--gpu none", with_cuda: "--gpu nccl"}[edit.when]
+        when = "always" if edit.when is always else "--gpu nccl" if edit.when is with_cuda else "--gpu none"
         lines.append(f"{edit.name}  ({edit.file}; {when}; upstream: {edit.upstream})\n    {edit.why}")
     return "\n".join(lines)

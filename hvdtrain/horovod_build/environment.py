@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import HvdtrainError
-from .support import SUPPORTED, refuse_unsupported
+from .support import refuse_unsupported
 
 # Needed by Horovod's setup.py, and (but for setuptools and wheel) at run time by horovodrun.
 BUILD_MODULES = {
@@ -81,9 +81,8 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
     cmake, gcc = _tool_version("cmake", problems), _tool_version("c++", problems)
     versions = {"Python": platform.python_version(), "cmake": cmake, "gcc": gcc}
     versions |= {"torch": torch["version"] if torch else None, "tensorflow": tensorflow}
-    problems += [
-        reason for name in SUPPORTED if versions[name] and (reason := refuse_unsupported(name, versions[name]))
-    ]
+    known = {name: version for name, version in versions.items() if version is not None}
+    problems += [reason for name, version in known.items() if (reason := refuse_unsupported(name, version))]
     if not torch and not tensorflow:
         problems.append("neither torch nor tensorflow is installed here: pip install 'hvdtrain[torch,keras]'")
     problems += _missing_modules()
