@@ -164,9 +164,7 @@ class Checkpointer:
         self._retain()
         return path
 
-    def _write(
-        self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float], sequence: int
-    ) -> Path:
+    def _write(self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float], sequence: int) -> Path:
         temporary = self._unfinished("writing")
         temporary.mkdir()
         try:
@@ -256,9 +254,7 @@ class Checkpointer:
         return sorted(ranked, key=lambda info: info.metrics[name], reverse=self.mode == "max")
 
     # -- restoring -------------------------------------------------------------------------------------------
-    def restore(
-        self, state: Mapping[str, Part], *, which: str | os.PathLike[str] = "latest"
-    ) -> Progress | None:
+    def restore(self, state: Mapping[str, Part], *, which: str | os.PathLike[str] = "latest") -> Progress | None:
         """Load one checkpoint on every rank; collective.
 
         Rank 0 chooses, and its choice is what every rank gets: ranks that do not see that checkpoint (no

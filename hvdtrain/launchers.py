@@ -113,8 +113,7 @@ def _checked(found: Detected) -> Detected:
 # -- horovodrun over Gloo (also Horovod on Spark and Ray) ----------------------------------------------------
 def _horovodrun(environ: Environ) -> Detected:
     rank, size, local_rank, local_size = (
-        _number(environ, "horovodrun", f"HOROVOD_{what}")
-        for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        _number(environ, "horovodrun", f"HOROVOD_{what}") for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
     rendezvous = None
     if size > 1:
@@ -159,8 +158,7 @@ def _in_mpijob(environ: Environ) -> bool:
 def _open_mpi(environ: Environ) -> Detected:
     launcher = "mpijob" if _in_mpijob(environ) else "mpirun"
     rank, size, local_rank, local_size = (
-        _number(environ, launcher, f"OMPI_COMM_WORLD_{what}")
-        for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        _number(environ, launcher, f"OMPI_COMM_WORLD_{what}") for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
     # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the node's index: nothing in the environment
     # has that
@@ -221,9 +219,7 @@ def _openpai_tasks(environ: Environ, role: str) -> int:
     """Return the role's number of tasks; older OpenPAI does not say it, but names every task's host."""
     hosts = sum(re.fullmatch(rf"PAI_HOST_IP_{re.escape(role)}_\d+", name) is not None for name in environ)
     names = (f"PAI_TASK_ROLE_TASK_COUNT_{role}", "PAI_CURRENT_TASK_ROLE_TASK_COUNT")
-    return (
-        hosts if hosts and not any(name in environ for name in names) else _number(environ, "openpai", *names)
-    )
+    return hosts if hosts and not any(name in environ for name in names) else _number(environ, "openpai", *names)
 
 
 def _gpus_a_task(environ: Environ) -> int:

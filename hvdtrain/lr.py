@@ -141,8 +141,7 @@ class LR:
                 "the learning rate would be scaled twice: LR scales it, the optimizer takes the base",
                 f"optimizer {current:g} = base {self.base:g} x {self.factor(global_batch):g}"
                 f" (global batch {global_batch}, reference {self.reference_batch})",
-                f"make the optimizer with {self.base:g},"
-                f" or give LR(base={current:g}, reference_batch={global_batch})",
+                f"make the optimizer with {self.base:g}, or give LR(base={current:g}, reference_batch={global_batch})",
             )
         raise ConfigError(
             "the optimizer's learning rate must be the base of its LR",

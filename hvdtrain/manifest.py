@@ -18,9 +18,7 @@ MANIFEST = "manifest.json"
 def seal(path: Path) -> dict[str, Any]:
     """Force a file to disk and return its size and checksum."""
     if not path.is_file():
-        raise CheckpointError(
-            "a part must write one file at the path it is given", f"{path.name}: no file there"
-        )
+        raise CheckpointError("a part must write one file at the path it is given", f"{path.name}: no file there")
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": _sha256(file)}
@@ -58,9 +56,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not whole:
         raise CheckpointError("a manifest must match its digest", f"{path / MANIFEST} is damaged")
     if body["format"] != 1:
-        raise CheckpointError(
-            "this hvdtrain reads checkpoints of format 1", f"{path}: format {body['format']}"
-        )
+        raise CheckpointError("this hvdtrain reads checkpoints of format 1", f"{path}: format {body['format']}")
     body["metrics"] = {name: float(value) for name, value in body["metrics"].items()}
     return body
 

@@ -77,8 +77,8 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON types: numpy and framework scalars by `item()`, dataclasses as objects, the rest
-    as text."""
+    """Return `value` as JSON types: arrays and scalars of any framework as lists and numbers, dataclasses as
+    objects, the rest as text; NaN and infinities, which JSON lacks, as "nan", "inf", "-inf"."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -91,7 +91,6 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    for method in ("item", "tolist"):
-        if hasattr(value, method) and (method == "tolist" or getattr(value, "size", None) == 1):
-            return plain(getattr(value, method)())
-    return str(value)
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return plain(value.item()) if hasattr(value, "item") else str(value)

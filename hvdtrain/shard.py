@@ -127,9 +127,7 @@ def contiguous(samples: int, rank: int, size: int) -> slice:
     """Return rank's contiguous piece of `samples` samples: each sample in exactly one piece, sizes differ by
     at most 1."""
     if samples < 0 or not 0 <= rank < size:
-        raise ConfigError(
-            "need samples >= 0 and 0 <= rank < size", f"samples={samples}, rank={rank}, size={size}"
-        )
+        raise ConfigError("need samples >= 0 and 0 <= rank < size", f"samples={samples}, rank={rank}, size={size}")
     each, extra = divmod(samples, size)
     start = rank * each + min(rank, extra)
     return slice(start, start + each + (rank < extra))

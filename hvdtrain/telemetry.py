@@ -2,7 +2,7 @@
 
     runs/<name>/run.json       what ran: versions, world, effective batch, learning rate, config, status,
     result runs/<name>/events.jsonl   what happened: one JSON object a line, written as the run goes
-    runs/<name>/tensorboard/   the same scalars for TensorBoard, if tensorboardX is installed
+    runs/<name>/tensorboard/   the same scalars for TensorBoard
 
 Rank 0 writes; the other ranks hold the same object and only take part where a method says so. Everything is
 strict JSON: NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf" (Python's `float`
@@ -15,7 +15,6 @@ import datetime
 import errno
 import fcntl
 import importlib.metadata
-import math
 import os
 import platform
 import socket
@@ -27,6 +26,7 @@ from typing import Any, TextIO
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.records import end_last_line, plain, read_events, read_run, to_json, write_json
+from hvdtrain.tensorboard import ScalarWriter
 from hvdtrain.world import World
 
 __all__ = ["RunLog", "read_events", "read_run"]
@@ -51,7 +51,7 @@ class RunLog:
             apart.
         resume: go on with the run that is in `run_dir`: its events are appended to.
         progress: show progress on rank 0.
-        tensorboard: write TensorBoard scalars, if tensorboardX is installed.
+        tensorboard: write TensorBoard scalars.
 
     Raises:
         ConfigError (on rank 0; `MainRankError` with the same text elsewhere): `run_dir` cannot be written, is
@@ -130,11 +130,9 @@ class RunLog:
             self._phase_totals[phase] = self._phase_totals.get(phase, 0.0) + value
         if self._writer is None:
             return
-        event = self._window.add(loss, samples, seconds)
-        if event is not None:
-            self._writer.progress(
-                {"step": step, "epoch": epoch, "samples_seen": samples_seen, "lr": lr, **event}
-            )
+        position = {"step": step, "epoch": epoch, "samples_seen": samples_seen, "lr": lr}
+        if self._window.add(position, loss, samples, seconds):
+            self._writer.progress(self._window.take())
 
     def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:
         """Note the end of an epoch, with every rank's seconds by phase; collective: call it on every rank.
@@ -147,7 +145,13 @@ class RunLog:
         per_rank = self.world.gather(self._phase_totals)
         self._phase_totals = {}
         if self._writer is not None:
+            self._end_window()
             self._writer.epoch(epoch, metrics, seconds, per_rank)
+
+    def _end_window(self) -> None:
+        """Write the steps that no event has told of yet."""
+        if self._writer is not None and self._window.steps:
+            self._writer.progress(self._window.take())
 
     def result(self, **fields: Any) -> None:
         """Merge `fields` into the result in run.json; rank 0 only, a no-op elsewhere."""
@@ -157,6 +161,7 @@ class RunLog:
     def finish(self, status: str = "finished", error: str | None = None) -> None:
         """Write how the run ended and let go of the directory; the second call does nothing."""
         if self._writer is not None:
+            self._end_window()
             self._writer.finish(status, error)
             self._abandon()
 
@@ -173,35 +178,37 @@ class RunLog:
 
 
 class _Window:
-    """Adds up steps until an event is due."""
+    """Adds up steps until an event is due: always for a step that took EVENT_EVERY_S or more."""
 
     def __init__(self) -> None:
         self._since = self._due = time.perf_counter()
         self._reset()
 
     def _reset(self) -> None:
-        self._steps = 0
+        self.steps = 0
+        self._position: dict[str, Any] = {}
         self._samples = 0
         self._losses: list[float] = []
         self._seconds: dict[str, float] = {}
 
-    def add(self, loss: float | None, samples: int, seconds: Mapping[str, float]) -> dict[str, Any] | None:
-        """Add one step; return the event's fields when one is due (always for a step longer than
-        EVENT_EVERY_S)."""
-        self._steps += 1
+    def add(self, position: dict[str, Any], loss: float | None, samples: int, seconds: Mapping[str, float]) -> bool:
+        """Add one step; return whether an event is due."""
+        self.steps += 1
+        self._position = position
         self._samples += samples
         if loss is not None:
             self._losses.append(float(loss))
         for phase, value in seconds.items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + float(value)
+        return time.perf_counter() >= self._due
+
+    def take(self) -> dict[str, Any]:
+        """Return the fields of one event over the steps since the last, and begin anew."""
         now = time.perf_counter()
-        if now < self._due:
-            return None
         fields = {
-            "steps": self._steps,
-            "loss": math.fsum(self._losses) / len(self._losses)
-            if self._finite()
-            else sum(self._losses) or None,
+            **self._position,
+            "steps": self.steps,
+            "loss": sum(self._losses) / len(self._losses) if self._losses else None,
             "samples": self._samples,
             "samples_per_s": self._samples / max(now - self._since, 1e-9),
             "seconds": self._seconds,
@@ -209,9 +216,6 @@ class _Window:
         self._since, self._due = now, now + EVENT_EVERY_S
         self._reset()
         return fields
-
-    def _finite(self) -> bool:
-        return bool(self._losses) and all(math.isfinite(loss) for loss in self._losses)
 
 
 class _Writer:
@@ -222,7 +226,7 @@ class _Writer:
         self._dir = run_dir
         self._lock: TextIO | None = None
         self._events: TextIO | None = None
-        self._board: Any = None
+        self._board: ScalarWriter | None = None
         self._line: _Line | None = None
         self._last_flush = 0.0
         self._warned = False
@@ -247,9 +251,7 @@ class _Writer:
     def start(self, world: World, config: dict[str, Any], *, progress: bool, tensorboard: bool) -> None:
         earlier = self._earlier or {}
         attempts = list(earlier.get("attempts", []))
-        attempts.append(
-            {"started": _now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname()}
-        )
+        attempts.append({"started": _now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname()})
         self.run = plain(
             {
                 "format": 1,
@@ -273,15 +275,7 @@ class _Writer:
         self._events = open(self._dir / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
         self.event("resume" if earlier else "start", {"size": world.size, "config": config})
         self._line = _Line(config.get("total_samples")) if progress else None
-        self._board = self._open_board() if tensorboard else None
-
-    def _open_board(self) -> Any:
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            self.event("note", {"text": "no TensorBoard scalars: tensorboardX is not installed"})
-            return None
-        return SummaryWriter(logdir=str(self._dir / "tensorboard"))
+        self._board = ScalarWriter(self._dir / "tensorboard") if tensorboard else None
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._guarded(self._write_event, kind, fields)
@@ -292,6 +286,8 @@ class _Writer:
         now = time.monotonic()
         if kind != "step" or now - self._last_flush >= FLUSH_EVERY_S:
             self._events.flush()
+            if self._board is not None:
+                self._board.flush()
             self._last_flush = now
 
     def progress(self, fields: dict[str, Any]) -> None:
@@ -301,9 +297,7 @@ class _Writer:
         scalars = {f"train/{name}": fields[name] for name in ("loss", "lr", "samples_per_s")}
         self._guarded(self._scalars, scalars, fields["step"])
 
-    def epoch(
-        self, epoch: int, metrics: Mapping[str, float], seconds: float, per_rank: list[dict[str, float]]
-    ) -> None:
+    def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float, per_rank: list[dict[str, float]]) -> None:
         self.event("epoch", {"epoch": epoch, "metrics": dict(metrics), "seconds": seconds, "ranks": per_rank})
         if self._line is not None:
             self._line.epoch(epoch, metrics, seconds)
@@ -311,9 +305,7 @@ class _Writer:
 
     def _scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
         if self._board is not None:
-            for name, value in scalars.items():
-                if value is not None:
-                    self._board.add_scalar(name, float(value), step)
+            self._board.add({name: float(value) for name, value in scalars.items() if value is not None}, step)
 
     def update(self, **fields: Any) -> None:
         self.run.update(plain(fields))
@@ -356,9 +348,7 @@ class _Line:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(
-                total=total_samples, unit=" samples", unit_scale=True, dynamic_ncols=True, leave=False
-            )
+            self._bar = tqdm(total=total_samples, unit=" samples", unit_scale=True, dynamic_ncols=True, leave=False)
 
     def show(self, fields: Mapping[str, Any]) -> None:
         text = f"epoch {fields['epoch'] + 1} step {fields['step']}"
@@ -366,7 +356,8 @@ class _Line:
             text += f"  {name} {fields[name]:.4g}" if fields[name] is not None else ""
         if self._bar is not None:
             self._bar.set_description_str(text, refresh=False)
-            self._bar.update(fields["samples_seen"] - self._bar.n)
+            self._bar.n = fields["samples_seen"]
+            self._bar.refresh()
         elif time.monotonic() >= self._due:
             self._due = time.monotonic() + LINE_EVERY_S
             print(f"{text}  {fields['samples_per_s']:,.0f} samples/s", flush=True)

@@ -286,9 +286,7 @@ def choose_engine(engine: str, detected: Detected) -> str:
         LauncherError: this launcher cannot start ranks for that engine.
     """
     if engine == "auto":
-        alone = detected.launcher == "none" or (
-            detected.size == 1 and detected.launcher in ("torchrun", "openpai")
-        )
+        alone = detected.launcher == "none" or (detected.size == 1 and detected.launcher in ("torchrun", "openpai"))
         engine = "solo" if alone else "horovod"
     if engine == "solo" and detected.size > 1:
         raise LauncherError(
@@ -299,8 +297,7 @@ def choose_engine(engine: str, detected: Detected) -> str:
         raise LauncherError(
             f"Horovod's ranks cannot be started by {detected.launcher}",
             f"{detected.launcher} gave rank {detected.rank} of {detected.size}",
-            f"horovodrun -np {detected.size} [-H host1:slots,host2:slots] python ...,"
-            " or mpirun, or srun --mpi=pmix",
+            f"horovodrun -np {detected.size} [-H host1:slots,host2:slots] python ..., or mpirun, or srun --mpi=pmix",
         )
     return engine
 

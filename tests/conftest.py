@@ -8,9 +8,11 @@ seconds, and a test that needs one is a test of real ranks anyway (`harness.run_
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -26,9 +28,7 @@ IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order: plain tests, tests of several ranks, slow ones; the order within each stays."""
-    items.sort(
-        key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("ranks")))
-    )
+    items.sort(key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("ranks"))))
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +79,22 @@ def _changed(before: dict[str, str]) -> list[str]:
 
 def _frameworks() -> set[str]:
     return {name for name in FRAMEWORKS if name in sys.modules}
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[[str, Path, str], None]]:
+    """Mount a small file system on a new folder; skips the test, with the reason, where that is not
+    allowed."""
+    mounted: list[Path] = []
+
+    def do(kind: str, folder: Path, options: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", kind, "-o", options, kind, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"cannot mount a {kind}: {done.stderr.strip()}")
+        mounted.append(folder)
+
+    yield do
+    for folder in reversed(mounted):
+        subprocess.run(["umount", str(folder)], check=True)

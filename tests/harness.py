@@ -133,9 +133,7 @@ def run_ranks(
     if seconds < 0:
         raise HarnessError(f"not done after {timeout_s} s (killed): {shown}")
     if left:
-        raise HarnessError(
-            f"{len(left)} process(es) left behind {grace_s} s after the launcher's end: {shown}"
-        )
+        raise HarnessError(f"{len(left)} process(es) left behind {grace_s} s after the launcher's end: {shown}")
     return result
 
 

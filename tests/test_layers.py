@@ -1,7 +1,7 @@
 """Who may import whom, read from the sources (imports inside functions and under TYPE_CHECKING count as
 well).
 
-L0 the core: the standard library, and inside functions numpy, tqdm and tensorboardX; nothing above it.
+L0 the core: the standard library, and inside functions numpy and tqdm; nothing above it.
 L1 adapters: the core and their own framework; adapters never import each other.
 L2 tools and programs: anything below but private names of another part. Nothing imports the command line.
 """
@@ -22,7 +22,7 @@ import hvdtrain
 PACKAGE = "hvdtrain"
 CORE = {
     "errors", "launchers", "engines", "world", "lr", "shard", "checkpoint", "manifest", "transfer", "telemetry",
-    "records", "pipeline.plan",
+    "records", "tensorboard", "pipeline.plan",
 }  # fmt: skip
 ADAPTERS = {
     "torch": {"torch", "torchvision", "deepspeed"},
@@ -30,7 +30,7 @@ ADAPTERS = {
     "pipeline": {"torch"},
 }
 # what the core may use, but only inside functions
-CORE_LATE = {"numpy", "tqdm", "tensorboardX"}
+CORE_LATE = {"numpy", "tqdm"}
 FRAMEWORKS = {"torch", "torchvision", "tensorflow", "keras", "horovod", "deepspeed", "jax"}
 
 
@@ -60,9 +60,7 @@ def imports_of(source: str, module: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = module.split(".")[: -node.level] if node.level else []
             for alias in node.names:
-                yield Import(
-                    ".".join([*base, *filter(None, [node.module])]), alias.name, node in late, node.lineno
-                )
+                yield Import(".".join([*base, *filter(None, [node.module])]), alias.name, node in late, node.lineno)
 
 
 def _is_type_checking(node: ast.AST) -> bool:
@@ -96,22 +94,14 @@ def _broken_rule(own: str, item: Import) -> str:
         if top in FRAMEWORKS - {"horovod"} - ADAPTERS[part]:
             return f"the {part} adapter knows its own framework only"
         return ""
-    if (
-        inner
-        and other != part
-        and any(name.startswith("_") and name != "__version__" for name in inner.split("."))
-    ):
+    if inner and other != part and any(name.startswith("_") and name != "__version__" for name in inner.split(".")):
         return "other parts' private names stay private"
     return ""
 
 
 def _broken_core_rule(item: Import, top: str, inner: str) -> str:
     if top == PACKAGE:
-        return (
-            ""
-            if _is_core(inner) or inner in ("__version__", PACKAGE)
-            else "the core imports nothing above it"
-        )
+        return "" if _is_core(inner) or inner in ("__version__", PACKAGE) else "the core imports nothing above it"
     if top in sys.stdlib_module_names:
         return ""
     if top in CORE_LATE:

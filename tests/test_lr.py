@@ -72,12 +72,7 @@ def test_the_same_at_any_world_size_and_accumulation(
     job."""
     rate = LR(0.3, 7, scale=scale, warmup_samples=warmup, **schedule)  # type: ignore[arg-type]
     batch = size * per_rank * accumulate
-    ways = [
-        (n, b, batch // (n * b))
-        for n in range(1, batch + 1)
-        for b in range(1, batch + 1)
-        if batch % (n * b) == 0
-    ]
+    ways = [(n, b, batch // (n * b)) for n in range(1, batch + 1) for b in range(1, batch + 1) if batch % (n * b) == 0]
     steps = range(0, seen + 1, batch)
     reference = [rate.at(samples, batch) for samples in steps]
     for n, b, a in ways[:: max(1, len(ways) // 5)]:
@@ -88,9 +83,7 @@ def test_the_same_at_any_world_size_and_accumulation(
 
 
 @given(schedules, scaled, st.integers(1, 500), st.integers(7, 100))
-def test_warm_up_rises_from_base_to_peak_without_a_jump(
-    schedule: dict, scale: str, warmup: int, batch: int
-) -> None:
+def test_warm_up_rises_from_base_to_peak_without_a_jump(schedule: dict, scale: str, warmup: int, batch: int) -> None:
     rate = LR(0.3, 7, scale=scale, warmup_samples=warmup, **schedule)  # type: ignore[arg-type]
     rates = [rate.at(seen, batch) for seen in range(warmup + 1)]
     assert rates[0] == pytest.approx(0.3)

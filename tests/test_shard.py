@@ -19,9 +19,7 @@ GRID = list(itertools.product(range(41), range(1, 5), range(1, 6)))
 def deal(plan: Plan, epoch: int, consumed: int = 0) -> list[list[Share]]:
     """Return shares by step, then rank."""
     by_rank = [plan.step_slices(epoch, consumed, rank=rank) for rank in range(plan.size)]
-    assert len({len(shares) for shares in by_rank}) == 1, (
-        "ranks would take different numbers of steps and hang"
-    )
+    assert len({len(shares) for shares in by_rank}) == 1, "ranks would take different numbers of steps and hang"
     return [list(step) for step in zip(*by_rank, strict=True)]
 
 

@@ -69,9 +69,7 @@ class TestDetect:
         ],
         ids=["horovodrun", "open-mpi", "hydra", "srun", "torchrun", "openpai", "mpijob"],
     )
-    def test_every_launcher(
-        self, environ: dict[str, str], launcher: str, node: int, rendezvous: str | None
-    ) -> None:
+    def test_every_launcher(self, environ: dict[str, str], launcher: str, node: int, rendezvous: str | None) -> None:
         assert detect(environ) == Detected(launcher, 3, 4, 1, 2, node, rendezvous)
         assert launcher in LAUNCHERS
 
@@ -90,9 +88,7 @@ class TestDetect:
             (MPIJOB, HOROVODRUN, "horovodrun"),
         ],
     )
-    def test_the_inner_launcher_wins(
-        self, outer: dict[str, str], inner: dict[str, str], launcher: str
-    ) -> None:
+    def test_the_inner_launcher_wins(self, outer: dict[str, str], inner: dict[str, str], launcher: str) -> None:
         # the outer one says something else: rank 0, as it does when it started the inner launcher once a job
         changed = {n: "0" if n.endswith(("RANK", "PROCID", "LOCALID")) else v for n, v in outer.items()}
         assert detect(changed | inner).launcher == launcher
@@ -331,9 +327,7 @@ class TestErrors:
             assert "test_world.py" in errors.describe("program", error, 0)
 
     def test_exit_code_and_one_block(self) -> None:
-        code = (
-            "from hvdtrain import ConfigError, exit_with; exit_with('program', ConfigError('a', 'b', 'c'), 0)"
-        )
+        code = "from hvdtrain import ConfigError, exit_with; exit_with('program', ConfigError('a', 'b', 'c'), 0)"
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment(), check=False
         )
@@ -361,9 +355,7 @@ class TestInit:
         ],
     )
     def test_wrong_arguments(self, call: str, rule: str) -> None:
-        done = self.run(
-            f"from hvdtrain import init, ConfigError\ntry: {call}\nexcept ConfigError as e: print(e)"
-        )
+        done = self.run(f"from hvdtrain import init, ConfigError\ntry: {call}\nexcept ConfigError as e: print(e)")
         assert rule in done.stdout, done.stderr
 
     def test_horovod_missing_names_the_command(self, tmp_path: Path) -> None:

@@ -49,9 +49,7 @@ class TorchEngine:
     def sum_floats(self, values: Sequence[float]) -> list[float]:
         import torch
 
-        return self.hvd.allreduce(
-            torch.tensor(values, dtype=torch.float64), op=self.hvd.Sum, name="sum"
-        ).tolist()
+        return self.hvd.allreduce(torch.tensor(values, dtype=torch.float64), op=self.hvd.Sum, name="sum").tolist()
 
     def barrier(self) -> None:
         self.hvd.barrier()

@@ -111,8 +111,9 @@ def one_fails(world: World) -> None:
 
 
 def other_seed() -> None:
-    from hvdtrain.launchers import detect
     import os
+
+    from hvdtrain.launchers import detect
 
     error = raised(ReplicaError, init, "torch", seed=7 + detect(os.environ).rank)
     print(error, flush=True)

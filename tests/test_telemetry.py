@@ -1,0 +1,396 @@
+"""The run log: what a run leaves behind, however it ends."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+from harness import REPOSITORY, clean_environment, run_ranks
+
+from hvdtrain import LR, ConfigError, RunLog, World
+from hvdtrain.records import plain, to_json, write_json
+from hvdtrain.telemetry import EVENT_EVERY_S, read_events, read_run
+from hvdtrain.tensorboard import crc32c
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def strict(path: Path) -> list[dict[str, Any]]:
+    """Parse JSON lines as a strict reader does: NaN and Infinity are not JSON."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def open_log(folder: Path, **kw: Any) -> RunLog:
+    options = {"config": {}, "progress": False, "tensorboard": False, **kw}
+    return RunLog(folder, World.solo(seed=1), **options)
+
+
+def one_step(log: RunLog, step: int, loss: float | None = 1.0, **seconds: float) -> None:
+    log.step(step=step, epoch=0, samples_seen=32 * step, loss=loss, lr=0.1, samples=32, seconds=seconds)
+
+
+class TestRecord:
+    def test_run_json_tells_what_ran(self, tmp_path: Path) -> None:
+        config = {"per_rank_batch": 32, "accumulate": 2, "lr": LR(0.1, 32), "data": Path("/data"), "epochs": 3}
+        with open_log(tmp_path / "run", config=config) as log:
+            running = read_run(log.run_dir)
+            log.result(accuracy=np.float32(0.5))
+            log.result(loss=math.nan)
+        assert running is not None and running["status"] == "running"
+        run = read_run(tmp_path / "run")
+        assert run is not None
+        assert run["status"] == "finished" and run["ended"] and run["error"] is None
+        assert run["effective_batch"] == 64
+        assert run["lr"]["base"] == 0.1 and run["lr"]["scale"] == "linear"
+        assert run["config"]["data"] == "/data"
+        assert run["result"] == {"accuracy": 0.5, "loss": "nan"}
+        assert run["world"]["size"] == 1 and run["launcher"] == "none"
+        assert run["versions"]["python"].startswith("3.") and run["versions"]["numpy"] == np.__version__
+
+    def test_global_batch_is_the_effective_batch(self, tmp_path: Path) -> None:
+        with open_log(tmp_path, config={"global_batch": 100, "per_rank_batch": 3}):
+            assert read_run(tmp_path)["effective_batch"] == 100  # type: ignore[index]
+
+    def test_events(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            log.event("note", text="hello", shape=(2, 3))
+            one_step(log, 1, input=0.25, compute=0.5)
+            log.epoch(0, {"loss": 0.5}, 1.5)
+        events = strict(tmp_path / "events.jsonl")
+        assert [event["kind"] for event in events] == ["start", "note", "step", "epoch", "end"]
+        assert events[1]["shape"] == [2, 3]
+        step = events[2]
+        assert (step["step"], step["samples_seen"], step["loss"], step["lr"]) == (1, 32, 1.0, 0.1)
+        assert step["seconds"] == {"input": 0.25, "compute": 0.5} and step["samples_per_s"] > 0
+        assert events[3]["ranks"] == [{"input": 0.25, "compute": 0.5}]
+        assert all(isinstance(event["time"], float) for event in events)
+
+    def test_quick_steps_share_events_and_nothing_is_lost(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            start = time.perf_counter()
+            for step in range(1, 2001):
+                one_step(log, step, loss=float(step), compute=1.0)
+            seconds = time.perf_counter() - start
+        steps = [event for event in strict(tmp_path / "events.jsonl") if event["kind"] == "step"]
+        assert len(steps) <= 2 + seconds / EVENT_EVERY_S
+        assert sum(event["steps"] for event in steps) == 2000
+        assert sum(event["samples"] for event in steps) == 2000 * 32
+        assert sum(event["seconds"]["compute"] for event in steps) == 2000
+        mean = sum(event["loss"] * event["steps"] for event in steps) / 2000
+        assert mean == pytest.approx(1000.5)
+
+    def test_a_step_costs_little(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            best = math.inf
+            for _ in range(5):
+                start = time.process_time()
+                for step in range(200):
+                    one_step(log, step, compute=1.0)
+                best = min(best, (time.process_time() - start) / 200)
+        assert best < 100e-6, f"{best * 1e6:.0f} us a step"
+
+    def test_nan_and_infinity_stay_strict_json(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            one_step(log, 1, loss=math.nan)
+            log.event(
+                "values", a=math.inf, b=[-math.inf, np.nan], c={"d": np.float64("inf")}, e=np.array([1.0, np.nan])
+            )
+            log.epoch(0, {"loss": math.nan}, 1.0)
+            log.result(loss=math.inf)
+        events = strict(tmp_path / "events.jsonl")
+        assert math.isnan(float(events[1]["loss"]))
+        assert (events[2]["a"], events[2]["b"], events[2]["c"], events[2]["e"]) == (
+            "inf", ["-inf", "nan"], {"d": "inf"}, [1.0, "nan"],
+        )  # fmt: skip
+        strict_run = json.loads((tmp_path / "run.json").read_text(), parse_constant=lambda c: pytest.fail(c))
+        assert strict_run["result"] == {"loss": "inf"}
+
+    def test_negative_twin_plain_json_is_not_strict(self) -> None:
+        assert json.dumps({"loss": math.nan}) == '{"loss": NaN}'
+        assert to_json({"loss": math.nan}) == '{"loss": "nan"}'
+
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            (np.int64(3), 3), (np.bool_(True), True), (np.array([[1, 2]]), [[1, 2]]), ({1: (2,)}, {"1": [2]}),
+            (LR, str(LR)), (b"x", "b'x'"), (True, True), (None, None), (2**70, 2**70), (np.array([7]), [7]),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_anything_becomes_json(self, value: Any, expected: Any) -> None:
+        assert plain(value) == expected
+        json.loads(to_json(value))
+
+
+class TestOneRunADirectory:
+    def test_a_finished_run_is_not_overwritten(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            log.result(accuracy=1.0)
+        with pytest.raises(ConfigError, match="holds one run") as caught:
+            open_log(tmp_path)
+        assert "finished" in caught.value.came and "--resume" in caught.value.remedy
+        assert read_run(tmp_path)["result"] == {"accuracy": 1.0}  # type: ignore[index]
+
+    def test_resume_appends(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            one_step(log, 1)
+        started = read_run(tmp_path)["started"]  # type: ignore[index]
+        with open_log(tmp_path, resume=True) as log:
+            one_step(log, 2)
+        events = strict(tmp_path / "events.jsonl")
+        assert [event["kind"] for event in events] == ["start", "step", "end", "resume", "step", "end"]
+        run = read_run(tmp_path)
+        assert run is not None and run["started"] == started and len(run["attempts"]) == 2
+
+    def test_resume_of_nothing_starts(self, tmp_path: Path) -> None:
+        with open_log(tmp_path / "new", resume=True):
+            pass
+        assert strict(tmp_path / "new" / "events.jsonl")[0]["kind"] == "start"
+
+    def test_in_use_names_the_owner(self, tmp_path: Path) -> None:
+        with open_log(tmp_path), pytest.raises(ConfigError, match="one run at a time") as caught:
+            open_log(tmp_path, resume=True)
+        assert f"pid {os.getpid()} on " in caught.value.came and "since 20" in caught.value.came
+        with open_log(tmp_path, resume=True):
+            pass  # and free again
+
+    def test_a_killed_run_frees_the_directory_and_is_resumed(self, tmp_path: Path) -> None:
+        code = f"""
+import sys
+from hvdtrain import RunLog, World
+log = RunLog({str(tmp_path)!r}, World.solo(), config={{}}, progress=False, tensorboard=False)
+log.event("note", text="before the kill")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean_environment(),
+            cwd=REPOSITORY,
+        )  # fmt: skip
+        with child:
+            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+            with pytest.raises(ConfigError, match="one run at a time") as caught:
+                open_log(tmp_path, resume=True)
+            assert f"pid {child.pid}" in caught.value.came
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+        assert read_run(tmp_path)["status"] == "running"  # type: ignore[index]
+        with open(tmp_path / "events.jsonl", "a") as file:
+            file.write('{"time": 1, "kind": "st')  # what a kill in the middle of a write leaves
+        with open_log(tmp_path, resume=True):
+            pass
+        assert [event["kind"] for event in read_events(tmp_path)] == ["start", "note", "resume", "end"]
+        assert read_run(tmp_path)["status"] == "finished"  # type: ignore[index]
+
+    def test_damaged_run_json(self, tmp_path: Path) -> None:
+        (tmp_path / "run.json").write_text("{")
+        with pytest.raises(ConfigError, match="must be JSON"):
+            open_log(tmp_path, resume=True)
+        (tmp_path / "run.json").unlink()
+        with open_log(tmp_path):
+            pass  # the lock was given back
+
+
+class TestUnwritable:
+    def test_a_file_in_its_place(self, tmp_path: Path) -> None:
+        (tmp_path / "run").write_text("")
+        for folder in (tmp_path / "run", tmp_path / "run" / "below"):
+            with pytest.raises(ConfigError, match="that this user can write") as caught:
+                open_log(folder)
+            assert str(folder) in caught.value.came
+
+    def test_read_only(self, tmp_path: Path, mount: Any) -> None:
+        with open_log(tmp_path / "used"):
+            pass
+        mount("tmpfs", tmp_path / "empty", "ro,size=64k")
+        with pytest.raises(ConfigError, match="that this user can write") as caught:
+            open_log(tmp_path / "empty" / "run")
+        assert "ead-only" in caught.value.came
+
+    def test_full_from_the_start(self, tmp_path: Path, mount: Any) -> None:
+        mount("tmpfs", tmp_path / "full", "size=16k")
+        fill(tmp_path / "full")
+        with pytest.raises(ConfigError, match="make room|that this user can write"):
+            open_log(tmp_path / "full" / "run")
+
+    def test_full_later_does_not_end_the_training_and_is_told_once(
+        self, tmp_path: Path, mount: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        mount("tmpfs", tmp_path / "small", "size=64k")
+        with open_log(tmp_path / "small" / "run") as log:
+            fill(tmp_path / "small")
+            for _ in range(50):
+                log.event("note", text="x" * 5000)
+            log.result(accuracy=1.0)
+        assert capsys.readouterr().err.count("the run log in") == 1
+        assert read_run(tmp_path / "small" / "run")["status"] == "running", "the old one is still whole"  # type: ignore[index]
+
+
+def fill(folder: Path) -> None:
+    with open(folder / "fill", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 512)
+        except OSError:
+            return
+
+
+class TestEnds:
+    @pytest.mark.parametrize("error", [ValueError("no such luck"), KeyboardInterrupt(), SystemExit(2)])
+    def test_an_exception_marks_the_run_failed_and_passes_on(self, tmp_path: Path, error: BaseException) -> None:
+        with pytest.raises(type(error)), open_log(tmp_path):
+            raise error
+        run = read_run(tmp_path)
+        assert run is not None and run["status"] == "failed"
+        assert run["error"].startswith(type(error).__name__)
+        assert strict(tmp_path / "events.jsonl")[-1]["status"] == "failed"
+
+    def test_exit_code_0_is_a_good_end(self, tmp_path: Path) -> None:
+        with pytest.raises(SystemExit), open_log(tmp_path):
+            raise SystemExit(0)
+        assert read_run(tmp_path)["status"] == "finished"  # type: ignore[index]
+
+    def test_finish_twice(self, tmp_path: Path) -> None:
+        log = open_log(tmp_path)
+        log.finish("failed", "by hand")
+        log.finish()
+        log.event("too late")
+        assert read_run(tmp_path)["error"] == "by hand"  # type: ignore[index]
+
+    def test_run_json_is_replaced_whole(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.json"
+        write_json(path, {"a": 1})
+
+        class Unprintable:
+            def __str__(self) -> str:
+                raise RuntimeError("cannot be written")
+
+        with pytest.raises(RuntimeError):
+            write_json(path, {"a": Unprintable()})
+        assert json.loads(path.read_text()) == {"a": 1}
+        assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+class TestProgress:
+    def test_without_a_terminal_lines_are_rare_and_epochs_are_told(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with open_log(tmp_path, progress=True) as log:
+            for step in range(1, 500):
+                one_step(log, step)
+            log.epoch(0, {"loss": 0.5, "accuracy": 0.875}, 2.0)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("epoch 1 step 1  loss 1  lr 0.1")
+        assert lines[-1] == "epoch 1 done in 2.0 s  loss 0.5  accuracy 0.875"
+        assert len(lines) <= 3
+
+    def test_off(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with open_log(tmp_path) as log:
+            one_step(log, 1, loss=None)
+            log.epoch(0, {}, 1.0)
+        assert capsys.readouterr().out == ""
+
+    def test_on_a_terminal_it_is_a_bar(self, tmp_path: Path) -> None:
+        code = f"""
+from hvdtrain import RunLog, World
+with RunLog({str(tmp_path)!r}, World.solo(), config={{"total_samples": 64}}, tensorboard=False) as log:
+    log.step(step=1, epoch=0, samples_seen=32, loss=1.5, lr=0.1, samples=32, seconds={{}})
+    log.epoch(0, {{"loss": 1.5}}, 1.0)
+"""
+        master, slave = os.openpty()
+        try:
+            subprocess.run(
+                [sys.executable, "-c", code], stdout=slave, stderr=slave, env=clean_environment(), check=True,
+                cwd=REPOSITORY, timeout=60,
+            )  # fmt: skip
+            shown = os.read(master, 65536).decode()
+        finally:
+            os.close(slave)
+            os.close(master)
+        assert "epoch 1 step 1  loss 1.5" in shown and "epoch 1 done" in shown and "\r" in shown
+
+
+class TestTensorBoard:
+    def test_scalars_are_readable_back(self, tmp_path: Path) -> None:
+        """By TensorFlow's own reader, which checks the checksums; in a process of its own."""
+        with open_log(tmp_path, tensorboard=True) as log:
+            one_step(log, 7, loss=0.25)
+            log.epoch(2, {"val_accuracy": 0.75, "nan": math.nan, "huge": 1e300}, 1.0)
+        assert read_scalars(tmp_path / "tensorboard") == {
+            "train/loss": [[7, 0.25]], "train/lr": [[7, pytest.approx(0.1)]], "train/samples_per_s": [[7, ANY]],
+            "epoch/val_accuracy": [[2, 0.75]], "epoch/nan": [[2, "nan"]], "epoch/huge": [[2, "inf"]],
+        }  # fmt: skip
+
+    def test_negative_twin_a_damaged_file_is_not_readable(self, tmp_path: Path) -> None:
+        with open_log(tmp_path, tensorboard=True) as log:
+            one_step(log, 7)
+        (path,) = (tmp_path / "tensorboard").iterdir()
+        data = bytearray(path.read_bytes())
+        data[60] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(AssertionError, match="corrupted record"):
+            read_scalars(tmp_path / "tensorboard")
+
+    def test_resume_adds_a_file(self, tmp_path: Path) -> None:
+        for resume in (False, True):
+            with open_log(tmp_path, tensorboard=True, resume=resume) as log:
+                one_step(log, 1)
+        assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+
+    def test_checksum(self) -> None:
+        """The check value of CRC-32C, RFC 3720 and the catalogues."""
+        assert crc32c(b"123456789") == 0xE3069283
+
+
+def read_scalars(folder: Path) -> dict[str, Any]:
+    if importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("reads with TensorFlow, which is not installed")
+    code = f"""
+import glob, json, tensorflow as tf
+found = {{}}
+for path in sorted(glob.glob({str(folder)!r} + "/*")):
+    for event in tf.compat.v1.train.summary_iterator(path):
+        for value in event.summary.value:
+            number = value.simple_value
+            number = number if abs(number) < 1e38 else str(number)
+            found.setdefault(value.tag, []).append([event.step, number])
+print(json.dumps(found))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment(), check=False, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.ranks
+class TestRanks:
+    def test_rank_0_writes_and_talks_and_all_learn_of_trouble(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        done = run_ranks([PROGRAMS / "telemetry_ranks.py", tmp_path], 2).check()
+        assert "epoch 1 done" in done.ranks_output[0]
+        assert "epoch 1 done" not in done.ranks_output[1]
+        for rank in range(2):
+            assert "refused: the run directory must be a directory" in done.ranks_output[rank], done.text
+            assert "refused: a run directory belongs to one run at a time" in done.ranks_output[rank]
+        run = read_run(tmp_path / "run")
+        assert run is not None and run["world"]["size"] == 2 and run["effective_batch"] == 64
+        epoch = next(event for event in strict(tmp_path / "run" / "events.jsonl") if event["kind"] == "epoch")
+        assert epoch["ranks"] == [{"compute": 1.0}, {"compute": 2.0}]
+        starts = [event for event in read_events(tmp_path / "run") if event["kind"] == "start"]
+        assert len(starts) == 1
