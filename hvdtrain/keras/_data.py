@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.keras import _metrics
@@ -24,8 +26,13 @@ class _Clock:
 CLOCK = _Clock()
 
 
-class Batches(keras.utils.PyDataset):
+class Batches(keras.utils.PyDataset, DataAdapter):
     """One rank's batches of in-memory arrays; made by ``batches``.
+
+    It is its own data adapter, which ``fit`` takes as it is: the adapter that Keras makes for a ``PyDataset`` shuffles the
+    batches once more (``fit(shuffle=True)`` is the default) with Python's generator, on every rank in another order; ranks
+    would not work on the same global batch, and a resumed epoch not on the samples that are left. ``class_weight`` of
+    ``fit`` has no effect on it: give sample weights or weigh the loss.
 
     Attributes:
         plan: the ``hvdtrain.Plan`` that deals the samples.
@@ -40,6 +47,7 @@ class Batches(keras.utils.PyDataset):
         self._first = epoch
         self._consumed = consumed
         self._begun = False
+        self._adapter = PyDatasetAdapter(self, shuffle=False)
         # one share of weight 0 makes Keras expect weights in every batch, on every rank
         tail = plan.samples % plan.global_batch if plan.tail == "weighted" else 0
         self._weighted = 0 < tail < plan.size
@@ -63,12 +71,23 @@ class Batches(keras.utils.PyDataset):
             return batch
         return (*batch, np.full(len(chosen), 1.0 if live else 0.0, keras.backend.floatx()))
 
+    def get_numpy_iterator(self) -> Any:
+        return self._adapter.get_numpy_iterator()
+
+    def get_tf_dataset(self) -> Any:
+        return self._adapter.get_tf_dataset()
+
+    def get_torch_dataloader(self) -> Any:
+        return self._adapter.get_torch_dataloader()
+
+    @property
+    def batch_size(self) -> int | None:
+        return None  # a tail batch has another size
+
     def on_epoch_begin(self) -> None:
         """Turns to the next epoch's order (Keras calls it before it reads the epoch)."""
-        if CLOCK.epoch is not None:
-            epoch = CLOCK.epoch
-        else:
-            epoch = self.epoch + 1 if self._begun else self._first
+        counted = self.epoch + 1 if self._begun else self._first
+        epoch = counted if CLOCK.epoch is None else CLOCK.epoch
         self._begun = True
         if self._consumed and epoch != self._first:
             raise ConfigError(

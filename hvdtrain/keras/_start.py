@@ -43,7 +43,7 @@ def start(model: keras.Model, session: Session) -> None:
         session.say(str(session.proof))
     else:
         shared = _state.replicated(model)
-        _state.check_equal(shared, world, BACKEND.make_checksums(shared), when="when training starts")
+        _state.check_equal(shared, world, lambda: BACKEND.checksums(shared), when="when training starts")
     _put_random_state(model, session)
     session.ready = True
 

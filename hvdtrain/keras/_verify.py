@@ -66,8 +66,9 @@ def prove(model: keras.Model, session: Session) -> Proof:
     started = time.perf_counter()
     world, optimizer = session.world, model.optimizer
     shared = _state.replicated(model)
-    _state.check_equal(shared, world, BACKEND.make_checksums(shared), when="when training starts (rank 0's state reached none"
-                       " of the others: forgotten broadcast?)")  # fmt: skip
+    _state.check_equal(
+        shared, world, lambda: BACKEND.checksums(shared), when="when training starts (forgotten broadcast?)"
+    )
     variables = [v for v in model.trainable_variables if not overwrites(v)]
     factor = 1.0 + 2.0 * (world.rank - (world.size - 1) / 2.0)  # ... -1, 1, 3 ...: the mean over ranks is exactly 1
     with _scratch(model, optimizer):

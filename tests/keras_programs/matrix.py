@@ -1,0 +1,251 @@
+"""Trains every configuration the adapter supports, each a few steps, and stores the weights: the parity tests compare them.
+
+usage: matrix.py OUT.npz [case ...]      one process trains on the whole global batch, N ranks on an N-th each
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from common import BACKEND, L, block, cnn, images, loss, numpy_of, text, tokens, weights_of
+
+O = keras.optimizers  # noqa: E741
+GLOBAL_BATCH = 16
+
+
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = cnn(with_input=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.inner(x)
+
+
+class OwnStep(Subclassed):
+    """A user's own train step, which calls ``apply`` and returns logs that no metric keeps."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                value = self.compute_loss(y=y, y_pred=self(x, training=True))
+            gradients = tape.gradient(value, self.trainable_variables)
+        else:
+            value = self.compute_loss(y=y, y_pred=self(x, training=True))
+            self.zero_grad()
+            value.backward()
+            gradients = [v.value.grad for v in self.trainable_variables]
+        if BACKEND == "torch":
+            import torch
+
+            with torch.no_grad():
+                self.optimizer.apply(gradients, self.trainable_variables)
+        else:
+            self.optimizer.apply(gradients, self.trainable_variables)
+        return {"my_loss": value}
+
+
+class Rmse(keras.metrics.RootMeanSquaredError):
+    """A metric that is no mean of batches: averaging results over ranks gets it wrong, summing states does not."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        chosen = keras.ops.cast(keras.ops.argmax(y_pred, axis=-1), self.dtype)
+        return super().update_state(keras.ops.cast(y_true, self.dtype), chosen, sample_weight)
+
+
+def constrained() -> keras.Model:
+    return keras.Sequential(
+        [L.Input((6, 6, 1)), L.Flatten(), L.Dense(8, kernel_constraint=keras.constraints.MaxNorm(0.5)), L.Dense(4)]
+    )
+
+
+def normalised() -> keras.Model:
+    return keras.Sequential([L.Input((6, 6, 1)), L.Flatten(), L.Dense(8), L.BatchNormalization(), L.Dense(4)])
+
+
+def multi() -> Any:
+    return O.MultiOptimizer(O.OptimizerMap(O.SGD(0.05), {".*kernel": O.Adam(1e-2)}))
+
+
+# fields: optimizer, model, compile arguments, prepare arguments, data, samples, dtype policy, only on, comparable to one process
+CASES: dict[str, dict[str, Any]] = {
+    "sgd": {"opt": lambda: O.SGD(0.1), "metrics": True},
+    "adam": {"opt": lambda: O.Adam(1e-2)},
+    "momentum": {"opt": lambda: O.SGD(0.05, momentum=0.9, nesterov=True)},
+    "clipnorm": {"opt": lambda: O.Adam(1e-2, clipnorm=0.05)},
+    "global_clipnorm": {"opt": lambda: O.AdamW(1e-2, weight_decay=0.1, global_clipnorm=0.05)},
+    "clipvalue": {"opt": lambda: O.SGD(0.5, clipvalue=0.01)},
+    "ema": {"opt": lambda: O.SGD(0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3)},
+    "loss_scale_factor": {"opt": lambda: O.Adam(1e-2, loss_scale_factor=1024.0)},
+    "accumulate": {"opt": lambda: O.Adam(1e-2, gradient_accumulation_steps=2)},
+    "accumulate_clip": {"opt": lambda: O.SGD(0.5, clipnorm=0.05, gradient_accumulation_steps=4)},
+    "accumulate_loss_scale": {"opt": lambda: O.LossScaleOptimizer(O.SGD(0.1, global_clipnorm=0.1, gradient_accumulation_steps=2))},
+    "loss_scale": {"opt": lambda: O.LossScaleOptimizer(O.Adam(1e-2))},
+    "schedule": {"opt": lambda: O.SGD(O.schedules.ExponentialDecay(0.1, 2, 0.5))},
+    "constraint": {"opt": lambda: O.SGD(0.5), "model": constrained},
+    "muon": {"opt": lambda: O.Muon(1e-2)},
+    "lion": {"opt": lambda: O.Lion(1e-3)},
+    "multi": {"opt": multi},
+    "embedding_sgd": {"opt": lambda: O.SGD(0.5), "model": text, "data": tokens},
+    "embedding_adam": {"opt": lambda: O.Adam(1e-2), "model": text, "data": tokens},
+    "embedding_clip": {"opt": lambda: O.SGD(0.5, global_clipnorm=0.05), "model": text, "data": tokens},
+    "embedding_accumulate": {"opt": lambda: O.SGD(0.5, gradient_accumulation_steps=2), "model": text, "data": tokens},
+    "embedding_dense": {"opt": lambda: O.SGD(0.5), "model": text, "data": tokens, "prepare": {"sparse_as_dense": True}},
+    "tail_17": {"opt": lambda: O.SGD(0.1), "samples": 17, "metrics": True},
+    "tail_25": {"opt": lambda: O.Adam(1e-2), "samples": 25, "metrics": True},
+    "tail_50_accumulate": {"opt": lambda: O.SGD(0.1, gradient_accumulation_steps=2), "samples": 50},
+    "tail_embedding": {"opt": lambda: O.Adam(1e-2), "model": text, "data": tokens, "samples": 33},
+    "deferred": {"opt": lambda: O.Adam(1e-2), "model": lambda: cnn(with_input=False)},
+    "deferred_tail": {"opt": lambda: O.Adam(1e-2), "model": lambda: cnn(with_input=False), "samples": 17, "metrics": True},
+    "subclassed": {"opt": lambda: O.Adam(1e-2), "model": Subclassed, "metrics": True},
+    "own_step": {"opt": lambda: O.Adam(1e-2), "model": OwnStep},
+    "run_eagerly": {"opt": lambda: O.Adam(1e-2), "compile": {"run_eagerly": True}, "samples": 40},
+    "deferred_eagerly": {"opt": lambda: O.SGD(0.1), "model": lambda: cnn(with_input=False), "compile": {"run_eagerly": True}},
+    "steps_per_execution": {"opt": lambda: O.Adam(1e-2), "compile": {"steps_per_execution": 3}, "only": "tensorflow", "samples": 56},
+    "jit_compile": {"opt": lambda: O.Adam(1e-2), "compile": {"jit_compile": True}, "ranks_only": {"tensorflow": False, "torch": True}},
+    "optimizer_first": {"opt": lambda: O.Adam(1e-2), "optimizer_first": True},
+    "fp16": {"opt": lambda: O.SGD(0.1), "prepare": {"compression": "fp16"}, "tolerance": 1e-3},
+    # low precision rounds with the batch size: the twin of N ranks is one process that accumulates N micro-batches
+    "float32": {"opt": O.Adam, "policy": "float32", "micro": True},
+    "mixed_bfloat16": {"opt": O.Adam, "policy": "mixed_bfloat16", "micro": True},
+    "bfloat16": {"opt": O.SGD, "policy": "bfloat16", "micro": True},
+    "mixed_float16": {"opt": O.SGD, "policy": "mixed_float16", "micro": True},
+    # negative twins: the same job with the averaging switched off, and with Horovod's own wrapper, must differ
+    "off": {"opt": lambda: O.SGD(0.1), "off": True},
+    "stock": {"opt": lambda: O.SGD(0.1), "stock": True, "only": "tensorflow", "ranks_only": {"tensorflow": True}},
+    # ranks agree, but BatchNorm sees each rank's own batch: not comparable with one process
+    "batchnorm": {"opt": lambda: O.Adam(1e-2), "model": normalised},
+}  # fmt: skip
+
+
+def build(case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.Model, Any]:
+    optimizer = case["opt"]
+    if case.get("micro"):
+        kwargs = {"learning_rate": 1e-2}
+        if world.size == 1:
+            kwargs["gradient_accumulation_steps"] = int(os.environ["MICRO"])
+        optimizer = optimizer(**kwargs)
+    else:
+        optimizer = optimizer()
+    prepare = case.get("prepare", {})
+    if case.get("optimizer_first"):
+        optimizer = hvk.prepare(optimizer, world=world, **prepare)
+    model = case.get("model", cnn)()
+    if case.get("stock") and world.size > 1:
+        import horovod.tensorflow.keras as stock
+
+        optimizer = stock.DistributedOptimizer(optimizer)
+    options = dict(case.get("compile", {}))
+    if "jit_compile" in options and world.size == 1:
+        options.pop("jit_compile")
+    options.setdefault("jit_compile", False)
+    model.compile(
+        optimizer, loss(), metrics=["accuracy", Rmse(name="rmse")] if case.get("metrics") else None,
+        **options,
+    )  # fmt: skip
+    if not (case.get("optimizer_first") or case.get("stock")):
+        hvk.prepare(model, world=world, **prepare, **({"verify": False} if case.get("off") else {}))
+    return model, model.optimizer
+
+
+def micro_batches(world: Any, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """This rank's samples such that one process over all micro-batches in turn sees the same ones."""
+    ranks = world.size if world.size > 1 else int(os.environ["MICRO"])
+    each = GLOBAL_BATCH // int(os.environ["MICRO"])
+    if world.size == 1:
+        return x, y
+    chosen = np.arange(len(x)).reshape(-1, ranks, each)[:, world.rank].reshape(-1)
+    return x[chosen], y[chosen]
+
+
+def train(name: str, case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.Model, dict[str, list[float]]]:
+    keras.config.set_dtype_policy(case.get("policy", "float64"))
+    keras.config.set_floatx("float64" if "policy" not in case else "float32")
+    keras.utils.set_random_seed(100 + world.rank)  # replicas start apart: only the broadcast makes them equal
+    if world.size > 1 and world.rank == world.size - 1 and name == "adam":
+        cnn()  # a model more on one rank: names of layers and graphs differ from here on
+    x, y = case.get("data", images)(case.get("samples", 64))
+    model, optimizer = build(case, world, hvk)
+    if case.get("stock"):
+        per_rank = GLOBAL_BATCH // world.size
+        data = hvk.batches(x, y, per_rank, world=world, seed=3)
+        for variable in model.weights:  # fair: the stock job starts from equal replicas
+            variable.assign(world.broadcast(numpy_of(variable)))
+        history = model.fit(data, epochs=2, verbose=0)
+        return model, history.history
+    if case.get("micro"):
+        x, y = micro_batches(world, x.astype("float32"), y)
+        callbacks = hvk.callbacks(model, world=world)
+        history = model.fit(
+            x, y, batch_size=GLOBAL_BATCH // int(os.environ["MICRO"]), epochs=2, shuffle=False, verbose=0, callbacks=callbacks
+        )
+        return model, history.history
+    data = hvk.batches(x, y, GLOBAL_BATCH // world.size, world=world, seed=3)
+    callbacks = hvk.callbacks(model, world=world, plan=data.plan)
+    if case.get("off") and world.size > 1:
+        callbacks[0].on_train_begin = switch_off(callbacks[0])
+    history = model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+    return model, history.history
+
+
+def switch_off(start: Any) -> Callable[..., None]:
+    """After all checks have passed, gives the optimizer its own ``apply`` back: what an averaging that fails looks like."""
+    original = start.on_train_begin
+
+    def on_train_begin(logs: Any = None) -> None:
+        original(logs)
+        vars(start.model.optimizer)["apply"] = type(start.model.optimizer).apply.__get__(start.model.optimizer)
+
+    return on_train_begin
+
+
+def main(out: str, wanted: list[str]) -> None:
+    import hvdtrain
+
+    if "HOROVOD_RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
+        block("horovod")
+    world = hvdtrain.init("keras", seed=5)
+    import hvdtrain.keras as hvk
+
+    arrays: dict[str, np.ndarray] = {}
+    facts: dict[str, Any] = {}
+    for name in wanted or list(CASES):
+        case = CASES[name]
+        if case.get("only", BACKEND) != BACKEND or ("ranks_only" in case and not case["ranks_only"].get(BACKEND, True)):
+            continue
+        keras.backend.clear_session()
+        try:
+            model, history = train(name, case, world, hvk)
+        except Exception:
+            print(f"rank {world.rank}: case {name} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            os._exit(3)
+        for i, value in enumerate(weights_of(model)):
+            arrays[f"{name}/{i}"] = value.astype(np.float64)
+        prints = world.gather(hvk.fingerprint(model))
+        facts[name] = {
+            "equal": len(set(prints)) == 1,
+            "history": history,
+            "proof": str(getattr(vars(model).get("_hvdtrain"), "proof", None)),
+            "iterations": int(numpy_of(model.optimizer.iterations)),
+            "jit": bool(model.jit_compile),
+        }
+    if world.is_main:
+        np.savez(out, **arrays)
+        with open(out + ".json", "w") as file:
+            json.dump(facts, file, default=float)
+    world.barrier()
+    world.comm.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
