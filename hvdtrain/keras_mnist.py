@@ -85,17 +85,13 @@ def train(args: argparse.Namespace, world: World) -> None:
     images = load_mnist(args.data, world=world)
     x_train, x_test = images.x_train[..., None], images.x_test[..., None]
     plan = Settings.of(args, world.size, images.name, samples=len(x_train))
-    if world.is_main:
-        print(
-            f"data: {images.note}\nranks: {world.size} ({world.launcher}, {world.engine})\n{plan}", flush=True
-        )
-
     data = images.fingerprint()
-    run_dir = world.on_main(
-        startup.choose_run_dir, args.run_dir, "keras_mnist", resume=args.resume, data_sha256=data
-    )
+    run_dir = world.on_main(startup.choose_run_dir, args.run_dir, "keras_mnist", resume=args.resume, data_sha256=data)
     config = {**vars(args), **vars(plan), "data": images.note, "data_sha256": data}
     with hvdtrain.RunLog(run_dir, world, config=config, resume=args.resume) as run:
+        if world.is_main:
+            print(f"data: {images.note}\nranks: {world.size} ({world.launcher}, {world.engine})", flush=True)
+            print(f"{plan}\nrun directory: {run_dir}", flush=True)
         model = network()
         model.compile(
             optimizer=keras.optimizers.Adadelta(learning_rate=plan.lr.base),
@@ -117,9 +113,7 @@ def train(args: argparse.Namespace, world: World) -> None:
             epochs=plan.passes,
             initial_epoch=progress.epoch if progress else 0,
             validation_data=hvk.batches(x_test, images.y_test, plan.per_rank_batch, shuffle=False),
-            callbacks=hvk.callbacks(
-                model, run=run, checkpointer=checkpoints, plan=batches.plan, progress=progress
-            ),
+            callbacks=hvk.callbacks(model, run=run, checkpointer=checkpoints, plan=batches.plan, progress=progress),
             verbose=0,
         )
         test = hvk.evaluate(model, x_test, images.y_test, 128)
@@ -140,8 +134,10 @@ def report(
     right = round(test["accuracy"] * samples)
     print(f"weights: bit-equal on {plural(world.size)}, sha256 {weights[:16]}")
     print(f"checkpoint: {saved}; plain Keras loads it: keras.saving.load_model({str(saved)!r})")
-    print(f"test loss {test['loss']:.4f}, test accuracy {test['accuracy']:.4f} ({right} of {samples} right)")
-    print(f"done in {seconds:.1f} s", flush=True)
+    print(
+        f"test loss {test['loss']:.4f}, test accuracy {test['accuracy']:.4f} ({right} of {samples} right) in {seconds:.1f} s",
+        flush=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -228,14 +224,26 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def check_early(args: argparse.Namespace, detected: Detected) -> None:
+    """Refuses bad data and run directories before the seconds that a framework takes: one rank of each node looks."""
+    if detected.local_rank == 0:
+        load_mnist(args.data)
+    if detected.rank == 0 and args.run_dir is not None:
+        startup.check_run_dir(args.run_dir, resume=args.resume)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code (2: something was refused, told in one message)."""
 
     def work(detected: Detected) -> None:
         args = parser().parse_args(argv)
         args.backend = args.backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
+        os.environ["KERAS_BACKEND"] = args.backend  # read once, when keras is imported
+        needed = startup.keras_modules(args.backend, detected)
+        startup.find_modules(needed)
+        check_early(args, detected)
         startup.share_cores(detected)
-        startup.import_keras(args.backend, detected)
+        startup.import_modules(needed)
         with hvdtrain.init("keras", device=args.device, seed=args.seed) as world:
             train(args, world)
 

@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -70,6 +71,10 @@ def positive(text: str) -> float:
 
 # ---- the end
 
+# Launchers kill all ranks when the first one ends. An error that every rank has is told whole by rank 0, so the others
+# give it this time; they are usually killed within it.
+RANK_0_SPEAKS_FIRST_S = 3.0
+
 
 def run_program(name: str, work: Callable[[Detected], None]) -> int:
     """Runs ``work(detected)``; returns 0. An error is printed as one block, and the process ends with it.
@@ -84,6 +89,8 @@ def run_program(name: str, work: Callable[[Detected], None]) -> int:
     except KeyboardInterrupt:
         exit_with(name, HvdtrainError("interrupted", shared=True), rank)
     except Exception as error:
+        if rank and isinstance(error, HvdtrainError) and error.shared:
+            time.sleep(RANK_0_SPEAKS_FIRST_S)
         exit_with(name, error, rank)
     return 0
 
@@ -101,12 +108,13 @@ def share_cores(detected: Detected) -> None:
         os.environ.setdefault(variable, str(threads))
 
 
-def import_keras(backend: str, detected: Detected) -> None:
-    """Imports Keras on a backend, and Horovod's part for it if a launcher started this process.
+def keras_modules(backend: str, detected: Detected) -> dict[str, str]:
+    """The modules that Keras on a backend needs, in the order to import them, each with the command that helps.
+
+    Horovod is among them only if a launcher started this process.
 
     Raises:
         ConfigError: a backend that hvdtrain has no adapter for.
-        LauncherError: something is missing or cannot be loaded; names this Python and the command that helps.
     """
     install = {
         "tensorflow": "pip install 'hvdtrain[keras]'",
@@ -115,38 +123,51 @@ def import_keras(backend: str, detected: Detected) -> None:
     if backend not in install:
         remedy = "--backend tensorflow|torch, or KERAS_BACKEND"
         raise ConfigError("hvdtrain trains Keras on tensorflow or torch", backend, remedy, shared=True)
-    os.environ["KERAS_BACKEND"] = backend  # read once, when keras is imported
-    needed = dict.fromkeys(("numpy", backend, "keras"), install[backend])
-    if detected.launcher != "none":
-        needed[f"horovod.{backend}"] = "hvdtrain build-horovod --install"
-    import_or_explain(needed)
+    horovod = "hvdtrain build-horovod --install"
+    launched = detected.launcher != "none"
+    needed = {"numpy": install[backend]}
+    needed |= {"horovod": horovod} if launched else {}  # before the slow ones: a broken one is known at once
+    needed |= {backend: install[backend], "keras": install[backend]}
+    needed |= {f"horovod.{backend}": horovod} if launched else {}
+    return needed
 
 
-def import_or_explain(needed: Mapping[str, str]) -> None:
-    """Imports modules; one that is missing or broken is an error with the command that helps.
+def find_modules(needed: Mapping[str, str]) -> None:
+    """Looks for modules without importing them; takes milliseconds.
 
     Args:
-        needed: module to command; all are looked for before the first one is imported.
+        needed: module to the command that installs it.
 
     Raises:
-        LauncherError: not there, or cannot be loaded.
+        LauncherError: names all that are missing, this Python, and the commands.
     """
-    python = f"{sys.executable} (Python {sys.version.split()[0]}) on {socket.gethostname()}"
     roots = dict.fromkeys(name.partition(".")[0] for name in needed)
     missing = [root for root in roots if importlib.util.find_spec(root) is None]
     if missing:
         commands = [command for name, command in needed.items() if name.partition(".")[0] in missing]
         raise LauncherError(
             f"every rank needs {', '.join(roots)}",
-            f"no {', '.join(missing)} in {python}",
+            f"no {', '.join(missing)} in {_this_python()}",
             "; ".join(dict.fromkeys(commands)),
         )
+
+
+def import_modules(needed: Mapping[str, str]) -> None:
+    """Imports modules, quietly; one that is broken is an error with the command that helps.
+
+    Raises:
+        LauncherError: it cannot be loaded.
+    """
     with quiet():
         for name, command in needed.items():
             try:
                 importlib.import_module(name)
             except ImportError as error:
-                raise LauncherError(f"{name} must load in {python}", str(error), command) from error
+                raise LauncherError(f"{name} must load in {_this_python()}", str(error), command) from error
+
+
+def _this_python() -> str:
+    return f"{sys.executable} (Python {sys.version.split()[0]}) on {socket.gethostname()}"
 
 
 @contextlib.contextmanager
@@ -210,9 +231,30 @@ def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256:
             continue
         except OSError as error:
             came = f"{root.absolute()}: {error.strerror}"
-            raise ConfigError(
-                "a run needs a directory to write to", came, "name one: --run-dir DIR"
-            ) from error
+            raise ConfigError("a run needs a directory to write to", came, "name one: --run-dir DIR") from error
+
+
+def check_run_dir(run_dir: Path, *, resume: bool) -> None:
+    """Refuses what `RunLog` will refuse, as far as that can be told before a framework is imported.
+
+    Raises:
+        ConfigError: cannot be written, or holds a run that has ended.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        earlier = read_run(run_dir)
+    except OSError as error:
+        came = f"{run_dir}: {error.strerror}"
+        raise ConfigError(
+            "a run directory is one that this user can write", came, "name another: --run-dir DIR"
+        ) from error
+    if not os.access(run_dir, os.W_OK):
+        came = f"{run_dir}: not writable by user {os.getuid()}"
+        raise ConfigError("a run directory is one that this user can write", came, "name another: --run-dir DIR")
+    status = (earlier or {}).get("status", "running")
+    if status != "running" and not resume:  # one that says "running" may be alive: RunLog knows
+        came = f"{run_dir} holds a run that is {status}"
+        raise ConfigError("a run directory holds one run", came, "name another: --run-dir DIR, or add --resume")
 
 
 def _check_resumable(run_dir: Path, data_sha256: str) -> None:

@@ -73,9 +73,7 @@ def write(file: BinaryIO) -> None:
     from sklearn.datasets import load_digits
 
     published = load_digits()
-    np.savez_compressed(
-        file, images=published.images.astype(np.uint8), labels=published.target.astype(np.uint8)
-    )
+    np.savez_compressed(file, images=published.images.astype(np.uint8), labels=published.target.astype(np.uint8))
 
 
 if __name__ == "__main__":

@@ -111,14 +111,14 @@ def _read_npz(file: Path) -> Arrays:
             missing = [name for name in IDX_STEMS if name not in stored.files]
             if missing:
                 raise ConfigError(
-                    "mnist.npz holds the arrays x_train, y_train, x_test and y_test",
+                    "an MNIST .npz holds the arrays x_train, y_train, x_test and y_test",
                     f"{file} holds {', '.join(stored.files) or 'none'}; missing: {', '.join(missing)}",
                     _REPLACE,
                 )
             return {name: stored[name] for name in IDX_STEMS}
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         came = f"{file} ({file.stat().st_size} bytes): {error}"
-        raise ConfigError("mnist.npz is a whole zip archive of numpy arrays", came, _REPLACE) from error
+        raise ConfigError("a .npz file is a whole zip archive of numpy arrays", came, _REPLACE) from error
 
 
 def _read_idx(file: Path) -> np.ndarray:

@@ -1,0 +1,195 @@
+"""The Keras MNIST program, really run: every launch form, both backends, resume, and what plain Keras makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain import keras_mnist
+from hvdtrain.datasets import digits
+from hvdtrain.errors import ConfigError
+from tests.harness import Result, run_ranks
+
+FEW = 403  # prime: an uneven tail on any number of ranks
+
+
+@pytest.fixture(scope="module")
+def few_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A part of the digits as a file of the user's own."""
+    x_train, y_train, x_test, y_test = digits.load()
+    file = tmp_path_factory.mktemp("data") / "few.npz"
+    np.savez(file, x_train=x_train[:FEW], y_train=y_train[:FEW], x_test=x_test[:97], y_test=y_test[:97])
+    return file
+
+
+def run_program(launcher: str, ranks: int, *flags: object, **options: Any) -> Result:
+    arguments = ["-m", "hvdtrain.keras_mnist", *map(str, flags)]
+    return run_ranks(arguments, ranks, launcher=launcher, timeout_s=240, **options)
+
+
+def record(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "run.json").read_text())
+
+
+# ---- what follows from flags and ranks
+
+
+def settings(ranks: int, data: str = "mnist", *flags: str) -> keras_mnist.Settings:
+    return keras_mnist.Settings.of(keras_mnist.parser().parse_args(flags), ranks, data, samples=60_000)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "each", "passes"),
+    [
+        (1, (), 12, 12),
+        (2, (), 6, 12),
+        (5, (), 3, 15),
+        (16, (), 1, 16),
+        (2, ("--no-epochs-divided",), 12, 24),
+        (4, ("--epochs", "5"), 2, 8),
+        (4, ("--epochs", "5", "--no-epochs-divided"), 5, 20),
+    ],
+)
+def test_epochs_are_divided_over_ranks(ranks: int, flags: tuple[str, ...], each: int, passes: int) -> None:
+    plan = settings(ranks, "mnist", *flags)
+    assert (plan.epochs_each, plan.passes) == (each, passes)
+    assert f"over {keras_mnist.plural(ranks)}: {each} each" in str(plan)
+
+
+def test_work_of_a_rank_is_the_examples() -> None:
+    """Updates a rank makes: as many as where each rank read all the data `each` times."""
+    for ranks in (1, 2, 3, 16):
+        plan = settings(ranks)
+        its_updates = plan.epochs_each * 60_000 / plan.per_rank_batch
+        ours = plan.passes * 60_000 / plan.global_batch
+        assert ours == pytest.approx(its_updates)
+
+
+def test_learning_rate_contract() -> None:
+    assert settings(1).lr.peak(settings(1).global_batch) == 1.0
+    assert settings(4).lr.peak(settings(4).global_batch) == 2.0
+    assert settings(4, "mnist", "--lr-scale", "linear").lr.peak(512) == 4.0  # the example's own rule
+    assert settings(4, "mnist", "--lr-scale", "none").lr.peak(512) == 1.0
+    assert settings(4, "mnist", "--lr", "0.5").lr.base == 0.5
+    # half the batch on twice the ranks is the same training
+    half = settings(4, "mnist", "--per-rank-batch", "64")
+    assert half.lr.peak(half.global_batch) == settings(2).lr.peak(settings(2).global_batch)
+
+
+def test_flags_are_few_and_frozen() -> None:
+    flags = {flag for action in keras_mnist.parser()._actions for flag in action.option_strings}
+    assert flags == {
+        "-h", "--help", "--epochs", "--epochs-divided", "--no-epochs-divided", "--per-rank-batch", "--lr",
+        "--lr-scale", "--seed", "--data", "--run-dir", "--resume", "--backend", "--device", "--compression",
+        "--watch-every",
+    }  # fmt: skip
+
+
+def test_help_fits_and_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        keras_mnist.main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    for part in ("examples:", "horovodrun -np 2 python -m hvdtrain.keras_mnist", "default: MNIST 128, digits 16"):
+        assert part in text
+
+
+def test_wrong_flag_in_process(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError):
+        keras_mnist.parser().parse_args(["--backend", "jax"])
+    with pytest.raises(SystemExit) as ended:
+        keras_mnist.main(["--epochs", "none"])
+    assert ended.value.code == 2 and "--epochs" in capsys.readouterr().err
+
+
+# ---- real runs
+
+
+def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
+    """What every good run shows; returns its result."""
+    result.check()
+    text = "\n".join(result.ranks_output.values())
+    assert f"weights: bit-equal on {keras_mnist.plural(ranks)}" in text
+    if ranks > 1:
+        assert re.search(rf"averaging proven: {ranks} ranks, 8 variables", text)
+        talkers = [rank for rank, its_text in result.ranks_output.items() if its_text.strip()]
+        assert talkers == [0]
+    assert "oneDNN" not in result.err and "absl" not in result.err
+    run = record(run_dir)
+    assert run["status"] == "finished" and run["world"]["size"] == ranks
+    assert f"test accuracy {run['result']['test_accuracy']:.4f}" in text
+    return run["result"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_two_ranks_reach_the_accuracy_and_plain_keras_agrees(tmp_path: Path) -> None:
+    result = run_program("horovodrun", 2, "--run-dir", tmp_path / "run", "--data", "digits")
+    ended = check_run(result, tmp_path / "run", 2)
+    assert ended["test_accuracy"] >= 0.97
+    assert "epochs: 12 over 2 ranks: 6 each" in result.ranks_output[0]
+    saved = re.search(r"load_model\('(.+)'\)", result.ranks_output[0])
+    assert saved is not None
+    check_in_plain_keras(Path(saved[1]), tmp_path, ended)
+
+
+def check_in_plain_keras(saved: Path, tmp_path: Path, ended: dict[str, Any]) -> None:
+    """The checkpoint loads without Horovod and hvdtrain, and gives the same numbers."""
+    _, _, x_test, y_test = digits.load()
+    np.savez(tmp_path / "test.npz", x=x_test[..., None], y=y_test)
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import sys, json\n"
+        "sys.modules.update(dict.fromkeys(['horovod', 'hvdtrain']))  # importing them fails\n"
+        "import numpy, keras\n"
+        "test = numpy.load(sys.argv[2])\n"
+        "model = keras.saving.load_model(sys.argv[1])\n"
+        "print(json.dumps(model.evaluate(test['x'], test['y'], verbose=0, return_dict=True)))\n"
+    )
+    plain = run_ranks([script, saved, tmp_path / "test.npz"], 1, launcher="none").check()
+    numbers = json.loads(plain.out.splitlines()[-1])
+    assert numbers["accuracy"] == pytest.approx(ended["test_accuracy"], abs=1e-6)
+    assert numbers["loss"] == pytest.approx(ended["test_loss"], rel=1e-4)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "flags"),
+    [
+        ("none", 1, ()),
+        ("mpirun", 2, ("--compression", "fp16")),
+        ("horovodrun", 4, ("--no-epochs-divided", "--watch-every", "3")),
+        ("none", 1, ("--backend", "torch")),
+        ("horovodrun", 2, ("--backend", "torch")),
+    ],
+)
+def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], few_pictures: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    result = run_program(
+        launcher, ranks, "--data", few_pictures, "--run-dir", run_dir, "--epochs", 1,
+        "--per-rank-batch", 32 // ranks, *flags,
+    )  # fmt: skip
+    ended = check_run(result, run_dir, ranks)
+    assert 0.2 < ended["test_accuracy"] <= 1.0
+    run = record(run_dir)
+    assert run["effective_batch"] == 32
+    assert run["config"]["backend"] == ("torch" if "torch" in flags else "tensorflow")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_resume_goes_on_bit_exactly(few_pictures: Path, tmp_path: Path) -> None:
+    flags = ["--data", few_pictures, "--seed", "3", "--per-rank-batch", "32"]
+    straight = run_program("mpirun", 2, *flags, "--epochs", 4, "--run-dir", tmp_path / "straight")
+    first = run_program("mpirun", 2, *flags, "--epochs", 2, "--run-dir", tmp_path / "parts")
+    wanted = check_run(straight, tmp_path / "straight", 2)["weights_sha256"]
+    early = check_run(first, tmp_path / "parts", 2)["weights_sha256"]
+    rest = run_program("mpirun", 2, *flags, "--epochs", 4, "--run-dir", tmp_path / "parts", "--resume")
+    assert "resuming after epoch 2 of 4" in rest.text
+    assert check_run(rest, tmp_path / "parts", 2)["weights_sha256"] == wanted != early

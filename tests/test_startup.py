@@ -1,0 +1,153 @@
+"""Flags, imports, cores and run directories, before any framework is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import startup
+from hvdtrain.errors import ConfigError, LauncherError
+from hvdtrain.launchers import ALONE, Detected
+
+
+def test_flag_types() -> None:
+    assert startup.whole(1)("12") == 12 and startup.whole(0)("0") == 0 and startup.positive("1e-3") == 0.001
+    for parse, text in [(startup.whole(1), t) for t in ("0", "-1", "1.5", "x", "")] + [
+        (startup.positive, t) for t in ("0", "-1", "nan", "inf", "x")
+    ]:
+        with pytest.raises(Exception, match="must be a"):
+            parse(text)
+
+
+def test_parser_errors_are_config_errors() -> None:
+    parser = startup.Parser("some.module", description="", epilog="")
+    parser.add_argument("--n", type=startup.whole(1))
+    with pytest.raises(ConfigError) as caught:
+        parser.parse_args(["--n", "0"])
+    assert "--n" in str(caught.value) and "python -m some.module --help" in caught.value.remedy
+    assert caught.value.shared
+    with pytest.raises(ConfigError, match="Unrecognized arguments: --no"):
+        parser.parse_args(["--no"])
+
+
+def test_missing_modules_are_all_named_before_any_is_imported() -> None:
+    needed = {"json": "never", "hvdtrain_no_such": "do a", "horovod_no_such.torch": "do b"}
+    with pytest.raises(LauncherError) as caught:
+        startup.find_modules(needed)
+    assert "no hvdtrain_no_such, horovod_no_such in " + sys.executable in caught.value.came
+    assert caught.value.remedy == "do a; do b"
+
+
+def test_broken_module_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hvdtrain_broken.py").write_text("raise ImportError('libmpi.so.40: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    with pytest.raises(LauncherError) as caught:
+        startup.import_modules({"hvdtrain_broken": "build it"})
+    assert "libmpi.so.40" in caught.value.came and caught.value.remedy == "build it"
+
+
+def test_backends_without_adapter_are_refused() -> None:
+    with pytest.raises(ConfigError, match="jax"):
+        startup.keras_modules("jax", ALONE)
+    assert "horovod" not in startup.keras_modules("torch", ALONE)
+    launched = startup.keras_modules("torch", Detected("mpirun", 0, 2, 0, 2, 0, None))
+    assert list(launched) == ["numpy", "horovod", "torch", "keras", "horovod.torch"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("asked", [False, True])
+def test_notes_on_file_descriptor_2(asked: bool, fails: bool) -> None:
+    """Hidden unless asked for or the import fails; and the descriptor works again afterwards."""
+    code = (
+        "import os, sys, contextlib\nfrom hvdtrain.startup import quiet\n"
+        "with contextlib.suppress(ValueError), quiet():\n"
+        " os.write(2, b'NOTE\\n')\n"
+        f" if {fails}: raise ValueError\n"
+        "print('after', file=sys.stderr)"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    env |= {"TF_CPP_MIN_LOG_LEVEL": "0"} if asked else {}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert ("NOTE" in done.stderr) == (asked or fails)
+    assert "after" in done.stderr
+
+
+def test_cores_are_shared_and_the_users_choice_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    startup.share_cores(Detected("horovodrun", 0, 6, 0, 3, 0, None))
+    assert os.environ["OMP_NUM_THREADS"] == "5"
+    assert os.environ["TF_NUM_INTRAOP_THREADS"] == "2"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    startup.share_cores(Detected("mpirun", 0, 4, 0, 4, 0, None))
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+# ---- run directories
+
+
+def put_run(folder: Path, **config: object) -> None:
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"config": config, "status": "finished"}))
+
+
+def choose(wanted: Path | None = None, *, resume: bool = False, data: str = "d") -> Path:
+    return startup.choose_run_dir(wanted, "prog", resume=resume, data_sha256=data)
+
+
+def test_next_free_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert choose() == Path("runs/prog-1")
+    assert choose() == Path("runs/prog-2")  # claimed, though empty
+    (tmp_path / "runs" / "prog-9").mkdir()
+    (tmp_path / "runs" / "prog-x").mkdir()
+    assert choose() == Path("runs/prog-10")
+    assert choose(Path("own")) == Path("own")
+
+
+def test_resume_takes_the_newest_or_the_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    put_run(Path("runs/prog-9"), data_sha256="d")
+    put_run(Path("runs/prog-10"), data_sha256="d")
+    assert choose(resume=True) == Path("runs/prog-10")
+    assert choose(Path("runs/prog-9"), resume=True) == Path("runs/prog-9")
+
+
+def test_resume_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no run in"):
+        choose(resume=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file"):
+        choose(Path("file"), resume=True)
+    put_run(Path("other"), data_sha256="e", data="cats")
+    with pytest.raises(ConfigError, match="trained on other data: cats"):
+        choose(Path("other"), resume=True)
+
+
+def test_runs_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").touch()
+    with pytest.raises(ConfigError, match="--run-dir"):
+        choose()
+
+
+def test_run_directory_is_checked_early(tmp_path: Path) -> None:
+    startup.check_run_dir(tmp_path / "new" / "run", resume=False)
+    put_run(tmp_path / "ended")
+    startup.check_run_dir(tmp_path / "ended", resume=True)
+    with pytest.raises(ConfigError, match="holds a run that is finished"):
+        startup.check_run_dir(tmp_path / "ended", resume=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="user can write"):
+        startup.check_run_dir(tmp_path / "file" / "run", resume=False)
