@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .errors import HvdtrainError
 
@@ -28,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
+    signal.signal(signal.SIGTERM, _end)
     try:
         return args.run(args)
     except HvdtrainError as error:
@@ -38,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `hvdtrain ... | head`: the reader has seen enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - so that the interpreter's last flush has somewhere to go
         return 141
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """SIGTERM unwinds like an exit, so that what a command started (compilers, ranks) ends with it."""
+    sys.exit(128 + number)
 
 
 def _parser(wanted: str | None) -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from hvdtrain import cli
@@ -49,3 +50,21 @@ def test_a_reader_that_stops_early_gets_no_traceback():
     command = f"{sys.executable} -m hvdtrain.cli build-horovod --edits | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stdout and "Traceback" not in done.stderr
+
+
+def test_sigterm_ends_what_a_command_started(tmp_path):
+    """A stopped build must not leave compilers behind: they run in a session of their own."""
+    program = (
+        "import sys; from hvdtrain import cli; from hvdtrain.horovod_build import build; import hvdtrain.horovod_build as h\n"
+        f"steps = build.Steps(__import__('pathlib').Path({str(tmp_path / 'log')!r}), print)\n"
+        "child = \"import os, threading; print('child', os.getpid(), flush=True); threading.Event().wait(60)\"\n"
+        "h.run = lambda args: steps('waiting', [sys.executable, '-c', child], progress=lambda l: print(l, flush=True))\n"
+        "sys.exit(cli.main(['build-horovod']))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = next(int(line.split()[1]) for line in parent.stdout if line.startswith("child"))
+    parent.terminate()
+    assert parent.wait(timeout=20) == 143
+    parent.stdout.close()
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
