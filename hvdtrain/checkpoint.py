@@ -276,14 +276,16 @@ class Checkpointer:
         chosen = self.world.on_main(self._choose, os.fspath(which), sorted(state))
         if chosen is None:
             return None
-        path, manifest = chosen
+        name, manifest = chosen
+        # every rank looks in its own directory: paths may differ between hosts, names do not
+        path = self.directory / name if which in ("latest", "best") else Path(which)
         files = {name: manifest["files"][name] for name in sorted(state)}
         with local_copy(self.world, path, files) as (folder, failure):
             self._load(state, folder, failure)
         return Progress(**manifest["progress"])
 
-    def _choose(self, which: str, names: Sequence[str]) -> tuple[Path, dict[str, Any]] | None:
-        """Return the path and manifest of the checkpoint to restore, every checksum read."""
+    def _choose(self, which: str, names: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
+        """Return the name and manifest of the checkpoint to restore, every checksum read."""
         if which in ("latest", "best"):
             known, ranking = self.list(), self._ranking(which)
             if not known:
@@ -300,7 +302,7 @@ class Checkpointer:
                 continue
             _check_has(manifest, names, info.path)
             _tell_fallback(info, [other for other in known if other.path in damaged], damaged)
-            return info.path, manifest
+            return info.path.name, manifest
         if which == "best" and not damaged:
             raise CheckpointError(
                 f"the best checkpoint is the one with the best {self.best_metric}",
@@ -342,7 +344,7 @@ def _tell_fallback(chosen: Info, passed_over: Sequence[Info], problems: Mapping[
 
 def _check_names(state: Mapping[str, Part]) -> None:
     for name in state:
-        if name == MANIFEST or Path(name).name != name or name.startswith("."):
+        if not name or name == MANIFEST or Path(name).name != name or name.startswith("."):
             raise ConfigError("a checkpoint's parts are plain file names", repr(name))
     if not state:
         raise ConfigError("a checkpoint needs at least one part")

@@ -51,7 +51,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         body = json.loads(text)
         digest = body.pop("digest")
         whole = digest == _digest(body) and {"format", "progress", "metrics", "files"} <= set(body)
-    except (ValueError, KeyError, AttributeError, TypeError):  # not JSON, or JSON of something else
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or JSON of something else
         whole = False
     if not whole:
         raise CheckpointError("a manifest must match its digest", f"{path / MANIFEST} is damaged")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,17 +25,26 @@ def local_copy(
     Failures are handed on, not raised: this rank must take part in what the others do next.
     """
     here = world.is_main or has_files(path, files)
-    if all(world.gather(here)):
-        yield path, None
-        return
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
-        failure: Exception | None = None
-        for name, sealed in files.items():
-            target = None if here else Path(folder) / name
-            failure = _send(world, path / name, target, sealed["bytes"]) or failure
-        if not here and failure is None:
-            failure = None if has_files(Path(folder), files) else CheckpointError("rank 0 sent damaged bytes")
-        yield path if here else Path(folder), failure
+    failure: Exception | None
+    folder, failure = (path, None) if here else _temporary_folder()
+    try:
+        if not all(world.gather(here)):
+            for name, sealed in files.items():
+                target = None if here or failure else folder / name
+                failure = _send(world, path / name, target, sealed["bytes"]) or failure
+            if not here and failure is None and not has_files(folder, files):
+                failure = CheckpointError("every rank must get the bytes that rank 0 has", "they arrived damaged")
+        yield folder, failure
+    finally:
+        if folder != path:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_folder() -> tuple[Path, OSError | None]:
+    try:
+        return Path(tempfile.mkdtemp(prefix="hvdtrain-")), None
+    except OSError as error:
+        return Path(tempfile.gettempdir()) / "hvdtrain-none", error
 
 
 def _send(world: World, source: Path, target: Path | None, size_bytes: int) -> Exception | None:
@@ -52,14 +62,17 @@ def _send(world: World, source: Path, target: Path | None, size_bytes: int) -> E
                 failure = error
         data = world.comm.broadcast_bytes(data, 0)
         if target is not None and failure is None:
-            try:
-                with open(target, "ab") as file:
-                    file.write(data)
-            except OSError as error:
-                failure = error
-    if target is not None and size_bytes == 0:
-        target.touch()
-    return failure
+            failure = _append(target, data)
+    return _append(target, b"") if target is not None and size_bytes == 0 else failure
+
+
+def _append(path: Path, data: bytes) -> OSError | None:
+    try:
+        with open(path, "ab") as file:
+            file.write(data)
+    except OSError as error:
+        return error
+    return None
 
 
 def _read_chunk(path: Path, start: int) -> bytes:

@@ -16,6 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +39,6 @@ QUIET = {
     "TF_ENABLE_ONEDNN_OPTS": "0",
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONFAULTHANDLER": "1",
-    "PYTHONUNBUFFERED": "1",
 }
 MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -47,7 +47,7 @@ MPI = {
     "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
 }
 # horovodrun and `mpirun --tag-output` write "[1,0]<stdout>:text"; horovodrun without tags "[0]<stdout>:text"
-_TAGGED = re.compile(r"^\[(?:\d+,)?(\d+)\]<(stdout|stderr)>: ?(.*)$")
+_TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,14 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), kept.get("PYTHONPATH", "")]))
     return {**kept, **THREADS, **QUIET, **MPI, "PYTHONPATH": path, **(extra or {})}
+
+
+@contextmanager
+def quick_folder() -> Iterator[Path]:
+    """Give a temporary folder, in memory where there is room: for tests that force hundreds of files to disk."""
+    shared_memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared_memory if os.access(shared_memory, os.W_OK) else None) as folder:
+        yield Path(folder)
 
 
 def tool(name: str, python: str | Path | None = None) -> str:
@@ -253,14 +261,13 @@ def _read(file: tempfile._TemporaryFileWrapper) -> str:  # type: ignore[type-arg
 def _result(launcher: str, returncode: int, out: str, err: str, seconds: float) -> Result:
     if launcher == "none":
         return Result(returncode, out, err, seconds, {0: out}, {0: err})
-    ranks_output: dict[int, list[str]] = {}
-    ranks_error: dict[int, list[str]] = {}
-    for line in (out + "\n" + err).splitlines():
-        if match := _TAGGED.match(line):
-            by_rank = ranks_output if match[2] == "stdout" else ranks_error
-            by_rank.setdefault(int(match[1]), []).append(match[3])
-    return Result(returncode, out, err, seconds, _joined(ranks_output), _joined(ranks_error))
+    ranks: dict[str, dict[int, list[str]]] = {"stdout": {}, "stderr": {}}
+    # [text, rank, stream, text, rank, stream, text ...]; mpirun tags every write, also in the middle of a line
+    pieces = _TAG.split(out + "\n" + err)
+    for rank, stream, text in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+        ranks[stream].setdefault(int(rank), []).append(text)
+    return Result(returncode, out, err, seconds, _joined(ranks["stdout"]), _joined(ranks["stderr"]))
 
 
-def _joined(lines: dict[int, list[str]]) -> dict[int, str]:
-    return {rank: "\n".join(its) for rank, its in sorted(lines.items())}
+def _joined(texts: dict[int, list[str]]) -> dict[int, str]:
+    return {rank: "".join(its).strip("\n") for rank, its in sorted(texts.items())}

@@ -55,7 +55,9 @@ def test_a_batch_under_the_reference_needs_no_warm_up() -> None:
 
 schedules = st.one_of(
     st.just({}),
-    st.fixed_dictionaries({"schedule": st.just("step"), "milestones": st.just((600, 900)), "gamma": st.floats(0.01, 1)}),
+    st.fixed_dictionaries(
+        {"schedule": st.just("step"), "milestones": st.just((600, 900)), "gamma": st.floats(0.01, 1)}
+    ),
     st.fixed_dictionaries({"schedule": st.just("cosine"), "total_samples": st.just(2000), "final": st.floats(0, 1)}),
 )  # fmt: skip
 scaled = st.sampled_from(["linear", "sqrt"])
@@ -127,7 +129,8 @@ class TestOptimizer:
         {"scale": "square"}, {"warmup_samples": -1}, {"warmup_samples": 10, "scale": "none"},
         {"schedule": "linear"},
         {"schedule": "step"}, {"schedule": "step", "milestones": (5, 5)}, {"schedule": "step", "milestones": (9, 5)},
-        {"schedule": "step", "milestones": (5,), "warmup_samples": 6}, {"schedule": "step", "milestones": (5,), "gamma": 0},
+        {"schedule": "step", "milestones": (5,), "warmup_samples": 6},
+        {"schedule": "step", "milestones": (5,), "gamma": 0},
         {"milestones": (5,)},
         {"schedule": "cosine"}, {"schedule": "cosine", "total_samples": 5, "warmup_samples": 5},
         {"schedule": "cosine", "total_samples": 5, "final": 1.5},

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,7 @@ with RunLog({str(tmp_path)!r}, World.solo(), config={{"total_samples": 64}}, ten
 """
         master, slave = os.openpty()
         try:
+            termios.tcsetwinsize(slave, (24, 100))
             subprocess.run(
                 [sys.executable, "-c", code], stdout=slave, stderr=slave, env=clean_environment(), check=True,
                 cwd=REPOSITORY, timeout=60,

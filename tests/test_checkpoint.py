@@ -1,0 +1,365 @@
+"""Nothing lost: kills, full disks, flipped bits, other directories, other ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import REPOSITORY, clean_environment, quick_folder, run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain import Checkpointer, CheckpointError, ConfigError, Progress
+from hvdtrain.manifest import MANIFEST
+
+PROGRAMS = Path(__file__).parent / "programs"
+sys.path.insert(0, str(PROGRAMS))
+from blob import Blob, content, state_of  # noqa: E402
+
+
+def save(folder: Path, step: int, loss: float | None = None, **options: Any) -> Path:
+    metrics = {} if loss is None else {"val_loss": loss}
+    return Checkpointer(folder, **options).save(state_of(step), progress=progress_at(step), metrics=metrics)
+
+
+def progress_at(step: int) -> Progress:
+    return Progress(epoch=step // 10, step=step, samples_seen=32 * step, samples_in_epoch=32 * (step % 10))
+
+
+def restored(folder: Path, **options: Any) -> Progress | None:
+    """Restore, and check that what comes is what was saved at that step."""
+    state = state_of(0)
+    progress = Checkpointer(folder, best=options.pop("best", "val_loss"), mode=options.pop("mode", "min")).restore(
+        state, **options
+    )
+    if progress is not None:
+        assert progress == progress_at(progress.step)
+        assert content(state) == content(state_of(progress.step))
+    return progress
+
+
+def step_of(progress: Progress | None) -> int:
+    assert progress is not None
+    return progress.step
+
+
+def steps(folder: Path) -> list[int]:
+    return [info.progress.step for info in Checkpointer(folder).list()]
+
+
+class TestSaveAndRestore:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        path = save(tmp_path / "deep" / "down", 42, 0.5)
+        assert path.name == "epoch-0004-step-000042"
+        assert restored(tmp_path / "deep" / "down") == progress_at(42)
+
+    def test_manifest(self, tmp_path: Path) -> None:
+        manifest = json.loads((save(tmp_path, 7, math.nan) / MANIFEST).read_text(), parse_constant=pytest.fail)
+        assert set(manifest["files"]) == {"a.bin", "b.bin"}
+        assert manifest["files"]["a.bin"]["bytes"] == 100 and len(manifest["files"]["a.bin"]["sha256"]) == 64
+        assert manifest["metrics"] == {"val_loss": "nan"} and manifest["world_size"] == 1
+        assert math.isnan(Checkpointer(tmp_path).list()[0].metrics["val_loss"])
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        checkpointer = Checkpointer(tmp_path / "none")
+        assert checkpointer.restore(state_of(0)) is None and checkpointer.restore(state_of(0), which="best") is None
+        assert checkpointer.list() == [] and checkpointer.latest() is None and checkpointer.best() is None
+        assert not (tmp_path / "none").exists(), "looking makes nothing"
+
+    def test_empty_files_and_part_of_the_state(self, tmp_path: Path) -> None:
+        Checkpointer(tmp_path).save({"empty": Blob(), "x": Blob(b"x")}, progress=Progress())
+        state = {"empty": Blob(b"something")}
+        assert Checkpointer(tmp_path).restore(state) == Progress()
+        assert state["empty"].content == b""
+
+    def test_by_path(self, tmp_path: Path) -> None:
+        first = save(tmp_path, 1)
+        save(tmp_path, 2)
+        assert step_of(restored(tmp_path, which=first)) == 1
+        with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+            restored(tmp_path, which=tmp_path / "elsewhere")
+
+    def test_a_file_that_is_not_in_it(self, tmp_path: Path) -> None:
+        save(tmp_path, 1)
+        with pytest.raises(CheckpointError, match="every file that is to be restored") as caught:
+            Checkpointer(tmp_path).restore({"a.bin": Blob(), "optimizer.bin": Blob()})
+        assert "lacks optimizer.bin" in caught.value.came and "a.bin, b.bin" in caught.value.came
+
+    def test_what_cannot_be_loaded_names_the_rank(self, tmp_path: Path) -> None:
+        class Refusing(Blob):
+            def load(self, path: Path) -> None:
+                raise ValueError("shape (3,) is not (4,)")
+
+        save(tmp_path, 1)
+        with pytest.raises(CheckpointError, match="able to load") as caught:
+            Checkpointer(tmp_path).restore({"a.bin": Refusing()})
+        assert "rank 0: ValueError: shape (3,) is not (4,)" in caught.value.came
+
+    @pytest.mark.parametrize("name", ["../x", "a/b", "/etc/x", MANIFEST, ".hidden", "", ".", ".."])
+    def test_names_that_are_not_plain(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(ConfigError, match="plain file names"):
+            Checkpointer(tmp_path).save({name: Blob()}, progress=Progress())
+
+    def test_a_part_that_writes_nothing(self, tmp_path: Path) -> None:
+        class Lazy(Blob):
+            def save(self, path: Path) -> None:
+                pass
+
+        save(tmp_path, 1)
+        with pytest.raises(CheckpointError, match="must write one file"):
+            Checkpointer(tmp_path).save({"a.bin": Lazy()}, progress=Progress(step=2))
+        assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
+
+    @pytest.mark.parametrize("options", [{"keep": 0}, {"keep": 1.5}, {"keep": True}, {"mode": "least"}])
+    def test_arguments_that_mean_nothing(self, tmp_path: Path, options: dict) -> None:
+        with pytest.raises(ConfigError):
+            Checkpointer(tmp_path, **options)
+
+
+class TestRetention:
+    @given(
+        losses=st.lists(st.sampled_from([0.1, 0.2, 0.3, math.nan, None]), min_size=1, max_size=8),
+        keep=st.integers(1, 4),
+        mode=st.sampled_from(["min", "max"]),
+    )
+    def test_the_newest_and_the_best(self, losses: list[float | None], keep: int, mode: str) -> None:
+        with quick_folder() as folder:
+            self.save_all(folder, losses, keep, mode)
+
+    def save_all(self, folder: Path, losses: list[float | None], keep: int, mode: str) -> None:
+        best: tuple[float, int] | None = None
+        for step, loss in enumerate(losses, start=1):
+            save(folder, step, loss, keep=keep, mode=mode)
+            if loss is not None and math.isfinite(loss):
+                value = loss if mode == "min" else -loss
+                best = min(best or (math.inf, 0), (value, -step))  # the newer of equals
+            expected = set(range(max(1, step - keep + 1), step + 1)) | ({-best[1]} if best else set())
+            assert set(steps(folder)) == expected
+            assert step_of(restored(folder)) == step
+            if best:
+                assert step_of(restored(folder, which="best", mode=mode)) == -best[1]
+
+    def test_without_best(self, tmp_path: Path) -> None:
+        for step, loss in ((1, 0.1), (2, 0.9)):
+            save(tmp_path, step, loss, keep=1, best=None)
+        assert steps(tmp_path) == [2]
+
+    def test_best_of_a_metric_nobody_saved(self, tmp_path: Path) -> None:
+        save(tmp_path, 1, 0.5)
+        with pytest.raises(CheckpointError, match="best val_accuracy") as caught:
+            restored(tmp_path, which="best", best="val_accuracy")
+        assert "latest" in caught.value.remedy
+
+    def test_after_going_back_the_newest_is_the_last_saved(self, tmp_path: Path) -> None:
+        """A run restored from step 10 saves step 12: that one is the latest, whatever 20 was."""
+        for step in (10, 20, 12):
+            save(tmp_path, step, keep=2)
+        assert step_of(restored(tmp_path)) == 12
+        assert steps(tmp_path) == [20, 12]
+
+    def test_the_same_step_again(self, tmp_path: Path) -> None:
+        first, second = save(tmp_path, 5), save(tmp_path, 5)
+        assert second.name == f"{first.name}.2" and Checkpointer(tmp_path).latest().path == second  # type: ignore[union-attr]
+        assert save(tmp_path, 6, keep=1).exists() and not first.exists() and not second.exists()
+
+    def test_damaged_ones_do_not_count_and_go_in_time(self, tmp_path: Path) -> None:
+        save(tmp_path, 1, keep=2)
+        damaged = save(tmp_path, 2, keep=2) / "a.bin"
+        damaged.write_bytes(b"short")
+        save(tmp_path, 3, keep=2)
+        assert [info.progress.step for info in Checkpointer(tmp_path).list() if info.ok] == [1, 3]
+        assert damaged.exists(), "newer than a good one that is kept: it is told about"
+        save(tmp_path, 4, keep=2)
+        assert steps(tmp_path) == [3, 4]
+
+    def test_other_things_in_the_directory_are_left_alone(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("mine")
+        (tmp_path / ".writing-mine").mkdir()
+        for step in (1, 2, 3):
+            save(tmp_path, step, keep=1)
+        assert (tmp_path / "notes.txt").read_text() == "mine" and (tmp_path / ".writing-mine").is_dir()
+
+
+class TestDamage:
+    """Whatever happens to the newest, the answer is its exact content or the one before; never an error."""
+
+    def test_every_bit_flip(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        save(tmp_path, 1)
+        newest = save(tmp_path, 2)
+        fallbacks = 0
+        for name in (MANIFEST, "a.bin", "b.bin"):
+            whole = (newest / name).read_bytes()
+            for position in range(len(whole)):
+                flipped = bytearray(whole)
+                flipped[position] ^= 1 << position % 8
+                (newest / name).write_bytes(flipped)
+                step = step_of(restored(tmp_path))
+                told = "falling back" in capsys.readouterr().err
+                assert told == (step == 1), "a fall-back is said"
+                assert step == 1 or name == MANIFEST, f"{name} byte {position}: damage not seen"
+                fallbacks += step == 1
+            (newest / name).write_bytes(whole)
+        assert fallbacks > 200 + 300  # white space of the manifest may change, nothing else
+        assert step_of(restored(tmp_path)) == 2
+
+    def test_every_truncation(self, tmp_path: Path) -> None:
+        save(tmp_path, 1)
+        newest = save(tmp_path, 2)
+        for name in (MANIFEST, "a.bin"):
+            whole = (newest / name).read_bytes()
+            for length in range(len(whole) - (name == MANIFEST)):
+                (newest / name).write_bytes(whole[:length])
+                assert step_of(restored(tmp_path)) == 1
+            (newest / name).write_bytes(whole)
+
+    @pytest.mark.parametrize("name", [MANIFEST, "a.bin"])
+    def test_a_file_gone(self, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+        save(tmp_path, 1)
+        (save(tmp_path, 2) / name).unlink()
+        assert step_of(restored(tmp_path)) == 1
+        said = capsys.readouterr().err
+        assert "passing over the damaged checkpoint" in said and "epoch-0000-step-000002" in said
+
+    @pytest.mark.parametrize("text", ["[]", "3", '"x"', "null", "{}", '{"digest": 1}', "\xff", "[" * 100_000])
+    def test_a_manifest_that_is_something_else(self, tmp_path: Path, text: str) -> None:
+        save(tmp_path, 1)
+        (save(tmp_path, 2) / MANIFEST).write_text(text, encoding="latin-1")
+        assert step_of(restored(tmp_path)) == 1
+
+    def test_all_damaged_is_an_error_not_a_new_start(self, tmp_path: Path) -> None:
+        for step in (1, 2):
+            (save(tmp_path, step) / "b.bin").write_bytes(b"")
+        with pytest.raises(CheckpointError, match="no checkpoint is whole") as caught:
+            restored(tmp_path)
+        assert "b.bin has 0 bytes instead of 100" in caught.value.came
+        with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+            restored(tmp_path, which="best")
+
+    def test_best_damaged_falls_back_to_the_next_best(self, tmp_path: Path) -> None:
+        for step, loss in ((1, 0.3), (2, 0.1), (3, 0.2)):
+            path = save(tmp_path, step, loss)
+            if step == 2:
+                data = (path / "a.bin").read_bytes()
+        (tmp_path / "epoch-0000-step-000002" / "a.bin").write_bytes(data[::-1])  # same size: only the checksum knows
+        assert Checkpointer(tmp_path).best().progress.step == 2  # type: ignore[union-attr]
+        assert step_of(restored(tmp_path, which="best")) == 3
+
+    def test_negative_twin_without_checksums_wrong_bytes_are_loaded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(tmp_path, 1)
+        (save(tmp_path, 2) / "a.bin").write_bytes(b"?" * 100)
+        monkeypatch.setattr("hvdtrain.checkpoint.verify", lambda folder, files: None)
+        with pytest.raises(AssertionError):
+            restored(tmp_path)
+
+
+@pytest.fixture
+def quick_tmp() -> Iterator[Path]:
+    with quick_folder() as folder:
+        yield folder
+
+
+class TestKills:
+    def run(self, folder: Path, stride: int, *options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(PROGRAMS / "checkpoint_kills.py"), str(folder), str(stride), *options]
+        return subprocess.run(
+            command, capture_output=True, text=True, env=clean_environment(), cwd=REPOSITORY, timeout=300, check=False
+        )
+
+    def test_a_kill_at_any_line(self, quick_tmp: Path) -> None:
+        done = self.run(quick_tmp, 5)
+        assert done.returncode == 0, done.stdout + done.stderr
+        kills, before = (int(number) for number in re.findall(r"\d+", done.stdout))
+        assert kills >= 100 and 20 <= before < kills
+
+    def test_negative_twin_deleting_first_is_caught(self, quick_tmp: Path) -> None:
+        done = self.run(quick_tmp, 5, "--naive")
+        assert done.returncode == 1 and "in look" in done.stderr and "AssertionError" in done.stderr
+
+    def test_what_a_living_process_writes_is_not_swept(self, tmp_path: Path) -> None:
+        save(tmp_path, 1)
+        host = os.uname().nodename
+        living, dead = tmp_path / f".writing-{host}-1-abc", tmp_path / f".writing-{host}-{2**22 + 1}-abc"
+        elsewhere = tmp_path / ".writing-other.host-name-77-abc"
+        for path in (living, dead, elsewhere):
+            path.mkdir()
+        save(tmp_path, 2)
+        assert living.exists() and elsewhere.exists() and not dead.exists()
+        os.utime(elsewhere, (0, 0))
+        save(tmp_path, 3)
+        assert not elsewhere.exists(), "a day later nobody is writing there any more"
+
+    def test_everything_is_on_disk_before_and_after_the_rename(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A power cut cannot be made here; the order that guards against it can be read."""
+        done: list[str] = []
+        fsync, rename = os.fsync, os.rename
+
+        def noted_fsync(descriptor: int) -> None:
+            done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+            fsync(descriptor)
+
+        def noted_rename(source: Path, target: Path) -> None:
+            done.append("rename")
+            rename(source, target)
+
+        monkeypatch.setattr(os, "fsync", noted_fsync)
+        monkeypatch.setattr(os, "rename", noted_rename)
+        save(tmp_path / "new", 1)
+        assert done[0] == tmp_path.name, "the new directory's own entry"
+        assert done[1:4] == ["a.bin", "b.bin", MANIFEST]
+        assert done[4].startswith(".writing-") and done[5:] == ["rename", "new"]
+
+
+class TestFullDisk:
+    def test_the_last_good_one_stays_and_room_is_given_back(self, tmp_path: Path, mount: Any) -> None:
+        mount("tmpfs", tmp_path / "small", "size=256k")
+        folder = tmp_path / "small" / "checkpoints"
+        save(folder, 1)
+        big = {"a.bin": Blob(b"x" * 100_000), "b.bin": Blob(b"y" * 200_000)}
+        with pytest.raises(CheckpointError, match="written whole") as caught:
+            Checkpointer(folder).save(big, progress=Progress(step=2))
+        assert "No space left" in caught.value.came and "make room" in caught.value.remedy
+        assert steps(folder) == [1] and step_of(restored(folder)) == 1
+        assert len(list(folder.iterdir())) == 1, "the failed attempt takes no room"
+        assert save(folder, 3).exists()
+
+    def test_not_a_directory(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(CheckpointError, match="written whole"):
+            save(tmp_path / "file" / "below", 1)
+
+    def test_read_only(self, tmp_path: Path, mount: Any) -> None:
+        mount("tmpfs", tmp_path / "disk", "size=256k")
+        save(tmp_path / "disk", 1)
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+        with pytest.raises(CheckpointError, match="ead-only"):
+            save(tmp_path / "disk", 2)
+        assert step_of(restored(tmp_path / "disk")) == 1
+
+
+RANK_SCENARIOS = [
+    "shared", "rank_1_sees_nothing", "rank_1_sees_something_else", "rank_0_falls_back", "nothing", "all_damaged",
+    "save_fails_on_rank_0", "load_fails_on_rank_1", "not_at_the_same_point", "disk_of_rank_1_is_full",
+]  # fmt: skip
+
+
+@pytest.mark.ranks
+class TestRanks:
+    def test_restore_in_two_ranks(self, tmp_path: Path) -> None:
+        done = run_ranks([PROGRAMS / "checkpoint_ranks.py", tmp_path, *RANK_SCENARIOS], 2)
+        for scenario in RANK_SCENARIOS:
+            for rank in range(2):
+                assert f"{scenario}: passed" in done.ranks_output.get(rank, ""), done.text
+        assert "falling back" in done.ranks_error[0] and "falling back" not in done.ranks_error.get(1, "")
+        done.check()
