@@ -54,13 +54,18 @@ def test_a_reader_that_stops_early_gets_no_traceback():
 
 def test_sigterm_ends_what_a_command_started(tmp_path):
     """A stopped build must not leave compilers behind: they run in a session of their own."""
-    program = (
-        "import sys; from hvdtrain import cli; from hvdtrain.horovod_build import build; import hvdtrain.horovod_build as h\n"
-        f"steps = build.Steps(__import__('pathlib').Path({str(tmp_path / 'log')!r}), print)\n"
-        "child = \"import os, threading; print('child', os.getpid(), flush=True); threading.Event().wait(60)\"\n"
-        "h.run = lambda args: steps('waiting', [sys.executable, '-c', child], progress=lambda l: print(l, flush=True))\n"
-        "sys.exit(cli.main(['build-horovod']))"
-    )
+    program = f"""
+import sys
+from pathlib import Path
+import hvdtrain.horovod_build as recipe
+from hvdtrain import cli
+from hvdtrain.horovod_build.build import Steps
+
+CHILD = "import os, threading; print('child', os.getpid(), flush=True); threading.Event().wait(60)"
+show = lambda line: print(line, flush=True)
+recipe.run = lambda args: Steps(Path({str(tmp_path / "log")!r}), show)("", [sys.executable, "-c", CHILD], progress=show)
+sys.exit(cli.main(["build-horovod"]))
+"""
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = next(int(line.split()[1]) for line in parent.stdout if line.startswith("child"))
