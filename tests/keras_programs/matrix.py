@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from common import BACKEND, L, block, cnn, images, loss, numpy_of, text, tokens, weights_of
+from common import BACKEND, L, block, cnn, dense, images, loss, numpy_of, text, tokens, weights_of
 
 O = keras.optimizers  # noqa: E741
 GLOBAL_BATCH = 16
@@ -65,12 +65,12 @@ class Rmse(keras.metrics.RootMeanSquaredError):
 
 def constrained() -> keras.Model:
     return keras.Sequential(
-        [L.Input((6, 6, 1)), L.Flatten(), L.Dense(8, kernel_constraint=keras.constraints.MaxNorm(0.5)), L.Dense(4)]
+        [L.Input((6, 6, 1)), L.Flatten(), dense(8, kernel_constraint=keras.constraints.MaxNorm(0.5)), dense(4)]
     )
 
 
 def normalised() -> keras.Model:
-    return keras.Sequential([L.Input((6, 6, 1)), L.Flatten(), L.Dense(8), L.BatchNormalization(), L.Dense(4)])
+    return keras.Sequential([L.Input((6, 6, 1)), L.Flatten(), dense(8), L.BatchNormalization(), dense(4)])
 
 
 def multi() -> Any:
