@@ -1,9 +1,8 @@
 """Checkpoints that a kill at any instant, a full disk or a flipped bit cannot turn into a loss.
 
-A checkpoint is a directory, written under a temporary name, forced to disk and renamed: it is there whole or
-    not at all.
-Its manifest has the size and SHA-256 of every file, and a digest of itself; what does not match is passed
-over for the last good one, and said so. Older ones are deleted only after a newer one is complete.
+A checkpoint is a directory, written under a temporary name, forced to disk and renamed: it is there whole or not at
+all. Its manifest has the size and SHA-256 of every file, and a digest of itself; what does not match is passed over for
+the last good one, and said so. Older ones are deleted only after a newer one is complete.
 
     checkpoints/epoch-0003-step-000042/manifest.json  model.keras  random.npz
 """

@@ -9,8 +9,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Engine(Protocol):
-    """What carries bytes between ranks. Every method but `shutdown` is collective: all ranks call it in the
-    same order."""
+    """What carries bytes between ranks; its methods are collective: all ranks call them in the same order."""
 
     @property
     def name(self) -> str: ...

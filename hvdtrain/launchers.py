@@ -1,11 +1,8 @@
-"""Which launcher started this process, which rank it gave us, which GPUs are its own: one table, read from
-the environment only.
+"""Which launcher started this process, which rank it gave, which GPUs go with it: read from the environment only.
 
-Launchers nest: `mpirun` inside a Slurm allocation, `horovodrun` inside `srun`, `torchrun` inside OpenPAI.
-    Variables of
-the outer one stay visible, so the table is ordered from the one that is always innermost to the outermost,
-and the first that left its marks wins. A launcher that left only some of its variables is an error, never a
-world of one.
+Launchers nest: `mpirun` inside a Slurm allocation, `horovodrun` inside `srun`, `torchrun` inside OpenPAI. Variables of
+the outer one stay visible, so the table is ordered from the one that is always innermost to the outermost, and the
+first that left its marks wins. A launcher that left only some of its variables is an error, never a world of one.
 """
 
 from __future__ import annotations
@@ -271,6 +268,31 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
+# -- launchers nobody has tested with hvdtrain ---------------------------------------------------------------
+# rank and size variables of PMIx (prterun), Cray PALS and ALPS, Flux, IBM's jsrun, MVAPICH2
+_STRANGERS = {
+    "PMIX_RANK": "PMIX_SIZE",
+    "PALS_RANKID": "PALS_SIZE",
+    "ALPS_APP_PE": "ALPS_APP_SIZE",
+    "FLUX_TASK_RANK": "FLUX_JOB_SIZE",
+    "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",
+    "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",
+}
+
+
+def _stranger(environ: Environ) -> Detected:
+    """Refuse: as a world of one, each of its ranks would train alone, and that looks just like training."""
+    rank = next(name for name in _STRANGERS if name in environ)
+    size = environ.get(_STRANGERS[rank])
+    if size == "1":
+        return ALONE
+    raise LauncherError(
+        "the program must be started by a launcher hvdtrain knows: horovodrun, mpirun, srun, torchrun",
+        f"{rank}={environ[rank]!r}, {_STRANGERS[rank]}={size!r}",
+        f"start it through one of them (mpirun works inside most others), or unset {rank} to train in one process",
+    )
+
+
 _TABLE = (
     _Row("horovodrun", _any_of("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_GLOO_RENDEZVOUS_ADDR"), _horovodrun),
     _Row("torchrun", _any_of("TORCHELASTIC_RUN_ID"), _torchrun),
@@ -281,8 +303,9 @@ _TABLE = (
     _Row("openpai", _any_of("PAI_TASK_INDEX", "PAI_CURRENT_TASK_ROLE_CURRENT_TASK_INDEX"), _openpai),
     # set by hand or by DeepSpeed: the names are common words, so everything more specific comes first
     _Row("torchrun", _any_of("RANK", "WORLD_SIZE", "LOCAL_RANK"), _torchrun),
+    _Row("none", _any_of(*_STRANGERS), _stranger),
 )
-LAUNCHERS = (*dict.fromkeys(row.launcher for row in _TABLE), "none")
+LAUNCHERS = tuple(dict.fromkeys(row.launcher for row in _TABLE))
 
 
 def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) -> tuple[int, ...]:

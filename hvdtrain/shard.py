@@ -124,8 +124,7 @@ class Plan:
 
 
 def contiguous(samples: int, rank: int, size: int) -> slice:
-    """Return rank's contiguous piece of `samples` samples: each sample in exactly one piece, sizes differ by
-    at most 1."""
+    """Return rank's contiguous piece of `samples`: each sample in exactly one, their sizes differ by at most 1."""
     if samples < 0 or not 0 <= rank < size:
         raise ConfigError("need samples >= 0 and 0 <= rank < size", f"samples={samples}, rank={rank}, size={size}")
     each, extra = divmod(samples, size)

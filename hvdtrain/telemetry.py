@@ -1,12 +1,11 @@
 """The run log: a directory that tells what ran, how fast, and how it ended.
 
-    runs/<name>/run.json       what ran: versions, world, effective batch, learning rate, config, status,
-    result runs/<name>/events.jsonl   what happened: one JSON object a line, written as the run goes
+    runs/<name>/run.json       what ran: versions, world, effective batch, learning rate, config, status, result
+    runs/<name>/events.jsonl   what happened: one JSON object a line, written as the run goes
     runs/<name>/tensorboard/   the same scalars for TensorBoard
 
-Rank 0 writes; the other ranks hold the same object and only take part where a method says so. Everything is
-strict JSON: NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf" (Python's `float`
-    reads them).
+Rank 0 writes; the other ranks hold the same object and only take part where a method says so. Everything is strict
+JSON: NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf" (Python's `float` reads them).
 """
 
 from __future__ import annotations
@@ -47,16 +46,15 @@ class RunLog:
     Args:
         run_dir: made if missing; belongs to one run at a time (a lock that dies with the process).
         world: who writes.
-        config: what the user chose; `lr` and `global_batch` (or `per_rank_batch`, with `accumulate`) are told
-            apart.
+        config: what the user chose. run.json repeats `lr` and, from `global_batch` or `per_rank_batch` (and
+            `accumulate`), the effective batch; `total_samples` is where the progress bar ends.
         resume: go on with the run that is in `run_dir`: its events are appended to.
         progress: show progress on rank 0.
         tensorboard: write TensorBoard scalars.
 
     Raises:
-        ConfigError (on rank 0; `MainRankError` with the same text elsewhere): `run_dir` cannot be written, is
-        in use by
-            another run, or holds another run and `resume` is off.
+        ConfigError: `run_dir` cannot be written, is in use by another run, or holds another run and `resume` is
+            off (`MainRankError` with the same text on ranks other than 0).
     """
 
     def __init__(
@@ -316,8 +314,7 @@ class _Writer:
         self.update(status=status, error=error, ended=_now())
 
     def _guarded(self, write: Any, *args: Any) -> None:
-        """A record that cannot be written (disk full, file server gone) is told once and does not end the
-        training."""
+        """Write; what cannot be written (disk full, file server gone) is told once and does not end the training."""
         try:
             write(*args)
         except OSError as error:

@@ -272,8 +272,8 @@ def init(
     _seed_everything(seed)
     try:
         comm = attach(detected, engine=chosen, device=device, gpus_per_rank=gpus_per_rank, seed=seed)
-    except ModuleNotFoundError as error:
-        raise _missing_module(error, framework) from error
+    except ImportError as error:
+        raise _import_error(error, framework) from error
     _check_engine(detected, comm)
     _current = _world_of(comm, detected, seed=seed, node=_meet(comm, framework, seed))
     return _current
@@ -303,33 +303,32 @@ def choose_engine(engine: str, detected: Detected) -> str:
 
 
 def _adapter(framework: str) -> Callable[..., Engine]:
-    """Return the `attach` function of the framework's adapter; the only place where a framework's name is
-    looked up."""
+    """Return `attach` of the framework's adapter; the only place where a framework's name is looked up."""
     if framework not in ("torch", "keras"):
         raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
     try:
         return importlib.import_module(f"hvdtrain.{framework}._engine").attach
-    except ModuleNotFoundError as error:
-        raise _missing_module(error, framework) from error
+    except Exception as error:
+        raise _import_error(error, framework) from error
 
 
-def _missing_module(error: ModuleNotFoundError, framework: str) -> HvdtrainError:
-    missing = error.name or str(error)
-    if missing.split(".")[0] == "horovod":
+def _import_error(error: Exception, framework: str) -> Exception:
+    """Return the error to raise instead: with the remedy where the cause is a package; else `error` itself."""
+    missing = (error.name or str(error)) if isinstance(error, ModuleNotFoundError) else ""
+    what = f"no module {missing!r}" if missing else f"{type(error).__name__}: {error}"
+    came = f"{what} in {sys.executable} on {socket.gethostname()}"
+    if missing.startswith("hvdtrain."):
+        return ConfigError(f"this hvdtrain {__version__} must have an adapter for {framework}", what)
+    if missing and missing.split(".")[0] != "horovod":
+        return ConfigError(f"the {framework} adapter needs {missing}", came, f"pip install 'hvdtrain[{framework}]'")
+    # an extension that was not built, or for other frameworks: ImportError, OSError or TensorFlow's NotFoundError
+    if missing or (not isinstance(error, HvdtrainError) and "horovod" in str(error).lower()):
         return LauncherError(
             "Horovod must be installed on every rank, built for this Python and its frameworks",
-            f"no module {missing!r} in {sys.executable} on {socket.gethostname()}",
+            came,
             "hvdtrain build-horovod --install",
         )
-    if missing.startswith("hvdtrain."):
-        return ConfigError(
-            f"this hvdtrain {__version__} must have an adapter for {framework}", f"no module {missing!r}"
-        )
-    return ConfigError(
-        f"the {framework} adapter needs {missing}",
-        f"no module {missing!r} in {sys.executable} on {socket.gethostname()}",
-        f"pip install 'hvdtrain[{framework}]'",
-    )
+    return error
 
 
 def _seed_everything(seed: int) -> None:
@@ -340,8 +339,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def _check_engine(detected: Detected, comm: Engine) -> None:
-    """Refuse a world in which launcher and engine disagree: every rank training alone looks just like
-    training."""
+    """Refuse a world in which launcher and engine disagree: each rank training alone looks just like training."""
     if (comm.rank, comm.size) == (detected.rank, detected.size):
         return
     remedy = {
@@ -363,9 +361,8 @@ def _check_engine(detected: Detected, comm: Engine) -> None:
 def _meet(comm: Engine, framework: str, seed: int) -> int:
     """Have every rank introduce itself; return the index of this rank's host.
 
-    The first collective of the job: what must not differ is compared before anything is trained. Hosts are
-        numbered in
-    the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.
+    The first collective of the job: what must not differ is compared before anything is trained. Hosts are numbered
+    in the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.
     """
     cards = [
         pickle.loads(data)

@@ -262,10 +262,12 @@ def _result(launcher: str, returncode: int, out: str, err: str, seconds: float) 
     if launcher == "none":
         return Result(returncode, out, err, seconds, {0: out}, {0: err})
     ranks: dict[str, dict[int, list[str]]] = {"stdout": {}, "stderr": {}}
-    # [text, rank, stream, text, rank, stream, text ...]; mpirun tags every write, also in the middle of a line
-    pieces = _TAG.split(out + "\n" + err)
-    for rank, stream, text in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
-        ranks[stream].setdefault(int(rank), []).append(text)
+    for line in [*out.splitlines(keepends=True), *err.splitlines(keepends=True)]:
+        # [the launcher's own words, rank, stream, text, rank, stream, text ...]: mpirun tags every write, which may be
+        # in the middle of a line; a line without any tag is the launcher's
+        pieces = _TAG.split(line)
+        for rank, stream, text in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+            ranks[stream].setdefault(int(rank), []).append(text)
     return Result(returncode, out, err, seconds, _joined(ranks["stdout"]), _joined(ranks["stderr"]))
 
 

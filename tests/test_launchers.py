@@ -1,0 +1,229 @@
+"""The launcher table and the GPU rule, for every launcher there is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launcher_variables import HOROVODRUN, HYDRA, MPIJOB, OPEN_MPI, OPENPAI, SBATCH, SRUN, TORCHRUN
+
+from hvdtrain.errors import ConfigError, LauncherError
+from hvdtrain.launchers import LAUNCHERS, tasks_per_node
+from hvdtrain.world import Detected, detect, gpus_for
+
+
+class TestDetect:
+    def test_nothing_set_is_a_world_of_one(self) -> None:
+        assert detect({"HOME": "/root", "HOROVOD_CYCLE_TIME": "1"}) == Detected("none", 0, 1, 0, 1, 0, None)
+
+    @pytest.mark.parametrize(
+        ("environ", "launcher", "node", "rendezvous"),
+        [
+            (HOROVODRUN, "horovodrun", 1, "10.0.0.1:4321"),
+            (OPEN_MPI, "mpirun", -1, None),
+            (HYDRA, "mpirun", -1, None),
+            (SRUN, "srun", 1, None),
+            (TORCHRUN, "torchrun", 1, "host1:29500"),
+            (OPENPAI, "openpai", 1, "10.0.0.1:5000"),
+            (MPIJOB, "mpijob", -1, None),
+        ],
+        ids=["horovodrun", "open-mpi", "hydra", "srun", "torchrun", "openpai", "mpijob"],
+    )
+    def test_every_launcher(self, environ: dict[str, str], launcher: str, node: int, rendezvous: str | None) -> None:
+        assert detect(environ) == Detected(launcher, 3, 4, 1, 2, node, rendezvous)
+        assert launcher in LAUNCHERS
+
+    @pytest.mark.parametrize(
+        ("outer", "inner", "launcher"),
+        [
+            (SRUN, OPEN_MPI, "mpirun"),
+            (SRUN, HYDRA, "mpirun"),
+            (SRUN, HOROVODRUN, "horovodrun"),
+            (SRUN, TORCHRUN, "torchrun"),
+            (SBATCH, OPEN_MPI, "mpirun"),
+            (OPEN_MPI, HOROVODRUN, "horovodrun"),
+            (OPEN_MPI, TORCHRUN, "torchrun"),
+            (OPENPAI, HOROVODRUN, "horovodrun"),
+            (OPENPAI, TORCHRUN, "torchrun"),
+            (MPIJOB, HOROVODRUN, "horovodrun"),
+        ],
+    )
+    def test_the_inner_launcher_wins(self, outer: dict[str, str], inner: dict[str, str], launcher: str) -> None:
+        # the outer one says something else: rank 0, as it does when it started the inner launcher once a job
+        changed = {n: "0" if n.endswith(("RANK", "PROCID", "LOCALID")) else v for n, v in outer.items()}
+        assert detect(changed | inner).launcher == launcher
+        assert detect(changed | inner).rank == 3
+
+    @pytest.mark.parametrize(
+        ("environ", "needed"),
+        [
+            (HOROVODRUN, ["HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
+                          "HOROVOD_CROSS_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"]),
+            (OPEN_MPI, ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                        "OMPI_COMM_WORLD_LOCAL_SIZE"]),
+            (HYDRA, ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]),
+            (SRUN, ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"]),
+            (TORCHRUN, ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+                        "MASTER_PORT"]),
+            (OPENPAI, ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "PAI_HOST_IP_worker_0", "PAI_worker_0_SynPort_PORT"]),
+            (MPIJOB, ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                      "OMPI_COMM_WORLD_LOCAL_SIZE"]),
+        ],
+        ids=["horovodrun", "open-mpi", "hydra", "srun", "torchrun", "openpai", "mpijob"],
+    )  # fmt: skip
+    def test_a_missing_variable_is_named(self, environ: dict[str, str], needed: list[str]) -> None:
+        for name in needed:
+            for broken in ({n: v for n, v in environ.items() if n != name}, environ | {name: ""}):
+                with pytest.raises(LauncherError, match=f"{name} is missing"):
+                    detect(broken)
+
+    @pytest.mark.parametrize("value", ["x", "-1", "1.0", "0x1", "²"])
+    def test_what_is_not_a_count_is_refused(self, value: str) -> None:
+        with pytest.raises(LauncherError, match="HOROVOD_LOCAL_RANK"):
+            detect(HOROVODRUN | {"HOROVOD_LOCAL_RANK": value})
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"HOROVOD_RANK": "4"},
+            {"HOROVOD_SIZE": "0"},
+            {"HOROVOD_LOCAL_RANK": "2"},
+            {"HOROVOD_LOCAL_SIZE": "5"},
+            {"HOROVOD_RANK": "0"},
+        ],
+    )
+    def test_contradictions_are_refused(self, change: dict[str, str]) -> None:
+        with pytest.raises(LauncherError, match="rank < size"):
+            detect(HOROVODRUN | change)
+
+    @given(st.dictionaries(st.sampled_from(sorted(HOROVODRUN | SRUN | TORCHRUN | OPENPAI | MPIJOB | HYDRA)),
+                           st.sampled_from(["", "0", "1", "2", "7", "a", "2(x3),1", "-1"])))  # fmt: skip
+    def test_any_environment_gives_a_sound_world_or_a_launcher_error(self, environ: dict[str, str]) -> None:
+        try:
+            found = detect(environ)
+        except LauncherError as error:
+            assert error.rule and error.came
+            return
+        assert 0 <= found.rank < found.size
+        assert 0 <= found.local_rank < found.local_size <= found.size
+        assert found.launcher in LAUNCHERS
+
+
+class TestStrangers:
+    """Launchers that are not in the table start ranks as well: each would train alone."""
+
+    @pytest.mark.parametrize(
+        ("rank", "size"),
+        [("PMIX_RANK", "PMIX_SIZE"), ("PALS_RANKID", "PALS_SIZE"), ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+         ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE")],
+    )  # fmt: skip
+    def test_are_refused_unless_alone(self, rank: str, size: str) -> None:
+        for environ in ({rank: "1"}, {rank: "0", size: "2"}):
+            with pytest.raises(LauncherError, match="a launcher hvdtrain knows") as caught:
+                detect(environ)
+            assert rank in caught.value.came
+        assert detect({rank: "0", size: "1"}).launcher == "none"
+
+    def test_known_launchers_set_some_of_these_too(self) -> None:
+        assert detect(SRUN | {"PMIX_RANK": "3"}).launcher == "srun"
+        assert detect(OPEN_MPI | {"PMIX_RANK": "3"}).launcher == "mpirun"
+
+
+class TestSlurm:
+    def test_a_batch_script_is_one_process(self) -> None:
+        assert detect(SBATCH).launcher == "none"
+
+    @pytest.mark.parametrize("step", ["batch", "", "4294967291", "4294967290", "extern", "interactive"])
+    def test_slurms_own_steps_are_one_process(self, step: str) -> None:
+        assert detect(SBATCH | {"SLURM_STEP_ID": step}).launcher == "none"
+
+    def test_the_step_counts_not_the_allocation(self) -> None:
+        smaller = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+                          "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}  # fmt: skip
+        assert detect(smaller) == Detected("srun", 1, 2, 0, 1, 1, None)
+
+    def test_uneven_nodes(self) -> None:
+        uneven = SRUN | {"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_PROCID": "6",
+                         "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}  # fmt: skip
+        assert detect(uneven) == Detected("srun", 6, 7, 0, 1, 3, None)
+
+    def test_pmi2_under_srun_is_srun(self) -> None:
+        assert detect(SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "srun"
+
+    def test_tasks_per_node_as_an_option(self) -> None:
+        without = {n: v for n, v in SRUN.items() if not n.endswith("TASKS_PER_NODE")}
+        assert detect(without | {"SLURM_NTASKS_PER_NODE": "2"}).local_size == 2
+        with pytest.raises(LauncherError, match="SLURM_STEP_TASKS_PER_NODE is missing"):
+            detect(without)
+
+    def test_a_step_of_one_task_needs_nothing_more(self) -> None:
+        one = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+        assert detect(one) == Detected("srun", 0, 1, 0, 1, 0, None)
+
+    @given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 5)), min_size=1, max_size=6))
+    def test_expansion(self, runs: list[tuple[int, int]]) -> None:
+        text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+        assert tasks_per_node(text) == [count for count, times in runs for _ in range(times)]
+
+    @pytest.mark.parametrize("text", ["", "2(x", "x3", "2(x3)1", "2;3"])
+    def test_not_slurms_form(self, text: str) -> None:
+        with pytest.raises(LauncherError, match="Slurm writes"):
+            tasks_per_node(text)
+
+
+class TestClusters:
+    def test_ranks_of_an_mpijob_come_through_ssh_without_the_pods_variables(self) -> None:
+        assert detect(OPEN_MPI | {"OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}).launcher == "mpijob"
+
+    def test_an_mpijob_that_forgot_mpirun_is_refused(self) -> None:
+        with pytest.raises(LauncherError, match="mpirun"):
+            detect({"K_MPI_JOB_ROLE": "launcher"})
+
+    def test_openpai_without_counts_counts_the_hosts(self) -> None:
+        named = {n: v for n, v in OPENPAI.items() if "COUNT" not in n}
+        assert detect(named) == detect(OPENPAI)
+
+    def test_openpai_with_several_gpus_a_task_needs_the_local_rank(self) -> None:
+        alone = {n: v for n, v in OPENPAI.items() if not n.startswith("LOCAL_")}
+        with pytest.raises(LauncherError, match="LOCAL_RANK is missing"):
+            detect(alone)
+        assert detect(alone | {"PAI_CURRENT_TASK_ROLE_GPU_COUNT": "1"}).size == 2
+
+    def test_deepspeeds_names(self) -> None:
+        names = {n: v for n, v in TORCHRUN.items() if n not in ("LOCAL_WORLD_SIZE", "GROUP_RANK")}
+        del names["TORCHELASTIC_RUN_ID"]
+        assert detect(names | {"LOCAL_SIZE": "2", "CROSS_RANK": "1"}) == detect(TORCHRUN)
+
+
+class TestGpus:
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            ((0, 1, 0), ()),
+            ((0, 1, 1), (0,)),
+            ((1, 2, 4), (1,)),
+            ((1, 2, 4, 2), (2, 3)),
+            ((3, 4, 1), (0,)),  # masked by the launcher: each rank sees its own
+            ((1, 2, 2, 2), (0, 1)),
+            ((0, 1, 8, 4), (0, 1, 2, 3)),
+        ],
+    )
+    def test_rule(self, arguments: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        assert gpus_for(*arguments) == expected
+
+    @given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 40))
+    def test_ranks_that_see_all_share_none(self, local_size: int, per_rank: int, spare: int) -> None:
+        visible = local_size * per_rank + spare
+        taken = [gpu for rank in range(local_size) for gpu in gpus_for(rank, local_size, visible, per_rank)]
+        assert len(taken) == len(set(taken)) == local_size * per_rank
+        assert set(taken) <= set(range(visible))
+
+    @pytest.mark.parametrize("arguments", [(0, 4, 3), (0, 2, 3, 2), (0, 1, 1, 2)])
+    def test_too_few(self, arguments: tuple[int, ...]) -> None:
+        with pytest.raises(LauncherError, match="GPUs"):
+            gpus_for(*arguments)
+
+    @pytest.mark.parametrize("arguments", [(1, 1, 1), (-1, 1, 1), (0, 1, -1), (0, 1, 1, 0)])
+    def test_arguments_out_of_range(self, arguments: tuple[int, ...]) -> None:
+        with pytest.raises(ConfigError):
+            gpus_for(*arguments)
