@@ -1,0 +1,24 @@
+"""``hvdtrain bench``: measured in paired runs, against the alternatives."""
+
+from __future__ import annotations
+
+import argparse
+
+from hvdtrain.bench import train
+
+BENCHES = {"train": (train, "step times of a prepared fit against plain Keras, and of more ranks against one")}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One subcommand a benchmark."""
+    which = parser.add_subparsers(dest="bench", metavar="BENCH", required=True)
+    for name, (module, line) in BENCHES.items():
+        one = which.add_parser(name, help=line, description=module.__doc__)
+        one.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(one)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the chosen benchmark; returns its exit code."""
+    module, _ = BENCHES[args.bench]
+    return module.run(args)

@@ -1,0 +1,131 @@
+"""The benchmarks' machinery and shape; never their timings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.bench import stats, train
+from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError
+from tests.harness import run_ranks
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def test_ratio_of_pairs_is_blind_to_a_slow_while() -> None:
+    base = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 5.0, 6.0]  # the machine was busy in the last two
+    ratio = stats.ratio_of_medians([2 * value for value in base], base, paired=True)
+    assert ratio.value == ratio.low == ratio.high == 2.0
+    loose = stats.ratio_of_medians([2 * value for value in base], base, paired=False)
+    assert loose.low < 2.0 < loose.high  # the negative twin: not paired, it shows
+
+
+def test_ratio_interval_holds_the_value_and_repeats() -> None:
+    above, below = [1.0, 1.2, 1.4, 1.1], [1.0, 0.9, 1.1]
+    ratio = stats.ratio_of_medians(above, below, paired=False)
+    assert ratio.low <= ratio.value <= ratio.high and ratio.value == pytest.approx(1.15)
+    assert ratio == stats.ratio_of_medians(above, below, paired=False)
+
+
+def test_table_is_aligned() -> None:
+    text = stats.table([("what", "ms"), ("short", "1.00"), ("a longer one", "12.00")])
+    lines = text.splitlines()
+    assert len(lines) == 4 and len({len(line) for line in lines}) == 1
+    assert lines[2].startswith("short ") and lines[2].endswith(" 1.00")
+
+
+def test_report_says_when_the_target_is_missed() -> None:
+    result = {
+        "backend": "tensorflow", "settings": {"per_rank_batch": 8}, "machine": stats.machine(), "load_after": 0.0,
+        "overhead": {
+            "seconds_per_step": {"plain": [1.0], "prepared": [1.03]}, "target": 1.02,
+            "ratio": {"value": 1.03, "low": 1.0, "high": 1.1},
+        },
+    }  # fmt: skip
+    assert "MISSED" in train.report(result)
+    result["overhead"]["ratio"]["value"] = 1.01  # type: ignore[index]
+    assert "MISSED" not in train.report(result)
+
+
+def test_place_for_the_result_is_checked_first(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--out"):
+        train.run(arguments("--out", str(tmp_path / "file" / "x.json")))
+
+
+def test_not_below_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": 0,
+        "SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_SIZE": 2,
+        "CROSS_RANK": 0,
+        "CROSS_SIZE": 1,
+    }.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", str(value))
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
+    with pytest.raises(ConfigError, match="starts its own ranks"):
+        train.run(arguments())
+
+
+def test_missing_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LauncherError, match="build-horovod"):
+        train._launch(2, "horovodrun")
+    assert train._launch(1, "horovodrun") == []
+
+
+def test_failed_job_shows_its_end() -> None:
+    with pytest.raises(HvdtrainError) as caught:
+        train.job(1, arguments(), "jax", "overhead", blocks=1)
+    assert "ended with 2" in caught.value.came and "tensorflow or torch" in caught.value.came
+
+
+def test_job_over_its_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "JOB_WITHIN_S", 0.3)
+    with tempfile.TemporaryFile() as log:
+        assert train._run_to_end([sys.executable, "-c", "import time; time.sleep(60)"], {}, log) is None
+        assert train._run_to_end([sys.executable, "-c", "raise SystemExit(3)"], {}, log) in (3, None)
+    # that nothing is left behind is what the suite checks after every test
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_tiny_bench(tmp_path: Path) -> None:
+    """Both parts, all of it, as the command line does it."""
+    flags = ["--steps", 2, "--blocks", 2, "--rounds", 1, "--per-rank-batch", 4, "--out", tmp_path / "bench.json"]
+    done = run_ranks(
+        ["-m", "hvdtrain.cli", "bench", "train", "--framework", "keras", *map(str, flags)],
+        1,
+        launcher="none",
+        timeout_s=240,
+    ).check()
+    for part in ("plain Keras", "prepared", "1 rank", "2 ranks", "speed-up", str(tmp_path / "bench.json")):
+        assert part in done.out
+    assert "1/2 " in done.err and "2/2 " in done.err
+    check_result(json.loads((tmp_path / "bench.json").read_text()))
+
+
+def check_result(result: dict[str, Any]) -> None:
+    assert (result["format"], result["bench"], result["framework"]) == (1, "train", "keras")
+    assert {"keras", "numpy", "hvdtrain"} <= set(result["machine"]["versions"])
+    assert result["machine"]["cores"] >= 1 and result["settings"]["steps"] == 2
+    steps = result["overhead"]["seconds_per_step"]
+    assert len(steps["plain"]) == len(steps["prepared"]) == 2
+    assert all(value > 0 for samples in steps.values() for value in samples)
+    for ratio in (result["overhead"]["ratio"], result["scaling"]["speedup"], result["scaling"]["efficiency"]):
+        assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
+    assert set(result["scaling"]["seconds_per_step"]) == {"1", "2"}
