@@ -131,10 +131,10 @@ def report(
     test: dict[str, float], samples: int, weights: str, world: World, seconds: float, saved: Path | None
 ) -> None:
     """Prints how it ended."""
-    how = f"{round(test['accuracy'] * samples)} of {samples} right, {seconds:.1f} s in all"
+    right = f"{round(test['accuracy'] * samples)} of {samples} right"
     print(f"weights: bit-equal on {plural(world.size)}, sha256 {weights[:16]}")
     print(f"checkpoint: {saved}; plain Keras loads it: keras.saving.load_model({str(saved)!r})")
-    print(f"test loss {test['loss']:.4f}, test accuracy {test['accuracy']:.4f} ({how})", flush=True)
+    print(f"test loss {test['loss']:.4f}, test accuracy {test['accuracy']:.4f} ({right}), {seconds:.1f} s", flush=True)
 
 
 @dataclass(frozen=True)
