@@ -9,8 +9,9 @@
     model.fit(data, epochs=3, callbacks=hvdtrain.keras.callbacks(model, plan=data.plan))
     print(hvdtrain.keras.evaluate(model, x_test, y_test, 32))
 
-Horovod's own Keras wrapper trains without averaging under Keras 3, and says nothing; this package uses Horovod's primitive
-operations only. A model stays a plain Keras model: what it saves loads without Horovod and without hvdtrain.
+Horovod's own Keras wrapper trains without averaging under Keras 3, and says nothing; this package uses
+Horovod's primitive operations only. A model stays a plain Keras model: what it saves loads without Horovod
+and without hvdtrain.
 """
 
 from __future__ import annotations
@@ -53,17 +54,19 @@ def prepare(
 ) -> T:
     """Makes a compiled model (or an optimizer) average its gradients over all ranks; in place.
 
-    Covers dense and sparse gradients, mixed precision with loss scaling, gradient accumulation (one reduction an update),
-    clipping (after the average), EMA, ``steps_per_execution``, ``run_eagerly`` and custom train steps. Batches of unequal
-    size are weighted by their samples, exactly. In a world of one nothing is hooked.
+    Covers dense and sparse gradients, mixed precision with loss scaling, gradient accumulation (one reduction
+    an update), clipping (after the average), EMA, ``steps_per_execution``, ``run_eagerly`` and custom train
+    steps. Batches of unequal size are weighted by their samples, exactly. In a world of one nothing is
+    hooked.
 
     Args:
-        model_or_optimizer: a compiled model; or an optimizer, to be given to ``compile`` (then ``fit`` needs ``callbacks``).
+        model_or_optimizer: a compiled model; or an optimizer, to be given to ``compile`` (then ``fit`` needs
+            ``callbacks``).
         world: the ranks; by default those of ``hvdtrain.init``.
         lr: the learning rate as a function of samples seen; ``callbacks`` set it before each batch.
         per_rank_batch: samples of a rank in a full step; needed with ``lr``.
-        compression: ``"fp16"`` sends gradients as float16, divided by the number of ranks before the cast, so that the sum
-            overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish.
+        compression: ``"fp16"`` sends gradients as float16, divided by the number of ranks before the cast, so
+            that the sum overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish.
         verify: prove before the first step that gradients are averaged (under a second; see ``verify``).
         watch_every: compare the replicas every so many steps; 0 is never.
         sparse_as_dense: reduce ``IndexedSlices`` as dense tensors.
@@ -72,15 +75,16 @@ def prepare(
         The same object.
 
     Raises:
-        ConfigError: not compiled; an option that is not known; a learning rate scaled twice, or with a schedule.
+        ConfigError: not compiled; an option that is not known; a learning rate scaled twice, or with a
+            schedule.
     """
     _reduce.check_compression(compression)
     if watch_every < 0:
-        raise ConfigError("watch_every is a number of steps, 0 for never", f"watch_every={watch_every}", "use 0 or more")
+        raise ConfigError(
+            "watch_every is a number of steps, 0 for never", f"watch_every={watch_every}", "use 0 or more"
+        )
     world = world_or_current(world)
-    session = Session(
-        world, compression, sparse_as_dense, verify, watch_every, lr=lr, per_rank_batch=per_rank_batch
-    )
+    session = Session(world, compression, sparse_as_dense, verify, watch_every, lr=lr, per_rank_batch=per_rank_batch)
     if isinstance(model_or_optimizer, keras.optimizers.Optimizer):
         optimizer = model_or_optimizer
     else:
@@ -109,10 +113,10 @@ def callbacks(
 ) -> list[keras.callbacks.Callback]:
     """Returns the callbacks ``fit`` needs on every rank; put them before your own.
 
-    They compare the ranks' settings, give all ranks rank 0's weights, optimizer and random state, prove the averaging, make epoch logs
-    those of all ranks' samples, set the learning rate, watch the replicas, write the record and the checkpoints.
-    ``EarlyStopping`` and other callbacks that may end training belong on every rank, after these; ``ModelCheckpoint``,
-    ``TensorBoard`` and ``CSVLogger`` on rank 0.
+    They compare the ranks' settings, give all ranks rank 0's weights, optimizer and random state, prove the
+    averaging, make epoch logs those of all ranks' samples, set the learning rate, watch the replicas, write
+    the record and the checkpoints. ``EarlyStopping`` and other callbacks that may end training belong on
+    every rank, after these; ``ModelCheckpoint``, ``TensorBoard`` and ``CSVLogger`` on rank 0.
 
     Args:
         model: compiled; prepared itself, or compiled with a prepared optimizer.
@@ -159,8 +163,9 @@ def callbacks(
 def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     """Proves that this model's gradients are averaged over ranks and its replicas are equal; collective.
 
-    Applies one update with known gradients, different on every rank, through the model's own optimizer, compares it with the update of
-    their mean, and puts everything back bit for bit: weights, slots, counters, metrics, random state.
+    Applies one update with known gradients, different on every rank, through the model's own optimizer,
+    compares it with the update of their mean, and puts everything back bit for bit: weights, slots, counters,
+    metrics, random state.
 
     Args:
         model: compiled and built.
@@ -170,7 +175,8 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
         The proof; ``str(proof)`` is one line.
 
     Raises:
-        ReplicaError: on every rank; not averaged (no hook, or Horovod's own wrapper), replicas or settings that differ.
+        ReplicaError: on every rank; not averaged (no hook, or Horovod's own wrapper), replicas or settings
+            that differ.
     """
     require_compiled(model)
     from hvdtrain.keras import _verify

@@ -1,6 +1,7 @@
 """Which backend Keras runs on, and what the adapter asks of it.
 
-``BACKEND`` is the one place where the adapter branches on Keras' backend: everything else talks to this protocol.
+``BACKEND`` is the one place where the adapter branches on Keras' backend: everything else talks to this
+protocol.
 """
 
 from __future__ import annotations

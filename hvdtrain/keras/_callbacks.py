@@ -1,7 +1,9 @@
-"""The callbacks for ``fit``: start-up checks and broadcast, metrics of all ranks, learning rate, watch, record, checkpoint.
+"""The callbacks for ``fit``: start-up checks and broadcast, metrics of all ranks, learning rate, watch,
+record, checkpoint.
 
-Each does one thing; ``callbacks`` (in ``__init__``) puts them in the order they need. Collectives run only in hooks that all
-ranks reach at the same step, and never in a callback that Keras may call from a thread (``async_safe``).
+Each does one thing; ``callbacks`` (in ``__init__``) puts them in the order they need. Collectives run only in
+hooks that all ranks reach at the same step, and never in a callback that Keras may call from a thread
+(``async_safe``).
 """
 
 from __future__ import annotations
@@ -32,15 +34,19 @@ class _Callback(keras.callbacks.Callback):
 
 
 class Start(_Callback):
-    """Re-checks the hooks, compares the ranks' settings and gives all ranks rank 0's state, before the first step."""
+    """Re-checks the hooks, compares the ranks' settings and gives all ranks rank 0's state, before the
+    first step.
+    """
 
     def set_model(self, model: keras.Model) -> None:
-        """Called by ``fit`` before it makes its train function: the last moment to change what it will trace."""
+        """Called by ``fit`` before it makes its train function: the last moment to change what it will
+        trace.
+        """
         super().set_model(model)
         if not self.session.alone and not _hook.is_hooked(model.optimizer):
             inner = getattr(model.optimizer, "inner_optimizer", None)
             if inner is None or not _hook.is_hooked(inner):
-                raise missing_hook(model, model.optimizer)
+                raise missing_hook(model.name, model.optimizer)
         _hook.attach(model, self.session)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -72,7 +78,7 @@ class Start(_Callback):
             raise ReplicaError(
                 "every rank must take the same number of steps",
                 "\n".join(f"rank {rank}: {report}" for rank, report in enumerate(reports)),
-                "deal the data with hvdtrain.keras.batches(x, y, per_rank_batch), which gives all ranks the same number",
+                "deal the data with hvdtrain.keras.batches(x, y, per_rank_batch): all ranks get the same number",
                 shared=True,
             )
 
@@ -86,7 +92,9 @@ class Statistics(_Callback):
 
 
 class Metrics(_Callback):
-    """Replaces each rank's epoch logs by those of all ranks' samples, for every callback that comes after it."""
+    """Replaces each rank's epoch logs by those of all ranks' samples, for every callback that comes after
+    it.
+    """
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -123,7 +131,9 @@ class Metrics(_Callback):
 
 
 class Count(_Callback):
-    """Counts updates and samples of all ranks; the clock of the learning rate, the record and the checkpoint."""
+    """Counts updates and samples of all ranks; the clock of the learning rate, the record and the
+    checkpoint.
+    """
 
     def __init__(self, session: Session, progress: Progress, plan: Plan | None) -> None:
         super().__init__(session)

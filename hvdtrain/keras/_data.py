@@ -29,10 +29,11 @@ CLOCK = _Clock()
 class Batches(keras.utils.PyDataset, DataAdapter):
     """One rank's batches of in-memory arrays; made by ``batches``.
 
-    It is its own data adapter, which ``fit`` takes as it is: the adapter that Keras makes for a ``PyDataset`` shuffles the
-    batches once more (``fit(shuffle=True)`` is the default) with Python's generator, on every rank in another order; ranks
-    would not work on the same global batch, and a resumed epoch not on the samples that are left. ``class_weight`` of
-    ``fit`` has no effect on it: give sample weights or weigh the loss.
+    It is its own data adapter, which ``fit`` takes as it is: the adapter that Keras makes for a ``PyDataset``
+    shuffles the batches once more (``fit(shuffle=True)`` is the default) with Python's generator, on every
+    rank in another order; ranks would not work on the same global batch, and a resumed epoch not on the
+    samples that are left. ``class_weight`` of ``fit`` has no effect on it: give sample weights or weigh the
+    loss.
 
     Attributes:
         plan: the ``hvdtrain.Plan`` that deals the samples.
@@ -111,20 +112,24 @@ def batches(
     epoch: int = 0,
     consumed: int = 0,
 ) -> Batches:
-    """Returns this rank's training batches: each sample once an epoch over all ranks, the same order at any world size.
+    """Returns this rank's training batches: each sample once an epoch over all ranks, the same order at any
+    world size.
 
     Args:
-        x, y: arrays (or nested structures of arrays) of all samples, the same on every rank; first axis samples.
+        x, y: arrays (or nested structures of arrays) of all samples, the same on every rank; first axis
+            samples.
         per_rank_batch: samples a rank takes in a full step.
         world: the ranks; by default those of ``hvdtrain.init``.
         seed: of the order; by default the world's.
         shuffle: False keeps the order of ``x``.
-        tail: what happens to samples that do not fill a global step: ``weighted`` (dealt out, weighed exactly) or ``drop``.
+        tail: what happens to samples that do not fill a global step: ``weighted`` (dealt out, weighed
+            exactly) or ``drop``.
         epoch: the epoch to begin with (a resumed run's).
         consumed: samples of that epoch that are done; then fit that one epoch.
 
     Returns:
-        A ``keras.utils.PyDataset`` with ``.plan``; give ``fit`` also ``hvdtrain.keras.callbacks``, which tell it the epoch.
+        A ``keras.utils.PyDataset`` with ``.plan``; give ``fit`` also ``hvdtrain.keras.callbacks``, which tell
+        it the epoch.
 
     Raises:
         ConfigError: arrays of different lengths, or an argument out of range.
@@ -139,9 +144,7 @@ def batches(
     return Batches(x, y, plan, rank=world.rank, epoch=epoch, consumed=consumed)
 
 
-def evaluate(
-    model: keras.Model, x: Any, y: Any, batch_size: int, *, world: World | None = None
-) -> dict[str, float]:
+def evaluate(model: keras.Model, x: Any, y: Any, batch_size: int, *, world: World | None = None) -> dict[str, float]:
     """Evaluates on all ranks together, every sample exactly once; collective.
 
     Args:

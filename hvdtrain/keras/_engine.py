@@ -27,8 +27,8 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
         engine: ``solo`` (one process, Horovod is not imported) or ``horovod``.
         device: ``auto`` | ``cpu`` | ``cuda``.
         gpus_per_rank: GPUs a rank uses.
-        seed: the same on every rank, so that all build the same initial weights; each rank's dropout stream is
-            derived from it when training starts.
+        seed: the same on every rank, so that all build the same initial weights; each rank's dropout stream
+            is derived from it when training starts.
 
     Raises:
         ConfigError: an engine that is not known, or a GPU asked for where none is visible.
@@ -75,8 +75,8 @@ class HorovodEngine:
     name: str = "horovod"
 
     def __post_init__(self) -> None:
-        # One counter for all kinds of calls: ranks out of step get Horovod's "mismatched operations" error under
-        # the same name, where different names would leave each waiting for the other.
+        # One counter for all kinds of calls: ranks out of step get Horovod's "mismatched operations" error
+        # under the same name, where different names would leave each waiting for the other.
         self._calls = itertools.count()
 
     def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
@@ -96,7 +96,8 @@ class HorovodEngine:
     def allgather_bytes(self, data: bytes) -> list[bytes]:
         """Returns every rank's ``data``, in rank order."""
         lengths = BACKEND.host_allgather(np.array([len(data)], np.int64), self._next())
-        # a rank with nothing to say sends one byte: an allgather of nothing but empty tensors is not supported
+        # a rank with nothing to say sends one byte: an allgather of nothing but empty tensors is not
+        # supported
         joined = BACKEND.host_allgather(np.frombuffer(data or b"\0", np.uint8).copy(), self._next()).tobytes()
         starts = np.concatenate([[0], np.cumsum(np.maximum(lengths, 1))])
         return [joined[start : start + length] for start, length in zip(starts, lengths, strict=False)]

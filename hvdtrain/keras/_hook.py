@@ -1,9 +1,10 @@
 """Hooks into Keras: ``optimizer.apply`` of the outermost optimizer, and ``model.train_step``.
 
-Every training path of Keras 3 ends in ``apply`` of the outermost optimizer, before unscaling, clipping, weight decay and
-EMA. The override sits on the instance, so class, config and saved files stay those of plain Keras, and load without Horovod
-or hvdtrain. The other side of that: ``load_model``, ``clone_model``, ``from_config`` and another ``compile`` give an
-optimizer without the hook, which the train step's guard refuses.
+Every training path of Keras 3 ends in ``apply`` of the outermost optimizer, before unscaling, clipping,
+weight decay and EMA. The override sits on the instance, so class, config and saved files stay those of plain
+Keras, and load without Horovod or hvdtrain. The other side of that: ``load_model``, ``clone_model``,
+``from_config`` and another ``compile`` give an optimizer without the hook, which the train step's guard
+refuses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import keras
 from hvdtrain.errors import ConfigError, ReplicaError
 from hvdtrain.keras import _reduce
 from hvdtrain.keras._backend import BACKEND
-from hvdtrain.keras._session import KEY, LiveBatch, Session, leaves_of, missing_hook, optimizers_of
+from hvdtrain.keras._session import KEY, LiveBatch, Session, is_stock, leaves_of, missing_hook, optimizers_of
 
 _HOOKS = ("apply", "check_finite", "_clip_gradients")
 
@@ -35,10 +36,13 @@ def hook_optimizer(optimizer: Any, session: Session, index: int = 0) -> None:
 
     Raises:
         ConfigError: gradient accumulation inside a ``MultiOptimizer``.
+        ReplicaError: Horovod's own wrapper.
     """
     if session.alone:
         vars(optimizer)[KEY] = session
         return
+    if is_stock(optimizer):
+        raise missing_hook("the model", optimizer)
     unhook(optimizer)
     name = f"{session.name}.{index}"
     accumulating = [leaf for leaf in leaves_of(optimizer) if leaf.gradient_accumulation_steps]
@@ -57,9 +61,7 @@ def hook_optimizer(optimizer: Any, session: Session, index: int = 0) -> None:
             functools.partial(_clip_gradients, session=session, name=f"{name}.update"), leaf
         )
         if leaf is not optimizer:
-            own["check_finite"] = types.MethodType(
-                functools.partial(_check_finite, name=f"{name}.finite"), optimizer
-            )
+            own["check_finite"] = types.MethodType(functools.partial(_check_finite, name=f"{name}.finite"), optimizer)
 
 
 def unhook(optimizer: Any) -> None:
@@ -97,13 +99,16 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str,
 def _clip_gradients(self: Any, grads: Sequence[Any], *, session: Session, name: str) -> Any:
     """With gradient accumulation: one reduction per update, of the accumulated mean, before it is clipped.
 
-    Runs inside the update branch of Keras' ``cond``; ranks take it together, because they count the same steps.
+    Runs inside the update branch of Keras' ``cond``; ranks take it together, because they count the same
+    steps.
     """
     return type(self)._clip_gradients(self, _reduce.average(list(grads), session, name))
 
 
 def _check_finite(self: Any, grads: Sequence[Any], *, name: str) -> Any:
-    """With accumulation under loss scaling gradients are still rank-local here: all ranks skip a step, or none."""
+    """With accumulation under loss scaling gradients are still rank-local here: all ranks skip a step, or
+    none.
+    """
     return BACKEND.agree_finite(type(self).check_finite(self, grads), name)
 
 
@@ -112,16 +117,20 @@ def _refuse_branch(optimizer: Any, session: Session) -> None:
     unseen = not session.attached and keras.config.dtype_policy().name == "mixed_float16"
     if BACKEND.in_branch() or (unseen and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)):
         raise ReplicaError(
+            # one sentence with the remedy in it: Keras re-raises errors from inside a cond with their first
+            # part only
             "the outermost optimizer must do the averaging: under mixed_float16 compile() wraps yours in a"
-            " LossScaleOptimizer, whose ranks may skip different steps",
+            " LossScaleOptimizer, whose ranks may skip different steps; call hvdtrain.keras.prepare(model) after"
+            " compile(), or give fit() hvdtrain.keras.callbacks(model)",
             f"gradients reached {type(optimizer).__name__} {optimizer.name!r} inside the wrapper",
-            "call hvdtrain.keras.prepare(model) after compile(), or give fit() hvdtrain.keras.callbacks(model)",
         )
 
 
 # -------------------------------------------------------------------- the model
 def attach(model: keras.Model, session: Session) -> None:
-    """Puts the session's hooks on a compiled model's optimizers and its train step, and XLA off. Can be repeated."""
+    """Puts the session's hooks on a compiled model's optimizers and its train step, and XLA off. Can be
+    repeated.
+    """
     vars(model)[KEY] = session
     session.attached = True
     if session.alone:
@@ -139,7 +148,9 @@ def _no_xla(model: keras.Model, session: Session) -> None:
     if getattr(model, "jit_compile", False):
         model.jit_compile = False
         model.train_function = None
-        session.say(f"model {model.name!r}: jit_compile=True is now False: all-reduces cannot be compiled into the step")
+        session.say(
+            f"model {model.name!r}: jit_compile=True is now False: all-reduces cannot be compiled into the step"
+        )
 
 
 def _make_train_step(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -153,7 +164,8 @@ def _make_train_step(model: keras.Model, inner: Callable[[Any], Any]) -> Callabl
         with _live_batch(session, x, sample_weight):
             if sample_weight is None:
                 return inner(data)
-            # a batch without a live sample (all weights 0) must leave no trace in metrics and moving statistics
+            # a batch without a live sample (all weights 0) must leave no trace in metrics and moving
+            # statistics
             local = _rank_local(model, data)
             before = BACKEND.copies(local)
             logs = inner(data)
@@ -167,10 +179,11 @@ def _make_train_step(model: keras.Model, inner: Callable[[Any], Any]) -> Callabl
 def _before_step(model: keras.Model, session: Session, data: Any) -> None:
     """Checks, and at the first step of a model that was not built: build, broadcast, proof.
 
-    Under TensorFlow this runs while the step is traced, in eager mode (``init_scope``), where variables are real.
+    Under TensorFlow this runs while the step is traced, in eager mode (``init_scope``), where variables are
+    real.
     """
     if not is_hooked(model.optimizer):
-        raise missing_hook(model, model.optimizer)
+        raise missing_hook(model.name, model.optimizer)
     if session.ready:
         return
     from hvdtrain.keras import _start
@@ -202,7 +215,9 @@ def _live_batch(session: Session, x: Any, sample_weight: Any) -> Iterator[None]:
 
 
 def _rank_local(model: keras.Model, data: Any) -> list[Any]:
-    """Variables that a step changes on its own rank only: metric states, and statistics such as BatchNorm's."""
+    """Variables that a step changes on its own rank only: metric states, and statistics such as
+    BatchNorm's.
+    """
     if model._compile_metrics is not None and not model._compile_metrics.built:
         with BACKEND.eager():
             model._symbolic_build(data_batch=data)

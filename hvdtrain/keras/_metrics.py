@@ -1,7 +1,8 @@
 """Metrics over all ranks: the *states* of the metrics are summed and the result computed anew.
 
-So each sample counts once, whatever the shares, and metrics that are no means (AUC, precision, RMSE) are right too. The sum is
-that of a metric's variables with Keras' default aggregation; a metric that declares ``mean`` is averaged.
+So each sample counts once, whatever the shares, and metrics that are no means (AUC, precision, RMSE) are
+right too. The sum is that of a metric's variables with Keras' default aggregation; a metric that declares
+``mean`` is averaged.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def _number(value: Any) -> Any:
 
 
 def samples_of(model: keras.Model) -> float:
-    """Returns how many samples this rank's loss metric has counted since it was reset; 0 if the step does not use it."""
+    """Returns how many samples this rank's loss metric has counted since it was reset; 0 if the step does
+    not use it.
+    """
     tracker = getattr(model, "_loss_tracker", None)
     count = getattr(tracker, "count", None)
     return float(BACKEND.to_numpy(count)) if count is not None else 0.0

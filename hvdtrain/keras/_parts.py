@@ -85,10 +85,13 @@ class RandomPart:
 
 
 def model_state(model: keras.Model) -> Mapping[str, Part]:
-    """Returns what a checkpoint of this model consists of, for ``Checkpointer.save`` and ``restore``; collective.
+    """Returns what a checkpoint of this model consists of, for ``Checkpointer.save`` and ``restore``;
+    collective.
 
-    Call it on every rank, right before the save or the restore: it makes the ranks' own state one (the mean of moving
-    statistics and of accumulated gradients, so that all ranks go on from what rank 0 writes) and gathers random states.
+    Call it on every rank, right before the save or the restore: it makes the ranks' own state one (the mean
+        of moving
+    statistics and of accumulated gradients, so that all ranks go on from what rank 0 writes) and gathers
+    random states.
 
     Args:
         model: compiled and prepared.

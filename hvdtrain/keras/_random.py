@@ -1,8 +1,8 @@
 """Random state of a rank: seed generators of the model, Keras' global one, torch's, numpy's and Python's.
 
-All ranks start from rank 0's seed generators; rank r > 0 then goes its own way with a seed derived from rank 0's state and r,
-so that dropout masks differ over ranks, and still follow from the seed alone. Rank 0 keeps its own: one process draws
-exactly what plain Keras draws.
+All ranks start from rank 0's seed generators; rank r > 0 then goes its own way with a seed derived from rank
+0's state and r, so that dropout masks differ over ranks, and still follow from the seed alone. Rank 0 keeps
+its own: one process draws exactly what plain Keras draws.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def restore(model: keras.Model, state: Mapping[str, np.ndarray]) -> None:
     gauss = state["python_gauss"]
     random.setstate((3, tuple(int(w) for w in state["python"]), float(gauss[0]) if gauss.size else None))
     position, has_gauss, cached = state["numpy_gauss"]
-    np.random.set_state(("MT19937", np.asarray(state["numpy"], np.uint32), int(position), int(has_gauss), float(cached)))
+    np.random.set_state(
+        ("MT19937", np.asarray(state["numpy"], np.uint32), int(position), int(has_gauss), float(cached))
+    )
     BACKEND.set_random_state({key: np.asarray(value) for key, value in state.items()})
 
 
@@ -77,8 +79,8 @@ def split_streams(model: keras.Model, world: World) -> None:
 def apply_derived(model: keras.Model, state: Mapping[str, np.ndarray], rank: int) -> None:
     """Sets this rank's streams to those that follow from rank 0's state.
 
-    Only what layers draw from changes (seed generators, torch). Python's and numpy's generators stay as they are: programs
-    use them for decisions that all ranks must take alike.
+    Only what layers draw from changes (seed generators, torch). Python's and numpy's generators stay as they
+    are: programs use them for decisions that all ranks must take alike.
     """
     if rank == 0:
         return

@@ -15,9 +15,9 @@ from hvdtrain.keras._session import Session
 def weigh(gradients: Sequence[Any], session: Session) -> list[Any]:
     """Multiplies this rank's gradients by live samples x ranks / live samples of all ranks.
 
-    The average over ranks of the result is then the gradient of the mean over all samples, whatever the shares; with
-    equal shares the factor is exactly 1 and the gradients pass untouched. Outside a prepared train step (a custom loop
-    that calls ``optimizer.apply`` itself) every rank weighs the same.
+    The average over ranks of the result is then the gradient of the mean over all samples, whatever the
+    shares; with equal shares the factor is exactly 1 and the gradients pass untouched. Outside a prepared
+    train step (a custom loop that calls ``optimizer.apply`` itself) every rank weighs the same.
     """
     live = session.live
     if live is None:
@@ -39,9 +39,10 @@ def weigh(gradients: Sequence[Any], session: Session) -> list[Any]:
 def average(gradients: Sequence[Any], session: Session, name: str) -> list[Any]:
     """Returns the mean over ranks of each gradient; ``None`` entries stay.
 
-    Dense gradients travel as one group per dtype; ``IndexedSlices`` keep their sparsity: the slices of all ranks are
-    gathered (``sparse_as_dense`` turns them dense first: less traffic for small tables, but Adam-like optimizers then give
-    another result than plain Keras, which does not sum duplicate rows before squaring them).
+    Dense gradients travel as one group per dtype; ``IndexedSlices`` keep their sparsity: the slices of all
+    ranks are gathered (``sparse_as_dense`` turns them dense first: less traffic for small tables, but
+    Adam-like optimizers then give another result than plain Keras, which does not sum duplicate rows before
+    squaring them).
     """
     out = list(gradients)
     dense: list[int] = []
@@ -58,7 +59,9 @@ def average(gradients: Sequence[Any], session: Session, name: str) -> list[Any]:
 
 
 def maximum(gradients: Sequence[Any], variables: Sequence[Any], session: Session, name: str) -> list[Any]:
-    """Reduces only the gradients that overwrite their variable (float8 scales), with the maximum, as Keras does."""
+    """Reduces only the gradients that overwrite their variable (float8 scales), with the maximum, as Keras
+    does.
+    """
     where = [i for i, g in enumerate(gradients) if g is not None and overwrites(variables[i])]
     return _reduce_groups(list(gradients), where, "max", f"{name}.max", session)
 
@@ -76,9 +79,7 @@ def _reduce_groups(tensors: list[Any], where: Sequence[int], op: str, name: str,
     half = session.compression == "fp16"
     for dtype in sorted(groups):
         members = groups[dtype]
-        came = BACKEND.reduce(
-            [tensors[i] for i in members], op, f"{name}.{dtype}", half=half, size=session.world.size
-        )
+        came = BACKEND.reduce([tensors[i] for i in members], op, f"{name}.{dtype}", half=half, size=session.world.size)
         for i, tensor in zip(members, came, strict=True):
             tensors[i] = tensor
     return tensors
@@ -87,4 +88,6 @@ def _reduce_groups(tensors: list[Any], where: Sequence[int], op: str, name: str,
 def check_compression(compression: str | None) -> None:
     """Raises ``ConfigError`` for a compression that is not known."""
     if compression not in (None, "fp16"):
-        raise ConfigError("compression is None or 'fp16'", f"compression={compression!r}", "leave it out, or use 'fp16'")
+        raise ConfigError(
+            "compression is None or 'fp16'", f"compression={compression!r}", "leave it out, or use 'fp16'"
+        )

@@ -1,7 +1,8 @@
-"""What the adapter remembers about one prepared model: a ``Session``, shared by its optimizers' hooks and callbacks.
+"""What the adapter remembers about one prepared model: a ``Session``, shared by its optimizers' hooks and
+callbacks.
 
-It lives in ``model.__dict__`` and ``optimizer.__dict__`` under ``KEY``, past the attribute tracking of Keras, TensorFlow and
-torch: nothing of it reaches a config, a checkpoint or a saved model.
+It lives in ``model.__dict__`` and ``optimizer.__dict__`` under ``KEY``, past the attribute tracking of Keras,
+TensorFlow and torch: nothing of it reaches a config, a checkpoint or a saved model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from hvdtrain.world import World
 
 KEY = "_hvdtrain"
 
-# Creation order names the collectives, so ranks must prepare their models in the same order (checked at start).
+# Creation order names the collectives, so ranks must prepare their models in the same order (checked at
+# start).
 _created = itertools.count()
 
 
@@ -56,7 +58,8 @@ class Session:
         ready: the checks of this ``fit`` are done.
         wants_broadcast: the callbacks asked for rank 0's state before the next step.
         streams_set: every rank has its own random stream (done once, so that a second ``fit`` goes on).
-        restored_random: random state that a checkpoint gave this rank, to be put in place when training starts.
+        restored_random: random state that a checkpoint gave this rank, to be put in place when training
+            starts.
         proof: the result of the last verification.
     """
 
@@ -108,7 +111,9 @@ def session_of(target: Any) -> Session | None:
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """Returns the outermost optimizers of a model: ``model.optimizer``, then others kept as attributes (GANs)."""
+    """Returns the outermost optimizers of a model: ``model.optimizer``, then others kept as attributes
+    (GANs).
+    """
     found: list[Any] = []
     for candidate in [getattr(model, "optimizer", None), *vars(model).values()]:
         if isinstance(candidate, keras.optimizers.Optimizer) and not any(candidate is seen for seen in found):
@@ -121,7 +126,7 @@ def leaves_of(optimizer: Any) -> list[Any]:
     """Returns the optimizers that do the updates: inside ``LossScaleOptimizer`` and ``MultiOptimizer``."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return leaves_of(optimizer.inner_optimizer)
-    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return [leaf for inner in optimizer.optimizers for leaf in leaves_of(inner)]
     return [optimizer]
 
@@ -136,10 +141,17 @@ def require_compiled(model: Any) -> None:
         )
 
 
-def missing_hook(model: keras.Model, optimizer: Any) -> ReplicaError:
+def is_stock(optimizer: Any) -> bool:
+    """True for an optimizer made by ``horovod.keras.DistributedOptimizer``: no Keras optimizer has that
+    method.
+    """
+    return hasattr(optimizer, "_allreduce_grads")
+
+
+def missing_hook(model_name: str, optimizer: Any) -> ReplicaError:
     """The error for an optimizer whose gradients nobody averages."""
     kind = type(optimizer)
-    if hasattr(optimizer, "_allreduce_grads"):  # what the class made by horovod.keras has, and no Keras optimizer
+    if is_stock(optimizer):
         return ReplicaError(
             "gradients must be averaged over ranks, and Horovod's own Keras wrapper does not do so under Keras 3",
             f"{kind.__name__} from horovod.DistributedOptimizer: Keras 3 never calls the methods it overrides"
@@ -149,7 +161,7 @@ def missing_hook(model: keras.Model, optimizer: Any) -> ReplicaError:
         )
     return ReplicaError(
         "gradients must be averaged over ranks: the optimizer that trains must be prepared",
-        f"{kind.__name__} {optimizer.name!r} of model {model.name!r} is not (load_model, clone_model, from_config and"
+        f"{kind.__name__} {optimizer.name!r} of model {model_name!r} is not (load_model, clone_model, from_config and"
         " another compile() give a new optimizer)",
         "call hvdtrain.keras.prepare(model) after the last compile() or load, before fit()",
         shared=True,

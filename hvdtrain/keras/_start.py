@@ -18,15 +18,15 @@ from hvdtrain.keras._session import Session, missing_hook, optimizers_of
 def start(model: keras.Model, session: Session) -> None:
     """Makes sure that training from here is right on all ranks, or raises; collective.
 
-    Broadcasts rank 0's state first if the callbacks asked for it; without the callbacks replicas that differ are an error
-    (a forgotten broadcast).
+    Broadcasts rank 0's state first if the callbacks asked for it; without the callbacks replicas that differ
+    are an error (a forgotten broadcast).
     """
     if session.alone:
         _put_random_state(model, session)
         session.ready = True
         return
     if not is_hooked(model.optimizer):
-        raise missing_hook(model, model.optimizer)
+        raise missing_hook(model.name, model.optimizer)
     world = session.world
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -71,8 +71,9 @@ def check_agreement(model: keras.Model, session: Session) -> None:
             raise ReplicaError(
                 f"every rank must train with the same {key}",
                 "\n".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
-                "give all ranks the same value (scale the learning rate by the number of ranks, not by the rank;"
-                " hvdtrain.LR does it for you)",
+                "scale the learning rate by the number of ranks, not by the rank; hvdtrain.LR does it for you"
+                if "learning_rate" in key
+                else "give all ranks the same value: same flags, same code path",
                 shared=True,
             )
 
@@ -102,7 +103,9 @@ def _settings(model: keras.Model, session: Session) -> dict[str, Any]:
 
 
 def _config(optimizer: Any) -> dict[str, Any]:
-    """An optimizer's class and configuration as JSON types, without names (they count objects made in the process)."""
+    """An optimizer's class and configuration as JSON types, without names (they count objects made in the
+    process).
+    """
     config = json.loads(json.dumps(optimizer.get_config(), default=repr))
     return {"class": type(optimizer).__name__, **_without_names(config)}
 

@@ -53,7 +53,8 @@ def path_of(variable: Any) -> str:
 
 # -------------------------------------------------------------------- equal?
 def fingerprint(model: keras.Model) -> str:
-    """Returns the SHA-256 (hex) of all the model's weights, moving statistics included; local, not collective.
+    """Returns the SHA-256 (hex) of all the model's weights, moving statistics included; local, not
+    collective.
 
     Equal on all ranks whenever the replicas are equal: after every epoch, and after ``fit``.
     """
@@ -66,7 +67,8 @@ def fingerprint(model: keras.Model) -> str:
 
 
 def check_equal(variables: Sequence[Any], world: World, checksums: Callable[[], np.ndarray], *, when: str) -> None:
-    """Compares one checksum per variable over ranks; collective, the same two small all-reduces on every rank.
+    """Compares one checksum per variable over ranks; collective, the same two small all-reduces on every
+    rank.
 
     Raises:
         ReplicaError: on every rank, naming the first variable that differs and each rank's values.
@@ -175,8 +177,8 @@ def average(variables: Sequence[Any], world: World) -> None:
 def average_statistics(model: keras.Model, world: World) -> None:
     """Makes moving statistics (BatchNorm's) equal on all ranks: their mean; collective.
 
-    They follow each rank's own samples. Averaged, the replicas are equal as a whole, and a checkpoint that rank 0 writes is
-    the state of every rank.
+    They follow each rank's own samples. Averaged, the replicas are equal as a whole, and a checkpoint that
+    rank 0 writes is the state of every rank.
     """
     average(model.non_trainable_weights, world)
 

@@ -70,7 +70,9 @@ class TensorFlowBackend:
         return tf.stack([_bit_sum(variable.value) for variable in variables]).numpy()
 
     def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
-        """``checksums`` as a function to be called often: traced once, one launch, one transfer to the host."""
+        """``checksums`` as a function to be called often: traced once, one launch, one transfer to the
+        host.
+        """
 
         @tf.function(autograph=False)
         def checksums() -> Any:
@@ -92,9 +94,7 @@ class TensorFlowBackend:
     def start_sum(self, samples: Any, name: str) -> Any:
         """Starts the sum of an int64 scalar over ranks; in a graph it runs beside the forward pass."""
         with tf.device("CPU:0"):
-            return self.hvd.allreduce(
-                tf.reshape(samples, [1]), op=self.hvd.Sum, name=name, ignore_name_scope=True
-            )
+            return self.hvd.allreduce(tf.reshape(samples, [1]), op=self.hvd.Sum, name=name, ignore_name_scope=True)
 
     def finish_sum(self, started: Any) -> Any:
         return started[0]
@@ -112,7 +112,9 @@ class TensorFlowBackend:
         return False
 
     def weigh(self, tensors: list[Any], samples: Any, total: Any, size: int) -> list[Any]:
-        """Multiplies tensors by ``samples * size / total``; equal shares return them untouched, bit for bit."""
+        """Multiplies tensors by ``samples * size / total``; equal shares return them untouched, bit for
+        bit.
+        """
 
         def scaled() -> list[Any]:
             factor = tf.cast(samples * size, tf.float64) / tf.cast(tf.maximum(total, 1), tf.float64)

@@ -1,4 +1,5 @@
-"""The PyTorch backend of Keras: everything the adapter does with torch tensors and Horovod's torch operations.
+"""The PyTorch backend of Keras: everything the adapter does with torch tensors and Horovod's torch
+operations.
 
 Twin of ``_tensorflow.py``; both implement the protocol in ``_backend.py``.
 """
@@ -86,7 +87,9 @@ class TorchBackend:
         return True
 
     def weigh(self, tensors: list[Any], samples: int, total: int, size: int) -> list[Any]:
-        """Multiplies tensors by ``samples * size / total``; equal shares return them untouched, bit for bit."""
+        """Multiplies tensors by ``samples * size / total``; equal shares return them untouched, bit for
+        bit.
+        """
         if samples * size == total:
             return tensors
         return [tensor * (samples * size / max(total, 1)) for tensor in tensors]

@@ -1,8 +1,10 @@
-"""Proves, on the user's own model and optimizer, that gradients are averaged over ranks and replicas are equal.
+"""Proves, on the user's own model and optimizer, that gradients are averaged over ranks and replicas are
+equal.
 
-The proof applies one update to the real weights through the real outermost ``optimizer.apply``, with gradients that are
-known and different on every rank, and compares the outcome with the update of their mean; then it puts everything back, bit for
-bit. Nothing is assumed about how the averaging is done, so an optimizer that does it itself passes as well.
+The proof applies one update to the real weights through the real outermost ``optimizer.apply``, with
+gradients that are known and different on every rank, and compares the outcome with the update of their mean;
+then it puts everything back, bit for bit. Nothing is assumed about how the averaging is done, so an optimizer
+that does it itself passes as well.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from hvdtrain.keras import _state
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._hook import is_hooked
 from hvdtrain.keras._reduce import overwrites
-from hvdtrain.keras._session import Session, leaves_of, missing_hook
+from hvdtrain.keras._session import Session, is_stock, leaves_of, missing_hook
 
 # A power of two, so that a step along a coarse gradient is exact in every dtype.
 _RATE = 2.0**-6
@@ -65,6 +67,8 @@ def prove(model: keras.Model, session: Session) -> Proof:
     """
     started = time.perf_counter()
     world, optimizer = session.world, model.optimizer
+    if is_stock(optimizer):  # it cannot even list its variables
+        raise missing_hook(model.name, optimizer)
     shared = _state.replicated(model)
     _state.check_equal(
         shared, world, lambda: BACKEND.checksums(shared), when="when training starts (forgotten broadcast?)"
@@ -103,7 +107,7 @@ def _largest_gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray], world: Any) -
 
 def _not_averaged(model: keras.Model, off: Sequence[float], own: Sequence[float], tolerance: float) -> ReplicaError:
     if not is_hooked(model.optimizer):
-        return missing_hook(model, model.optimizer)
+        return missing_hook(model.name, model.optimizer)
     local = all(value <= tolerance for value in own)
     return ReplicaError(
         "one update must use the mean of all ranks' gradients",
@@ -149,7 +153,9 @@ def _touched(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def _gradients(optimizer: Any, variables: Sequence[Any], factor: float) -> list[Any]:
-    """Gradients ``factor * pattern * loss scale``; the pattern has few bits, so that sums over ranks are exact."""
+    """Gradients ``factor * pattern * loss scale``; the pattern has few bits, so that sums over ranks are
+    exact.
+    """
     scale = getattr(optimizer, "dynamic_scale", None)
     scale = float(BACKEND.to_numpy(scale)) if scale is not None else float(optimizer.loss_scale_factor or 1.0)
     out = []
@@ -173,7 +179,9 @@ def _largest(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
 # -------------------------------------------------------------------- scratch state
 @contextmanager
 def _scratch(model: keras.Model, optimizer: Any) -> Iterator[None]:
-    """Sets the optimizer up for one telling update (rate > 0, accumulators empty, update due), and undoes everything."""
+    """Sets the optimizer up for one telling update (rate > 0, accumulators empty, update due), and undoes
+    everything.
+    """
     variables = _state.everything(model)
     before = BACKEND.copies(variables)
     rates = []

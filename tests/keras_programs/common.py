@@ -40,7 +40,9 @@ def tokens(samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dense(units: int, **arguments: Any) -> keras.layers.Layer:
-    """A dense layer that computes in float64 when asked to: Keras on torch rounds ``matmul`` to float32, not ``einsum``."""
+    """A dense layer that computes in float64 when asked to: Keras on torch rounds ``matmul`` to float32,
+    not ``einsum``.
+    """
     if BACKEND == "torch" and keras.config.floatx() == "float64":
         return L.EinsumDense("bi,ij->bj", output_shape=units, bias_axes="j", **arguments)
     return L.Dense(units, **arguments)

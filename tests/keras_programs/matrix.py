@@ -1,4 +1,5 @@
-"""Trains every configuration the adapter supports, each a few steps, and stores the weights: the parity tests compare them.
+"""Trains every configuration the adapter supports, each a few steps, and stores the weights: the parity tests
+compare them.
 
 usage: matrix.py OUT.npz [case ...]      one process trains on the whole global batch, N ranks on an N-th each
 """
@@ -56,7 +57,9 @@ class OwnStep(Subclassed):
 
 
 class Rmse(keras.metrics.RootMeanSquaredError):
-    """A metric that is no mean of batches: averaging results over ranks gets it wrong, summing states does not."""
+    """A metric that is no mean of batches: averaging results over ranks gets it wrong, summing states does
+    not.
+    """
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         chosen = keras.ops.cast(keras.ops.argmax(y_pred, axis=-1), self.dtype)
@@ -77,7 +80,8 @@ def multi() -> Any:
     return O.MultiOptimizer(O.OptimizerMap(O.SGD(0.05), {".*kernel": O.Adam(1e-2)}))
 
 
-# fields: optimizer, model, compile arguments, prepare arguments, data, samples, dtype policy, only on, comparable to one process
+# fields: optimizer, model, compile arguments, prepare arguments, data, samples, dtype policy, only on,
+# comparable to one process
 CASES: dict[str, dict[str, Any]] = {
     "sgd": {"opt": lambda: O.SGD(0.1), "metrics": True},
     "adam": {"opt": lambda: O.Adam(1e-2)},
@@ -89,7 +93,9 @@ CASES: dict[str, dict[str, Any]] = {
     "loss_scale_factor": {"opt": lambda: O.Adam(1e-2, loss_scale_factor=1024.0)},
     "accumulate": {"opt": lambda: O.Adam(1e-2, gradient_accumulation_steps=2)},
     "accumulate_clip": {"opt": lambda: O.SGD(0.5, clipnorm=0.05, gradient_accumulation_steps=4)},
-    "accumulate_loss_scale": {"opt": lambda: O.LossScaleOptimizer(O.SGD(0.1, global_clipnorm=0.1, gradient_accumulation_steps=2))},
+    "accumulate_loss_scale": {
+        "opt": lambda: O.LossScaleOptimizer(O.SGD(0.1, global_clipnorm=0.1, gradient_accumulation_steps=2))
+    },
     "loss_scale": {"opt": lambda: O.LossScaleOptimizer(O.Adam(1e-2))},
     "schedule": {"opt": lambda: O.SGD(O.schedules.ExponentialDecay(0.1, 2, 0.5))},
     "constraint": {"opt": lambda: O.SGD(0.5), "model": constrained},
@@ -106,26 +112,46 @@ CASES: dict[str, dict[str, Any]] = {
     "tail_50_accumulate": {"opt": lambda: O.SGD(0.1, gradient_accumulation_steps=2), "samples": 50},
     "tail_embedding": {"opt": lambda: O.Adam(1e-2), "model": text, "data": tokens, "samples": 33},
     "deferred": {"opt": lambda: O.Adam(1e-2), "model": lambda: cnn(with_input=False)},
-    "deferred_tail": {"opt": lambda: O.Adam(1e-2), "model": lambda: cnn(with_input=False), "samples": 17, "metrics": True},
+    "deferred_tail": {
+        "opt": lambda: O.Adam(1e-2),
+        "model": lambda: cnn(with_input=False),
+        "samples": 17,
+        "metrics": True,
+    },
     "subclassed": {"opt": lambda: O.Adam(1e-2), "model": Subclassed, "metrics": True},
     "own_step": {"opt": lambda: O.Adam(1e-2), "model": OwnStep},
     "run_eagerly": {"opt": lambda: O.Adam(1e-2), "compile": {"run_eagerly": True}, "samples": 40},
-    "deferred_eagerly": {"opt": lambda: O.SGD(0.1), "model": lambda: cnn(with_input=False), "compile": {"run_eagerly": True}},
-    "steps_per_execution": {"opt": lambda: O.Adam(1e-2), "compile": {"steps_per_execution": 3}, "only": "tensorflow", "samples": 56},
-    "jit_compile": {"opt": lambda: O.Adam(1e-2), "compile": {"jit_compile": True}, "ranks_only": {"tensorflow": False, "torch": True}},
+    "deferred_eagerly": {
+        "opt": lambda: O.SGD(0.1),
+        "model": lambda: cnn(with_input=False),
+        "compile": {"run_eagerly": True},
+    },
+    "steps_per_execution": {
+        "opt": lambda: O.Adam(1e-2),
+        "compile": {"steps_per_execution": 3},
+        "only": "tensorflow",
+        "samples": 56,
+    },
+    "jit_compile": {
+        "opt": lambda: O.Adam(1e-2),
+        "compile": {"jit_compile": True},
+        "ranks_only": {"tensorflow": False, "torch": True},
+    },
     "optimizer_first": {"opt": lambda: O.Adam(1e-2), "optimizer_first": True},
     "fp16": {"opt": lambda: O.SGD(0.1), "prepare": {"compression": "fp16"}, "tolerance": 1e-3},
-    # low precision rounds with the batch size: the twin of N ranks is one process that accumulates N micro-batches
+    # low precision rounds with the batch size: the twin of N ranks is one process that accumulates N
+    # micro-batches
     "float32": {"opt": O.Adam, "policy": "float32", "micro": True},
     "mixed_bfloat16": {"opt": O.Adam, "policy": "mixed_bfloat16", "micro": True},
     "bfloat16": {"opt": O.SGD, "policy": "bfloat16", "micro": True},
     "mixed_float16": {"opt": O.SGD, "policy": "mixed_float16", "micro": True},
-    # negative twins: the same job with the averaging switched off, and with Horovod's own wrapper, must differ
+    # negative twins: the same job with the averaging switched off, and with Horovod's own wrapper, must
+    # differ
     "off": {"opt": lambda: O.SGD(0.1), "off": True},
     "stock": {"opt": lambda: O.SGD(0.1), "stock": True, "only": "tensorflow", "ranks_only": {"tensorflow": True}},
     # ranks agree, but BatchNorm sees each rank's own batch: not comparable with one process
     "batchnorm": {"opt": lambda: O.Adam(1e-2), "model": normalised},
-}  # fmt: skip
+}
 
 
 def build(case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.Model, Any]:
@@ -150,9 +176,11 @@ def build(case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.Model, Any]
         options.pop("jit_compile")
     options.setdefault("jit_compile", False)
     model.compile(
-        optimizer, loss(), metrics=["accuracy", Rmse(name="rmse")] if case.get("metrics") else None,
+        optimizer,
+        loss(),
+        metrics=["accuracy", Rmse(name="rmse")] if case.get("metrics") else None,
         **options,
-    )  # fmt: skip
+    )
     if not (case.get("optimizer_first") or case.get("stock")):
         hvk.prepare(model, world=world, **prepare, **({"verify": False} if case.get("off") else {}))
     return model, model.optimizer
@@ -187,7 +215,13 @@ def train(name: str, case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.
         x, y = micro_batches(world, x.astype("float32"), y)
         callbacks = hvk.callbacks(model, world=world)
         history = model.fit(
-            x, y, batch_size=GLOBAL_BATCH // int(os.environ["MICRO"]), epochs=2, shuffle=False, verbose=0, callbacks=callbacks
+            x,
+            y,
+            batch_size=GLOBAL_BATCH // int(os.environ["MICRO"]),
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
         )
         return model, history.history
     data = hvk.batches(x, y, GLOBAL_BATCH // world.size, world=world, seed=3)
@@ -199,7 +233,9 @@ def train(name: str, case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.
 
 
 def switch_off(start: Any) -> Callable[..., None]:
-    """After all checks have passed, gives the optimizer its own ``apply`` back: what an averaging that fails looks like."""
+    """After all checks have passed, gives the optimizer its own ``apply`` back: what an averaging that
+    fails looks like.
+    """
     original = start.on_train_begin
 
     def on_train_begin(logs: Any = None) -> None:
