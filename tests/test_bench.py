@@ -48,8 +48,9 @@ def test_report_says_when_the_target_is_missed() -> None:
     result = {
         "backend": "tensorflow", "settings": {"per_rank_batch": 8}, "machine": stats.machine(), "load_after": 0.0,
         "overhead": {
-            "seconds_per_step": {"plain": [1.0], "prepared": [1.03]}, "target": 1.02,
-            "ratio": {"value": 1.03, "low": 1.0, "high": 1.1},
+            "seconds_per_step": {"plain": [1.0], "prepared": [1.03]}, "ratio": {"value": 1.03, "low": 1.0, "high": 1.1},
+            "cpu_seconds_per_step": {"plain": [1.0], "prepared": [1.0]}, "target": 1.02,
+            "cpu_ratio": {"value": 1.0, "low": 1.0, "high": 1.0},
         },
     }  # fmt: skip
     assert "MISSED" in train.report(result)
@@ -126,6 +127,12 @@ def check_result(result: dict[str, Any]) -> None:
     steps = result["overhead"]["seconds_per_step"]
     assert len(steps["plain"]) == len(steps["prepared"]) == 2
     assert all(value > 0 for samples in steps.values() for value in samples)
-    for ratio in (result["overhead"]["ratio"], result["scaling"]["speedup"], result["scaling"]["efficiency"]):
+    assert {*result["overhead"]["cpu_seconds_per_step"]} == {"plain", "prepared"}
+    for ratio in (
+        result["overhead"]["ratio"],
+        result["overhead"]["cpu_ratio"],
+        result["scaling"]["speedup"],
+        result["scaling"]["efficiency"],
+    ):
         assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
     assert set(result["scaling"]["seconds_per_step"]) == {"1", "2"}
