@@ -5,6 +5,7 @@ Programs print them without a traceback and end with exit code 2 (`exit_with`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback as traceback_module
@@ -89,7 +90,8 @@ def describe(program: str, error: BaseException, rank: int) -> str:
         text = "".join(traceback_module.format_exception(error)).rstrip()
         return f"{who}{type(error).__name__}: {error}\n{text}"
     if error.shared and rank != 0:
-        return f"{who}ended with rank 0: {error.rule}" + (f" (came: {error.came})" if error.came else "")
+        came = f" (came: {'; '.join(error.came.splitlines())})" if error.came else ""
+        return f"{who}ended with rank 0: {error.rule}{came}"
     return who + str(error)
 
 
@@ -105,7 +107,8 @@ def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
         error: what happened.
         rank: this process's rank.
     """
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # a reader that went away must not hide the error
+        sys.stdout.flush()
     print(describe(program, error, rank), file=sys.stderr, flush=True)
     if _engine_is_up():
         os._exit(EXIT_CODE)

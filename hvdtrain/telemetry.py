@@ -10,34 +10,22 @@ JSON: NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf"
 
 from __future__ import annotations
 
-import datetime
-import errno
 import fcntl
-import importlib.metadata
 import os
-import platform
-import socket
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.records import end_last_line, plain, read_events, read_run, to_json, write_json
-from hvdtrain.tensorboard import ScalarWriter
+from hvdtrain.records import read_events, read_run
+from hvdtrain.run_writer import RunWriter
 from hvdtrain.world import World
 
-__all__ = ["RunLog", "read_events", "read_run"]
+__all__ = ["RunLog", "read_events", "read_run", "run_status"]
 
 # steps that end within this time share one event and one refresh of the progress line
 EVENT_EVERY_S = 0.1
-# without a terminal the progress is a line in a log: rarer
-LINE_EVERY_S = 5.0
-# what reached the operating system survives a killed process
-FLUSH_EVERY_S = 1.0
-_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-_TOLD_VERSIONS = ("hvdtrain", "horovod", "numpy", "torch", "tensorflow", "tensorflow-cpu", "keras")
 
 
 class RunLog:
@@ -69,14 +57,14 @@ class RunLog:
     ) -> None:
         self.run_dir = Path(run_dir)
         self.world = world
-        self._writer: _Writer | None = None
+        self._writer: RunWriter | None = None
         self._window = _Window()
         self._phase_totals: dict[str, float] = {}
         world.on_main(self._open, dict(config), resume, progress, tensorboard)
 
     def _open(self, config: dict[str, Any], resume: bool, progress: bool, tensorboard: bool) -> None:
         try:
-            self._writer = _Writer(self.run_dir, resume)
+            self._writer = RunWriter(self.run_dir, resume)
             self._writer.start(self.world, config, progress=progress, tensorboard=tensorboard)
         except OSError as error:
             self._abandon()
@@ -216,203 +204,14 @@ class _Window:
         return fields
 
 
-class _Writer:
-    """Rank 0's side: holds the lock and the files."""
-
-    def __init__(self, run_dir: Path, resume: bool) -> None:
-        self.run: dict[str, Any] = {}
-        self._dir = run_dir
-        self._lock: TextIO | None = None
-        self._events: TextIO | None = None
-        self._board: ScalarWriter | None = None
-        self._line: _Line | None = None
-        self._last_flush = 0.0
-        self._warned = False
-        run_dir.mkdir(parents=True, exist_ok=True)
+def run_status(run_dir: str | os.PathLike[str]) -> str | None:
+    """Return "running", "finished", "failed", "killed" (nobody is left to end it), or None if no run is there."""
+    run = read_run(run_dir)
+    if run is None or run.get("status") != "running":
+        return None if run is None else str(run.get("status"))
+    with open(Path(run_dir) / ".lock", encoding="utf-8") as file:
         try:
-            self._lock = _lock(run_dir)
-            self._earlier = self._check_earlier(resume)
-        except BaseException:
-            self.close()
-            raise
-
-    def _check_earlier(self, resume: bool) -> dict[str, Any] | None:
-        earlier = read_run(self._dir)
-        if earlier is not None and not resume:
-            raise ConfigError(
-                "a run directory holds one run",
-                f"{self._dir} holds a run from {earlier.get('started')} (status: {earlier.get('status')})",
-                "give another run directory, or resume this run (--resume)",
-            )
-        return earlier
-
-    def start(self, world: World, config: dict[str, Any], *, progress: bool, tensorboard: bool) -> None:
-        earlier = self._earlier or {}
-        attempts = list(earlier.get("attempts", []))
-        attempts.append({"started": _now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname()})
-        self.run = plain(
-            {
-                "format": 1,
-                "status": "running",
-                "started": earlier.get("started", attempts[-1]["started"]),
-                "ended": None,
-                "versions": _versions(),
-                "launcher": world.launcher,
-                "world": {"size": world.size, "local_size": world.local_size, "engine": world.engine,
-                          "devices": world.devices, "seed": world.seed},
-                "effective_batch": _effective_batch(config, world.size),
-                "lr": config.get("lr"),
-                "config": config,
-                "result": earlier.get("result", {}),
-                "error": None,
-                "attempts": attempts,
-            }
-        )  # fmt: skip
-        write_json(self._dir / "run.json", self.run)
-        end_last_line(self._dir / "events.jsonl")
-        self._events = open(self._dir / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
-        self.event("resume" if earlier else "start", {"size": world.size, "config": config})
-        self._line = _Line(config.get("total_samples")) if progress else None
-        self._board = ScalarWriter(self._dir / "tensorboard") if tensorboard else None
-
-    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        self._guarded(self._write_event, kind, fields)
-
-    def _write_event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        assert self._events is not None
-        self._events.write(to_json({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n")
-        now = time.monotonic()
-        if kind != "step" or now - self._last_flush >= FLUSH_EVERY_S:
-            self._events.flush()
-            if self._board is not None:
-                self._board.flush()
-            self._last_flush = now
-
-    def progress(self, fields: dict[str, Any]) -> None:
-        self.event("step", fields)
-        if self._line is not None:
-            self._line.show(fields)
-        scalars = {f"train/{name}": fields[name] for name in ("loss", "lr", "samples_per_s")}
-        self._guarded(self._scalars, scalars, fields["step"])
-
-    def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float, per_rank: list[dict[str, float]]) -> None:
-        self.event("epoch", {"epoch": epoch, "metrics": dict(metrics), "seconds": seconds, "ranks": per_rank})
-        if self._line is not None:
-            self._line.epoch(epoch, metrics, seconds)
-        self._guarded(self._scalars, {f"epoch/{name}": value for name, value in metrics.items()}, epoch)
-
-    def _scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
-        if self._board is not None:
-            self._board.add({name: float(value) for name, value in scalars.items() if value is not None}, step)
-
-    def update(self, **fields: Any) -> None:
-        self.run.update(plain(fields))
-        self._guarded(write_json, self._dir / "run.json", self.run)
-
-    def finish(self, status: str, error: str | None) -> None:
-        self.event("end", {"status": status, "error": error})
-        self.update(status=status, error=error, ended=_now())
-
-    def _guarded(self, write: Any, *args: Any) -> None:
-        """Write; what cannot be written (disk full, file server gone) is told once and does not end the training."""
-        try:
-            write(*args)
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                print(
-                    f"hvdtrain: the run log in {self._dir} is incomplete: {error}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-    def close(self) -> None:
-        """Release files and lock; the lock last, so that the next run finds everything written."""
-        if self._line is not None:
-            self._line.close()
-        for resource in (self._board, self._events, self._lock):
-            if resource is not None:
-                self._guarded(resource.close)
-        self._line = self._board = self._events = self._lock = None
-
-
-class _Line:
-    """The progress line: tqdm on a terminal, else now and then a plain line."""
-
-    def __init__(self, total_samples: int | None) -> None:
-        self._bar: Any = None
-        self._due = 0.0
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total_samples, unit=" samples", unit_scale=True, dynamic_ncols=True, leave=False)
-
-    def show(self, fields: Mapping[str, Any]) -> None:
-        text = f"epoch {fields['epoch'] + 1} step {fields['step']}"
-        for name in ("loss", "lr"):
-            text += f"  {name} {fields[name]:.4g}" if fields[name] is not None else ""
-        if self._bar is not None:
-            self._bar.set_description_str(text, refresh=False)
-            self._bar.n = fields["samples_seen"]
-            self._bar.refresh()
-        elif time.monotonic() >= self._due:
-            self._due = time.monotonic() + LINE_EVERY_S
-            print(f"{text}  {fields['samples_per_s']:,.0f} samples/s", flush=True)
-
-    def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:
-        numbers = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        text = f"epoch {epoch + 1} done in {seconds:.1f} s  {numbers}"
-        if self._bar is not None:
-            self._bar.write(text)
-        else:
-            print(text, flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-def _lock(run_dir: Path) -> TextIO:
-    """Take the run directory for this process; the kernel gives it back however the process ends."""
-    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    file = open(descriptor, "r+", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = file.read().strip() or "an unknown process"
-        file.close()
-        raise ConfigError(
-            "a run directory belongs to one run at a time",
-            f"{run_dir} is in use by {owner}",
-            "give another run directory, or end that run first",
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS_HERE:
-            file.close()
-            raise
-    file.truncate(0)
-    file.write(f"pid {os.getpid()} on {socket.gethostname()} since {_now()}\n")
-    file.flush()
-    return file
-
-
-def _effective_batch(config: Mapping[str, Any], size: int) -> int | None:
-    if "global_batch" in config:
-        return config["global_batch"]
-    if "per_rank_batch" in config:
-        return config["per_rank_batch"] * size * (config.get("accumulate") or 1)
-    return None
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in _TOLD_VERSIONS:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "running"
+    return "killed"

@@ -21,7 +21,7 @@ from harness import REPOSITORY, clean_environment, run_ranks
 
 from hvdtrain import LR, ConfigError, RunLog, World
 from hvdtrain.records import plain, to_json, write_json
-from hvdtrain.telemetry import EVENT_EVERY_S, read_events, read_run
+from hvdtrain.telemetry import EVENT_EVERY_S, read_events, read_run, run_status
 from hvdtrain.tensorboard import crc32c
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -188,15 +188,20 @@ sys.stdin.read()
             with pytest.raises(ConfigError, match="one run at a time") as caught:
                 open_log(tmp_path, resume=True)
             assert f"pid {child.pid}" in caught.value.came
+            assert run_status(tmp_path) == "running"
             child.send_signal(signal.SIGKILL)
             child.wait()
-        assert read_run(tmp_path)["status"] == "running"  # type: ignore[index]
+        assert run_status(tmp_path) == "killed"
+        with pytest.raises(ConfigError, match="killed"):
+            open_log(tmp_path)
         with open(tmp_path / "events.jsonl", "a") as file:
             file.write('{"time": 1, "kind": "st')  # what a kill in the middle of a write leaves
         with open_log(tmp_path, resume=True):
             pass
-        assert [event["kind"] for event in read_events(tmp_path)] == ["start", "note", "resume", "end"]
-        assert read_run(tmp_path)["status"] == "finished"  # type: ignore[index]
+        events = read_events(tmp_path)
+        assert [event["kind"] for event in events] == ["start", "note", "resume", "end"]
+        assert events[2]["earlier_status"] == "killed"
+        assert run_status(tmp_path) == "finished" and run_status(tmp_path / "elsewhere") is None
 
     def test_damaged_run_json(self, tmp_path: Path) -> None:
         (tmp_path / "run.json").write_text("{")

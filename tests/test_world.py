@@ -89,6 +89,8 @@ class TestErrors:
             "program: rank 1: ended with rank 0: the data must be there (came: /nowhere)"
         )
         assert "fix: give --data" in errors.describe("program", error, 0)
+        lines = errors.describe("program", MainRankError("a", "b\nc"), 1)
+        assert lines == "program: rank 1: ended with rank 0: a (came: b; c)"
 
     def test_a_bug_is_told_with_its_traceback(self) -> None:
         try:
