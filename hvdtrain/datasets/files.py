@@ -105,9 +105,11 @@ def _read_npz(file: Path) -> Arrays:
     import numpy as np
 
     try:
+        with file.open("rb") as opened:
+            start = opened.read(16)
+        if start[:2] != b"PK":
+            raise ValueError(f"starts with {start!r}, not as a zip archive does")
         with np.load(file, allow_pickle=False) as stored:  # pickles could run code
-            if not isinstance(stored, np.lib.npyio.NpzFile):
-                raise ValueError("a single array, not an archive of arrays")
             missing = [name for name in IDX_STEMS if name not in stored.files]
             if missing:
                 raise ConfigError(

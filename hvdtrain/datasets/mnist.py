@@ -82,7 +82,7 @@ def load_mnist(source: str | os.PathLike[str] = "auto", *, world: World | None =
         _together(world, partial(_ensure_cached, cache, downloads=world.local_rank == 0))
         work = partial(_from_cache, cache)
     else:
-        work = partial(_from_path, Path(source).expanduser())
+        work = partial(_from_path, Path(os.path.expanduser(source)))
     images = _keep_own(world, work)
     world.agree("training data (SHA-256 of pictures and labels)", images.fingerprint())
     return images
@@ -90,7 +90,7 @@ def load_mnist(source: str | os.PathLike[str] = "auto", *, world: World | None =
 
 def keras_cache() -> Path:
     """Where Keras keeps MNIST: ``$KERAS_HOME/datasets/mnist.npz``, by default under ``~/.keras``."""
-    home = Path(os.environ.get("KERAS_HOME") or "~/.keras").expanduser()
+    home = Path(os.path.expanduser(os.environ.get("KERAS_HOME") or "~/.keras"))
     return home / "datasets" / files.NPZ_NAME
 
 
