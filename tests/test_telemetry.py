@@ -95,6 +95,17 @@ class TestRecord:
         mean = sum(event["loss"] * event["steps"] for event in steps) / 2000
         assert mean == pytest.approx(1000.5)
 
+    def test_an_epochs_steps_are_told_before_its_end(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            for epoch in range(2):
+                for step in range(1, 4):
+                    one_step(log, step)
+                log.epoch(epoch, {}, 1.0)
+        told = 0
+        for event in strict(tmp_path / "events.jsonl"):
+            told += event.get("steps", 0)
+            assert event["kind"] != "epoch" or told == 3 * (event["epoch"] + 1)
+
     def test_a_step_costs_little(self, tmp_path: Path) -> None:
         with open_log(tmp_path) as log:
             best = math.inf
@@ -164,9 +175,11 @@ class TestOneRunADirectory:
         assert strict(tmp_path / "new" / "events.jsonl")[0]["kind"] == "start"
 
     def test_in_use_names_the_owner(self, tmp_path: Path) -> None:
+        (tmp_path / ".lock").write_text("pid 1 on a-host-with-a-very-long-name-that-was-here-before since 1999\n" * 3)
         with open_log(tmp_path), pytest.raises(ConfigError, match="one run at a time") as caught:
             open_log(tmp_path, resume=True)
         assert f"pid {os.getpid()} on " in caught.value.came and "since 20" in caught.value.came
+        assert "1999" not in caught.value.came
         with open_log(tmp_path, resume=True):
             pass  # and free again
 

@@ -231,8 +231,10 @@ class TestRanks:
         for rank in range(2):
             assert f"{scenario}: passed" in talk.ranks_output.get(rank, ""), talk.text
 
-    def test_ends_well(self, talk: Result) -> None:
+    def test_ends_well(self, talk: Result, request: pytest.FixtureRequest) -> None:
         talk.check()
+        launcher = request.node.callspec.params["talk"]
+        assert all(f"launcher: {launcher}" in talk.ranks_output[rank] for rank in range(2))
 
     @pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
     def test_an_error_on_rank_0_ends_all_and_is_readable(self, launcher: str) -> None:

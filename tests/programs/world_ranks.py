@@ -30,6 +30,7 @@ def identity(world: World) -> None:
     assert world.gather(world.rank) == [0, 1]
     assert world.node == 0 and world.is_main == (world.rank == 0)
     assert world.comm.sum_floats([world.rank, 0.5]) == [1.0, 1.0]
+    print(f"launcher: {world.launcher}", flush=True)
 
 
 def broadcast(world: World) -> None:
