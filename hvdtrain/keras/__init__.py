@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import hvdtrain.keras._supported  # noqa: F401  # isort: skip  (before Keras starts a backend we refuse)
 import keras
 
 from hvdtrain.checkpoint import Checkpointer, Progress
@@ -142,9 +143,10 @@ def callbacks(
     count = _callbacks.Count(session, progress or Progress(), plan)
     found: list[keras.callbacks.Callback] = [_callbacks.Start(session)]
     if not session.alone:
-        found.append(_callbacks.Statistics(session))
-    found += [_callbacks.Metrics(session), count]
+        found.append(_callbacks.Epoch(session))
     rate = lr or session.lr
+    if rate is not None or run is not None or checkpointer is not None:
+        found.append(count)
     if rate is not None:
         global_batch = _global_batch(session, model.optimizer, plan)
         if session.lr is None and progress is None:  # else prepare() has checked, or the rate is in mid-schedule

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.keras._supported import check_backend
 
 
 class Backend(Protocol):
@@ -33,7 +33,7 @@ class Backend(Protocol):
     def put_back(self, variables: Sequence[Any], copies: Sequence[Any]) -> None: ...
     def checksums(self, variables: Sequence[Any]) -> np.ndarray: ...
     def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]: ...
-    def live_samples(self, x: Any, sample_weight: Any) -> Any: ...
+    def live(self, x: Any, sample_weight: Any, *, by_weight: bool) -> Any: ...
     def start_sum(self, samples: Any, name: str) -> Any: ...
     def finish_sum(self, started: Any) -> Any: ...
     def usable_here(self, tensor: Any) -> bool: ...
@@ -64,16 +64,10 @@ def _choose() -> Backend:
         from hvdtrain.keras._tensorflow import TensorFlowBackend
 
         return TensorFlowBackend()
-    if name == "torch":
-        from hvdtrain.keras._torch import TorchBackend
+    check_backend(name)  # a ~/.keras/keras.json may have chosen another one
+    from hvdtrain.keras._torch import TorchBackend
 
-        return TorchBackend()
-    raise ConfigError(
-        "hvdtrain.keras trains on the tensorflow and torch backends of Keras 3",
-        f"KERAS_BACKEND={name}",
-        "set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before Keras is imported"
-        + ("; on JAX, Keras has its own keras.distribution.DataParallel" if name == "jax" else ""),
-    )
+    return TorchBackend()
 
 
 BACKEND: Backend = _choose()

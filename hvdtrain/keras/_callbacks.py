@@ -83,17 +83,11 @@ class Start(_Callback):
             )
 
 
-class Statistics(_Callback):
-    """Makes moving statistics equal at the end of each epoch, before validation and checkpoint see them."""
+class Epoch(_Callback):
+    """At the end of each epoch: moving statistics equal on all ranks, and logs that are those of all ranks' samples.
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch + 1 == self.params.get("steps"):
-            _state.average_statistics(self.model, self.world)
-
-
-class Metrics(_Callback):
-    """Replaces each rank's epoch logs by those of all ranks' samples, for every callback that comes after
-    it.
+    Statistics are averaged before validation and checkpoints see them. No hook for batches: with one, Keras on torch
+    would wait for every step's metrics before it starts the next step.
     """
 
     def __init__(self, session: Session) -> None:
@@ -105,29 +99,39 @@ class Metrics(_Callback):
         self._in_epoch, self._train = True, None
 
     def on_test_begin(self, logs: Any = None) -> None:
-        if self._in_epoch:  # validation is about to reset the metrics of training
-            self._train = self._now()
+        if self._in_epoch:
+            self._trained(validates=True)
+            self._train = self._now()  # validation is about to reset the metrics of training
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._in_epoch = False
         if logs is None or self.session.alone:
             return
-        world = self.world
         validated = self._train is not None
-        world.agree("set of epoch logs, and whether this epoch is validated", (sorted(logs), validated))
+        if not validated:
+            self._trained(validates=False)
+        self.world.agree("set of epoch logs", sorted(logs))
         train, samples = self._train or self._now()
-        parts = [("", _metrics.results(self.model, train, world, samples))]
+        known = dict(_metrics.results(self.model, train, self.world, samples))
         if validated:
-            now, now_samples = self._now()
-            parts.append(("val_", _metrics.results(self.model, now, world, now_samples)))
-        known = {prefix + name: value for prefix, result in parts for name, value in result.items()}
-        own = {k: v for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
+            results = _metrics.results(self.model, *self._now_in(self.world))
+            known.update({f"val_{name}": value for name, value in results.items()})
+        own = {k: float(v) for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
         if own:  # what a user's train step returns beside the metrics: mean over samples
-            known.update(world.mean({k: float(v) for k, v in own.items()}, weight=samples or 1.0))
+            known.update(self.world.mean(own, weight=samples or 1.0))
         logs.update({key: known[key] for key in logs if key in known})
+
+    def _trained(self, *, validates: bool) -> None:
+        """The first thing after the last batch; a rank that validates meets one that does not, and both say so."""
+        self.world.agree("validation of this epoch", validates)
+        _state.average_statistics(self.model, self.world)
 
     def _now(self) -> tuple[_metrics.States, float]:
         return _metrics.states(self.model), _metrics.samples_of(self.model)
+
+    def _now_in(self, world: Any) -> tuple[_metrics.States, Any, float]:
+        states, samples = self._now()
+        return states, world, samples
 
 
 class Count(_Callback):

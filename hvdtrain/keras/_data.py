@@ -11,7 +11,8 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.keras import _metrics
+from hvdtrain.keras import _metrics, _state
+from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._session import world_or_current
 from hvdtrain.shard import Plan, Share, contiguous
 from hvdtrain.world import World
@@ -158,11 +159,13 @@ def evaluate(model: keras.Model, x: Any, y: Any, batch_size: int, *, world: Worl
 
     Raises:
         ConfigError: arrays of different lengths.
-        ReplicaError: ranks with different metrics.
+        ReplicaError: replicas, or sets of metrics, that differ.
     """
     world = world_or_current(world)
     samples = _count(x, y)
     world.agree("number of samples", samples)
+    weights = model.trainable_weights
+    _state.check_equal(weights, world, lambda: BACKEND.checksums(weights), when="when they are evaluated")
     mine = contiguous(samples, world.rank, world.size)
     empty = mine.start == mine.stop
     piece = slice(0, 1) if empty else mine  # one sample builds the metrics; it is not counted

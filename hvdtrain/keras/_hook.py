@@ -22,7 +22,7 @@ from hvdtrain.keras import _reduce
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._session import KEY, LiveBatch, Session, is_stock, leaves_of, missing_hook, optimizers_of
 
-_HOOKS = ("apply", "check_finite", "_clip_gradients")
+HOOKS = ("apply", "check_finite", "_clip_gradients")
 
 
 # -------------------------------------------------------------------- the optimizer
@@ -68,7 +68,7 @@ def unhook(optimizer: Any) -> None:
     """Gives an optimizer (and what it wraps) its own methods back."""
     for holder in [optimizer, *leaves_of(optimizer), getattr(optimizer, "inner_optimizer", None)]:
         if holder is not None and KEY in vars(holder):
-            for name in _HOOKS:
+            for name in HOOKS:
                 vars(holder).pop(name, None)
             vars(holder).pop(KEY)
     for leaf in leaves_of(optimizer):
@@ -133,6 +133,7 @@ def attach(model: keras.Model, session: Session) -> None:
     """
     vars(model)[KEY] = session
     session.attached = True
+    session.by_weight = divides_by_weights(model)
     if session.alone:
         return
     for index, optimizer in enumerate(optimizers_of(model)):
@@ -141,6 +142,24 @@ def attach(model: keras.Model, session: Session) -> None:
     if "train_step" not in vars(model):
         vars(model)["train_step"] = _make_train_step(model, model.train_step)
         model.train_function = None
+
+
+def divides_by_weights(model: keras.Model) -> bool:
+    """True if the loss is a mean over sample weights instead of samples; ranks must then weigh by those.
+
+    Raises:
+        ReplicaError: a loss that sums over the batch: the mean over ranks is an N-th of the sum over the global batch.
+    """
+    losses = [loss for loss in keras.tree.flatten(getattr(model, "loss", None)) if loss is not None]
+    kinds = {getattr(loss, "reduction", None) for loss in losses}
+    if "sum" in kinds:
+        raise ReplicaError(
+            "the loss must be a mean over the batch: ranks average their gradients",
+            f"reduction='sum' in {', '.join(type(loss).__name__ for loss in losses)}",
+            "leave reduction out (the default is the mean), and scale the learning rate instead",
+            shared=True,
+        )
+    return kinds == {"mean_with_sample_weight"}
 
 
 def _no_xla(model: keras.Model, session: Session) -> None:
@@ -204,7 +223,7 @@ def is_built(model: keras.Model) -> bool:
 @contextmanager
 def _live_batch(session: Session, x: Any, sample_weight: Any) -> Iterator[None]:
     """Notes the weight of the batch in flight and starts its sum over ranks, beside the forward pass."""
-    samples = BACKEND.live_samples(x, sample_weight)
+    samples = BACKEND.live(x, sample_weight, by_weight=session.by_weight)
     started = BACKEND.start_sum(samples, f"{session.name}.live")
     session.live = LiveBatch(samples, started, BACKEND.finish_sum)
     try:

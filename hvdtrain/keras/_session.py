@@ -54,6 +54,7 @@ class Session:
         verify: prove the averaging before the first step.
         watch_every: compare replicas every so many steps; 0 is never.
         lr, per_rank_batch: the learning-rate contract, and the batch it is computed from.
+        by_weight: batches weigh by their sample weights, because the loss divides by those.
         live: weight of the batch in flight; ``None`` outside a train step (then all ranks weigh the same).
         ready: the checks of this ``fit`` are done.
         wants_broadcast: the callbacks asked for rank 0's state before the next step.
@@ -73,6 +74,7 @@ class Session:
     name: str = field(default_factory=lambda: f"hvdtrain.{next(_created)}")
     live: LiveBatch | None = None
     attached: bool = False
+    by_weight: bool = False
     ready: bool = False
     wants_broadcast: bool = False
     streams_set: bool = False

@@ -81,18 +81,23 @@ class TensorFlowBackend:
         return lambda: checksums().numpy()
 
     # ---------------------------------------------------------------- inside a step
-    def live_samples(self, x: Any, sample_weight: Any) -> Any:
-        """Number of samples of this rank's batch (int64 scalar); 0 if all its sample weights are 0."""
+    def live(self, x: Any, sample_weight: Any, *, by_weight: bool) -> Any:
+        """What this rank's batch weighs (float64 scalar): its samples, or the sum of its sample weights.
+
+        0 if all its sample weights are 0.
+        """
         first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
-        samples = tf.cast(_rows(first), tf.int64)
+        samples = tf.cast(_rows(first), tf.float64)
         weights = [w for w in keras.tree.flatten(sample_weight) if w is not None]
         if not weights:
             return samples
+        if by_weight:
+            return tf.add_n([tf.reduce_sum(tf.cast(weight, tf.float64)) for weight in weights])
         alive = tf.reduce_any(tf.stack([tf.reduce_any(tf.cast(weight, tf.bool)) for weight in weights]))
         return tf.where(alive, samples, tf.zeros_like(samples))
 
     def start_sum(self, samples: Any, name: str) -> Any:
-        """Starts the sum of an int64 scalar over ranks; in a graph it runs beside the forward pass."""
+        """Starts the sum of a float64 scalar over ranks; in a graph it runs beside the forward pass."""
         with tf.device("CPU:0"):
             return self.hvd.allreduce(tf.reshape(samples, [1]), op=self.hvd.Sum, name=name, ignore_name_scope=True)
 
@@ -117,7 +122,7 @@ class TensorFlowBackend:
         """
 
         def scaled() -> list[Any]:
-            factor = tf.cast(samples * size, tf.float64) / tf.cast(tf.maximum(total, 1), tf.float64)
+            factor = tf.math.divide_no_nan(samples * size, total)
             return [tensor * tf.cast(factor, tensor.dtype) for tensor in tensors]
 
         even = tf.equal(samples * size, total)

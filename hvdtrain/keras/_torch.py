@@ -67,34 +67,37 @@ class TorchBackend:
         return lambda: self.checksums(variables)
 
     # ---------------------------------------------------------------- inside a step
-    def live_samples(self, x: Any, sample_weight: Any) -> int:
-        """Number of samples of this rank's batch; 0 if all its sample weights are 0."""
+    def live(self, x: Any, sample_weight: Any, *, by_weight: bool) -> float:
+        """What this rank's batch weighs: its samples, or the sum of its sample weights; 0 if those are all 0."""
         first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         weights = [w for w in keras.tree.flatten(sample_weight) if w is not None]
-        if weights and not any(bool((torch.as_tensor(w) != 0).any()) for w in weights):
-            return 0
-        return int(first.shape[0])
+        if weights and by_weight:
+            return sum(float(torch.as_tensor(weight).sum(dtype=torch.float64)) for weight in weights)
+        if weights and not any(bool((torch.as_tensor(weight) != 0).any()) for weight in weights):
+            return 0.0
+        return float(first.shape[0])
 
-    def start_sum(self, samples: int, name: str) -> Any:
-        """Starts the sum of an integer over ranks; it travels while the forward pass runs."""
-        return self.hvd.allreduce_async(torch.tensor([samples]), op=self.hvd.Sum, name=name)
+    def start_sum(self, samples: float, name: str) -> Any:
+        """Starts the sum of a number over ranks; it travels while the forward pass runs."""
+        return self.hvd.allreduce_async(torch.tensor([samples], dtype=torch.float64), op=self.hvd.Sum, name=name)
 
-    def finish_sum(self, started: Any) -> int:
-        return int(self.hvd.synchronize(started)[0])
+    def finish_sum(self, started: Any) -> float:
+        return float(self.hvd.synchronize(started)[0])
 
     def usable_here(self, tensor: Any) -> bool:
         del tensor
         return True
 
-    def weigh(self, tensors: list[Any], samples: int, total: int, size: int) -> list[Any]:
+    def weigh(self, tensors: list[Any], samples: float, total: float, size: int) -> list[Any]:
         """Multiplies tensors by ``samples * size / total``; equal shares return them untouched, bit for
         bit.
         """
         if samples * size == total:
             return tensors
-        return [tensor * (samples * size / max(total, 1)) for tensor in tensors]
+        factor = samples * size / total if total else 0.0
+        return [tensor * factor for tensor in tensors]
 
-    def unless_live(self, samples: int, variables: Sequence[Any], copies: Sequence[Any]) -> None:
+    def unless_live(self, samples: float, variables: Sequence[Any], copies: Sequence[Any]) -> None:
         """Puts the copies back if this rank's batch held no live sample."""
         if samples == 0:
             self.put_back(variables, copies)

@@ -21,7 +21,7 @@ import numpy as np
 from hvdtrain.errors import ReplicaError
 from hvdtrain.keras import _state
 from hvdtrain.keras._backend import BACKEND
-from hvdtrain.keras._hook import is_hooked
+from hvdtrain.keras._hook import HOOKS, is_hooked
 from hvdtrain.keras._reduce import overwrites
 from hvdtrain.keras._session import Session, is_stock, leaves_of, missing_hook
 
@@ -77,9 +77,10 @@ def prove(model: keras.Model, session: Session) -> Proof:
     factor = 1.0 + 2.0 * (world.rank - (world.size - 1) / 2.0)  # ... -1, 1, 3 ...: the mean over ranks is exactly 1
     with _scratch(model, optimizer):
         start = _values(variables)
-        averaged = _update(optimizer, variables, factor)
-        mean = _plain_update(optimizer, variables, 1.0)
-        alone = _plain_update(optimizer, variables, factor)
+        pattern = _pattern(optimizer, variables)
+        averaged = _update(optimizer, variables, _times(pattern, factor))
+        mean = _plain_update(optimizer, variables, _times(pattern, 1.0))
+        alone = _plain_update(optimizer, variables, _times(pattern, factor))
     step = _largest(mean, start)
     difference = _largest(averaged, mean)
     own = _largest(averaged, alone)
@@ -119,56 +120,48 @@ def _not_averaged(model: keras.Model, off: Sequence[float], own: Sequence[float]
 
 
 # -------------------------------------------------------------------- trial updates
-def _update(optimizer: Any, variables: Sequence[Any], factor: float) -> list[np.ndarray]:
-    """Applies gradients ``factor * pattern`` as training would; returns the weights after it."""
-    return _after(optimizer, variables, factor, lambda grads: optimizer.apply(grads, list(variables)))
-
-
-def _plain_update(optimizer: Any, variables: Sequence[Any], factor: float) -> list[np.ndarray]:
-    """The same update by this rank alone: hooks out of the way."""
-    holders = [optimizer, *leaves_of(optimizer)]
-    kept = [{name: vars(h).pop(name) for name in ("apply", "check_finite", "_clip_gradients") if name in vars(h)}
-            for h in holders]  # fmt: skip
-    try:
-        return _after(
-            optimizer, variables, factor, lambda grads: type(optimizer).apply(optimizer, grads, list(variables))
-        )
-    finally:
-        for holder, methods in zip(holders, kept, strict=True):
-            vars(holder).update(methods)
-
-
-def _after(optimizer: Any, variables: Sequence[Any], factor: float, apply: Any) -> list[np.ndarray]:
-    touched = _touched(optimizer, variables)
+def _update(optimizer: Any, variables: Sequence[Any], gradients: list[Any]) -> list[np.ndarray]:
+    """Applies gradients as training would; returns the weights after it, and takes it back."""
+    touched = list({id(v): v for v in [*variables, *optimizer.variables]}.values())
     before = BACKEND.copies(touched)
     try:
-        apply(_gradients(optimizer, variables, factor))
+        optimizer.apply(gradients, list(variables))
         return _values(variables)
     finally:
         BACKEND.put_back(touched, before)
 
 
-def _touched(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    return list({id(v): v for v in [*variables, *optimizer.variables]}.values())
+def _plain_update(optimizer: Any, variables: Sequence[Any], gradients: list[Any]) -> list[np.ndarray]:
+    """The same update by this rank alone: hooks out of the way."""
+    holders = [optimizer, *leaves_of(optimizer)]
+    kept = [{name: vars(holder).pop(name) for name in HOOKS if name in vars(holder)} for holder in holders]
+    try:
+        return _update(optimizer, variables, gradients)
+    finally:
+        for holder, methods in zip(holders, kept, strict=True):
+            vars(holder).update(methods)
 
 
-def _gradients(optimizer: Any, variables: Sequence[Any], factor: float) -> list[Any]:
-    """Gradients ``factor * pattern * loss scale``; the pattern has few bits, so that sums over ranks are
-    exact.
-    """
+def _pattern(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Gradients (times the loss scale) with few significant bits, so that sums over ranks are exact."""
     scale = getattr(optimizer, "dynamic_scale", None)
     scale = float(BACKEND.to_numpy(scale)) if scale is not None else float(optimizer.loss_scale_factor or 1.0)
     out = []
     for position, variable in enumerate(variables):
-        index = np.arange(int(np.prod(variable.shape)), dtype=np.int64) + position
-        pattern = ((index * 5) % 8 - 3.5) / 4.0  # in -0.875 .. 0.875, never 0
-        value = (pattern * factor * scale).reshape(tuple(variable.shape))
-        out.append(keras.ops.convert_to_tensor(value.astype(np.float64), dtype=variable.dtype))
+        eight = ((np.arange(8) * 5 + position) % 8 - 3.5) / 4.0 * scale  # in -0.875 .. 0.875, never 0
+        value = np.resize(eight.astype(np.float32), tuple(variable.shape))
+        out.append(keras.ops.convert_to_tensor(value, dtype=variable.dtype))
     return out
 
 
+def _times(pattern: Sequence[Any], factor: float) -> list[Any]:
+    """New tensors: an averaging may work in place."""
+    return [tensor * keras.ops.cast(factor, tensor.dtype) for tensor in pattern]
+
+
 def _values(variables: Sequence[Any]) -> list[np.ndarray]:
-    return [np.asarray(BACKEND.to_numpy(variable)).astype(np.float64) for variable in variables]
+    values = [np.array(BACKEND.to_numpy(variable)) for variable in variables]
+    return [v if v.dtype in (np.float32, np.float64) else v.astype(np.float32) for v in values]
 
 
 def _largest(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:

@@ -87,6 +87,7 @@ def main(phase: str, folder: Path) -> None:
         progress = hvdtrain.Checkpointer(folder / "parts", best=None).restore(hvk.model_state(model))
         assert progress is not None
         if phase == "second":
+            store(model, folder / "restored", progress)
             fit(model, folder / "parts", epochs=4, progress=progress)
         store(model, folder / f"{phase}_end", progress)
     world.barrier()
