@@ -80,13 +80,13 @@ def test_notes_on_file_descriptor_2(asked: bool, fails: bool) -> None:
 
 def test_cores_are_shared_and_the_users_choice_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+    for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     startup.share_cores(Detected("horovodrun", 0, 6, 0, 3, 0, None))
     assert os.environ["OMP_NUM_THREADS"] == "5"
-    assert os.environ["TF_NUM_INTRAOP_THREADS"] == "2"
+    assert os.environ["TF_NUM_INTRAOP_THREADS"] == "2" and os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     monkeypatch.delenv("OMP_NUM_THREADS")
     startup.share_cores(Detected("mpirun", 0, 4, 0, 4, 0, None))
