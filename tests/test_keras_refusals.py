@@ -52,6 +52,8 @@ REFUSED = {
     "rate_without_batch": ("ConfigError", "per_rank_batch"),
     "not_compiled": ("ConfigError", "compile"),
     "unknown_compression": ("ConfigError", "'int3'"),
+    "loss_that_sums": ("ReplicaError", "mean over the batch", "reduction='sum'"),
+    "evaluates_replicas_that_differ": ("ReplicaError", "when they are evaluated", "rank 1: sum"),
 }
 ACCEPTED = [
     "right",
@@ -65,6 +67,8 @@ ACCEPTED = [
     "dropout_streams",
     "evaluates_each_sample_once",
     "watch_cost",
+    "two_optimizers",
+    "weighted_loss",
 ]
 
 

@@ -216,7 +216,7 @@ def _before_step(model: keras.Model, session: Session, data: Any) -> None:
 def is_built(model: keras.Model) -> bool:
     """True if every layer of the model has its variables."""
     parts = all(layer.built for layer in model._flatten_layers(include_self=False))
-    called = type(model).call is not keras.layers.Layer.call  # a GAN has parts, but no call() to build it by
+    called = type(model).call is not keras.Model.call  # a GAN has parts, but no call() to build it by
     return parts and (bool(model.built) or not called)
 
 

@@ -1,0 +1,46 @@
+"""The ranks of the refusal tests, and the small jobs that their cases are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from common import cnn, images, loss
+
+import hvdtrain
+
+world = hvdtrain.init("keras", seed=5)
+import hvdtrain.keras as hvk  # noqa: E402  (the adapter joins the ranks first)
+
+RANK, SIZE = world.rank, world.size
+O = keras.optimizers  # noqa: E741
+CASES: list[Callable[[], str]] = []
+
+
+def case(function: Callable[[], str]) -> Callable[[], str]:
+    """Registers a case: it returns what it found out, or raises what it was refused with."""
+    CASES.append(function)
+    return function
+
+
+def compiled(optimizer: Any = None, *, seed: int = 0, **arguments: Any) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    model = cnn()
+    model.compile(optimizer or O.SGD(0.1), arguments.pop("loss", None) or loss(), **arguments)
+    return model
+
+
+def data(batch: int = 8, samples: int = 32) -> Any:
+    x, y = images(samples)
+    return hvk.batches(x.astype("float32"), y, batch)
+
+
+def fit(model: keras.Model, callbacks: list[Any] | None = None, epochs: int = 1, batches: Any = None) -> Any:
+    return model.fit(batches or data(), epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+def state(model: keras.Model) -> list[Any]:
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return [*model.variables, *model.optimizer.variables]
