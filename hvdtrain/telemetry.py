@@ -191,12 +191,14 @@ class _Window:
     def take(self) -> dict[str, Any]:
         """Return the fields of one event over the steps since the last, and begin anew."""
         now = time.perf_counter()
+        # the steps' own time, where the caller measures it: validation and checkpoints lie between two windows
+        elapsed = sum(self._seconds.values()) or now - self._since
         fields = {
             **self._position,
             "steps": self.steps,
             "loss": sum(self._losses) / len(self._losses) if self._losses else None,
             "samples": self._samples,
-            "samples_per_s": self._samples / max(now - self._since, 1e-9),
+            "samples_per_s": self._samples / max(elapsed, 1e-9),
             "seconds": self._seconds,
         }
         self._since, self._due = now, now + EVENT_EVERY_S

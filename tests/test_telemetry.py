@@ -21,7 +21,7 @@ from harness import REPOSITORY, clean_environment, run_ranks
 
 from hvdtrain import LR, ConfigError, RunLog, World
 from hvdtrain.records import plain, to_json, write_json
-from hvdtrain.telemetry import EVENT_EVERY_S, read_events, read_run, run_status
+from hvdtrain.telemetry import EVENT_EVERY_S, _Window, read_events, read_run, run_status
 from hvdtrain.tensorboard import crc32c
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -420,3 +420,13 @@ class TestRanks:
         assert epoch["ranks"] == [{"compute": 1.0}, {"compute": 2.0}]
         starts = [event for event in read_events(tmp_path / "run") if event["kind"] == "start"]
         assert len(starts) == 1
+
+
+def test_throughput_counts_the_steps_and_not_what_lies_between_them():
+    window = _Window()
+    window._since -= 1000.0  # a long validation before this step
+    window.add({"step": 1}, 0.5, 64, {"between": 0.5, "step": 1.5})
+    assert window.take()["samples_per_s"] == 32.0
+    window._since -= 10.0
+    window.add({"step": 2}, 0.5, 64, {})  # nobody measured: wall time
+    assert window.take()["samples_per_s"] == pytest.approx(6.4, rel=0.01)
