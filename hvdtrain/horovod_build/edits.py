@@ -88,6 +88,16 @@ _KERAS_NEW = """                                 scale_local_gradients=True):
 
     class _DistributedOptimizer("""
 
+_RUN_OLD = """    args = parse_args()
+    _run(args)
+"""
+_RUN_NEW = """    args = parse_args()
+    try:
+        _run(args)
+    except RuntimeError as error:
+        sys.exit(str(error))
+"""
+
 EDITS: tuple[Edit, ...] = (
     Edit(
         "cxx17", "CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)",
@@ -197,6 +207,10 @@ EDITS: tuple[Edit, ...] = (
         "zero-grad-pass-on", "horovod/torch/optimizer.py", "return super(self.__class__, self).zero_grad()",
         "return super(self.__class__, self).zero_grad(set_to_none=set_to_none)",
         why="hands the argument of zero-grad-set-to-none to torch", upstream="3405", count=2,
+    ),
+    Edit(
+        "horovodrun-no-traceback", "horovod/runner/launch.py", _RUN_OLD, _RUN_NEW,
+        why="when a rank fails, horovodrun's own traceback buries that rank's message",
     ),
     Edit(
         "keras3-warning", "horovod/_keras/__init__.py", _KERAS_OLD, _KERAS_NEW,
