@@ -265,3 +265,14 @@ def test_gloo_names_a_stalled_tensor_and_ends_the_job(tmp_path):
     assert result.returncode != 0
     assert "missing ranks" in result.ranks_error[0].lower() and "lonely" in result.ranks_error[0], result.ranks_error[0]
     assert result.seconds < 45
+
+
+@pytest.mark.ranks
+def test_horovodrun_leaves_the_failed_ranks_message_readable(tmp_path):
+    from harness import run_ranks
+
+    program = tmp_path / "fail.py"
+    program.write_text("import sys; sys.exit('the one clear message')")
+    result = run_ranks([str(program)], 2, timeout_s=60)
+    assert result.returncode == 1 and "the one clear message" in result.err
+    assert "Traceback" not in result.err and "exited with non-zero status" in result.err

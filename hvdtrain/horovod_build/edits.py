@@ -88,14 +88,16 @@ _KERAS_NEW = """                                 scale_local_gradients=True):
 
     class _DistributedOptimizer("""
 
-_RUN_OLD = """    args = parse_args()
+_RUN_OLD = """
     _run(args)
+
 """
-_RUN_NEW = """    args = parse_args()
+_RUN_NEW = """
     try:
         _run(args)
     except RuntimeError as error:
         sys.exit(str(error))
+
 """
 
 EDITS: tuple[Edit, ...] = (
