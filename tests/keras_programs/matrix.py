@@ -132,11 +132,7 @@ CASES: dict[str, dict[str, Any]] = {
         "only": "tensorflow",
         "samples": 56,
     },
-    "jit_compile": {
-        "opt": lambda: O.Adam(1e-2),
-        "compile": {"jit_compile": True},
-        "ranks_only": {"tensorflow": False, "torch": True},
-    },
+    "jit_compile": {"opt": lambda: O.Adam(1e-2), "compile": {"jit_compile": True}},
     "optimizer_first": {"opt": lambda: O.Adam(1e-2), "optimizer_first": True},
     "fp16": {"opt": lambda: O.SGD(0.1), "prepare": {"compression": "fp16"}, "tolerance": 1e-3},
     # low precision rounds with the batch size: the twin of N ranks is one process that accumulates N
