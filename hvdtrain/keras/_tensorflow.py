@@ -99,10 +99,12 @@ class TensorFlowBackend:
     def start_sum(self, samples: Any, name: str) -> Any:
         """Starts the sum of a float64 scalar over ranks; in a graph it runs beside the forward pass."""
         with tf.device("CPU:0"):
-            return self.hvd.allreduce(tf.reshape(samples, [1]), op=self.hvd.Sum, name=name, ignore_name_scope=True)
+            row = tf.reshape(samples, [1])
+            sums = self.hvd.allreduce(row, op=self.hvd.Sum, name=name, ignore_name_scope=True)
+            return sums[0]  # in the step's own graph: the first to ask for it may be a branch of a user's cond
 
     def finish_sum(self, started: Any) -> Any:
-        return started[0]
+        return started
 
     def usable_here(self, tensor: Any) -> bool:
         """False for a value noted eagerly and used inside a nested traced function: it would be baked in."""
