@@ -114,7 +114,8 @@ class Epoch(_Callback):
         train, samples = self._train or self._now()
         known = dict(_metrics.results(self.model, train, self.world, samples))
         if validated:
-            results = _metrics.results(self.model, *self._now_in(self.world))
+            states, val_samples = self._now()
+            results = _metrics.results(self.model, states, self.world, val_samples)
             known.update({f"val_{name}": value for name, value in results.items()})
         own = {k: float(v) for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
         if own:  # what a user's train step returns beside the metrics: mean over samples
@@ -128,10 +129,6 @@ class Epoch(_Callback):
 
     def _now(self) -> tuple[_metrics.States, float]:
         return _metrics.states(self.model), _metrics.samples_of(self.model)
-
-    def _now_in(self, world: Any) -> tuple[_metrics.States, Any, float]:
-        states, samples = self._now()
-        return states, world, samples
 
 
 class Count(_Callback):
