@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 import traceback as traceback_module
+from pathlib import Path
 from typing import NoReturn
 
 EXIT_CODE = 2
@@ -38,6 +39,23 @@ class HvdtrainError(RuntimeError):
         if self.remedy:
             lines.append("  fix: " + self.remedy.replace("\n", "\n       "))
         return "\n".join(lines)
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs the packages of these extras for the Python that runs this.
+
+    From a checkout it installs that checkout, in place; the interpreter is named, because the one that lacks a
+    package is often not the one that `pip` on the PATH belongs to.
+    """
+    checkout = Path(__file__).resolve().parent.parent
+    editable = (checkout / "setup.cfg").is_file()
+    name = f"-e '{checkout}[{','.join(extras)}]'" if editable else f"'hvdtrain[{','.join(extras)}]'"
+    return f"{sys.executable} -m pip install {name}"
+
+
+def build_horovod_command() -> str:
+    """Return the command that builds and installs Horovod for the Python that runs this."""
+    return f"{sys.executable} -m hvdtrain.cli build-horovod --install"
 
 
 class ConfigError(HvdtrainError):

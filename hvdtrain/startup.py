@@ -20,7 +20,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError, exit_with
+from hvdtrain.errors import (
+    ConfigError,
+    HvdtrainError,
+    LauncherError,
+    build_horovod_command,
+    exit_with,
+    install_command,
+)
 from hvdtrain.launchers import Detected, detect
 from hvdtrain.records import read_run
 
@@ -120,13 +127,13 @@ def keras_modules(backend: str, detected: Detected) -> dict[str, str]:
         ConfigError: a backend that hvdtrain has no adapter for.
     """
     install = {
-        "tensorflow": "pip install 'hvdtrain[keras]'",
-        "torch": "pip install 'hvdtrain[keras]' 'hvdtrain[torch]'",
+        "tensorflow": install_command("keras", "build"),
+        "torch": install_command("keras", "torch", "build"),
     }
     if backend not in install:
         remedy = "--backend tensorflow|torch, or KERAS_BACKEND"
         raise ConfigError("hvdtrain trains Keras on tensorflow or torch", backend, remedy, shared=True)
-    horovod = "hvdtrain build-horovod --install"
+    horovod = build_horovod_command()
     launched = detected.launcher != "none"
     needed = {"numpy": install[backend]}
     needed |= {"horovod": horovod} if launched else {}  # before the slow ones: a broken one is known at once
@@ -151,7 +158,8 @@ def find_modules(needed: Mapping[str, str]) -> None:
         raise LauncherError(
             f"every rank needs {', '.join(roots)}",
             f"no {', '.join(missing)} in {_this_python()}",
-            "; ".join(dict.fromkeys(commands)),
+            # the frameworks first: Horovod is built for those it finds
+            " && ".join(sorted(dict.fromkeys(commands), key=lambda command: "build-horovod" in command)),
         )
 
 

@@ -19,7 +19,15 @@ from typing import Any, Literal, TypeVar
 
 from hvdtrain import __version__
 from hvdtrain.engines import Engine, SoloEngine
-from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError, MainRankError, ReplicaError
+from hvdtrain.errors import (
+    ConfigError,
+    HvdtrainError,
+    LauncherError,
+    MainRankError,
+    ReplicaError,
+    build_horovod_command,
+    install_command,
+)
 from hvdtrain.launchers import ALONE, Detected, detect, gpus_for
 
 __all__ = ["Detected", "Engine", "SoloEngine", "World", "current", "detect", "gpus_for", "init"]
@@ -320,13 +328,13 @@ def _import_error(error: Exception, framework: str) -> Exception:
     if missing.startswith("hvdtrain."):
         return ConfigError(f"this hvdtrain {__version__} must have an adapter for {framework}", what)
     if missing and missing.split(".")[0] != "horovod":
-        return ConfigError(f"the {framework} adapter needs {missing}", came, f"pip install 'hvdtrain[{framework}]'")
+        return ConfigError(f"the {framework} adapter needs {missing}", came, install_command(framework))
     # an extension that was not built, or for other frameworks: ImportError, OSError or TensorFlow's NotFoundError
     if missing or (not isinstance(error, HvdtrainError) and "horovod" in str(error).lower()):
         return LauncherError(
             "Horovod must be installed on every rank, built for this Python and its frameworks",
             came,
-            "hvdtrain build-horovod --install",
+            build_horovod_command(),
         )
     return error
 
@@ -344,8 +352,8 @@ def _check_engine(detected: Detected, comm: Engine) -> None:
         return
     remedy = {
         "srun": "start the ranks with `srun --mpi=pmix` (or pmi2), with a Horovod built with that MPI",
-        "mpirun": "rebuild Horovod with the MPI of this mpirun: hvdtrain build-horovod --install",
-        "mpijob": "rebuild Horovod with the MPI of this image: hvdtrain build-horovod --install",
+        "mpirun": f"rebuild Horovod with the MPI of this mpirun: {build_horovod_command()}",
+        "mpijob": f"rebuild Horovod with the MPI of this image: {build_horovod_command()}",
     }.get(
         detected.launcher,
         "unset variables left over from another launcher, and start again through one launcher",

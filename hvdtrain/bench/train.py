@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench import stats
-from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError
+from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError, build_horovod_command
 from hvdtrain.launchers import detect
 from hvdtrain.startup import whole
 
@@ -191,7 +191,7 @@ def _launch(ranks: int, launcher: str) -> list[str]:
     beside = Path(sys.executable).parent / launcher
     found = str(beside) if beside.exists() else shutil.which(launcher)
     if found is None:
-        remedy = "hvdtrain build-horovod --install" if launcher == "horovodrun" else "install Open MPI"
+        remedy = build_horovod_command() if launcher == "horovodrun" else "install Open MPI"
         raise LauncherError(f"{ranks} ranks are started by {launcher}", "not found on PATH", remedy + ", or --ranks 1")
     if launcher == "horovodrun":
         return [found, "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"]

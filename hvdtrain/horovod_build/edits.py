@@ -197,6 +197,12 @@ EDITS: tuple[Edit, ...] = (
         "half of TensorFlow's time",
     ),
     Edit(
+        "check-build-survives", "horovod/common/util.py", "return queue.get_nowait()",
+        "return queue.get_nowait() if p.exitcode == 0 else None",
+        why="an extension whose import kills the asking child (TensorFlow and CUDA torch in one process) ended "
+        "--check-build with _queue.Empty",
+    ),
+    Edit(
         "gloo-stall-check", "horovod/common/gloo/gloo_controller.cc", "global_ranks_.reserve(size_);", "global_ranks_.resize(size_);",
         why="the stall inspector loops over global_ranks_, which reserve() leaves empty: under Gloo no stall is ever "
         "reported, and writing past the size is undefined",
