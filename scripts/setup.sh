@@ -9,7 +9,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${HVDTRAIN_VENV:-$PWD/.venv}
 SETUP_LOG=${TMPDIR:-/tmp}/hvdtrain-setup.$$.log
-export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2}   # TensorFlow's start-up notices hide real messages
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
