@@ -40,7 +40,14 @@ def test_missing_modules_are_all_named_before_any_is_imported() -> None:
     with pytest.raises(LauncherError) as caught:
         startup.find_modules(needed)
     assert "no hvdtrain_no_such, horovod_no_such in " + sys.executable in caught.value.came
-    assert caught.value.remedy == "do a; do b"
+    assert caught.value.remedy == "do a && do b"
+
+
+def test_horovod_is_built_after_its_frameworks_are_installed() -> None:
+    needed = {"horovod_no_such": "hvdtrain build-horovod", "keras_no_such": "pip install keras"}
+    with pytest.raises(LauncherError) as caught:
+        startup.find_modules(needed)
+    assert caught.value.remedy == "pip install keras && hvdtrain build-horovod"
 
 
 def test_broken_module_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
