@@ -1,7 +1,6 @@
 """hvdtrain: train Keras 3 and PyTorch on Horovod with today's frameworks.
 
-`import hvdtrain` costs milliseconds: names are looked up on first use, and no framework (nor numpy) is
-    imported
+`import hvdtrain` costs milliseconds: names are looked up on first use, and no framework (nor numpy) is imported
 until an adapter needs it.
 """
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.records import end_last_line, plain, read_run, to_json, write_json
-from hvdtrain.tensorboard import ScalarWriter
+from hvdtrain.tensorboard import ScalarWriter, available
 from hvdtrain.world import World
 
 # without a terminal the progress is a line in a log: rarer
@@ -95,7 +95,10 @@ class RunWriter:
         was = {"earlier_status": _fate(earlier)} if earlier else {}
         self.event("resume" if earlier else "start", {"size": world.size, "config": config, **was})
         self._line = _Line(config.get("total_samples")) if progress else None
-        self._board = ScalarWriter(self._dir / "tensorboard") if tensorboard else None
+        if tensorboard and available():
+            self._board = ScalarWriter(self._dir / "tensorboard")
+        elif tensorboard and progress:
+            print("no TensorBoard scalars: the package tensorboard is not installed", flush=True)
 
     def event(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._guarded(self._write_event, kind, fields)

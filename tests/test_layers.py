@@ -1,7 +1,7 @@
 """Who may import whom, read from the sources (imports inside functions and under TYPE_CHECKING count as
 well).
 
-L0 the core: the standard library, and inside functions numpy and tqdm; nothing above it.
+L0 the core: the standard library, and inside functions numpy, tqdm and tensorboard; nothing above it.
 L1 adapters: the core and their own framework; adapters never import each other.
 L2 tools and programs: anything below but private names of another part. Nothing imports the command line.
 """
@@ -30,7 +30,7 @@ ADAPTERS = {
     "pipeline": {"torch"},
 }
 # what the core may use, but only inside functions
-CORE_LATE = {"numpy", "tqdm"}
+CORE_LATE = {"numpy", "tqdm", "tensorboard"}
 FRAMEWORKS = {"torch", "torchvision", "tensorflow", "keras", "horovod", "deepspeed", "jax"}
 
 

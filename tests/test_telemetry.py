@@ -22,7 +22,6 @@ from harness import REPOSITORY, clean_environment, run_ranks
 from hvdtrain import LR, ConfigError, RunLog, World
 from hvdtrain.records import plain, to_json, write_json
 from hvdtrain.telemetry import EVENT_EVERY_S, _Window, read_events, read_run, run_status
-from hvdtrain.tensorboard import crc32c
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -368,10 +367,6 @@ class TestTensorBoard:
             with open_log(tmp_path, tensorboard=True, resume=resume) as log:
                 one_step(log, 1)
         assert len(list((tmp_path / "tensorboard").iterdir())) == 2
-
-    def test_checksum(self) -> None:
-        """The check value of CRC-32C, RFC 3720 and the catalogues."""
-        assert crc32c(b"123456789") == 0xE3069283
 
 
 def read_scalars(*folders: Path) -> list[dict[str, Any]]:
