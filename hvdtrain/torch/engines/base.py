@@ -1,0 +1,184 @@
+"""What an engine gives the adapter: collectives on tensors, and `bind`, which ties one model to it.
+
+Everything else (weights of samples, accumulation, mixed precision, clipping, checkpoints, telemetry) is written once,
+above this protocol, and so is the same on every engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.launchers import Detected, gpus_for
+
+# A second copy of each piece is needed while it travels.
+_CHUNK_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How gradients travel.
+
+    Attributes:
+        compression: "fp16" or "bf16": gradients are cast for the way, and summed in that type.
+        accumulate: micro-batches of an update.
+        bucket_bytes: gradients are sent in pieces of about this size; None: what is right on the device.
+    """
+
+    compression: Literal["fp16", "bf16"] | None = None
+    accumulate: int = 1
+    bucket_bytes: int | None = None
+
+
+class Bound(Protocol):
+    """One model and its optimizer on an engine.
+
+    The module and the optimizer given to `bind` stay the ones that are saved, loaded and read; `call` is what the
+    forward pass goes through.
+    """
+
+    call: Callable[..., Any]
+
+    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+        """Runs the backward pass of `loss`, which is weighted so that gradients are to be summed over ranks.
+
+        Args:
+            loss: a scalar.
+            reduce: this pass closes the update: start to sum the gradients. Else they add up in ``p.grad``, locally.
+            extras: float64 [k] on the engine's device, with `reduce`: summed over ranks in place; ready after `finish`.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Waits for the sums. Then ``p.grad`` is the sum over ranks; None, on every rank, where no rank had one."""
+        ...
+
+    def step(self) -> None:
+        """The optimizer's step."""
+        ...
+
+    def close(self) -> None:
+        """Takes hooks off the model."""
+        ...
+
+
+@runtime_checkable
+class TorchEngine(Protocol):
+    """`hvdtrain.engines.Engine`, plus tensors. Collective methods are called in the same order on every rank."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_size(self) -> int: ...
+    @property
+    def node(self) -> int: ...
+    @property
+    def devices(self) -> tuple[int, ...]: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sums a contiguous tensor over ranks, in place, and returns it."""
+        ...
+
+    def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Gives every rank root's contiguous tensor, in place, and returns it."""
+        ...
+
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> Bound: ...
+
+    def broadcast_bytes(self, data: bytes | None, root: int) -> bytes: ...
+    def allgather_bytes(self, data: bytes) -> list[bytes]: ...
+    def sum_floats(self, values: Sequence[float]) -> list[float]: ...
+    def barrier(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+class ByteCollectives:
+    """Collectives on bytes and floats, made of `sum_` and `broadcast_` on tensors in main memory."""
+
+    rank: int
+    size: int
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
+        raise NotImplementedError
+
+    def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
+        """Returns root's ``data`` on every rank; the others' is ignored."""
+        mine = self.rank == root
+        if mine and data is None:
+            raise ValueError("the root of a broadcast must give the data")
+        content = data if mine and data is not None else b""
+        length = int(self.broadcast_(torch.tensor([len(content)]), root).item())
+        buffer = torch.frombuffer(bytearray(content or bytes(length)), dtype=torch.uint8) if length else None
+        for start in range(0, length, _CHUNK_BYTES):
+            assert buffer is not None
+            self.broadcast_(buffer[start : start + _CHUNK_BYTES], root)
+        return b"" if buffer is None else buffer.numpy().tobytes()
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        """Returns every rank's ``data``, in rank order.
+
+        Every rank adds its own bytes to zeros: twice the traffic of a gather, one kind of collective fewer.
+        """
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(data)
+        counts = self.sum_(lengths).tolist()
+        starts = [sum(counts[:rank]) for rank in range(self.size + 1)]
+        joined = torch.zeros(max(starts[-1], 1), dtype=torch.uint8)
+        if data:
+            joined[starts[self.rank] : starts[self.rank + 1]] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everything = self.sum_(joined).numpy().tobytes()
+        return [everything[starts[rank] : starts[rank + 1]] for rank in range(self.size)]
+
+    def sum_floats(self, values: Sequence[float]) -> list[float]:
+        """Returns the element-wise sums over ranks, in float64."""
+        return self.sum_(torch.tensor(list(values), dtype=torch.float64)).tolist() if values else []
+
+    def barrier(self) -> None:
+        self.sum_floats([0.0])
+
+
+def pick_devices(detected: Detected, device: str, gpus_per_rank: int) -> tuple[int, ...]:
+    """Chooses this rank's GPUs, makes the first one current, and returns their indices; empty on CPU.
+
+    Args:
+        detected: what the launcher says about this process.
+        device: "auto", "cpu" or "cuda".
+        gpus_per_rank: GPUs a rank uses.
+
+    Raises:
+        ConfigError: "cuda" where PyTorch sees no GPU.
+        LauncherError: too few GPUs for the ranks on this host.
+    """
+    visible = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cuda" and visible == 0:
+        raise ConfigError(
+            "device=cuda needs a GPU that PyTorch can see",
+            f"torch {torch.__version__} sees none (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})",
+            "check nvidia-smi and the driver, or leave device='auto'",
+        )
+    devices = gpus_for(detected.local_rank, detected.local_size, visible, gpus_per_rank)
+    if devices:
+        torch.cuda.set_device(devices[0])
+    return devices
+
+
+def device_of(devices: Sequence[int]) -> torch.device:
+    """The device a rank computes on: its first GPU, or the CPU."""
+    return torch.device("cuda", devices[0]) if devices else torch.device("cpu")

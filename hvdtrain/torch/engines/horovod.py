@@ -1,0 +1,130 @@
+"""Horovod: its primitive operations carry the gradients; its optimizer wrapper is not used.
+
+The wrapper sums over micro-batches where it should average, cannot weigh ranks by their samples, and negotiates every
+parameter by itself (see `hvdtrain.torch._reducer` for what is done instead).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launchers import Detected
+from hvdtrain.torch._reducer import Reducer, Wait
+from hvdtrain.torch.engines.base import ByteCollectives, Settings, device_of, pick_devices
+
+_BUCKET_BYTES = {"cpu": 25 << 20, "cuda": 25 << 20}
+
+
+def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> HorovodEngine:
+    """Joins Horovod's ranks."""
+    import horovod.torch as hvd
+
+    devices = pick_devices(detected, device, gpus_per_rank)
+    _tune()
+    hvd.init()
+    return HorovodEngine(
+        rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size(),
+        node=hvd.cross_rank(), devices=devices, hvd=hvd,
+    )  # fmt: skip
+
+
+def _tune() -> None:
+    """Horovod reads these once, when it starts; what the user has set stays."""
+    # buckets are fused already: to fuse them again would copy every gradient twice more
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+
+
+@dataclass
+class HorovodEngine(ByteCollectives):
+    """`TorchEngine` on Horovod (Gloo, MPI or NCCL, as built and launched)."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    devices: tuple[int, ...]
+    hvd: Any = field(repr=False)
+    name: str = "horovod"
+
+    def __post_init__(self) -> None:
+        # One counter for all kinds of calls: ranks out of step get Horovod's "mismatched operations" error under the
+        # same name, where different names would leave each waiting for the other.
+        self._calls = itertools.count()
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.devices)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sums a contiguous tensor over ranks, in place."""
+        self.sum_async(tensor, f"hvdtrain.sum.{next(self._calls)}")()
+        return tensor
+
+    def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Gives every rank root's contiguous tensor, in place."""
+        if tensor.numel():
+            handle = self.hvd.broadcast_async_(tensor, root, name=f"hvdtrain.sum.{next(self._calls)}")
+            self._wait(handle)
+        return tensor
+
+    def sum_async(self, tensor: Tensor, name: str) -> Wait:
+        """Starts to sum a contiguous tensor over ranks, in place; the function returned waits for it."""
+        if not tensor.numel():
+            return lambda: None
+        handle = self.hvd.allreduce_async_(tensor, name=name, op=self.hvd.Sum)
+        return lambda: self._wait(handle)
+
+    def _wait(self, handle: int) -> None:
+        from horovod.common.exceptions import HorovodInternalError
+
+        try:
+            self.hvd.synchronize(handle)
+        except HorovodInternalError as error:
+            raise HvdtrainError(
+                "every rank must take part until the end",
+                f"Horovod gave up: {error}",
+                "read what the rank that ended first has said",
+            ) from error
+
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> HorovodBound:
+        return HorovodBound(self, module, optimizer, settings)
+
+    def shutdown(self) -> None:
+        self.hvd.shutdown()
+
+
+class HorovodBound:
+    """A model whose gradients are summed over Horovod's ranks."""
+
+    def __init__(
+        self, engine: HorovodEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+    ) -> None:
+        self.call: Callable[..., Any] = module
+        self._optimizer = optimizer
+        self._reducer = Reducer(
+            module,
+            engine.sum_async,
+            bucket_bytes=settings.bucket_bytes or _BUCKET_BYTES[engine.device.type],
+            compression=settings.compression,
+        )
+
+    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+        self._reducer.backward(loss, reduce=reduce, extras=extras)
+
+    def finish(self) -> None:
+        self._reducer.finish()
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def close(self) -> None:
+        self._reducer.close()

@@ -1,0 +1,57 @@
+"""One process: every collective is the identity, and the backward pass is PyTorch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engines import SoloEngine
+from hvdtrain.launchers import Detected
+from hvdtrain.torch.engines.base import Settings, device_of, pick_devices
+
+
+def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> Solo:
+    """Returns the engine of one process."""
+    return Solo(devices=pick_devices(detected, device, gpus_per_rank))
+
+
+@dataclass(frozen=True)
+class Solo(SoloEngine):
+    """`TorchEngine` of one process."""
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.devices)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
+        return tensor
+
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> SoloBound:
+        return SoloBound(module, optimizer)
+
+
+class SoloBound:
+    """A model and its optimizer as they are."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.call: Callable[..., Any] = module
+        self._optimizer = optimizer
+
+    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+        loss.backward()
+
+    def finish(self) -> None:
+        """Nobody to wait for."""
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def close(self) -> None:
+        """No hooks to take off."""
