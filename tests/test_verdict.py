@@ -1,0 +1,120 @@
+"""The verdict: each cause is found, named with its share and its remedy, and not found where it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.verdict import BETWEEN, STEP, Facts, phases_per_rank, verdict
+
+BUSY = {"input": 0.02, "forward": 0.3, "backward": 0.55, "communication": 0.05, "optimizer": 0.08}
+
+
+def test_input_bound_with_room_for_workers() -> None:
+    step = {"input": 0.43, "forward": 0.2, "backward": 0.3, "optimizer": 0.07}
+    found = verdict([step], Facts(workers=2, free_cores=4))
+    assert found.kind == "input"
+    assert str(found) == (
+        "input bound: 43 % of each step waits for data; 4 more loader workers fit on this node"
+        " (--workers 6 for each rank)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "advice"),
+    [
+        (Facts(workers=None, free_cores=8), "in memory"),
+        (Facts(workers=0, free_cores=1), "1 more loader worker fits on this node (--workers 1"),
+        (Facts(workers=1, free_cores=7, local_size=2), "6 more loader workers fit on this node (--workers 4"),
+        (Facts(workers=4, free_cores=0), "all cores of this node are in use"),
+        (Facts(workers=4, free_cores=3, local_size=4), "all cores of this node are in use"),
+    ],
+)
+def test_advice_for_input_depends_on_the_machine(facts: Facts, advice: str) -> None:
+    step = {"input": 0.5, "forward": 0.25, "backward": 0.25}
+    found = verdict([step] * facts.local_size, facts)
+    assert found.kind == "input" and advice in found.text
+
+
+def test_communication_bound() -> None:
+    step = {"input": 0.01, "forward": 0.2, "backward": 0.4, "communication": 0.39}
+    found = verdict([step] * 4)
+    assert found.kind == "communication" and "39 % of each step waits for gradients" in found.text
+    assert "--compression fp16" in found.text and "--accumulate 2" in found.text
+    compressed = verdict([step] * 4, Facts(compression="bf16", accumulate=2))
+    assert "--compression" not in compressed.text and "--accumulate 4" in compressed.text
+
+
+def test_compute_bound_says_what_is_left() -> None:
+    found = verdict([BUSY, BUSY])
+    assert found.kind == "compute"
+    assert found.text == "compute bound: 93 % of each step computes, 2 % waits for data, 5 % for other ranks"
+    assert "other ranks" not in verdict([{**BUSY, "communication": 0.0}]).text
+
+
+def test_the_rank_that_all_wait_for_is_named_with_its_cause() -> None:
+    """The others wait in communication, so that their own share of it must not be called communication bound."""
+    slow = {**BUSY, "input": 0.42, "communication": 0.05}
+    fast = {**BUSY, "communication": 0.45}
+    found = verdict([fast, fast, slow, fast])
+    assert found.kind == "uneven"
+    # 0.4 s of 1.4 s
+    assert "29 % of each step is spent waiting for rank 2" in found.text
+    assert "21.0 times as long waiting for data" in found.text and "disk and loader" in found.text
+
+
+def test_a_slow_host_is_told_from_a_slow_disk() -> None:
+    slow = {**BUSY, "forward": 0.4, "backward": 1.1}
+    fast = {**BUSY, "communication": 0.7}
+    found = verdict([slow, fast])
+    assert found.kind == "uneven" and "rank 0" in found.text
+    assert "2.0 times as long in backward" in found.text and "what else runs on its host" in found.text
+
+
+def test_only_one_rank_has_other_work() -> None:
+    slow = {**BUSY, "other": 0.5}
+    found = verdict([slow, {**BUSY, "communication": 0.55}])
+    assert found.kind == "uneven" and "it alone spends time outside the training step" in found.text
+
+
+def test_small_differences_between_ranks_are_no_finding() -> None:
+    assert verdict([BUSY, {**BUSY, "input": 0.05, "communication": 0.02}]).kind == "compute"
+
+
+def test_other_code_of_the_loop() -> None:
+    found = verdict([{**BUSY, "my metrics": 0.4}])
+    assert found.kind == "other" and "29 % of each step" in found.text  # 0.4 of 1.4: unknown phases are counted
+
+
+def test_checkpoints_and_evaluation_lie_between_steps() -> None:
+    quiet = verdict([{**BUSY, "checkpoint": 0.02, "evaluation": 0.2}])
+    assert quiet.text.count("\n") == 0 and quiet.shares == verdict([BUSY]).shares
+    loud = verdict([{**BUSY, "checkpoint": 0.25, "evaluation": 1.25}])
+    assert loud.kind == "compute"
+    assert loud.text.splitlines()[1:] == [
+        f"checkpoint takes 10 % of the run: {BETWEEN['checkpoint']}",
+        f"evaluation takes 50 % of the run: {BETWEEN['evaluation']}",
+    ]
+
+
+def test_shares_sum_to_1() -> None:
+    found = verdict([{**BUSY, "unheard of": 0.1, "checkpoint": 3.0}, {**BUSY, "input": -1e-9}])
+    assert set(found.shares) == set(STEP) and sum(found.shares.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("nothing", [[], [{}], [{"input": 0.0}, {}], [{"checkpoint": 1.0}]])
+def test_nothing_measured(nothing: list[dict[str, float]]) -> None:
+    found = verdict(nothing)
+    assert found.kind == "unknown" and found.text == "no step was measured"
+
+
+def test_phases_come_from_the_events_since_the_last_start() -> None:
+    events = [
+        {"kind": "start"},
+        {"kind": "epoch", "ranks": [{"input": 100.0}, {"input": 100.0}, {"input": 100.0}]},
+        {"kind": "resume"},
+        {"kind": "step", "seconds": {"input": 7.0}},
+        {"kind": "epoch", "ranks": [{"input": 1.0}, {"input": 2.0, "forward": 3.0}]},
+        {"kind": "epoch", "ranks": [{"input": 1.0, "backward": 4}, {"forward": 3.0}]},
+    ]
+    assert phases_per_rank(events) == [{"input": 2.0, "backward": 4.0}, {"input": 2.0, "forward": 6.0}]
+    assert phases_per_rank([{"kind": "start"}]) == []
