@@ -1,0 +1,91 @@
+"""What the flags, the data and the number of ranks make of a recipe."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.recipes import ADAMW_WEIGHT_DECAY, RECIPES, Settings
+
+IMAGENET = 1_281_167
+FLAGS = {
+    "epochs": None, "per_rank_batch": None, "accumulate": 1, "optimizer": None, "lr": None, "schedule": None,
+    "warmup_epochs": None, "weight_decay": None,
+}  # fmt: skip
+
+
+def settings(data: str = "imagenet", ranks: int = 1, samples: int = IMAGENET, **flags: object) -> Settings:
+    return Settings.of(argparse.Namespace(**{**FLAGS, **flags}), ranks, RECIPES[data], samples=samples)
+
+
+def test_imagenet_in_an_hour() -> None:
+    """The paper's own job: 256 GPUs x 32, rate 0.1 -> 3.2 in 5 epochs, a tenth after 30, 60 and 80 epochs."""
+    plan = settings(ranks=256)
+    assert (plan.global_batch, plan.epochs, plan.optimizer, plan.weight_decay) == (8192, 90, "sgd", 1e-4)
+
+    def rate(epoch: float) -> float:
+        return plan.lr.at(round(epoch * IMAGENET), plan.global_batch)
+
+    assert rate(0) == pytest.approx(0.1)
+    assert rate(2.5) == pytest.approx((0.1 + 3.2) / 2, rel=1e-5)
+    assert rate(5) == rate(29.99) == pytest.approx(3.2)
+    assert [rate(epoch) for epoch in (30, 59.99, 60, 79.99, 80, 89.99)] == pytest.approx(
+        [0.32, 0.32, 0.032, 0.032, 0.0032, 0.0032]
+    )
+
+
+def test_one_gpu_at_the_reference_batch_is_not_scaled() -> None:
+    plan = settings(per_rank_batch=256)
+    assert {plan.lr.at(round(epoch * IMAGENET), 256) for epoch in (0, 1, 10, 29)} == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_rank_batch", "accumulate"), [(1, 256, 1), (8, 32, 1), (2, 32, 4), (4, 16, 4), (1, 64, 4)]
+)
+def test_the_same_update_has_the_same_rate(ranks: int, per_rank_batch: int, accumulate: int) -> None:
+    plan = settings(ranks=ranks, per_rank_batch=per_rank_batch, accumulate=accumulate)
+    assert plan.global_batch == 256 and plan.lr.peak(plan.global_batch) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3, 18, 90])
+@pytest.mark.parametrize("schedule", ["step", "cosine"])
+@pytest.mark.parametrize("data", sorted(RECIPES))
+def test_any_number_of_epochs_is_a_whole_schedule(data: str, schedule: str, epochs: int) -> None:
+    """Shorter trainings shrink with their milestones and warm-up; at the end the rate is small."""
+    samples = 1437
+    plan = settings(data, ranks=4, samples=samples, epochs=epochs, schedule=schedule)
+    assert plan.total_samples == epochs * samples
+    peak = plan.lr.peak(plan.global_batch)
+    assert plan.lr.at(plan.total_samples - 1, plan.global_batch) <= 0.0011 * peak
+    assert plan.lr.at(plan.total_samples // 4 + 1, plan.global_batch) == pytest.approx(peak, rel=0.2)
+    assert plan.lr.warmup_samples <= plan.total_samples / 4 + 1
+
+
+def test_adamw_scales_by_the_square_root() -> None:
+    plan = settings(ranks=128, optimizer="adamw")
+    assert plan.lr.peak(plan.global_batch) == pytest.approx(4 * plan.lr.base)  # 4096 / 256 = 16
+    assert plan.weight_decay == ADAMW_WEIGHT_DECAY
+    assert settings(optimizer="adamw", weight_decay=0.0).weight_decay == 0.0
+
+
+def test_flags_come_before_the_recipe() -> None:
+    plan = settings("digits", 2, 1437, epochs=3, per_rank_batch=8, lr=0.5, schedule="step", weight_decay=0.1,
+                    warmup_epochs=0.0, optimizer="sgd")  # fmt: skip
+    assert (plan.epochs, plan.per_rank_batch, plan.global_batch) == (3, 8, 16)
+    assert (plan.lr.base, plan.lr.schedule, plan.lr.warmup_samples) == (0.5, "step", 0)
+    assert (plan.weight_decay, plan.optimizer) == (0.1, "sgd")
+
+
+def test_it_tells_what_it_does() -> None:
+    text = str(settings("digits", 4, 1437, accumulate=2))
+    assert "batch: 256 an update (4 x 32 x 2 batches); 8 epochs" in text
+    assert "learning rate 0.2 (0.025 at batch 32, scaled by linear), cosine; weight decay 0.0005" in text
+    assert "scaled" not in str(settings("digits", 1, 1437))
+
+
+@pytest.mark.parametrize("schedule", ["step", "cosine"])
+def test_a_warm_up_longer_than_the_training_is_refused(schedule: str) -> None:
+    with pytest.raises(ConfigError, match="warm"):
+        settings(warmup_epochs=4.0, epochs=3, schedule=schedule)
