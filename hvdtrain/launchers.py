@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import ConfigError, LauncherError
+from hvdtrain.slurm import first_host, port_of, tasks_per_node
 
 Environ = Mapping[str, str]
 UNKNOWN_NODE = -1
@@ -22,7 +23,7 @@ class Detected:
     """What the launcher says about this process.
 
     `node` is the index of this process's host, `UNKNOWN_NODE` (-1) where the launcher does not tell (Open
-    MPI, hydra on several hosts). `rendezvous` is "host:port", or None where the launcher needs none.
+    MPI, hydra on several hosts). `rendezvous` is "host:port", or None where the launcher gives none.
     """
 
     launcher: str
@@ -227,9 +228,8 @@ def _gpus_a_task(environ: Environ) -> int:
 # -- srun ----------------------------------------------------------------------------------------------------
 def _in_slurm_step(environ: Environ) -> bool:
     """Whether `srun` started this process. `sbatch` and `salloc` set SLURM_PROCID=0 and SLURM_NTASKS for
-    their own shell as well, where one process must stay one process: only a numbered step is srun's. Steps
-        numbered from 0xfffffff0 up
-    are Slurm's own (batch script, interactive shell)."""
+    their own shell as well, where one process must stay one process: only a numbered step is srun's. Steps numbered
+    from 0xfffffff0 up are Slurm's own (batch script, interactive shell)."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return step.isdigit() and int(step) < 0xFFFFFFF0
 
@@ -250,22 +250,22 @@ def _srun(environ: Environ) -> Detected:
             "srun must give the tasks of every node",
             f"SLURM_NODEID={node}, tasks per node {_need(environ, 'srun', *names)!r}",
         )
-    return Detected("srun", rank, size, local_rank, per_node[node], node, None)
+    return Detected("srun", rank, size, local_rank, per_node[node], node, _srun_rendezvous(environ))
 
 
-def tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's "2(x3),1" to [2, 2, 2, 1]; pure.
+def _srun_rendezvous(environ: Environ) -> str | None:
+    """Where rank 0 listens: on the step's first node, as Slurm numbers tasks from there, on a port of the step's own.
 
-    Raises:
-        LauncherError: not in Slurm's form.
+    MASTER_ADDR and MASTER_PORT, which many batch scripts export, win. None where Slurm does not say enough: MPI, and so
+    Horovod, meets without (`meeting_point` names what is missing to those who need it).
     """
-    counts: list[int] = []
-    for piece in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", piece)
-        if match is None:
-            raise LauncherError('Slurm writes tasks per node as "2(x3),1"', repr(text))
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+    nodes = environ.get("SLURM_STEP_NODELIST", "")  # not the job's: a step may start on a later node
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    address = environ.get("MASTER_ADDR", "") or (first_host(nodes) if nodes else "")
+    if not address or not (environ.get("MASTER_PORT") or job):
+        return None
+    port = _number(environ, "srun", "MASTER_PORT") if environ.get("MASTER_PORT") else port_of(job, step)
+    return f"{address}:{port}"
 
 
 # -- launchers nobody has tested with hvdtrain ---------------------------------------------------------------
@@ -306,6 +306,42 @@ _TABLE = (
     _Row("none", _any_of(*_STRANGERS), _stranger),
 )
 LAUNCHERS = tuple(dict.fromkeys(row.launcher for row in _TABLE))
+
+
+# what differs from job to job in the variables that the ranks of one host share
+_JOB_VARIABLES = {
+    "horovodrun": ("HOROVOD_GLOO_RENDEZVOUS_PORT",),
+    "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    "mpijob": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+}
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+
+
+def meeting_point(environ: Environ, detected: Detected) -> tuple[str, int]:
+    """Return the host and port where rank 0 of a torch.distributed group listens; pure.
+
+    The launcher's own rendezvous where it has one for its ranks (torchrun, OpenPAI, srun), else MASTER_ADDR and
+    MASTER_PORT, else, with all ranks on this host, a port of this job's.
+
+    Raises:
+        LauncherError: names the variables that are missing.
+    """
+    if detected.rendezvous is not None and detected.launcher != "horovodrun":  # there it is the launcher's own server
+        address, _, port = detected.rendezvous.rpartition(":")
+        return address, int(port)
+    if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
+        return environ["MASTER_ADDR"], _number(environ, detected.launcher, "MASTER_PORT")
+    job = [environ[name] for name in _JOB_VARIABLES.get(detected.launcher, ()) if environ.get(name)]
+    if job and detected.local_size == detected.size:
+        return "127.0.0.1", port_of(*job)
+    needed = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID") if detected.launcher == "srun" else _MASTER
+    missing = [name for name in needed if not environ.get(name)]
+    raise LauncherError(
+        f"a torch.distributed group under {detected.launcher} needs {' and '.join(needed)}, to find rank 0",
+        f"{' and '.join(missing)} missing",
+        "start the ranks through torchrun, or export MASTER_ADDR=<the host of rank 0> MASTER_PORT=29500 on every rank"
+        " (mpirun: -x MASTER_ADDR -x MASTER_PORT)",
+    )
 
 
 def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from hvdtrain import __version__
-from hvdtrain.engines import Engine, SoloEngine
+from hvdtrain.engines import Engine, SoloEngine, choose_engine
 from hvdtrain.errors import (
     ConfigError,
     HvdtrainError,
@@ -253,9 +253,10 @@ def init(
 
     Args:
         framework: whose adapter carries the data.
-        engine: "auto" is "solo" for one process without a launcher, else "horovod".
+        engine: "auto" is "solo" for one process without a launcher, else "horovod", or "ddp" where the launcher cannot
+            start Horovod (torchrun, OpenPAI). `hvdtrain.engines.ENGINES` lists them all.
         device: "auto" takes GPUs where there are any, "cpu" none, "cuda" insists.
-        gpus_per_rank: how many GPUs a rank uses.
+        gpus_per_rank: how many GPUs a rank uses (with "dataparallel" on a CPU: into how many pieces it cuts a batch).
         seed: the same on every rank.
 
     Returns:
@@ -264,7 +265,7 @@ def init(
     Raises:
         LauncherError: launcher variables are incomplete, the launcher cannot drive the engine, Horovod is
             missing, or the engine sees another world than the launcher.
-        ConfigError: an argument is wrong, or the framework is not installed.
+        ConfigError: an argument is wrong, the framework has no such engine, or is not installed.
         ReplicaError: ranks run different versions of hvdtrain, or with different seeds.
     """
     global _current
@@ -275,7 +276,8 @@ def init(
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
     detected = detect(os.environ)
-    chosen = choose_engine(engine, detected)
+    _check_framework(framework)
+    chosen = choose_engine(engine, detected, framework)
     attach = _adapter(framework)
     _seed_everything(seed)
     try:
@@ -287,33 +289,13 @@ def init(
     return _current
 
 
-def choose_engine(engine: str, detected: Detected) -> str:
-    """Return the engine to attach, "auto" resolved; pure.
-
-    Raises:
-        LauncherError: this launcher cannot start ranks for that engine.
-    """
-    if engine == "auto":
-        alone = detected.launcher == "none" or (detected.size == 1 and detected.launcher in ("torchrun", "openpai"))
-        engine = "solo" if alone else "horovod"
-    if engine == "solo" and detected.size > 1:
-        raise LauncherError(
-            'engine "solo" is for one process', f"{detected.launcher} started {detected.size} ranks",
-            'leave engine="auto", or start the program without a launcher',
-        )  # fmt: skip
-    if engine == "horovod" and detected.launcher in ("torchrun", "openpai"):
-        raise LauncherError(
-            f"Horovod's ranks cannot be started by {detected.launcher}",
-            f"{detected.launcher} gave rank {detected.rank} of {detected.size}",
-            f"horovodrun -np {detected.size} [-H host1:slots,host2:slots] python ..., or mpirun, or srun --mpi=pmix",
-        )
-    return engine
+def _check_framework(framework: str) -> None:
+    if framework not in ("torch", "keras"):
+        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
 
 
 def _adapter(framework: str) -> Callable[..., Engine]:
     """Return `attach` of the framework's adapter; the only place where a framework's name is looked up."""
-    if framework not in ("torch", "keras"):
-        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
     try:
         return importlib.import_module(f"hvdtrain.{framework}._engine").attach
     except Exception as error:

@@ -48,6 +48,7 @@ MPI = {
 }
 # horovodrun and `mpirun --tag-output` write "[1,0]<stdout>:text"; horovodrun without tags "[0]<stdout>:text"
 _TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
+_TORCHRUN_TAG = re.compile(r"\[default(\d+)\]:")  # in front of every line, each stream on its own
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def run_ranks(
         what: a module name, or the interpreter's arguments (["script.py", "--flag"] or ["-m", "module",
             "--flag"]).
         np: how many ranks.
-        launcher: "horovodrun", "mpirun", or "none" (one process, np must be 1).
+        launcher: "horovodrun", "mpirun", "torchrun", or "none" (one process, np must be 1).
         env: added to a clean environment (this process's, less every launcher's variables, threads pinned to
             one).
         timeout_s: then every rank's stack is printed, the whole tree killed, and the test failed.
@@ -108,10 +109,10 @@ def run_ranks(
     """
     interpreter = str(python or sys.executable)
     arguments = ["-m", what] if isinstance(what, str) else [str(part) for part in what]
-    command = [*_launch(launcher, np, interpreter), interpreter, *arguments]
     token = uuid.uuid4().hex
     environment = clean_environment({**(env or {}), TOKEN: token})
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, tempfile.TemporaryDirectory() as logs:
+        command = [*_launch(launcher, np, interpreter, logs), *arguments]
         # files, not pipes: a process left behind that holds a pipe open would hang us
         start = time.monotonic()
         process = subprocess.Popen(
@@ -162,13 +163,17 @@ def tool(name: str, python: str | Path | None = None) -> str:
     return found
 
 
-def _launch(launcher: str, np: int, interpreter: str) -> list[str]:
+def _launch(launcher: str, np: int, interpreter: str, logs: str) -> list[str]:
+    """Return the command up to the interpreter's arguments."""
     if launcher == "none":
         assert np == 1, "one process without a launcher"
-        return []
+        return [interpreter]
+    if launcher == "torchrun":  # what goes through its log files is tagged by rank
+        options = ["--standalone", "--nproc-per-node", str(np), "--redirects", "3", "--tee", "3", "--log-dir", logs]
+        return [interpreter, "-m", "torch.distributed.run", *options, "--no-python", interpreter]
     if launcher == "horovodrun":
         # --gloo: a Horovod built with both would start mpirun, which has its own row
-        return [tool("horovodrun", interpreter), "--gloo", "-np", str(np), "-H", f"localhost:{np}"]
+        return [tool("horovodrun", interpreter), "--gloo", "-np", str(np), "-H", f"localhost:{np}", interpreter]
     if launcher == "mpirun":
         return [
             tool("mpirun", interpreter),
@@ -178,6 +183,7 @@ def _launch(launcher: str, np: int, interpreter: str) -> list[str]:
             "--bind-to",
             "none",
             "--tag-output",
+            interpreter,
         ]
     raise ValueError(f"no launcher {launcher!r} in the harness")
 
@@ -261,6 +267,8 @@ def _read(file: tempfile._TemporaryFileWrapper) -> str:  # type: ignore[type-arg
 def _result(launcher: str, returncode: int, out: str, err: str, seconds: float) -> Result:
     if launcher == "none":
         return Result(returncode, out, err, seconds, {0: out}, {0: err})
+    if launcher == "torchrun":
+        return Result(returncode, out, err, seconds, _torchrun_ranks(out), _torchrun_ranks(err))
     ranks: dict[str, dict[int, list[str]]] = {"stdout": {}, "stderr": {}}
     for line in [*out.splitlines(keepends=True), *err.splitlines(keepends=True)]:
         # [the launcher's own words, rank, stream, text, rank, stream, text ...]: mpirun tags every write, which may be
@@ -269,6 +277,14 @@ def _result(launcher: str, returncode: int, out: str, err: str, seconds: float) 
         for rank, stream, text in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
             ranks[stream].setdefault(int(rank), []).append(text)
     return Result(returncode, out, err, seconds, _joined(ranks["stdout"]), _joined(ranks["stderr"]))
+
+
+def _torchrun_ranks(text: str) -> dict[int, str]:
+    ranks: dict[int, list[str]] = {}
+    for line in text.splitlines(keepends=True):
+        if tag := _TORCHRUN_TAG.match(line):
+            ranks.setdefault(int(tag[1]), []).append(line[tag.end() :])
+    return _joined(ranks)
 
 
 def _joined(texts: dict[int, list[str]]) -> dict[int, str]:

@@ -56,9 +56,11 @@ def test_processes_left_behind_fail_the_test_and_are_ended() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
-def test_output_by_rank(launcher: str) -> None:
-    name = "HOROVOD_RANK" if launcher == "horovodrun" else "OMPI_COMM_WORLD_RANK"
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [("horovodrun", "HOROVOD_RANK"), ("mpirun", "OMPI_COMM_WORLD_RANK"), ("torchrun", "RANK")],
+)
+def test_output_by_rank(launcher: str, name: str) -> None:
     code = (
         f"import os, sys; print('rank', os.environ['{name}']);"
         " print('pinned', os.environ['OMP_NUM_THREADS'], file=sys.stderr)"

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from launcher_variables import HOROVODRUN, HYDRA, MPIJOB, OPEN_MPI, OPENPAI, SBATCH, SRUN, TORCHRUN
 
 from hvdtrain.errors import ConfigError, LauncherError
-from hvdtrain.launchers import LAUNCHERS, tasks_per_node
+from hvdtrain.launchers import LAUNCHERS, meeting_point
+from hvdtrain.slurm import first_host, port_of, tasks_per_node
 from hvdtrain.world import Detected, detect, gpus_for
 
 
@@ -22,7 +23,7 @@ class TestDetect:
             (HOROVODRUN, "horovodrun", 1, "10.0.0.1:4321"),
             (OPEN_MPI, "mpirun", -1, None),
             (HYDRA, "mpirun", -1, None),
-            (SRUN, "srun", 1, None),
+            (SRUN, "srun", 1, f"host1:{port_of('7', '0')}"),
             (TORCHRUN, "torchrun", 1, "host1:29500"),
             (OPENPAI, "openpai", 1, "10.0.0.1:5000"),
             (MPIJOB, "mpijob", -1, None),
@@ -140,12 +141,14 @@ class TestSlurm:
     def test_the_step_counts_not_the_allocation(self) -> None:
         smaller = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
                           "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}  # fmt: skip
-        assert detect(smaller) == Detected("srun", 1, 2, 0, 1, 1, None)
+        assert detect(smaller | {"SLURM_STEP_NODELIST": "host2"}) == Detected(
+            "srun", 1, 2, 0, 1, 1, f"host2:{port_of('7', '0')}"
+        )
 
     def test_uneven_nodes(self) -> None:
         uneven = SRUN | {"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_PROCID": "6",
                          "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}  # fmt: skip
-        assert detect(uneven) == Detected("srun", 6, 7, 0, 1, 3, None)
+        assert detect(uneven) == Detected("srun", 6, 7, 0, 1, 3, f"host1:{port_of('7', '0')}")
 
     def test_pmi2_under_srun_is_srun(self) -> None:
         assert detect(SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "srun"
@@ -165,10 +168,74 @@ class TestSlurm:
         text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
         assert tasks_per_node(text) == [count for count, times in runs for _ in range(times)]
 
+    @pytest.mark.parametrize(
+        ("nodes", "first"),
+        [("host1", "host1"), ("host1,host2", "host1"), ("host[1-2]", "host1"), ("gpu[03,07-09],login", "gpu03"),
+         ("login,gpu[1-2]", "login"), ("rack[0-1]node[2-3]", "rack0node2"), ("a-b.c[010-012]-ib", "a-b.c010-ib")],
+    )  # fmt: skip
+    def test_first_host(self, nodes: str, first: str) -> None:
+        assert first_host(nodes) == first
+
+    @pytest.mark.parametrize("nodes", ["", "[", "host[", "host[a]", "host 1", "host[1-2", ","])
+    def test_not_a_node_list(self, nodes: str) -> None:
+        with pytest.raises(LauncherError, match="Slurm writes nodes"):
+            first_host(nodes)
+
     @pytest.mark.parametrize("text", ["", "2(x", "x3", "2(x3)1", "2;3"])
     def test_not_slurms_form(self, text: str) -> None:
         with pytest.raises(LauncherError, match="Slurm writes"):
             tasks_per_node(text)
+
+
+class TestMeetingPoint:
+    """Where the ranks of a torch.distributed group find rank 0."""
+
+    def at(self, environ: dict[str, str]) -> tuple[str, int]:
+        return meeting_point(environ, detect(environ))
+
+    @pytest.mark.parametrize(
+        ("environ", "point"),
+        [
+            (TORCHRUN, ("host1", 29500)),
+            (OPENPAI, ("10.0.0.1", 5000)),
+            (SRUN, ("host1", port_of("7", "0"))),
+            (SRUN | {"MASTER_ADDR": "host9", "MASTER_PORT": "1234"}, ("host9", 1234)),
+            (SRUN | {"MASTER_ADDR": "host9"}, ("host9", port_of("7", "0"))),
+            (SRUN | {"MASTER_PORT": "1234"}, ("host1", 1234)),
+            (OPEN_MPI | {"MASTER_ADDR": "host9", "MASTER_PORT": "1234"}, ("host9", 1234)),
+            (HOROVODRUN | {"MASTER_ADDR": "host9", "MASTER_PORT": "1234"}, ("host9", 1234)),
+            (TORCHRUN | {"MASTER_ADDR": "fe80::1"}, ("fe80::1", 29500)),
+        ],
+    )
+    def test_launchers_that_say(self, environ: dict[str, str], point: tuple[str, int]) -> None:
+        assert self.at(environ) == point
+
+    def test_steps_of_a_job_do_not_share_a_port(self) -> None:
+        ports = {self.at(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})[1]
+                 for job in range(100, 103) for step in range(3)}  # fmt: skip
+        assert len(ports) == 9
+        assert all(1024 < port < 32768 for port in ports)
+
+    @pytest.mark.parametrize(
+        ("environ", "missing"),
+        [
+            ({n: v for n, v in SRUN.items() if n != "SLURM_STEP_NODELIST"}, "SLURM_STEP_NODELIST"),
+            ({n: v for n, v in SRUN.items() if n != "SLURM_JOB_ID"}, "SLURM_JOB_ID"),
+            (OPEN_MPI, "MASTER_ADDR and MASTER_PORT"),
+            (OPEN_MPI | {"MASTER_ADDR": "host9"}, "MASTER_PORT"),
+            (HOROVODRUN, "MASTER_ADDR and MASTER_PORT"),
+        ],
+    )
+    def test_what_is_missing_is_named(self, environ: dict[str, str], missing: str) -> None:
+        with pytest.raises(LauncherError, match=f"^.*to find rank 0\n  came: {missing} missing"):
+            self.at(environ)
+
+    def test_ranks_of_one_host_work_it_out(self) -> None:
+        here = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+        one, two = (self.at(OPEN_MPI | here | {"PMIX_NAMESPACE": name}) for name in ("1", "2"))
+        assert one[0] == two[0] == "127.0.0.1" and one[1] != two[1]
+        same = {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"}
+        assert self.at(HOROVODRUN | same)[1] not in (4321, one[1])
 
 
 class TestClusters:

@@ -13,30 +13,10 @@ from harness import REPOSITORY, Result, clean_environment, run_ranks
 from launcher_variables import HOROVODRUN, TORCHRUN
 
 from hvdtrain import errors, world
-from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError, MainRankError
-from hvdtrain.world import Detected, SoloEngine, World, choose_engine, detect
+from hvdtrain.errors import ConfigError, HvdtrainError, MainRankError
+from hvdtrain.world import SoloEngine, World
 
 PROGRAMS = Path(__file__).parent / "programs"
-
-
-class TestChooseEngine:
-    @pytest.mark.parametrize("launcher", ["horovodrun", "mpirun", "srun", "mpijob"])
-    def test_launchers_that_start_horovod(self, launcher: str) -> None:
-        assert choose_engine("auto", Detected(launcher, 0, 2, 0, 2, 0, None)) == "horovod"
-
-    @pytest.mark.parametrize("launcher", ["torchrun", "openpai"])
-    def test_launchers_that_cannot(self, launcher: str) -> None:
-        started = Detected(launcher, 0, 2, 0, 2, 0, "host:1")
-        with pytest.raises(LauncherError, match=f"cannot be started by {launcher}") as caught:
-            choose_engine("auto", started)
-        assert "horovodrun -np 2" in caught.value.remedy
-        assert choose_engine("ddp", started) == "ddp"  # the adapter knows its engines
-        assert choose_engine("auto", Detected(launcher, 0, 1, 0, 1, 0, None)) == "solo"
-
-    def test_alone(self) -> None:
-        assert choose_engine("auto", detect({})) == "solo"
-        with pytest.raises(LauncherError, match="one process"):
-            choose_engine("solo", detect(HOROVODRUN))
 
 
 class TestSolo:
@@ -206,7 +186,7 @@ print("done")
         assert done.stdout == "done\n", done.stderr
 
     def test_torchrun_is_refused_with_the_remedy(self) -> None:
-        code = "import torch_engine\nfrom hvdtrain import init\ninit('torch')"
+        code = "import torch_engine\nfrom hvdtrain import init\ninit('torch', engine='horovod')"
         done = self.run(code, **TORCHRUN)
         assert "cannot be started by torchrun" in done.stderr
         assert "horovodrun -np 4" in done.stderr

@@ -1,0 +1,59 @@
+"""Which engine a launch calls for: the table, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from launcher_variables import HOROVODRUN, MPIJOB, OPEN_MPI, OPENPAI, SRUN, TORCHRUN
+
+from hvdtrain.engines import ENGINES, choose_engine
+from hvdtrain.errors import ConfigError, LauncherError
+from hvdtrain.launchers import LAUNCHERS, Detected, detect
+
+MPI = [HOROVODRUN, OPEN_MPI, SRUN, MPIJOB]
+OTHERS = [TORCHRUN, OPENPAI, {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}]
+
+
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+@pytest.mark.parametrize("environ", MPI)
+def test_launchers_of_horovod_start_horovod(environ: dict[str, str], framework: str) -> None:
+    assert choose_engine("auto", detect(environ), framework) == "horovod"
+
+
+@pytest.mark.parametrize("environ", OTHERS, ids=["torchrun", "openpai", "by-hand"])
+def test_launchers_that_cannot_start_horovod_start_ddp(environ: dict[str, str]) -> None:
+    detected = detect(environ)
+    assert choose_engine("auto", detected, "torch") == "ddp"
+    for asked in (("horovod", "torch"), ("auto", "keras")):
+        with pytest.raises(LauncherError, match=f"horovod's ranks cannot be started by {detected.launcher}") as caught:
+            choose_engine(asked[0], detected, asked[1])
+        assert "horovodrun -np 4" in caught.value.remedy
+
+
+@pytest.mark.parametrize("launcher", ["none", "torchrun", "openpai"])
+def test_one_process_is_solo(launcher: str) -> None:
+    alone = Detected(launcher, 0, 1, 0, 1, 0, None)
+    assert choose_engine("auto", alone, "torch") == choose_engine("auto", alone, "keras") == "solo"
+    for engine, kind in ENGINES.items():
+        assert choose_engine(engine, alone, kind.frameworks[0]) == engine
+
+
+@pytest.mark.parametrize("engine", ["solo", "dataparallel"])
+def test_engines_of_one_process(engine: str) -> None:
+    with pytest.raises(LauncherError, match="for one process"):
+        choose_engine(engine, detect(HOROVODRUN), "torch")
+
+
+@pytest.mark.parametrize("engine", ["ddp", "deepspeed"])
+@pytest.mark.parametrize("environ", [*MPI, *OTHERS])
+def test_process_groups_run_under_every_launcher(environ: dict[str, str], engine: str) -> None:
+    assert choose_engine(engine, detect(environ), "torch") == engine
+
+
+@pytest.mark.parametrize(("engine", "framework"), [("ddp", "keras"), ("dataparallel", "keras"), ("nccl", "torch")])
+def test_engines_the_framework_does_not_have(engine: str, framework: str) -> None:
+    with pytest.raises(ConfigError, match=f"the engines for {framework} are .*horovod, solo"):
+        choose_engine(engine, detect({}), framework)
+
+
+def test_the_table_knows_only_launchers_there_are() -> None:
+    assert {launcher for kind in ENGINES.values() for launcher in kind.launchers} <= set(LAUNCHERS)
