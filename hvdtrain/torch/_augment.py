@@ -1,0 +1,86 @@
+"""Augmentation of whole batches, on the device: what torchvision does image by image, with one operation a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hvdtrain.errors import ConfigError
+
+# of all training pixels / 255, by channel
+CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Normalise:
+    """``(x / 255 - mean) / std`` of uint8 images, ``(x - mean) / std`` of floating ones; float32 [n, C, H, W].
+
+    Args:
+        mean, std: by channel, of values from 0 to 1.
+    """
+
+    draws = 0
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        if len(mean) != len(std) or not all(value > 0 for value in std):
+            raise ConfigError("mean and std have one value a channel, std above 0", f"mean={mean}, std={std}")
+        self.mean, self.std = tuple(mean), tuple(std)
+
+    def __call__(self, batch: Tensor, uniforms: Tensor) -> Tensor:
+        if batch.ndim != 4 or batch.shape[1] != len(self.mean):
+            raise ConfigError(
+                f"images are [n, {len(self.mean)}, height, width]",
+                f"shape {tuple(batch.shape)}",
+                "give one mean and std a channel; channels come first",
+            )
+        scale = 1 / 255 if batch.dtype == torch.uint8 else 1.0
+        factor = self._by_channel([scale / std for std in self.std], batch)
+        offset = self._by_channel([-mean / std for mean, std in zip(self.mean, self.std, strict=True)], batch)
+        return batch.to(torch.float32).mul_(factor).add_(offset) if scale != 1.0 else batch.float() * factor + offset
+
+    @staticmethod
+    def _by_channel(values: Sequence[float], batch: Tensor) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=batch.device).view(1, -1, 1, 1)
+
+
+class CropFlip(Normalise):
+    """Shifts each image by up to `pad` pixels (black comes in), mirrors half of them, and normalises.
+
+    The standard augmentation of CIFAR (Lee et al. 2015, He et al. 2016): what torchvision's ``RandomCrop(size,
+    padding=pad)`` and ``RandomHorizontalFlip()`` do.
+    """
+
+    draws = 3  # down, right, mirror
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], *, pad: int = 4, flip: bool = True) -> None:
+        super().__init__(mean, std)
+        if pad < 0:
+            raise ConfigError("pad must be >= 0 pixels", f"pad={pad}")
+        self.pad, self.flip = pad, flip
+
+    def __call__(self, batch: Tensor, uniforms: Tensor) -> Tensor:
+        return super().__call__(self.move(batch, uniforms), uniforms)
+
+    def move(self, batch: Tensor, uniforms: Tensor) -> Tensor:
+        """Returns the images shifted and mirrored, of the type they came in."""
+        height, width = batch.shape[2:]
+        if self.pad:
+            shift = (uniforms[:, :2] * (2 * self.pad + 1)).long()
+            windows = F.pad(batch, [self.pad] * 4).unfold(2, height, 1).unfold(3, width, 1)
+            batch = windows[torch.arange(len(batch), device=batch.device), :, shift[:, 0], shift[:, 1]]
+        if self.flip:
+            batch = torch.where((uniforms[:, 2] < 0.5).view(-1, 1, 1, 1), batch.flip(3), batch)
+        return batch
+
+
+def normalise(mean: Sequence[float], std: Sequence[float]) -> Normalise:
+    """Returns an `augment` that only normalises; see `Normalise`."""
+    return Normalise(mean, std)
+
+
+def crop_flip(mean: Sequence[float], std: Sequence[float], *, pad: int = 4, flip: bool = True) -> CropFlip:
+    """Returns the standard augmentation of small images; see `CropFlip`."""
+    return CropFlip(mean, std, pad=pad, flip=flip)

@@ -1,0 +1,95 @@
+"""Data that fits in memory is served in whole batches: one indexing operation, not a Python call a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.torch._source import Fetched
+from hvdtrain.torch._steps import Step
+
+FREE_PART = 0.25  # of a GPU's free memory that data may take; the rest is the training's
+
+
+class Memory:
+    """A `Source` of arrays; made by `memory_of`.
+
+    Attributes:
+        tensors: all samples, first axis samples; on the device where they fit.
+    """
+
+    workers, may_skip = 0, False
+
+    def __init__(self, tensors: Sequence[Tensor], *, single: bool, device: torch.device) -> None:
+        self.tensors = tuple(tensors)
+        self.device = device
+        self._single = single
+        if device.type == "cuda" and self._bytes() <= FREE_PART * torch.cuda.mem_get_info(device)[0]:
+            self.tensors = tuple(tensor.to(device) for tensor in self.tensors)
+
+    @property
+    def samples(self) -> int:
+        return len(self.tensors[0])
+
+    @property
+    def worth_a_thread(self) -> bool:
+        return self.tensors[0].device.type != self.device.type
+
+    def _bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def read(self, steps: Sequence[Step]) -> Iterator[Fetched]:
+        for step in steps:
+            yield Fetched(self._take(step.indices), None, []) if len(step.indices) else Fetched(None, None, [])
+
+    def ghost(self) -> Any:
+        return self._take(np.arange(min(2, self.samples)))
+
+    def _take(self, indices: np.ndarray) -> Any:
+        chosen = torch.from_numpy(indices).to(self.tensors[0].device)
+        parts = tuple(tensor.index_select(0, chosen) for tensor in self.tensors)
+        if self.worth_a_thread:
+            parts = tuple(part.pin_memory() for part in parts)
+        return parts[0] if self._single else parts
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+
+def memory_of(data: Any, device: torch.device) -> Memory | None:
+    """Returns the source of arrays and tensors, or a tuple of them; None for anything else (a data set).
+
+    Labels (whole numbers, one a sample) become int64, which PyTorch's losses ask for; all else is as it came.
+
+    Raises:
+        ConfigError: arrays of different lengths.
+    """
+    if isinstance(data, torch.utils.data.TensorDataset):
+        data = data.tensors
+    single = isinstance(data, (np.ndarray, Tensor))
+    parts = (data,) if single else data
+    if not isinstance(parts, tuple) or not parts or not all(isinstance(part, (np.ndarray, Tensor)) for part in parts):
+        return None
+    shapes = [tuple(part.shape) for part in parts]
+    if any(not shape for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
+        raise ConfigError(
+            "the arrays of a data set have one entry a sample, as many in each",
+            "shapes " + ", ".join(map(str, shapes)),
+            "give (x, y) with x.shape[0] == y.shape[0]",
+        )
+    return Memory([_tensor(part) for part in parts], single=single, device=device)
+
+
+def _tensor(part: np.ndarray | Tensor) -> Tensor:
+    if isinstance(part, np.ndarray):
+        # a read-only array (a memory map, say) cannot be shared with PyTorch
+        tensor = torch.from_numpy(part if part.flags.writeable else part.copy())
+    else:
+        tensor = part.detach()
+    labels = tensor.ndim == 1 and not tensor.is_floating_point() and tensor.dtype != torch.bool
+    return tensor.to(torch.int64) if labels else tensor
