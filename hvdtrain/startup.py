@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from hvdtrain.engines import choose_engine
 from hvdtrain.errors import (
     ConfigError,
     HvdtrainError,
@@ -67,13 +68,26 @@ def whole(least: int) -> Callable[[str], int]:
 
 def positive(text: str) -> float:
     """A type for flags: a finite number above 0."""
+    value = _finite(text)
+    if value is None or value <= 0:
+        raise argparse.ArgumentTypeError(f"must be a number > 0, not {text!r}")
+    return value
+
+
+def at_least_0(text: str) -> float:
+    """A type for flags: a finite number, 0 or more."""
+    value = _finite(text)
+    if value is None or value < 0:
+        raise argparse.ArgumentTypeError(f"must be a number >= 0, not {text!r}")
+    return value
+
+
+def _finite(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"must be a number > 0, not {text!r}")
-    return value
+        return None
+    return value if math.isfinite(value) else None
 
 
 # ---- the end
@@ -140,6 +154,35 @@ def keras_modules(backend: str, detected: Detected) -> dict[str, str]:
     needed |= {backend: install[backend], "keras": install[backend]}
     needed |= {f"horovod.{backend}": horovod} if launched else {}
     return needed
+
+
+# what an engine needs beside PyTorch, each with the command that helps
+_ENGINE_MODULES: dict[str, Callable[[], dict[str, str]]] = {
+    "horovod": lambda: dict.fromkeys(("horovod", "horovod.torch"), build_horovod_command()),
+    "deepspeed": lambda: {"deepspeed": install_command("torch", "deepspeed")},
+}
+
+
+def torch_modules(engine: str, detected: Detected, *, torchvision: bool = True) -> dict[str, str]:
+    """The modules that a PyTorch program needs under an engine, in the order to import them, each with the command
+    that helps.
+
+    Args:
+        engine: as the user gave it; "auto" is resolved as `hvdtrain.init` does.
+        detected: what the launcher says.
+        torchvision: whether the program uses it.
+
+    Raises:
+        LauncherError: this launcher cannot start that engine's ranks.
+    """
+    try:
+        chosen = choose_engine(engine, detected, "torch")
+    except HvdtrainError as error:
+        error.shared = True  # the launcher told every rank the same
+        raise
+    install = install_command("torch", "build")
+    needed = dict.fromkeys(("numpy", "torch", *(["torchvision"] * torchvision)), install)
+    return needed | _ENGINE_MODULES.get(chosen, dict)()
 
 
 def find_modules(needed: Mapping[str, str]) -> None:

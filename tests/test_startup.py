@@ -17,9 +17,12 @@ from hvdtrain.launchers import ALONE, Detected
 
 def test_flag_types() -> None:
     assert startup.whole(1)("12") == 12 and startup.whole(0)("0") == 0 and startup.positive("1e-3") == 0.001
-    for parse, text in [(startup.whole(1), t) for t in ("0", "-1", "1.5", "x", "")] + [
-        (startup.positive, t) for t in ("0", "-1", "nan", "inf", "x")
-    ]:
+    assert startup.at_least_0("0") == 0 and startup.at_least_0("2.5") == 2.5
+    for parse, text in (
+        [(startup.whole(1), t) for t in ("0", "-1", "1.5", "x", "")]
+        + [(startup.positive, t) for t in ("0", "-1", "nan", "inf", "x")]
+        + [(startup.at_least_0, t) for t in ("-1e-9", "nan", "inf", "x")]
+    ):
         with pytest.raises(Exception, match="must be a"):
             parse(text)
 
@@ -65,6 +68,24 @@ def test_backends_without_adapter_are_refused() -> None:
     assert "horovod" not in startup.keras_modules("torch", ALONE)
     launched = startup.keras_modules("torch", Detected("mpirun", 0, 2, 0, 2, 0, None))
     assert list(launched) == ["numpy", "horovod", "torch", "keras", "horovod.torch"]
+
+
+def test_torch_programs_need_what_their_engine_needs() -> None:
+    def needed(engine: str, launcher: str = "none", size: int = 1) -> list[str]:
+        return list(startup.torch_modules(engine, Detected(launcher, 0, size, 0, size, 0, None)))
+
+    alone = ["numpy", "torch", "torchvision"]
+    assert needed("auto") == needed("dataparallel") == needed("ddp", "torchrun", 2) == alone
+    assert needed("auto", "torchrun", 2) == alone  # it starts DDP, not Horovod
+    assert needed("auto", "mpirun", 2) == needed("horovod") == [*alone, "horovod", "horovod.torch"]
+    assert needed("deepspeed", "mpirun", 2) == [*alone, "deepspeed"]
+    assert list(startup.torch_modules("auto", ALONE, torchvision=False)) == ["numpy", "torch"]
+
+
+def test_an_engine_that_the_launcher_cannot_start_is_told_once() -> None:
+    with pytest.raises(LauncherError) as caught:
+        startup.torch_modules("horovod", Detected("torchrun", 1, 2, 1, 2, 0, None))
+    assert caught.value.shared and "horovodrun -np 2" in caught.value.remedy
 
 
 @pytest.mark.parametrize("fails", [False, True])
