@@ -22,7 +22,7 @@ import hvdtrain
 PACKAGE = "hvdtrain"
 CORE = {
     "errors", "launchers", "engines", "world", "lr", "shard", "checkpoint", "manifest", "transfer", "telemetry",
-    "slurm", "records", "run_writer", "tensorboard", "verdict", "pipeline.plan",
+    "slurm", "records", "run_writer", "tensorboard", "verdict", "cores", "pipeline.plan",
 }  # fmt: skip
 ADAPTERS = {
     "torch": {"torch", "torchvision", "deepspeed"},
