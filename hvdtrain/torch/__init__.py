@@ -1,0 +1,69 @@
+"""PyTorch on every engine: gradients averaged and proven to be, uneven batches weighted exactly, one loop for all.
+
+::
+
+    with hvdtrain.init("torch") as world:
+        train = hvt.loader(dataset, per_rank_batch=32)
+        model, optimizer = hvt.prepare(model, optimizer, train, lr=hvdtrain.LR(base=0.1, reference_batch=256))
+        for epoch in train.epochs(90):
+            for images, labels in train:
+                optimizer.zero_grad()
+                loss = loss_fn(model(images), labels)
+                optimizer.backward(loss)
+                optimizer.step()
+
+The model stays the user's: what is saved has plain names and loads without hvdtrain.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# looked up on first use: `init("torch")` needs none of them, and evaluation alone needs no training parts
+_HOME_OF = {
+    "CLOCK": "_clock",
+    "Live": "_loader",
+    "Loader": "_loader",
+    "Model": "_model",
+    "Optimizer": "_optimizer",
+    "Proof": "_verify",
+    "classification": "_evaluate",
+    "evaluate": "_evaluate",
+    "fingerprint": "_watch",
+    "loader": "_loader",
+    "model_state": "_parts",
+    "prepare": "_prepare",
+    "unwrap": "_inner",
+    "verify": "_verify",
+}
+
+__all__ = sorted(_HOME_OF)
+
+if TYPE_CHECKING:
+    from hvdtrain.torch._clock import CLOCK as CLOCK
+    from hvdtrain.torch._evaluate import classification as classification
+    from hvdtrain.torch._evaluate import evaluate as evaluate
+    from hvdtrain.torch._loader import Live as Live
+    from hvdtrain.torch._loader import Loader as Loader
+    from hvdtrain.torch._loader import loader as loader
+    from hvdtrain.torch._model import Model as Model
+    from hvdtrain.torch._inner import unwrap as unwrap
+    from hvdtrain.torch._optimizer import Optimizer as Optimizer
+    from hvdtrain.torch._parts import model_state as model_state
+    from hvdtrain.torch._prepare import prepare as prepare
+    from hvdtrain.torch._verify import Proof as Proof
+    from hvdtrain.torch._verify import verify as verify
+    from hvdtrain.torch._watch import fingerprint as fingerprint
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hvdtrain.torch' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"hvdtrain.torch.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

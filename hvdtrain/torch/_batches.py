@@ -1,0 +1,132 @@
+"""How much the batch at hand counts, and whether it closes its update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hvdtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hvdtrain.torch._loader import Live, Loader
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What `backward` must know about a batch. Compared by identity: the same object means the same batch.
+
+    Attributes:
+        weight: of its mean loss in the update; over all ranks and micro-batches of an update they sum to 1.
+        samples: live ones of this rank.
+        update_samples: planned for the update, of all ranks; 0 when nobody counts them.
+        global_samples: planned for this batch, of all ranks.
+        closes: it is the last micro-batch of its update.
+        ghost: this rank has no samples left, and takes part with weight 0.
+        epoch: counted from 0.
+        consumed: samples of all ranks done in the epoch after this batch.
+    """
+
+    weight: float
+    samples: int
+    update_samples: int
+    global_samples: int
+    closes: bool
+    ghost: bool
+    epoch: int
+    consumed: int
+
+
+class Batches(Protocol):
+    """Where batches come from."""
+
+    may_skip: bool
+
+    def now(self) -> Batch | None:
+        """The batch that training is at; None before the first."""
+        ...
+
+    def done(self) -> None:
+        """The backward pass of the batch is complete."""
+        ...
+
+    def position(self, batch: Batch) -> tuple[int, int]:
+        """(epoch, samples done in it) to go on with after this batch."""
+        ...
+
+
+class FromLoader:
+    """Batches of an `hvdtrain.torch.loader`, which knows every rank's share."""
+
+    def __init__(self, data: Loader) -> None:
+        self.data = data
+        self._live: Live | None = None
+        self._batch: Batch | None = None
+
+    @property
+    def may_skip(self) -> bool:
+        return self.data.may_skip
+
+    def now(self) -> Batch | None:
+        live = self.data.live
+        if live is not self._live:
+            self._live, self._batch = live, None if live is None else _of_live(live)
+        return self._batch
+
+    def done(self) -> None:
+        """The loader goes on by itself."""
+
+    def position(self, batch: Batch) -> tuple[int, int]:
+        over = self.data.plan.steps(batch.consumed) == 0
+        return (batch.epoch + 1, 0) if over else (batch.epoch, batch.consumed)
+
+
+def _of_live(live: Live) -> Batch:
+    ghost = live.ghost or live.samples == 0
+    samples = 0 if ghost else live.samples
+    return Batch(
+        weight=samples / live.update_samples if live.update_samples else 0.0,
+        samples=samples,
+        update_samples=live.update_samples,
+        global_samples=live.global_samples,
+        closes=live.closes,
+        ghost=ghost,
+        epoch=live.epoch,
+        consumed=live.consumed,
+    )
+
+
+class Counted:
+    """Batches of anything else: every rank's count the same, and samples are not counted."""
+
+    may_skip = False
+
+    def __init__(self, size: int, accumulate: int) -> None:
+        self._weight = 1.0 / (size * accumulate)
+        self._accumulate = accumulate
+        self._done = 0
+        self._batch = self._next()
+
+    def _next(self) -> Batch:
+        closes = (self._done + 1) % self._accumulate == 0
+        return Batch(self._weight, 0, 0, 0, closes, ghost=False, epoch=0, consumed=0)
+
+    def now(self) -> Batch:
+        return self._batch
+
+    def done(self) -> None:
+        self._done += 1
+        self._batch = self._next()
+
+    def position(self, batch: Batch) -> tuple[int, int]:
+        return 0, 0
+
+
+def require_batch(batch: Batch | None) -> Batch:
+    """Raises `ConfigError` when no batch was handed out yet."""
+    if batch is None:
+        raise ConfigError(
+            "backward() weighs the loss by the samples of the loader's batch",
+            "no batch has come from the loader that prepare() was given",
+            "train on batches of that loader: for x, y in train: ...",
+        )
+    return batch

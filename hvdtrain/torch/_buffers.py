@@ -1,0 +1,84 @@
+"""Buffers over ranks: running statistics follow each rank's own samples, until they are made equal here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.torch._inner import unwrap
+from hvdtrain.torch._watch import checksums
+from hvdtrain.world import World
+
+_CHUNK_BYTES = 1 << 26
+
+
+def synchronize(model: nn.Module, world: World) -> None:
+    """Makes the buffers equal on all ranks: the mean of floating ones that differ, rank 0's of others; collective.
+
+    The mean of the ranks' running means is that of all samples; that of their variances leaves out the variance
+    between the ranks' means, which is small where ranks see samples of one distribution (`sync_batchnorm=True`
+    keeps them exact).
+    """
+    if world.size == 1:
+        return
+    buffers = dict(unwrap(model).named_buffers())
+    reports = world.gather(checksums(buffers))
+    # the mean of equal values can be off by a rounding, so what is equal is left alone
+    differ = [name for name in buffers if any(report.get(name) != reports[0].get(name) for report in reports)]
+    floats = [buffers[name] for name in differ if buffers[name].is_floating_point()]
+    with torch.no_grad():
+        average_(floats, world)
+        broadcast_([buffers[name] for name in differ if not buffers[name].is_floating_point()], world)
+
+
+def average_(tensors: Sequence[Tensor], world: World) -> None:
+    """Sets floating tensors to their mean over ranks, summed in float64; collective."""
+    for group in _groups(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in group])
+        flat = world.comm.sum_(flat) / world.size  # type: ignore[attr-defined]
+        _unpack(flat, group)
+
+
+def broadcast_(tensors: Sequence[Tensor], world: World, root: int = 0) -> None:
+    """Gives every rank root's tensors, in place; collective. Any dtypes, layouts in memory and devices."""
+    for group in _groups(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        _unpack(world.comm.broadcast_(flat, root), group)  # type: ignore[attr-defined]
+
+
+def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Splits tensors into groups of one dtype and device that travel as one."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for members in kinds.values():
+        group: list[Tensor] = []
+        size = 0
+        for tensor in members:
+            if group and size + tensor.nbytes > _CHUNK_BYTES:
+                yield group
+                group, size = [], 0
+            group.append(tensor)
+            size += tensor.nbytes
+        yield group
+
+
+def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        # through .data: a buffer that a pending backward pass has saved is not in use any more, or unchanged
+        tensor.data.copy_(piece.view(tensor.shape))
+
+
+@contextmanager
+def kept(module: nn.Module, keep: bool = True) -> Iterator[None]:
+    """Puts the buffers back at the end: a batch that does not count must leave no trace in running statistics."""
+    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if keep else []
+    try:
+        yield
+    finally:
+        for buffer, value in saved:
+            buffer.data.copy_(value)

@@ -1,0 +1,65 @@
+"""What an engine binds: the user's module in a thin shell, through which known gradients can be sent as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Probe:
+    """Given to the shell in place of data: the forward pass is a sum over the parameters, with known gradients.
+
+    The gradient of parameter i (in the order of `parameters()`) is `factor` times `pattern(i, parameter)`.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, module: nn.Module) -> Tensor:
+        """Returns a float32 (or wider) scalar that depends on every trainable parameter."""
+        total: Tensor | None = None
+        for index, parameter in enumerate(trainable(module)):
+            term = (parameter * pattern(index, parameter)).sum()
+            term = term if term.dtype in (torch.float32, torch.float64) else term.float()
+            total = term if total is None else total + term
+        assert total is not None
+        return total * self.factor
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that get gradients, each once."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def pattern(index: int, parameter: Tensor) -> Tensor:
+    """Values with few significant bits, so that sums over ranks are exact, different from one place to the next."""
+    places = torch.arange(parameter.numel(), device=parameter.device)
+    eight = ((places * 5 + index) % 8 - 3.5) / 4.0  # in -0.875 .. 0.875, never 0
+    return eight.to(parameter.dtype).view(parameter.shape)
+
+
+class Inner(nn.Module):
+    """The shell; the engine binds it, calls it and never knows.
+
+    Args:
+        module: the user's.
+        call: what data goes through; by default the module, else its compiled form.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.module = module
+        object.__setattr__(self, "_call", call)  # not a submodule: its parameters are the module's
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Probe):
+            return args[0](self.module)
+        return (self._call or self.module)(*args, **kwargs)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Returns the user's own module, plain; a module that was not prepared is returned as it is."""
+    return model.module if getattr(type(model), "holds_users_module", False) else model  # type: ignore[return-value]

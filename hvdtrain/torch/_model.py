@@ -1,0 +1,148 @@
+"""The user's module as training calls it: through the engine, under autocast; everything else is the module's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.torch import _buffers
+from hvdtrain.torch._clock import CLOCK
+from hvdtrain.torch._oom import explained
+from hvdtrain.torch._session import Session
+
+# the module's own methods: names in state dicts, in parameter lists and in printed text are those of the plain module
+_DELEGATED = (
+    "state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "named_buffers", "children",
+    "named_children", "modules", "named_modules", "get_parameter", "get_buffer", "get_submodule", "extra_repr",
+    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook", "register_state_dict_pre_hook", "register_state_dict_post_hook",
+    "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook", "__repr__",
+)  # fmt: skip
+_OWN = ("module", "session", "training")
+
+
+class Model(nn.Module):
+    """What `prepare` returns: call it, train it, save it like the module it holds.
+
+    Attributes, methods, parameter names and state dicts are those of the user's module, without any prefix.
+
+    Attributes:
+        module: the user's module.
+    """
+
+    holds_users_module = True
+    module: nn.Module
+    session: Session
+
+    def __init__(self, session: Session) -> None:
+        # past nn.Module's bookkeeping: the module must not appear as a child, under a prefix
+        vars(self).update(module=session.module, session=session)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module on a batch, through the engine; float outputs come in float32 under mixed precision."""
+        if not torch.is_grad_enabled():
+            return self._run(args, kwargs, ghost=False)
+        if CLOCK.phase == "other":  # no loader has said so
+            CLOCK.enter("forward")
+        batch = self.session.batches.now()
+        self.session.last_call = (args, kwargs)  # to find the layer where a NaN began
+        return self._run(args, kwargs, ghost=batch is not None and batch.ghost)
+
+    forward = __call__  # type: ignore[assignment]
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ghost: bool) -> Any:
+        session = self.session
+        if session.options.channels_last:
+            args = tuple(map(_channels_last, args))
+        # a batch that does not count must leave no trace in running statistics
+        with _buffers.kept(self.module, ghost), explained("forward pass", session.sizes), session.precision.autocast():
+            return session.precision.outputs(session.bound.call(*args, **kwargs))
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.module.train(mode)
+
+    def train(self, mode: bool = True) -> Model:
+        self.module.train(mode)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Model:
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Model:
+        self.module.apply(fn)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's: between a closing backward and its step it is refused."""
+        self.session.gradients.refuse_zero_grad()
+        self.module.zero_grad(set_to_none)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        elif isinstance(value, (nn.Module, nn.Parameter)):
+            raise ConfigError(
+                "a model is complete before it is prepared: a new part would never be trained",
+                f"{name} = {type(value).__name__}(...) after prepare()",
+                "build the whole model, make its optimizer, then call prepare()",
+            )
+        else:
+            setattr(self.module, name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
+        """What `to`, `cuda`, `half` and the like come to: allowed where nothing changes."""
+        for name, tensor in self.module.named_parameters():
+            after = fn(tensor.detach())
+            if (after.device, after.dtype) != (tensor.device, tensor.dtype):
+                raise ConfigError(
+                    "a model is moved and cast before it is prepared",
+                    f"{name} would go from {tensor.dtype} on {tensor.device} to {after.dtype} on {after.device}",
+                    'choose with hvdtrain.init(..., device=) and prepare(..., amp="bf16")',
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the user's module, plain: for averages of weights, and for export."""
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "a prepared model belongs to this process",
+            "it was to be pickled (torch.save(model), or sent to another process)",
+            "save hvdtrain.torch.unwrap(model).state_dict(), or use hvdtrain.torch.model_state with a Checkpointer",
+        )
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: Model, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"The module's own `{name}`."
+    return method
+
+
+for _name in _DELEGATED:
+    setattr(Model, _name, _delegate(_name))
+
+
+def _channels_last(value: Any) -> Any:
+    four = isinstance(value, Tensor) and value.dim() == 4
+    return value.contiguous(memory_format=torch.channels_last) if four else value

@@ -1,0 +1,292 @@
+"""The optimizer of a training loop: backward, step, and what happens between them, in the right order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hvdtrain.checkpoint import Progress
+from hvdtrain.errors import ConfigError
+from hvdtrain.torch import _watch
+from hvdtrain.torch._amp import Stepper
+from hvdtrain.torch._batches import Batch, require_batch
+from hvdtrain.torch._clock import CLOCK
+from hvdtrain.torch._gradients import uncounted
+from hvdtrain.torch._nonfinite import first_bad_layer, gradient_error
+from hvdtrain.torch._oom import explained
+from hvdtrain.torch._rate import rates_of
+from hvdtrain.torch._session import Session
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What `prepare` returns for the user's optimizer, which it holds; torch's schedulers take it for one.
+
+    Attributes:
+        wrapped: the user's optimizer.
+        progress: where training stands after the last update, skipped ones counted.
+    """
+
+    def __init__(self, session: Session) -> None:
+        # not torch's own __init__: there is one set of groups and of state, the wrapped optimizer's
+        self.wrapped = session.optimizer
+        self.session = session
+        self.progress = Progress()
+        self._stepper = Stepper(self.wrapped, self._step_engine)
+        self._layer = ""
+        self._updated: Batch | None = None
+        self._guard = self.wrapped.register_step_pre_hook(self._refuse_bare_step)
+
+    # -- one update ------------------------------------------------------------------------------------------
+    def backward(self, loss: Tensor, *, more: bool = False) -> None:
+        """Differentiates the mean loss of this rank's batch.
+
+        After the batch that completes an update, ``p.grad`` is the gradient of the mean loss over all samples of all
+        ranks and micro-batches, unscaled. Before, ``p.grad`` is None.
+
+        Args:
+            loss: a scalar, the mean over the samples of the batch.
+            more: another backward for the same batch follows, of another loss; they add up.
+
+        Raises:
+            ConfigError: no batch, a second backward for one batch, backward instead of step, or no scalar.
+            NonFiniteError: on every rank, when the loss of one is NaN or infinite.
+            HvdtrainError: out of memory.
+        """
+        session, gradients = self.session, self.session.gradients
+        batch = require_batch(session.batches.now())
+        gradients.begin(batch, loss)
+        CLOCK.enter("backward")
+        if not batch.ghost:
+            gradients.sums[0] += loss.detach().double().reshape(()) * batch.weight
+        mine = gradients.sums[0].clone()  # the reduction writes into sums
+        closes = batch.closes and not more
+        self._differentiate(loss, batch, reduce=closes)
+        if not batch.ghost:
+            self._find_layer(loss)
+        if closes:
+            CLOCK.enter("communication")
+            session.bound.finish()
+            CLOCK.enter("optimizer")
+            gradients.complete()
+            self._settle_update(batch, mine)
+        else:
+            gradients.put_aside("more" if more else "partial")
+        if not more:
+            session.batches.done()
+        CLOCK.enter("other")
+
+    def _differentiate(self, loss: Tensor, batch: Batch, *, reduce: bool) -> None:
+        session, gradients = self.session, self.session.gradients
+        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        scaled = session.precision.scale(wide.reshape(()) * batch.weight)
+        with (
+            explained("backward pass", session.sizes),
+            uncounted(gradients.parameters() if batch.ghost else (), batch.ghost),
+        ):
+            session.bound.backward(scaled, reduce=reduce, extras=gradients.sums if reduce else None)
+
+    def _find_layer(self, loss: Tensor) -> None:
+        """Looks for the layer while the batch and the parameters are still those that gave a bad loss."""
+        session = self.session
+        if session.losses.at_once and not self._layer and not math.isfinite(float(loss.detach())):
+            args, kwargs = session.last_call or ((), {})
+            with session.precision.autocast():
+                self._layer = first_bad_layer(session.module, args, kwargs)
+
+    def _settle_update(self, batch: Batch, mine: Tensor) -> None:
+        """Once the gradients are there: checks the loss, corrects for samples left out, takes the scale away."""
+        session = self.session
+        every, live = session.gradients.sums
+        if session.batches.may_skip and batch.update_samples:
+            factor = torch.where(live > 0, batch.update_samples / live, torch.zeros_like(live))
+            for parameter in session.gradients.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor.to(parameter.grad.dtype))
+            every = every * factor
+        session.losses.add(self.progress.step + 1, batch.epoch, every, mine, self._layer)
+        session.precision.unscale(self._stepper)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Scales the gradients of the update so that their norm is at most `max_norm`.
+
+        Returns:
+            Their norm before; None while the update is not complete: then there is nothing to clip.
+
+        Raises:
+            ConfigError: no backward before.
+        """
+        state = self.session.gradients.state
+        if state == "idle":
+            raise ConfigError(
+                "gradients are clipped between backward() and step()",
+                "clip_grad_norm_() without backward() before",
+                "optimizer.backward(loss); optimizer.clip_grad_norm_(1.0); optimizer.step()",
+            )
+        if state != "ready":
+            return None
+        norm = torch.nn.utils.clip_grad_norm_(self.session.gradients.parameters(), max_norm, norm_type)
+        # with a gradient scaler an infinite gradient is a matter of course: the step will be skipped
+        if self.session.losses.at_once and self.session.options.amp != "fp16" and not math.isfinite(float(norm)):
+            raise gradient_error(self.session.module, float(norm), self.progress.step + 1)
+        return norm
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Applies the update: clips, sets the learning rate, steps. Before the update is complete it does nothing.
+
+        Raises:
+            ConfigError: no backward before, a closure, or gradients that were thrown away.
+            NonFiniteError: the norm of the gradients is not finite.
+            ReplicaError: every `watch_every` updates, when replicas differ.
+        """
+        session, gradients = self.session, self.session.gradients
+        self._check_step(closure)
+        if gradients.state == "partial":
+            gradients.state = "idle"
+            return
+        CLOCK.enter("optimizer")
+        if session.rates is not None:
+            session.rates.apply(self.progress.samples_seen)
+        if session.options.clip is not None:
+            self.clip_grad_norm_(session.options.clip)
+        with explained("optimizer's step", session.sizes):
+            session.precision.step(self._stepper)
+        gradients.stepped()
+        self._advance()
+        every = session.options.watch_every
+        if every and self.progress.step % every == 0 and session.world.size > 1:
+            _watch.check_equal(session.module, session.world, f"after update {self.progress.step}")
+        CLOCK.enter("other")
+
+    def _check_step(self, closure: object) -> None:
+        gradients = self.session.gradients
+        if closure is not None:
+            raise ConfigError("the loss is differentiated by optimizer.backward(loss)", "step(closure)", "step()")
+        if gradients.state in ("idle", "more"):
+            raise ConfigError(
+                "optimizer.step() follows optimizer.backward(loss)",
+                "no backward() since the last step()"
+                if gradients.state == "idle"
+                else "backward(..., more=True) announced another backward()",
+                "write optimizer.backward(loss) instead of loss.backward(), and step() after each",
+            )
+        if gradients.state == "ready" and not self._stepper.has_gradients() and gradients.had_some:
+            raise ConfigError(
+                "the gradients of an update are zeroed after it is applied",
+                "they are gone between backward() and step()",
+                "zero_grad() belongs before backward(), or after step()",
+            )
+
+    def _step_engine(self) -> None:
+        self.session.stepping = True
+        try:
+            self.session.bound.step()
+        finally:
+            self.session.stepping = False
+
+    def _advance(self) -> None:
+        batch = self.session.gradients.batch
+        assert batch is not None
+        epoch, in_epoch = self.session.batches.position(batch)
+        self.progress = Progress(
+            epoch, self.progress.step + 1, self.progress.samples_seen + batch.update_samples, in_epoch
+        )
+        self._updated = batch
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes ``p.grad``. Partial sums of an update that is being gathered are not touched.
+
+        Raises:
+            ConfigError: an update is complete and not applied.
+        """
+        self.session.gradients.refuse_zero_grad()
+        self.wrapped.zero_grad(set_to_none)
+
+    # -- looking ---------------------------------------------------------------------------------------------
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group, in the last update."""
+        return rates_of(self.wrapped)[0]
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates left out because a gradient was infinite (amp="fp16")."""
+        return self.session.precision.skipped_steps
+
+    def record(self) -> dict[str, Any]:
+        """What `RunLog.step` takes, for the batch just done.
+
+        The loss is the mean over all ranks' samples of the update (on a GPU: of one some updates ago, so that nothing
+        waits). For a micro-batch that completed no update, samples is 0 and the loss None.
+        """
+        batch, self._updated = self._updated, None
+        return {
+            "step": self.progress.step,
+            "epoch": batch.epoch if batch is not None else self.progress.epoch,
+            "samples_seen": self.progress.samples_seen,
+            "loss": self.session.losses.last if batch is not None else None,
+            "lr": self.lr,
+            "samples": batch.update_samples if batch is not None else 0,
+            "seconds": CLOCK.take(),
+        }
+
+    # -- being an optimizer ----------------------------------------------------------------------------------
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.wrapped.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.wrapped.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.wrapped.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self.wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the wrapped optimizer; give every rank the same."""
+        self.wrapped.load_state_dict(state_dict)
+        if self.session.rates is not None:
+            self.session.rates.forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refused: an engine is tied to the parameters it was given."""
+        raise ConfigError(
+            "an optimizer has all its groups before it is prepared",
+            "add_param_group() after prepare()",
+            "add the group first; parameters that join later can be frozen until then",
+        )
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.wrapped.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.wrapped.register_step_post_hook(hook)
+
+    def __repr__(self) -> str:
+        return repr(self.wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    def _refuse_bare_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.session.world.size > 1 and not self.session.stepping:
+            raise ConfigError(
+                "the prepared optimizer takes the steps: it knows when gradients are those of all ranks",
+                f"step() of the {type(self.wrapped).__name__} that was given to prepare()",
+                "model, optimizer = prepare(model, optimizer, ...), then optimizer.step() with the one returned",
+            )
+
+    def close(self) -> None:
+        """Takes the hooks off model and optimizer, which are plain again."""
+        self._guard.remove()
+        self.session.bound.close()

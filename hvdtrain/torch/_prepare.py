@@ -1,0 +1,164 @@
+"""`prepare`: ties the user's model and optimizer to the ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.lr import LR
+from hvdtrain.torch import _start
+from hvdtrain.torch._amp import Precision, check_amp
+from hvdtrain.torch._batches import Batches, Counted, FromLoader
+from hvdtrain.torch._clock import CLOCK
+from hvdtrain.torch._gradients import Gradients
+from hvdtrain.torch._inner import Inner
+from hvdtrain.torch._model import Model
+from hvdtrain.torch._nonfinite import Losses
+from hvdtrain.torch._optimizer import Optimizer
+from hvdtrain.torch._rate import Rates
+from hvdtrain.torch._refusals import check_model, check_optimizer
+from hvdtrain.torch._session import Options, Session, engine_of, world_or_current
+from hvdtrain.torch.engines.base import Settings
+from hvdtrain.world import World
+
+if TYPE_CHECKING:
+    from hvdtrain.torch._loader import Loader
+
+# so that preparing a model again, with another optimizer or other options, first takes off what the last one put on
+_prepared: WeakKeyDictionary[nn.Module, Optimizer] = WeakKeyDictionary()
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Loader | None = None,
+    *,
+    world: World | None = None,
+    lr: LR | None = None,
+    accumulate: int = 1,
+    clip: float | None = None,
+    amp: Literal["bf16", "fp16"] | None = None,
+    compression: Literal["fp16", "bf16"] | None = None,
+    sync_batchnorm: bool = False,
+    channels_last: bool = False,
+    compile: bool = False,
+    verify: bool = True,
+    watch_every: int = 0,
+) -> tuple[Model, Optimizer]:
+    """Makes a model and its optimizer train on all ranks; collective.
+
+    Moves the model to this rank's device, checks that the ranks train the same, gives all of them rank 0's parameters,
+    buffers and optimizer state, and proves that gradients are averaged. A model can be prepared again
+    (`unwrap(model)`, `optimizer.wrapped`).
+
+    Args:
+        model: plain, complete; the same on every rank, but for its values.
+        optimizer: plain; holds the model's trainable parameters.
+        data: the loader that training reads; it knows how much each rank's batch counts. Without one every rank's
+            batch counts the same, and samples are not counted.
+        world: the ranks; by default those of `hvdtrain.init`.
+        lr: the learning rate as a function of samples seen; `step` sets it. Each group keeps its ratio to the base.
+        accumulate: micro-batches of an update; their gradients are reduced once.
+        clip: the largest norm of an update's gradient, taken after the average.
+        amp: the forward pass in "bf16", or in "fp16" with a gradient scaler; parameters stay as they are.
+        compression: gradients travel as "fp16" or "bf16".
+        sync_batchnorm: batch normalisation over the batches of all ranks.
+        channels_last: images and weights in the memory format that convolutions on GPUs like.
+        compile: `torch.compile` the model.
+        verify: prove before the first step that gradients are averaged (see `verify`).
+        watch_every: compare the replicas every so many updates; 0 is never.
+
+    Returns:
+        The model and the optimizer to train with.
+
+    Raises:
+        ConfigError: something is wrapped already, parameters and optimizer do not match, an option is wrong, or the
+            learning rate is scaled twice.
+        ReplicaError: on every rank; the ranks differ in model, optimizer or options, or gradients are not averaged.
+    """
+    options = Options(
+        accumulate, clip, amp, compression, sync_batchnorm, channels_last, compile, verify, watch_every
+    )  # fmt: skip
+    _check_options(options, lr, data)
+    world = world_or_current(world)
+    check_model(model)
+    check_optimizer(model, optimizer)
+    if model in _prepared:
+        _prepared.pop(model).close()
+    _start.check_agreement(_start.signature(model, optimizer, options, lr, data), world)
+    rates = None if lr is None or data is None else Rates(optimizer, lr, data.global_batch * accumulate)
+    _place(model, optimizer, options, world)
+    _start.broadcast_state(model, optimizer, world)
+    session = _bind(model, optimizer, options, data, world)
+    session.rates = rates
+    wrapped_model, wrapped_optimizer = Model(session), Optimizer(session)
+    _prepared[model] = wrapped_optimizer
+    if verify:
+        from hvdtrain.torch._verify import prove
+
+        proof = prove(session)
+        if world.is_main and world.size > 1:
+            print(f"hvdtrain: {proof}", flush=True)
+    _start.split_streams(world)
+    CLOCK.use(session.engine.device)
+    CLOCK.take()  # setting up is no part of a step
+    return wrapped_model, wrapped_optimizer
+
+
+def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None:
+    for name, least in (("accumulate", 1), ("watch_every", 0)):
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} must be a whole number >= {least}", f"{name}={value!r}")
+    if options.clip is not None and not (options.clip > 0 and math.isfinite(options.clip)):
+        raise ConfigError("clip must be a norm > 0, or None", f"clip={options.clip!r}")
+    check_amp(options.amp)
+    if options.compression not in (None, "fp16", "bf16"):
+        raise ConfigError('compression must be None, "fp16" or "bf16"', f"compression={options.compression!r}")
+    if lr is not None and data is None:
+        raise ConfigError(
+            "the learning rate is a function of samples seen, which the loader counts",
+            "lr= without data",
+            "prepare(model, optimizer, train, lr=...), with train = hvdtrain.torch.loader(...)",
+        )
+
+
+def _place(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, world: World) -> None:
+    """Puts model and optimizer state where they compute; parameters stay the same objects."""
+    if options.sync_batchnorm:
+        from hvdtrain.torch._sync_batchnorm import convert
+
+        convert(model, engine_of(world))
+    model.to(engine_of(world).device)
+    if options.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())  # which puts state where its parameters are
+
+
+def _bind(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, data: Loader | None, world: World
+) -> Session:
+    engine = engine_of(world)
+    inner = Inner(model, torch.compile(model) if options.compile else None)
+    batches: Batches = Counted(world.size, options.accumulate) if data is None else FromLoader(data)
+    if data is not None:
+        data.accumulate = options.accumulate
+    return Session(
+        world=world,
+        module=model,
+        optimizer=optimizer,
+        options=options,
+        inner=inner,
+        bound=engine.bind(inner, optimizer, Settings(options.compression, options.accumulate)),
+        batches=batches,
+        per_rank_batch=None if data is None else data.per_rank_batch,
+        precision=Precision(options.amp, engine.device),
+        losses=Losses(world, engine.device),
+        gradients=Gradients(model, engine.device),
+    )

@@ -1,0 +1,119 @@
+"""What one prepared model and its optimizer share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.torch._amp import Precision
+from hvdtrain.torch._batches import Batches
+from hvdtrain.torch._gradients import Gradients
+from hvdtrain.torch._inner import Inner
+from hvdtrain.torch._nonfinite import Losses
+from hvdtrain.torch._rate import Rates
+from hvdtrain.torch.engines.base import Bound, TorchEngine
+from hvdtrain.torch.engines.solo import Solo
+from hvdtrain.world import World, current
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `prepare`, which are the same on every rank."""
+
+    accumulate: int = 1
+    clip: float | None = None
+    amp: Literal["bf16", "fp16"] | None = None
+    compression: Literal["fp16", "bf16"] | None = None
+    sync_batchnorm: bool = False
+    channels_last: bool = False
+    compile: bool = False
+    verify: bool = True
+    watch_every: int = 0
+
+
+@dataclass(eq=False)
+class Session:
+    """One prepared model: the user's own objects, and what ties them to the ranks.
+
+    Attributes:
+        world: the ranks.
+        module, optimizer: the user's.
+        inner, bound: the shell around the module, on the engine.
+        batches: how much each batch counts.
+        per_rank_batch: samples; None without a loader.
+        gradients: of the update being gathered.
+        rates: who sets the learning rate; None leaves it to the user.
+        last_call: arguments of the last training forward pass.
+        stepping: the optimizer's step is called by `Optimizer.step`.
+    """
+
+    world: World
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    options: Options
+    inner: Inner
+    bound: Bound
+    batches: Batches
+    per_rank_batch: int | None
+    precision: Precision
+    losses: Losses
+    gradients: Gradients
+    rates: Rates | None = None
+    last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    stepping: bool = False
+
+    @property
+    def engine(self) -> TorchEngine:
+        return engine_of(self.world)
+
+    def sizes(self) -> str:
+        """Says what a step holds in memory."""
+        batch = str(self.per_rank_batch) if self.per_rank_batch else _batch_of(self.last_call)
+        options = self.options
+        return (
+            f"rank {self.world.rank}: per_rank_batch {batch}, accumulate {options.accumulate}, amp {options.amp},"
+            f" on {self.engine.device}"
+        )
+
+
+def _batch_of(call: tuple[tuple[Any, ...], dict[str, Any]] | None) -> str:
+    tensors = [value for value in (call[0] if call else ()) if isinstance(value, torch.Tensor) and value.dim()]
+    return str(len(tensors[0])) if tensors else "unknown"
+
+
+def engine_of(world: World) -> TorchEngine:
+    """Returns the world's engine; one process without any gets the engine of one.
+
+    Raises:
+        ConfigError: the world is another framework's.
+    """
+    comm = world.comm
+    if isinstance(comm, TorchEngine):
+        return comm
+    if world.size == 1:
+        return Solo(devices=tuple(world.devices))
+    raise ConfigError(
+        "the PyTorch adapter needs the ranks of PyTorch",
+        f"a world on {comm.name!r} that carries no tensors",
+        'call hvdtrain.init("torch")',
+    )
+
+
+def world_or_current(world: World | None) -> World:
+    """Returns the world given, or that of the last `hvdtrain.init`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = world if world is not None else current()
+    if found is None:
+        raise ConfigError(
+            "the PyTorch adapter needs to know the ranks",
+            "no world given, and hvdtrain.init was not called",
+            'with hvdtrain.init("torch") as world: ... around the program',
+        )
+    return found

@@ -1,0 +1,73 @@
+"""Whether the replicas are equal: checksums that cost a few reductions on the device, and the SHA-256 of a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.errors import ReplicaError
+from hvdtrain.torch._inner import unwrap
+from hvdtrain.world import World
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Returns the SHA-256 of the model's state: names, types, shapes and bits of parameters and buffers.
+
+    Buffers such as running statistics are each rank's own while it trains; `evaluate` and `model_state` make them
+    equal.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(unwrap(model).state_dict().items()):
+        if not isinstance(tensor, Tensor):
+            digest.update(f"{name} {tensor!r}".encode())
+            continue
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Returns, for each tensor, the sum of its bits read as integers; one transfer from the device in all."""
+    sums = [_sum_of_bits(tensor) for tensor in tensors.values()]
+    values = torch.stack(sums).tolist() if sums else []
+    return dict(zip(tensors, values, strict=True))
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    flat = tensor.detach()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+
+
+def check_equal(module: nn.Module, world: World, when: str) -> None:
+    """Checks that every rank has the same parameters; collective.
+
+    Raises:
+        ReplicaError: on every rank, naming the first parameter that differs, and who differs from rank 0.
+    """
+    mine = checksums(dict(module.named_parameters()))
+    digest = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
+    if len(set(world.gather(digest))) == 1:
+        return
+    reports = world.gather(mine)
+    differing = [name for name in reports[0] if any(report.get(name) != reports[0][name] for report in reports)]
+    first = differing[0] if differing else "the set of parameters"
+    others = [rank for rank, report in enumerate(reports) if report.get(first) != reports[0].get(first)]
+    raise ReplicaError(
+        f"the replicas must be equal ({when})",
+        f"{first} of rank(s) {', '.join(map(str, others))} differs from rank 0's"
+        + (f"; {len(differing)} of {len(reports[0])} parameters differ" if len(differing) > 1 else ""),
+        "change parameters on every rank alike, only through optimizer.step(); load weights before prepare(), or with"
+        " Checkpointer.restore",
+        shared=True,
+    )
