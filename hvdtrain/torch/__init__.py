@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from hvdtrain.torch._clock import CLOCK as CLOCK
     from hvdtrain.torch._evaluate import classification as classification
     from hvdtrain.torch._evaluate import evaluate as evaluate
+    from hvdtrain.torch._inner import unwrap as unwrap
     from hvdtrain.torch._loader import Live as Live
     from hvdtrain.torch._loader import Loader as Loader
     from hvdtrain.torch._loader import loader as loader
     from hvdtrain.torch._model import Model as Model
-    from hvdtrain.torch._inner import unwrap as unwrap
     from hvdtrain.torch._optimizer import Optimizer as Optimizer
     from hvdtrain.torch._parts import model_state as model_state
     from hvdtrain.torch._prepare import prepare as prepare

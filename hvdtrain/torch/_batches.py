@@ -39,7 +39,10 @@ class Batch:
 class Batches(Protocol):
     """Where batches come from."""
 
-    may_skip: bool
+    @property
+    def may_skip(self) -> bool:
+        """A batch may have fewer samples than planned."""
+        ...
 
     def now(self) -> Batch | None:
         """The batch that training is at; None before the first."""

@@ -57,9 +57,10 @@ class Inner(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], Probe):
             return args[0](self.module)
-        return (self._call or self.module)(*args, **kwargs)
+        call: Callable[..., Any] = vars(self)["_call"] or self.module
+        return call(*args, **kwargs)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Returns the user's own module, plain; a module that was not prepared is returned as it is."""
-    return model.module if getattr(type(model), "holds_users_module", False) else model  # type: ignore[return-value]
+    return vars(model)["module"] if getattr(type(model), "holds_users_module", False) else model

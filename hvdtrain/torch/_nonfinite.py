@@ -106,7 +106,7 @@ class Losses:
             f"the loss is {every} at step {reading.step} (epoch {reading.epoch}): training ends",
             "\n".join(lines),
             "lower the learning rate or warm it up longer, clip gradients (clip=1.0), check the inputs and labels"
-            ' named above; with amp="fp16" try amp="bf16"; earlier checkpoints are untouched: --resume goes on from one',
+            ' named above; with amp="fp16" try amp="bf16"; earlier checkpoints are untouched: go on from one of them',
             shared=True,
         )
 
@@ -142,7 +142,8 @@ def first_bad_layer(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str,
             return
         own = [n for n, p in child.named_parameters() if not torch.isfinite(p).all()]
         found.append(
-            f"first bad layer: {name}" + (f", whose {own[0]} is not finite" if own else ", from finite input and weights")
+            f"first bad layer: {name}"
+            + (f", whose {own[0]} is not finite" if own else ", its input and weights are finite")
         )
 
     hooks = [child.register_forward_hook(look, with_kwargs=True) for child in module.modules()]

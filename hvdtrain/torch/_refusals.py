@@ -29,7 +29,7 @@ def check_model(model: nn.Module) -> None:
         raise ConfigError(
             "prepare() takes the plain model: it ties it to the ranks itself",
             f"a model wrapped by {wrapper}",
-            "hvdtrain.torch.unwrap(model)" if wrapper == "hvdtrain" else "give it model.module, or leave the wrapper out",
+            "give it " + ("hvdtrain.torch.unwrap(model)" if wrapper == "hvdtrain" else "model.module"),
         )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):

@@ -140,7 +140,9 @@ def _not_averaged(off: list[float], own: list[float], tolerance: float) -> Repli
     local = all(gap <= tolerance for gap in own)
     return ReplicaError(
         "a gradient must be the weighted mean of all ranks' gradients",
-        "\n".join(f"rank {rank}: off by {gap:.3g} of its size (tolerance {tolerance:.1g})" for rank, gap in enumerate(off))
+        "\n".join(
+            f"rank {rank}: off by {gap:.3g} of the mean (tolerance {tolerance:g})" for rank, gap in enumerate(off)
+        )
         + ("\nevery rank kept its own gradient" if local else ""),
         "leave the hooks of the engine alone; report this with the output of `hvdtrain doctor`",
         shared=True,
