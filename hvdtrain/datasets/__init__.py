@@ -1,5 +1,13 @@
-"""Data sets as numpy arrays, for any framework: MNIST from wherever it lies, and the embedded digits."""
+"""Data sets as numpy arrays, for any framework: MNIST and CIFAR-10 from wherever they lie, the embedded digits, made-up
+pictures; and folders of image files as lists.
+"""
 
-from hvdtrain.datasets.mnist import Images, load_mnist
+from hvdtrain.datasets.cifar10 import load_cifar10
+from hvdtrain.datasets.folder import Folder, load_folder
+from hvdtrain.datasets.images import Images, as_rgb
+from hvdtrain.datasets.mnist import load_digits, load_mnist
+from hvdtrain.datasets.synthetic import synthetic
 
-__all__ = ["Images", "load_mnist"]
+__all__ = [
+    "Folder", "Images", "as_rgb", "load_cifar10", "load_digits", "load_folder", "load_mnist", "synthetic",
+]  # fmt: skip

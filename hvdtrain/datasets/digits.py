@@ -33,8 +33,8 @@ def originals() -> tuple[np.ndarray, np.ndarray]:
         return stored["images"], stored["labels"]
 
 
-def load() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """``x_train, y_train, x_test, y_test``: uint8 ``[1437|360, 28, 28]`` with values 0..255, and labels 0..9.
+def load(size: int = 28) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """``x_train, y_train, x_test, y_test``: uint8 ``[1437|360, size, size]`` with values 0..255, and labels 0..9.
 
     The split never changes and needs no random numbers (whose streams may differ between numpy versions):
     the pictures are put in order of their digit, and every fifth is for testing. So a fifth of every digit's
@@ -43,7 +43,7 @@ def load() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     import numpy as np
 
     images, labels = originals()
-    pictures = enlarge(images.astype(np.float64) * (255 / INK_LEVELS), 28)
+    pictures = enlarge(images.astype(np.float64) * (255 / INK_LEVELS), size)
     for_test = np.zeros(len(labels), bool)
     for_test[np.argsort(labels, kind="stable")[::5]] = True
     return pictures[~for_test], labels[~for_test], pictures[for_test], labels[for_test]

@@ -7,54 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 from hvdtrain.datasets import digits, files
 from hvdtrain.datasets.download import download
-from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.datasets.images import Images, as_rgb, count_of, keep_own, together
 from hvdtrain.world import World
-
-if TYPE_CHECKING:
-    import numpy as np
-
-T = TypeVar("T")
 
 # The file, and the SHA-256, of keras.datasets.mnist (keras/src/datasets/mnist.py)
 MNIST_URL = "https://storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz"
 MNIST_SHA256 = "731c5ac602752760c8e48fbffcf8c3b850d9dc2a2aedcf2cc48468fc17b673d1"
 MNIST_BYTES = 11_490_434
 URL_VARIABLE = "HVDTRAIN_MNIST_URL"  # a mirror of one's own; the hash holds for it too
-
-
-@dataclass(frozen=True, eq=False)
-class Images:
-    """Pictures for training and testing.
-
-    Attributes:
-        name: "mnist" or "digits".
-        x_train, x_test: uint8 ``[N, 28, 28]``, 0 (paper) to 255 (ink).
-        y_train, y_test: uint8 ``[N]``, 0..9.
-        note: one line that says what these are and where they came from.
-    """
-
-    name: str
-    x_train: np.ndarray
-    y_train: np.ndarray
-    x_test: np.ndarray
-    y_test: np.ndarray
-    note: str
-
-    def fingerprint(self) -> str:
-        """SHA-256 over all pictures and labels: equal where ranks hold the same data."""
-        digest = hashlib.sha256()
-        for array in (self.x_train, self.y_train, self.x_test, self.y_test):
-            digest.update(repr(array.shape).encode())
-            digest.update(array.tobytes())
-        return digest.hexdigest()
 
 
 def load_mnist(source: str | os.PathLike[str] = "auto", *, world: World | None = None) -> Images:
@@ -73,17 +38,17 @@ def load_mnist(source: str | os.PathLike[str] = "auto", *, world: World | None =
     world = world or World.solo()
     cache, source, why = keras_cache(), os.fspath(source), ""
     if source == "auto":
-        have_it = _together(world, cache.is_file)
+        have_it = together(world, cache.is_file)
         source = "mnist" if all(have_it) else "digits"
         why = f"; no real MNIST at {cache}{_on_ranks(have_it)}: --data mnist downloads it"
     if source == "digits":
         work = partial(_digits, why)
     elif source == "mnist":
-        _together(world, partial(_ensure_cached, cache, downloads=world.local_rank == 0))
+        together(world, partial(_ensure_cached, cache, downloads=world.local_rank == 0))
         work = partial(_from_cache, cache)
     else:
         work = partial(_from_path, Path(os.path.expanduser(source)))
-    images = _keep_own(world, work)
+    images = keep_own(world, work)
     world.agree("training data (SHA-256 of pictures and labels)", images.fingerprint())
     return images
 
@@ -97,8 +62,16 @@ def keras_cache() -> Path:
 def _digits(why: str) -> Images:
     x_train, y_train, x_test, y_test = digits.load()
     what = "real 8x8 handwritten digits (UCI), enlarged to 28x28"
-    note = f"the embedded digits: {_count(x_train, x_test)} {what}{why}"
+    note = f"the embedded digits: {count_of(x_train, x_test)} {what}{why}"
     return Images("digits", x_train, y_train, x_test, y_test, note)
+
+
+def load_digits(size: int = 32) -> Images:
+    """Returns the embedded digits in colour, uint8 ``[N, 3, size, size]``, for networks made for photographs."""
+    x_train, y_train, x_test, y_test = digits.load(size)
+    what = f"real 8x8 handwritten digits (UCI), enlarged to 3x{size}x{size}"
+    note = f"the embedded digits: {count_of(x_train, x_test)} {what}"
+    return as_rgb(Images("digits", x_train, y_train, x_test, y_test, note), size)
 
 
 def _from_cache(cache: Path) -> Images:
@@ -110,7 +83,7 @@ def _from_path(path: Path) -> Images:
 
 
 def _images(arrays: files.Arrays, path: Path, sha256: str | None) -> Images:
-    note = f"MNIST: {_count(arrays['x_train'], arrays['x_test'])} pictures from {path}"
+    note = f"MNIST: {count_of(arrays['x_train'], arrays['x_test'])} pictures from {path}"
     if sha256 not in (None, MNIST_SHA256):
         note += f" (not the published file: SHA-256 {sha256})"
     return Images("mnist", **arrays, note=note)
@@ -127,35 +100,6 @@ def _ensure_cached(cache: Path, *, downloads: bool) -> None:
         f"behind a proxy set https_proxy; for a mirror of your own set {URL_VARIABLE}"
     )
     download(url, cache, MNIST_SHA256, size_limit_bytes=2 * MNIST_BYTES, remedy=remedy)
-
-
-def _keep_own(world: World, work: Callable[[], T]) -> T:
-    """`_together` for results that are too big to be sent around."""
-    kept: list[T] = []
-    _together(world, lambda: kept.append(work()))
-    return kept[0]
-
-
-def _together(world: World, work: Callable[[], T]) -> list[T]:
-    """Runs ``work`` on every rank; returns all results, in rank order. A failure on one is raised on all."""
-    try:
-        outcome: tuple[T | None, tuple[str, str, str] | None] = (work(), None)
-    except HvdtrainError as error:
-        outcome = (None, (error.rule, error.came, error.remedy))
-    except Exception as error:  # a bug of ours: no rank is left waiting for it either
-        outcome = (None, (f"{type(error).__name__} while loading the data: {error}", "", ""))
-    outcomes = world.gather(outcome)
-    failed = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
-    if failed:
-        rank, (rule, came, remedy) = next(iter(failed.items()))
-        if len(failed) < world.size:
-            came = f"on rank {', '.join(map(str, failed))} of {world.size}: {came}"
-        raise ConfigError(rule, came, remedy, shared=True)
-    return [result for result, _ in outcomes]  # type: ignore[misc]
-
-
-def _count(x_train: np.ndarray, x_test: np.ndarray) -> str:
-    return f"{len(x_train):,} training and {len(x_test):,} test"
 
 
 def _on_ranks(have_it: list[bool]) -> str:

@@ -25,6 +25,8 @@ from hvdtrain.torch._steps import SEED_STREAM, Step, words
 # More than this many unreadable samples, and more than this part of what was read: the data is broken, not a file.
 BAD_SAMPLES, BAD_PART = 8, 0.1
 
+REFUSED = "refused"
+
 
 @dataclass(frozen=True)
 class Bad:
@@ -33,10 +35,12 @@ class Bad:
     Attributes:
         name: of the file.
         reason: why it cannot be read.
+        fatal: it is refused, not left out.
     """
 
     name: str
     reason: str
+    fatal: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +75,8 @@ class BatchReader(torch.utils.data.Dataset[Fetched]):
             sample = self.dataset[index]
             if isinstance(sample, Bad):
                 bad.append((sample.name, sample.reason))
+                if sample.fatal:  # as a value: an exception would lose its parts on the way out of a worker
+                    return Fetched(REFUSED, None, bad)
             else:
                 samples.append(sample)
                 kept.append(number)
@@ -173,6 +179,12 @@ class Workers:
         for step in steps:
             with self._named_errors():
                 fetched = next(batches)
+            if isinstance(fetched.batch, str) and fetched.batch == REFUSED:
+                name, reason = fetched.bad[-1]
+                raise ConfigError(
+                    "every file can be read", f"{name}: {reason}",
+                    "replace or remove it; without strict=True it is left out, named and counted",
+                )  # fmt: skip
             self._read_samples += len(step.indices)
             self._bad_samples += len(fetched.bad)
             if self._bad_samples > max(BAD_SAMPLES, BAD_PART * self._read_samples):

@@ -1,0 +1,176 @@
+"""Folders of image files, one folder a class: listed once, the same list on every rank."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hvdtrain.datasets.images import together
+from hvdtrain.errors import ConfigError, ReplicaError
+from hvdtrain.world import World
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
+TRAIN_NAMES, VAL_NAMES = ("train",), ("val", "validation", "valid", "test")
+
+
+@dataclass(frozen=True, eq=False)
+class Folder:
+    """The image files below a folder with one folder a class.
+
+    Attributes:
+        root: the folder with the classes.
+        classes: names of the class folders, sorted; a label is a place in it.
+        files: paths below `root`, as bytes one after the other with a zero byte after each: a list of a million strings
+            would be copied by every worker process that counts references to them.
+        starts: int64 [N + 1], where each path begins in `files`.
+        labels: int64 [N].
+    """
+
+    root: str
+    classes: tuple[str, ...]
+    files: bytes
+    starts: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        """Returns the full path of a file."""
+        start, end = self.starts[index], self.starts[index + 1] - 1
+        return os.path.join(self.root, os.fsdecode(self.files[start:end]))
+
+    @property
+    def note(self) -> str:
+        """One line that says what these are."""
+        return f"{len(self):,} image files of {len(self.classes)} classes in {self.root}"
+
+
+def load_folder(path: str | os.PathLike[str], *, world: World | None = None) -> tuple[Folder, Folder | None]:
+    """Lists the files for training and for validation; collective. Rank 0 walks the tree, every rank sees its classes.
+
+    Args:
+        path: a folder with ``train`` and (if there is one) ``val``, each with a folder a class; or a folder with a
+            folder a class, then there is no validation part.
+        world: the ranks; None is this process alone.
+
+    Raises:
+        ConfigError: on every rank: no such folder on one of them, no classes, a class without files, or classes for
+            validation that are not trained.
+        ReplicaError: on every rank, when ranks see different classes.
+    """
+    world = world or World.solo()
+    top = Path(os.path.expanduser(os.fspath(path)))
+    seen = together(world, lambda: _parts(top))
+    for rank, parts in enumerate(seen):
+        for name in parts:
+            if parts != seen[0] and seen[0].get(name) != parts[name]:
+                raise ReplicaError(
+                    "every rank must see the same classes",
+                    f"rank 0: {_some(seen[0].get(name, []))}\nrank {rank}: {_some(parts[name])}, in {top / name}",
+                    "copy the same data to every node, or use a file system that they share",
+                    shared=True,
+                )
+    names = seen[0]
+    train_name = next((name for name in TRAIN_NAMES if name in names), "")
+    val_name = next((name for name in VAL_NAMES if name in names), None)
+    classes = names[train_name]
+    train = world.on_main(scan, top / train_name, classes)
+    if val_name is None:
+        return train, None
+    unknown = sorted(set(names[val_name]) - set(classes))
+    if unknown:
+        raise ConfigError(
+            "classes for validation are classes for training", f"only in {top / val_name}: {_some(unknown)}",
+            "correct the names of the class folders", shared=True,
+        )  # fmt: skip
+    return train, world.on_main(scan, top / val_name, classes, present=names[val_name])
+
+
+def _parts(top: Path) -> dict[str, list[str]]:
+    """The classes in each part of the data: {"train": [...], "val": [...]}, or {"": [...]} of the folder itself."""
+    if not top.is_dir():
+        came = f"{top}: " + ("a file" if top.exists() else "no such folder")
+        raise ConfigError("image data is a folder that exists on every node", came, "correct the path")
+    try:
+        found = {name: _class_names(top / name) for name in (*TRAIN_NAMES, *VAL_NAMES) if (top / name).is_dir()}
+        if not any(name in found for name in TRAIN_NAMES):
+            found = {"": _class_names(top)}
+        for name, classes in found.items():
+            if not classes or classes == list(VAL_NAMES[:1]):
+                raise _no_classes(top / name)
+    except OSError as error:
+        raise ConfigError(
+            f"{top} can be listed", f"{type(error).__name__}: {error}", "check its permissions"
+        ) from error
+    return found
+
+
+def _class_names(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _no_classes(folder: Path) -> ConfigError:
+    names = sorted(entry.name for entry in folder.iterdir())
+    return ConfigError(
+        "a data folder holds one folder a class with its images (train/cat/1.jpg, train/dog/2.jpg, ... and val/...)",
+        f"{folder} holds {_some(names) if names else 'nothing'}",
+        "name the folder above train and val; move loose images into folders named after their classes",
+    )
+
+
+def scan(folder: Path, classes: list[str], *, present: list[str] | None = None) -> Folder:
+    """Lists the image files of each class below `folder`, sorted; links are followed, each folder once.
+
+    Args:
+        folder: holds the class folders.
+        classes: all classes, in the order of labels.
+        present: those that must have files; None is all.
+
+    Raises:
+        ConfigError: a class without image files.
+    """
+    import numpy as np
+
+    names: list[bytes] = []
+    counts = []
+    for one in classes:
+        before = len(names)
+        names += [os.fsencode(os.path.relpath(file, folder)) for file in _images_below(folder / one)]
+        counts.append(len(names) - before)
+    empty = [one for one, count in zip(classes, counts, strict=True) if not count and one in (present or classes)]
+    if empty:
+        raise ConfigError(
+            "every class has images",
+            f"none ({', '.join(SUFFIXES)}) in {_some([str(folder / one) for one in empty])}",
+            "remove empty class folders, or put images in",
+        )
+    lengths = np.array([0, *(len(name) + 1 for name in names)], np.int64)
+    labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+    return Folder(str(folder), tuple(classes), b"".join(name + b"\0" for name in names), np.cumsum(lengths), labels)
+
+
+def _images_below(folder: Path) -> list[str]:
+    found = []
+    seen: set[tuple[int, int]] = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        status = os.stat(place)
+        if (status.st_dev, status.st_ino) in seen:  # a link to a folder above: a circle
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders.sort()
+        found += [
+            os.path.join(place, name) for name in files if name.lower().endswith(SUFFIXES) and not name.startswith(".")
+        ]
+    return sorted(found)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" ... ({len(names)} in all)" if len(names) > 8 else "") or "nothing"

@@ -1,0 +1,96 @@
+"""Pictures in memory, and how ranks load them together: all of them have the same at the end, or all of them raise."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.world import World
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Pictures for training and testing.
+
+    Attributes:
+        name: "mnist", "digits", "cifar10", "synthetic".
+        x_train, x_test: uint8 ``[N, H, W]`` (0 paper, 255 ink) or, in colour, ``[N, 3, H, W]``.
+        y_train, y_test: uint8 ``[N]`` (int64 where there are more than 256 classes), counted from 0.
+        note: one line that says what these are and where they came from.
+    """
+
+    name: str
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    note: str
+
+    def fingerprint(self) -> str:
+        """SHA-256 over all pictures and labels: equal where ranks hold the same data."""
+        digest = hashlib.sha256()
+        for array in (self.x_train, self.y_train, self.x_test, self.y_test):
+            digest.update(repr(array.shape).encode())
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+
+def as_rgb(images: Images, size: int = 32) -> Images:
+    """Returns grey square pictures ``[N, S, S]`` as ``[N, 3, size, size]`` for networks that take colour.
+
+    A black border makes them bigger (MNIST's 28 to 32); smaller they do not get.
+
+    Raises:
+        ConfigError: not grey pictures, or bigger than `size`.
+    """
+    import numpy as np
+
+    border = size - images.x_train.shape[-1]
+    if images.x_train.ndim != 3 or border < 0:
+        came = f"{images.name}: {list(images.x_train.shape)}, size={size}"
+        raise ConfigError("grey pictures [N, S, S] with S <= size become [N, 3, size, size]", came)
+
+    def change(pictures: np.ndarray) -> np.ndarray:
+        before = border // 2
+        framed = np.pad(pictures, ((0, 0), (before, border - before), (before, border - before)))
+        return np.repeat(framed[:, None], 3, axis=1)
+
+    return replace(images, x_train=change(images.x_train), x_test=change(images.x_test))
+
+
+def keep_own(world: World, work: Callable[[], T]) -> T:
+    """`together` for results that are too big to be sent around."""
+    kept: list[T] = []
+    together(world, lambda: kept.append(work()))
+    return kept[0]
+
+
+def together(world: World, work: Callable[[], T]) -> list[T]:
+    """Runs ``work`` on every rank; returns all results, in rank order. A failure on one is raised on all."""
+    try:
+        outcome: tuple[T | None, tuple[str, str, str] | None] = (work(), None)
+    except HvdtrainError as error:
+        outcome = (None, (error.rule, error.came, error.remedy))
+    except Exception as error:  # a bug of ours: no rank is left waiting for it either
+        outcome = (None, (f"{type(error).__name__} while loading the data: {error}", "", ""))
+    outcomes = world.gather(outcome)
+    failed = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
+    if failed:
+        rank, (rule, came, remedy) = next(iter(failed.items()))
+        if len(failed) < world.size:
+            came = f"on rank {', '.join(map(str, failed))} of {world.size}: {came}"
+        raise ConfigError(rule, came, remedy, shared=True)
+    return [result for result, _ in outcomes]  # type: ignore[misc]
+
+
+def count_of(x_train: np.ndarray, x_test: np.ndarray) -> str:
+    """The part of a note that says how many there are."""
+    return f"{len(x_train):,} training and {len(x_test):,} test"

@@ -1,0 +1,114 @@
+"""Image files as training samples, decoded as a viewer shows them, whatever they are; the unreadable are named."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torchvision.transforms import v2
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.torch._augment import IMAGENET_MEAN, IMAGENET_STD, Normalise
+from hvdtrain.torch._workers import Bad
+
+# What PIL raises for files that are cut off, broken, or no images, and the system for files that are gone
+UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+
+
+class Files(Protocol):
+    """A list of labelled image files; `hvdtrain.datasets.Folder` is one."""
+
+    @property
+    def labels(self) -> Any: ...
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+    def path(self, index: int) -> str: ...
+
+
+class ImageFiles(torch.utils.data.Dataset[Any]):
+    """A data set of ``(uint8 [3, size, size], label)``; the loader normalises whole batches with `augment`.
+
+    For training: a random part of 8 % to 100 % of the area, scaled to the size, mirrored or not (Szegedy et al. 2015).
+    Else: the shorter side scaled to `resize`, and the centre.
+
+    Grey, palette and CMYK images become RGB, and images that were taken with a turned camera (EXIF) are turned back.
+    A file that cannot be read is left out, named and counted by the loader, or refused.
+
+    Args:
+        files: for example `hvdtrain.datasets.load_folder(path)[0]`.
+        train: random parts, or the centre.
+        size: height and width of the samples, in pixels.
+        resize: for the centre: of the shorter side before it is cut; by default size · 256 / 224.
+        strict: a file that cannot be read is an error.
+        transform: takes the place of all the above: from a ``PIL.Image`` in RGB to a uint8 tensor.
+        augment: what the loader does to whole batches; by default it normalises by ImageNet's mean and deviation.
+    """
+
+    may_skip = True
+
+    def __init__(
+        self,
+        files: Files,
+        *,
+        train: bool,
+        size: int = 224,
+        resize: int | None = None,
+        strict: bool = False,
+        transform: Callable[[Image.Image], Tensor] | None = None,
+        augment: Any = None,
+    ) -> None:
+        resize = resize or size * 256 // 224
+        if size < 1 or resize < size:
+            raise ConfigError("size >= 1, and the shorter side is not scaled below it", f"size={size}, resize={resize}")
+        self.files = files
+        self.strict = strict
+        self.transform = transform or (for_training(size) if train else for_validation(size, resize))
+        self.augment = augment or Normalise(IMAGENET_MEAN, IMAGENET_STD)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.files.classes
+
+    def __len__(self) -> int:
+        return len(self.files.labels)
+
+    def __getitem__(self, index: int) -> Any:
+        path = self.files.path(index)
+        try:
+            image = decode(path)
+        except UNREADABLE as error:
+            reason = f"{type(error).__name__}: {error}".replace(f"{path!r}", "it")
+            return Bad(path, reason, fatal=self.strict)
+        return self.transform(image), int(self.files.labels[index])
+
+
+def for_training(size: int) -> Callable[[Image.Image], Tensor]:
+    """Returns the ImageNet training transform, up to uint8 tensors."""
+    return v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), v2.PILToTensor()])
+
+
+def for_validation(size: int, resize: int) -> Callable[[Image.Image], Tensor]:
+    """Returns the ImageNet validation transform, up to uint8 tensors."""
+    return v2.Compose([v2.Resize(resize, antialias=True), v2.CenterCrop(size), v2.PILToTensor()])
+
+
+def decode(path: str) -> Image.Image:
+    """Returns the image in RGB, upright.
+
+    Raises:
+        OSError, ValueError, ...: one of `UNREADABLE`.
+    """
+    with warnings.catch_warnings():
+        # broken EXIF data and odd palettes: the pixels are what counts, and they are there or not
+        warnings.simplefilter("ignore")
+        with Image.open(path) as image:
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode in ("P", "LA", "PA"):  # transparency in a palette: RGB of it is by way of RGBA
+                upright = upright.convert("RGBA")
+            return upright.convert("RGB")
