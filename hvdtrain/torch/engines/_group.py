@@ -1,0 +1,166 @@
+"""Ranks joined by torch.distributed: Gloo carries tensors in main memory, NCCL those on GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hvdtrain.errors import HvdtrainError, LauncherError
+from hvdtrain.launchers import Detected, meeting_point
+from hvdtrain.torch.engines.base import Bound, ByteCollectives, Settings, device_of, pick_devices
+
+START_TIMEOUT_VARIABLE = "HVDTRAIN_START_TIMEOUT_S"
+_START_TIMEOUT_S = 300.0
+# what Gloo cannot add up
+_WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+BoundT = TypeVar("BoundT", bound=Bound)
+_joins = itertools.count()  # of this process; every rank joins as often, so the numbers match
+
+
+@dataclass
+class GroupEngine(ByteCollectives):
+    """The collectives of `TorchEngine` on torch.distributed; engines add `bind`."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    devices: tuple[int, ...]
+    # Gradients travel on the default group. What is in main memory has one of its own: in a backward pass the two kinds
+    # may start in different orders on different ranks, where a branch of the model gives a rank no gradient.
+    host_group: Any = field(repr=False)
+    name: str = "torch.distributed"
+    _bounds: list[Bound] = field(default_factory=list, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.devices)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sums a contiguous tensor over ranks, in place; bool as "any"."""
+        if not tensor.numel():
+            return tensor
+        wide = tensor.to(_WIDENED[tensor.dtype]) if tensor.dtype in _WIDENED else tensor
+        with rank_losses():
+            dist.all_reduce(wide, group=self._group_of(tensor))
+        return tensor if wide is tensor else tensor.copy_(wide)
+
+    def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Gives every rank root's contiguous tensor, in place."""
+        if tensor.numel():
+            with rank_losses():  # as bytes: any type of number goes
+                dist.broadcast(tensor.detach().view(-1).view(torch.uint8), root, group=self._group_of(tensor))
+        return tensor
+
+    def _group_of(self, tensor: Tensor) -> Any:
+        return self.host_group if tensor.device.type == "cpu" else None
+
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> Bound:
+        raise NotImplementedError
+
+    def opened(self, bound: BoundT) -> BoundT:
+        """Remembers what has to be closed before the group ends, and returns it."""
+        self._bounds.append(bound)
+        return bound
+
+    def shutdown(self) -> None:
+        self.barrier()  # rank 0 holds the store that the others still use
+        # whatever still refers to the group when the interpreter ends would end its threads too late, in an abort
+        for bound in self._bounds:
+            bound.close()
+        self._bounds.clear()
+        self.host_group = None
+        dist.destroy_process_group()
+
+
+def join(detected: Detected, *, device: str, gpus_per_rank: int) -> dict[str, Any]:
+    """Joins the ranks and returns the fields of a `GroupEngine`.
+
+    Raises:
+        ConfigError, LauncherError: no such GPU; the place to meet is not known, taken, or out of reach; ranks missing.
+    """
+    devices = pick_devices(detected, device, gpus_per_rank)
+    backend = "cpu:gloo,cuda:nccl" if devices and dist.is_nccl_available() else "gloo"
+    store = _meet(detected)
+    with _as_launcher_error("the ranks must reach each other", "check that hosts resolve and reach each other's names; "
+                            "name the network with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"):  # fmt: skip
+        dist.init_process_group(
+            backend, store=store, rank=detected.rank, world_size=detected.size,
+            device_id=device_of(devices) if "nccl" in backend else None,
+        )  # fmt: skip
+        host_group = dist.new_group(backend="gloo") if detected.size > 1 else None
+    return {
+        "rank": detected.rank, "size": detected.size, "local_rank": detected.local_rank,
+        "local_size": detected.local_size, "node": detected.node, "devices": devices, "host_group": host_group,
+    }  # fmt: skip
+
+
+def _meet(detected: Detected) -> dist.Store:
+    """Returns the store all ranks share, when all have come."""
+    if detected.size == 1:
+        return dist.HashStore()
+    host, port = meeting_point(os.environ, detected)
+    timeout = timedelta(seconds=float(os.environ.get(START_TIMEOUT_VARIABLE, _START_TIMEOUT_S)))
+    role = "rank 0 must be able to listen on" if detected.rank == 0 else "rank 0 must be reachable at"
+    with _as_launcher_error(
+        f"{role} {host}:{port}",
+        "check that the host is the one of rank 0, that its port is free and no firewall is between; another port:"
+        " MASTER_PORT (torchrun: --master-port)",
+    ):
+        # under torchrun the agent holds the store; this handler knows
+        bracketed = f"[{host}]" if ":" in host else host
+        url = f"tcp://{bracketed}:{port}"
+        found, _, _ = next(iter(dist.rendezvous(url, detected.rank, detected.size, timeout=timeout)))
+    store = dist.PrefixStore(f"hvdtrain.{next(_joins)}", found)
+    _wait_for_all(store, detected, timeout)
+    return store
+
+
+def _wait_for_all(store: dist.Store, detected: Detected, timeout: timedelta) -> None:
+    """Names the ranks that do not come, where a collective would only time out."""
+    store.set(f"here/{detected.rank}", "")
+    keys = [f"here/{rank}" for rank in range(detected.size)]
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError as error:
+        absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        raise LauncherError(
+            f"all {detected.size} ranks must start within {timeout.total_seconds():.0f} s",
+            f"rank {', '.join(absent)} did not come, says rank {detected.rank}",
+            f"start them at the same time, on every host; slow machines: {START_TIMEOUT_VARIABLE}=900",
+        ) from error
+
+
+@contextmanager
+def _as_launcher_error(rule: str, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, HvdtrainError):
+            raise
+        raise LauncherError(rule, str(error).splitlines()[0], remedy) from error
+
+
+@contextmanager
+def rank_losses() -> Iterator[None]:
+    """Says what it means when the group breaks under a collective."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+            raise HvdtrainError(
+                "every rank must take part until the end",
+                f"torch.distributed gave up: {str(error).splitlines()[0]}",
+                "read what the rank that ended first has said",
+            ) from error
+        raise

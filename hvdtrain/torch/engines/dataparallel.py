@@ -1,0 +1,188 @@
+"""One process, several devices: each batch is cut into pieces, one a device, and the outputs are put together again.
+
+As `torch.nn.DataParallel`, with its pitfalls mended: outputs that are means (a loss computed inside the model) are
+averaged by the samples of their pieces, not as a mean of means; a batch that the devices do not divide, or that is
+smaller than their number, is cut unevenly; checkpoints carry no ``module.`` prefix; and it runs on a CPU, where the
+pieces follow one another, so that what is tested there is what GPUs run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import parallel_apply, replicate
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.launchers import Detected
+from hvdtrain.torch.engines.base import Settings, pick_devices
+from hvdtrain.torch.engines.solo import Solo, SoloBound
+
+CPU_DEVICES_VARIABLE = "HVDTRAIN_CPU_DEVICES"
+
+
+def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> DataParallelEngine:
+    """Returns the engine of one process on all GPUs it sees, or on `gpus_per_rank` of them, if that is more than 1.
+
+    Without GPUs a batch is cut into `gpus_per_rank` pieces, or HVDTRAIN_CPU_DEVICES, or 2.
+
+    Raises:
+        ConfigError: no such GPU, or a number of pieces that is none.
+    """
+    visible = 0 if device == "cpu" else torch.cuda.device_count()
+    devices = pick_devices(detected, device, gpus_per_rank if gpus_per_rank > 1 else max(visible, 1))
+    pieces = len(devices) or (gpus_per_rank if gpus_per_rank > 1 else _cpu_devices())
+    return DataParallelEngine(name="dataparallel", devices=devices, pieces=pieces)
+
+
+def _cpu_devices() -> int:
+    text = os.environ.get(CPU_DEVICES_VARIABLE, "2")
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"{CPU_DEVICES_VARIABLE} must be a whole number >= 1", repr(text))
+    return int(text)
+
+
+@dataclass(frozen=True)
+class DataParallelEngine(Solo):
+    """`TorchEngine` of one process on several devices; `pieces` is into how many a batch is cut."""
+
+    pieces: int = 1
+
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> SoloBound:
+        if any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in module.modules()):
+            raise ConfigError(
+                "under dataparallel a model is not compiled",
+                "its copies would all run the code compiled for the first one",
+                'leave compile out, or use engine="ddp"',
+            )
+        bound = SoloBound(module, optimizer)
+        devices = [torch.device("cuda", index) for index in self.devices] or [self.device] * self.pieces
+        bound.call = Pieces(module, devices)
+        return bound
+
+
+class Pieces:
+    """Calls a module piecewise: `__call__` takes what the module takes, with samples along dimension 0.
+
+    Each piece has its own copy of the module's buffers, but the first, which has the module's own: batch-norm's
+    running statistics are those of the first piece, as in `torch.nn.DataParallel`. Gradients add up by themselves: the
+    copies' parameters are the module's (on GPUs: copied from them under autograd).
+    """
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        self._module = module
+        self._devices = list(devices)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        samples = batch_size((args, kwargs))
+        if samples is None or samples < 2 or len(self._devices) < 2:
+            return self._module(*args, **kwargs)
+        sizes = piece_sizes(samples, len(self._devices))
+        devices = self._devices[: len(sizes)]
+        pieces = cut((args, kwargs), samples, sizes, devices)
+        outputs = self._on_gpus(pieces, devices) if devices[0].type == "cuda" else self._in_turn(pieces)
+        return join(outputs, sizes, devices[0])
+
+    def _on_gpus(self, pieces: Sequence[Any], devices: Sequence[torch.device]) -> list[Any]:
+        replicas = replicate(self._module, devices, detach=not torch.is_grad_enabled())
+        return parallel_apply(replicas, [args for args, _ in pieces], [kwargs for _, kwargs in pieces], devices)
+
+    def _in_turn(self, pieces: Sequence[Any]) -> list[Any]:
+        # Not in threads: each operation uses all cores already, and threads would draw their dropout from the one
+        # random stream of the CPU in an order that no two runs share.
+        replicas = [self._module, *(replica_of(self._module) for _ in pieces[1:])]
+        return [replica(*args, **kwargs) for replica, (args, kwargs) in zip(replicas, pieces, strict=True)]
+
+
+def piece_sizes(samples: int, pieces: int) -> list[int]:
+    """Returns the samples of each piece: as even as possible, the larger first, none empty."""
+    least, more = divmod(samples, pieces)
+    return [size for size in ([least + 1] * more + [least] * (pieces - more)) if size]
+
+
+def batch_size(inputs: Any) -> int | None:
+    """Returns the samples in nested inputs: the length of the first tensor that has one; None without."""
+    if isinstance(inputs, Tensor):
+        return inputs.shape[0] if inputs.dim() else None
+    if isinstance(inputs, Mapping):
+        inputs = list(inputs.values())
+    if isinstance(inputs, list | tuple):
+        return next((size for size in map(batch_size, inputs) if size is not None), None)
+    return None
+
+
+def cut(inputs: Any, samples: int, sizes: Sequence[int], devices: Sequence[torch.device]) -> list[Any]:
+    """Returns nested inputs, once a piece: tensors of `samples` cut into contiguous pieces on their devices.
+
+    Tensors of another length, and what is no tensor, go to every piece whole.
+    """
+    if isinstance(inputs, Tensor):
+        parts = inputs.split(list(sizes)) if inputs.dim() and inputs.shape[0] == samples else [inputs] * len(sizes)
+        return [part.to(device, non_blocking=True) for part, device in zip(parts, devices, strict=True)]
+    if isinstance(inputs, Mapping):
+        columns = [cut(value, samples, sizes, devices) for value in inputs.values()]
+        return [dict(zip(inputs, row, strict=True)) for row in _rows(columns, len(sizes))]
+    if isinstance(inputs, list | tuple):
+        columns = [cut(value, samples, sizes, devices) for value in inputs]
+        return [_like(inputs, row) for row in _rows(columns, len(sizes))]
+    return [inputs] * len(sizes)
+
+
+def join(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
+    """Returns the pieces' nested outputs as one: tensors end to end, scalars as their mean weighted by samples.
+
+    Raises:
+        ConfigError: outputs of a kind that cannot be put together.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        moved = [output.to(device, non_blocking=True) for output in outputs]
+        if first.dim():
+            return torch.cat(moved)
+        return sum(output * (size / sum(sizes)) for output, size in zip(moved, sizes, strict=True))
+    if isinstance(first, Mapping):
+        joined = {name: join([output[name] for output in outputs], sizes, device) for name in first}
+        return joined if type(first) is dict else type(first)(**joined)  # such as the named outputs of segmentation
+    if isinstance(first, list | tuple):
+        return _like(first, [join(column, sizes, device) for column in zip(*outputs, strict=True)])
+    if all(output is first or output == first for output in outputs):
+        return first
+    raise ConfigError(
+        "under dataparallel a model returns tensors, in tuples, lists and dicts, and what is the same for every piece",
+        f"{type(first).__name__}: {', '.join(map(repr, outputs))}",
+        'return tensors, or use engine="ddp", which runs the model whole',
+    )
+
+
+def _rows(columns: Sequence[Sequence[Any]], count: int) -> list[tuple[Any, ...]]:
+    return list(zip(*columns, strict=True)) if columns else [()] * count
+
+
+def _like(example: Any, values: Sequence[Any]) -> Any:
+    """Returns `values` as the kind of sequence that `example` is; named tuples too."""
+    return type(example)(*values) if hasattr(example, "_fields") else type(example)(values)
+
+
+def replica_of(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module that shares its parameters and has its own buffers.
+
+    What `torch.nn.parallel.replicate` does for GPUs; it refuses CPUs.
+    """
+    buffers = {id(buffer): buffer.clone() for buffer in module.buffers()}
+    copies: dict[int, nn.Module] = {}
+
+    def copy_of(original: nn.Module) -> nn.Module:
+        if id(original) not in copies:
+            replica = original._replicate_for_data_parallel()  # shallow, with dicts of its own
+            copies[id(original)] = replica
+            # in replicas parameters are no leaves, so `parameters()` would not list them; these stay leaves
+            replica._parameters = dict(original._parameters)
+            replica._buffers = {n: b if b is None else buffers[id(b)] for n, b in original._buffers.items()}
+            replica._modules = {n: m if m is None else copy_of(m) for n, m in original._modules.items()}
+        return copies[id(original)]
+
+    return copy_of(module)

@@ -1,0 +1,118 @@
+"""PyTorch's DistributedDataParallel carries the gradients; under torchrun, OpenPAI, Slurm or MPI's launchers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from hvdtrain.launchers import Detected
+from hvdtrain.torch.engines._group import GroupEngine, join, rank_losses
+from hvdtrain.torch.engines.base import Settings
+
+_BUCKET_BYTES = 25 << 20
+_COMPRESSION = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+
+
+def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> DdpEngine:
+    """Joins the ranks of torch.distributed."""
+    return DdpEngine(**join(detected, device=device, gpus_per_rank=gpus_per_rank), name="ddp")
+
+
+class DdpEngine(GroupEngine):
+    """`TorchEngine` on DistributedDataParallel."""
+
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> DdpBound:
+        return self.opened(DdpBound(self, module, optimizer, settings))
+
+
+class DdpBound:
+    """A model whose gradients DistributedDataParallel reduces.
+
+    The user's forward pass goes through the model itself; the loss goes through DDP, just before its backward pass. So
+    DDP learns which parameters take part from the loss's graph (those whose outputs the loss does not use are not
+    waited for), a forward pass that is followed by no backward pass does no harm, and whether a pass closes the update
+    is decided when it is known, not before the forward pass as with `no_sync`. The price: a model compiled as a whole
+    gets no graph breaks at DDP's buckets.
+    """
+
+    def __init__(
+        self, engine: DdpEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+    ) -> None:
+        self.call: Callable[..., Any] = module
+        self._size = engine.size
+        self._module = module
+        self._optimizer = optimizer
+        self._settings = settings
+        self._extras_work: dist.Work | None = None
+        self._wrap()
+
+    def _wrap(self) -> None:
+        self._trainable = self._now_trainable()
+        self._ddp: nn.Module | None = None  # before the next one sets its hooks
+        ddp = DistributedDataParallel(
+            _LossCarrier(self._module),
+            broadcast_buffers=False,
+            init_sync=False,  # parameters are compared and broadcast already
+            bucket_cap_mb=(self._settings.bucket_bytes or _BUCKET_BYTES) / (1 << 20),
+            find_unused_parameters=True,
+            gradient_as_bucket_view=True,
+        )
+        if self._settings.compression:
+            ddp.register_comm_hook(None, _COMPRESSION[self._settings.compression])
+        self._ddp = ddp
+
+    def _now_trainable(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+
+    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+        """See `Bound.backward`."""
+        if not reduce:
+            loss.backward()  # DDP's hooks expect nothing: gradients add up here
+            return
+        now = self._now_trainable()
+        if len(now) != len(self._trainable) or any(a is not b for a, b in zip(now, self._trainable, strict=True)):
+            self._wrap()  # layers were frozen, or thawed: DDP knows only what was trainable when it was made
+        assert self._ddp is not None, "closed"
+        with rank_losses():
+            if extras is not None:
+                self._extras_work = dist.all_reduce(extras, async_op=True)
+            self._ddp(loss * self._size).backward()  # DDP divides by the number of ranks
+
+    def finish(self) -> None:
+        """See `Bound.finish`; gradients are there already, DDP's backward pass waits for them."""
+        if self._extras_work is not None:
+            with rank_losses():
+                self._extras_work.wait()
+            self._extras_work = None
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def close(self) -> None:
+        """Ends DDP: its reducer takes its hooks off the parameters when nothing refers to it any more."""
+        self._ddp = None
+        gc.collect()
+
+
+class _LossCarrier(nn.Module):
+    """What DDP wraps: it has the model's parameters, and its forward pass hands on the loss.
+
+    One parameter of its own never takes part. DDP, told to look for such parameters, else writes to standard error that
+    it found none, in the first pass of every rank; it does so from C++, where Python's filters do not reach.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        like = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self.never_used = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss
