@@ -22,17 +22,25 @@ from typing import TYPE_CHECKING, Any
 
 # looked up on first use: `init("torch")` needs none of them, and evaluation alone needs no training parts
 _HOME_OF = {
+    "CIFAR10_MEAN": "_augment",
+    "CIFAR10_STD": "_augment",
     "CLOCK": "_clock",
+    "IMAGENET_MEAN": "_augment",
+    "IMAGENET_STD": "_augment",
+    "ImageFiles": "_folder",
     "Live": "_loader",
     "Loader": "_loader",
     "Model": "_model",
     "Optimizer": "_optimizer",
     "Proof": "_verify",
+    "Unreadable": "_workers",
     "classification": "_evaluate",
+    "crop_flip": "_augment",
     "evaluate": "_evaluate",
     "fingerprint": "_watch",
     "loader": "_loader",
     "model_state": "_parts",
+    "normalise": "_augment",
     "prepare": "_prepare",
     "unwrap": "_inner",
     "verify": "_verify",
@@ -41,9 +49,16 @@ _HOME_OF = {
 __all__ = sorted(_HOME_OF)
 
 if TYPE_CHECKING:
+    from hvdtrain.torch._augment import CIFAR10_MEAN as CIFAR10_MEAN
+    from hvdtrain.torch._augment import CIFAR10_STD as CIFAR10_STD
+    from hvdtrain.torch._augment import IMAGENET_MEAN as IMAGENET_MEAN
+    from hvdtrain.torch._augment import IMAGENET_STD as IMAGENET_STD
+    from hvdtrain.torch._augment import crop_flip as crop_flip
+    from hvdtrain.torch._augment import normalise as normalise
     from hvdtrain.torch._clock import CLOCK as CLOCK
     from hvdtrain.torch._evaluate import classification as classification
     from hvdtrain.torch._evaluate import evaluate as evaluate
+    from hvdtrain.torch._folder import ImageFiles as ImageFiles
     from hvdtrain.torch._inner import unwrap as unwrap
     from hvdtrain.torch._loader import Live as Live
     from hvdtrain.torch._loader import Loader as Loader
@@ -55,6 +70,7 @@ if TYPE_CHECKING:
     from hvdtrain.torch._verify import Proof as Proof
     from hvdtrain.torch._verify import verify as verify
     from hvdtrain.torch._watch import fingerprint as fingerprint
+    from hvdtrain.torch._workers import Unreadable as Unreadable
 
 
 def __getattr__(name: str) -> Any:

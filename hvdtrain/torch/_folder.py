@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.torch._augment import IMAGENET_MEAN, IMAGENET_STD, Normalise
-from hvdtrain.torch._workers import Bad
+from hvdtrain.torch._workers import Unreadable
 
 # What PIL raises for files that are cut off, broken, or no images, and the system for files that are gone
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
@@ -84,7 +84,7 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
             image = decode(path)
         except UNREADABLE as error:
             reason = f"{type(error).__name__}: {error}".replace(f"{path!r}", "it")
-            return Bad(path, reason, fatal=self.strict)
+            return Unreadable(path, reason, fatal=self.strict)
         return self.transform(image), int(self.files.labels[index])
 
 

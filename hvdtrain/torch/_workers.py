@@ -29,7 +29,7 @@ REFUSED = "refused"
 
 
 @dataclass(frozen=True)
-class Bad:
+class Unreadable:
     """What a data set returns in place of a sample that cannot be read: it is left out, named and counted.
 
     Attributes:
@@ -73,7 +73,7 @@ class BatchReader(torch.utils.data.Dataset[Fetched]):
         for number, (index, seed) in enumerate(zip(request.indices.tolist(), seeds, strict=True)):
             _seed_all(seed)
             sample = self.dataset[index]
-            if isinstance(sample, Bad):
+            if isinstance(sample, Unreadable):
                 bad.append((sample.name, sample.reason))
                 if sample.fatal:  # as a value: an exception would lose its parts on the way out of a worker
                     return Fetched(REFUSED, None, bad)
@@ -221,7 +221,7 @@ class Workers:
                 for index in range(self.samples):
                     _seed_all(index)
                     sample = self.dataset[index]
-                    if not isinstance(sample, Bad):
+                    if not isinstance(sample, Unreadable):
                         found.append(sample)
                     if len(found) == 2:
                         break
