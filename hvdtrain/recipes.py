@@ -121,7 +121,7 @@ class Settings:
         parts = f"{self.ranks} x {self.per_rank_batch}" + f" x {self.accumulate} batches" * (self.accumulate > 1)
         scaled = f" ({lr.base:g} at batch {lr.reference_batch}, scaled by {lr.scale})"
         return (
-            f"batch: {self.global_batch} an update ({parts}); {self.epochs} epochs\n"
+            f"batch: {self.global_batch} an update ({parts}); {self.epochs} epoch{'s' * (self.epochs > 1)}\n"
             f"{self.optimizer}: learning rate {peak:.4g}{scaled * (peak != lr.base)}, {lr.schedule};"
             f" weight decay {self.weight_decay:g}, none on batch-norm and biases"
         )

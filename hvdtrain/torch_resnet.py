@@ -1,0 +1,297 @@
+"""Any of torchvision's classifiers on any number of ranks, under any engine, by the ImageNet-in-1-hour recipe.
+
+Read it from top to bottom: the training; then the flags, and what has to happen before a framework is imported. What
+is right for each data set is in `recipes`, the models are in `image_models`, the pictures in `image_data`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hvdtrain
+from hvdtrain import image_data, startup
+from hvdtrain.cores import usable_cores
+from hvdtrain.engines import ENGINES
+from hvdtrain.errors import ConfigError
+from hvdtrain.recipes import RECIPES, Settings
+from hvdtrain.telemetry import read_events
+from hvdtrain.verdict import Facts, phases_per_rank, verdict
+from hvdtrain.world import Detected, World
+
+if TYPE_CHECKING:
+    import torch
+
+PROGRAM = "hvdtrain.torch_resnet"
+BEST = "top1"
+
+
+# ---- the training
+
+
+def train(args: argparse.Namespace, world: World) -> None:
+    """Trains, tests and reports. Every rank runs all of it; rank 0 does the talking and the writing."""
+    from hvdtrain import image_models
+
+    started = time.perf_counter()
+    image_models.check_name(args.model)
+    data = image_data.load(args.data, world=world, image_size=args.image_size, strict=args.strict)
+    recipe = RECIPES[data.recipe]
+    plan = Settings.of(args, world.size, recipe, samples=data.samples)
+    run_dir = world.on_main(
+        startup.choose_run_dir, args.run_dir, "torch_resnet", resume=args.resume, data_sha256=data.sha256
+    )
+    config = {**vars(args), **vars(plan), "data": data.note, "data_sha256": data.sha256}
+    with hvdtrain.RunLog(run_dir, world, config=config, resume=args.resume) as run:
+        if world.is_main:
+            print(f"data: {data.note}\nranks: {world.size} ({world.launcher}, {world.engine})", flush=True)
+            print(f"model: {args.model}, {data.classes} classes\n{plan}\nrun directory: {run_dir}", flush=True)
+        network = image_models.build(args.model, data.classes, image_size=data.image_size, stem=recipe.stem)
+        job = prepare(args, plan, data, network, run)
+        restore(args, plan, job, world)
+        scores = fit(args, plan, job, run)
+        run.result(seconds=time.perf_counter() - started)
+        conclude(args, plan, job, scores, run, world)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, with what, on what."""
+
+    model: torch.nn.Module
+    optimizer: Any
+    batches: Any
+    held_out: Any
+    loss: torch.nn.Module
+    data: image_data.ImageData
+    checkpoints: hvdtrain.Checkpointer
+
+    def state(self) -> Mapping[str, Any]:
+        """The files of a checkpoint."""
+        import hvdtrain.torch as hvt
+
+        return hvt.model_state(self.model, self.optimizer, self.batches)
+
+    def scores(self) -> dict[str, float]:
+        """Of the held-out pictures, each counted once: loss, top1 and, with more than 5 classes, top5."""
+        import hvdtrain.torch as hvt
+
+        metrics = hvt.classification(top=(1, 5) if self.data.classes > 5 else (1,))
+        return hvt.evaluate(self.model, self.held_out, metrics)
+
+
+def prepare(
+    args: argparse.Namespace, plan: Settings, data: image_data.ImageData, network: torch.nn.Module, run: hvdtrain.RunLog
+) -> Job:
+    """Makes everything that training needs."""
+    import torch
+
+    import hvdtrain.torch as hvt
+
+    workers: Any = "auto" if args.workers is None else args.workers
+    batches = hvt.loader(data.train, plan.per_rank_batch, augment=data.augment, workers=workers)
+    held_out = hvt.loader(data.val, plan.per_rank_batch, augment=data.val_augment, workers=workers, shuffle=False)
+    model, optimizer = hvt.prepare(
+        network,
+        make_optimizer(plan, network),
+        batches,
+        lr=plan.lr,
+        accumulate=plan.accumulate,
+        clip=args.clip,
+        amp=args.amp,
+        compression=args.compression,
+        sync_batchnorm=args.sync_batchnorm,
+        channels_last=args.channels_last,
+        compile=args.compile,
+        watch_every=args.watch_every,
+    )
+    checkpoints = hvdtrain.Checkpointer(run.path("checkpoints"), best=BEST, mode="max")
+    loss = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    return Job(model, optimizer, batches, held_out, loss, data, checkpoints)
+
+
+def make_optimizer(plan: Settings, network: torch.nn.Module) -> torch.optim.Optimizer:
+    """At the base rate: `hvt.prepare` scales it."""
+    import torch
+
+    from hvdtrain.image_models import parameter_groups
+
+    groups = parameter_groups(network, plan.weight_decay)
+    if plan.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=plan.lr.base)
+    return torch.optim.SGD(groups, lr=plan.lr.base, momentum=0.9, nesterov=plan.optimizer == "nesterov")
+
+
+def restore(args: argparse.Namespace, plan: Settings, job: Job, world: World) -> None:
+    """Goes on where a run stopped, or starts from another run's weights."""
+    if args.resume:
+        progress = job.checkpoints.restore(job.state())
+        if world.is_main:
+            seen = progress.samples_seen if progress else 0
+            print(f"resuming after {seen:,} of {plan.total_samples:,} samples", flush=True)
+    elif args.weights is not None:
+        weights = {name: part for name, part in job.state().items() if name == "model.safetensors"}
+        job.checkpoints.restore(weights, which=args.weights)
+        if world.is_main:
+            print(f"starting from the weights of {args.weights}", flush=True)
+
+
+def fit(args: argparse.Namespace, plan: Settings, job: Job, run: hvdtrain.RunLog) -> dict[str, float]:
+    """The loop; returns the scores of the held-out pictures at its end."""
+    scores: dict[str, float] | None = None
+    for epoch in job.batches.epochs(plan.epochs):
+        began = time.perf_counter()
+        job.model.train()
+        for images, labels in job.batches:
+            job.optimizer.zero_grad()
+            job.optimizer.backward(job.loss(job.model(images), labels))
+            job.optimizer.step()
+            record = job.optimizer.record()
+            run.step(**record)
+            updated = record["samples"] > 0  # else the batch is one of several of an update
+            if args.save_every and updated and record["step"] % args.save_every == 0:
+                job.checkpoints.save(job.state(), progress=job.optimizer.progress)
+        scores = job.scores()
+        job.checkpoints.save(job.state(), progress=job.optimizer.progress, metrics=scores)
+        run.epoch(epoch, scores, time.perf_counter() - began)
+    return scores or job.scores()
+
+
+def conclude(
+    args: argparse.Namespace, plan: Settings, job: Job, scores: dict[str, float], run: hvdtrain.RunLog, world: World
+) -> None:
+    """Proves that the replicas are equal, and tells how it ended and where the time went; collective."""
+    import hvdtrain.torch as hvt
+
+    facts = facts_of(job, plan, args, world)
+    weights = hvt.fingerprint(job.model)
+    world.agree("the final weights (SHA-256)", weights)
+    skipped = [*job.batches.all_skipped(), *job.held_out.all_skipped()]
+    run.result(**scores, weights_sha256=weights, skipped=[name for name, _ in skipped])
+    if not world.is_main:
+        return
+    found = verdict(phases_per_rank(read_events(run.run_dir)), facts)
+    run.result(verdict=str(found), shares=found.shares)
+    if skipped:
+        first = "".join(f"\n  {name}: {reason}" for name, reason in skipped[:5])
+        print(f"left out: {len(skipped)} picture{'s' * (len(skipped) > 1)} that cannot be read{first}")
+    last, best = job.checkpoints.latest(), job.checkpoints.best()
+    if last and best:
+        print(f"checkpoints: last {last.path}, best {best.path} (top-1 {best.metrics[BEST]:.4f})")
+    print(f"weights: bit-equal on {world.size} rank{'s' * (world.size > 1)}, sha256 {weights[:16]}")
+    print(f"verdict: {found}")
+    top5 = f", top-5 {scores['top5']:.4f}" if "top5" in scores else ""
+    right = f"{round(scores['top1'] * job.data.val_samples)} of {job.data.val_samples} right"
+    print(f"loss {scores['loss']:.4f}, top-1 {scores['top1']:.4f} ({right}){top5}", flush=True)
+
+
+def facts_of(job: Job, plan: Settings, args: argparse.Namespace, world: World) -> Facts:
+    """What the verdict's advice depends on; collective."""
+    import torch
+
+    workers = None if job.data.in_memory else job.batches.workers
+    threads = 1 if world.devices else torch.get_num_threads()
+    spare = int(usable_cores(world)) - threads - (workers or 0)
+    return Facts(workers, max(0, spare) * world.local_size, world.local_size, args.compression, plan.accumulate)
+
+
+# ---- the flags, and what happens before a framework is imported
+
+EXAMPLES = """\
+examples:
+  python -m hvdtrain.torch_resnet --model resnet18                       one process; needs no Horovod
+  horovodrun -np 2 python -m hvdtrain.torch_resnet --model resnet18      two ranks on this machine
+  horovodrun -np 16 -H server1:4,server2:4,server3:4,server4:4 python -m hvdtrain.torch_resnet --data /data/imagenet
+  torchrun --nproc-per-node 2 -m hvdtrain.torch_resnet --engine ddp --data cifar10
+  python -m hvdtrain.torch_resnet --resume --epochs 20                   the newest run goes on
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = startup.Parser(PROGRAM, description=(__doc__ or "").split("\n", 1)[0], epilog=EXAMPLES)
+    count, number = startup.whole(1), startup.positive
+    # fmt: off
+    add = p.add_argument_group("training (defaults follow the data: see hvdtrain/recipes.py)").add_argument
+    add("--model", default="resnet50", metavar="NAME", help="any classifier of torchvision (default: %(default)s)")
+    add("--epochs", type=count, metavar="N", help="passes over the data, shared by the ranks")
+    add("--per-rank-batch", type=count, metavar="N", help="pictures of a rank in a batch")
+    add("--accumulate", type=count, default=1, metavar="N", help="batches of an update (default: 1)")
+    add("--optimizer", choices=["sgd", "nesterov", "adamw"], help="SGD with momentum, Nesterov's, or AdamW")
+    add("--lr", type=number, metavar="RATE", help="at the recipe's reference batch; it is scaled to the real one")
+    add("--schedule", choices=["step", "cosine"], help="of the learning rate")
+    add("--warmup-epochs", type=startup.at_least_0, metavar="N", help="until the scaled rate is reached")
+    add("--weight-decay", type=startup.at_least_0, metavar="X", help="not on batch-norm and biases")
+    add("--label-smoothing", type=startup.at_least_0, default=0.0, metavar="X", help="(default: 0)")
+    add("--clip", type=number, metavar="NORM", help="of the averaged gradient (default: no clipping)")
+    add("--amp", choices=["bf16", "fp16"], help="mixed precision (default: none)")
+    add("--sync-batchnorm", action="store_true", help="statistics over the batch of all ranks")
+    add("--seed", type=startup.whole(0), default=0, metavar="N", help="of all random numbers (default: 0)")
+    add = p.add_argument_group("data and files").add_argument
+    add("--data", default="auto", metavar="auto|digits|cifar10|mnist|synthetic|DIR",
+        help="DIR: ImageNet's layout, train/CLASS/*.jpg and val/CLASS/*.jpg; auto: the digits, 1,797 real ones, built"
+             " in (default: auto)")
+    add("--image-size", type=startup.whole(8), metavar="N", help="of a folder's or synthetic pictures (default: 224)")
+    add("--workers", type=startup.whole(0), metavar="N", help="loader processes of a rank (default: what fits)")
+    add("--strict", action="store_true", help="refuse pictures that cannot be read, instead of leaving them out")
+    add("--run-dir", type=Path, metavar="DIR", help="log, checkpoints (default: the next runs/torch_resnet-N)")
+    add("--resume", action="store_true", help="go on with the run in --run-dir (default: the newest)")
+    add("--weights", type=Path, metavar="DIR", help="start from the weights of a checkpoint")
+    add("--save-every", type=startup.whole(0), default=0, metavar="N", help="updates between checkpoints (default:"
+        " one after each epoch)")
+    add = p.add_argument_group("machine").add_argument
+    add("--engine", choices=["auto", *ENGINES], default="auto",
+        help="what connects the ranks (default: what goes with the launcher)")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: GPUs if there are any)")
+    add("--gpus-per-rank", type=count, default=1, metavar="N", help="for --engine dataparallel (default: 1)")
+    add("--compression", choices=["fp16", "bf16"], help="of gradients sent (default: none)")
+    add("--channels-last", action="store_true", help="the memory layout that GPUs prefer for mixed precision")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--watch-every", type=startup.whole(0), default=100, metavar="N",
+        help="steps between checks that the replicas are equal, 0: never (default: %(default)s)")
+    # fmt: on
+    return p
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Refuses flags that contradict each other."""
+    if args.resume and args.weights is not None:
+        came = f"--resume --weights {args.weights}"
+        rule = "a run goes on with its own weights, or starts from those of --weights"
+        raise ConfigError(rule, came, "leave one of them out", shared=True)
+
+
+def check_early(args: argparse.Namespace, detected: Detected) -> None:
+    """Refuses bad data and run directories before the seconds that a framework takes: one rank of each node looks."""
+    if detected.local_rank == 0:
+        image_data.check(args.data)
+    if detected.rank == 0 and args.run_dir is not None:
+        startup.check_run_dir(args.run_dir, resume=args.resume)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code (2: something was refused, told in one message)."""
+
+    def work(detected: Detected) -> None:
+        args = parser().parse_args(argv)
+        check_flags(args)
+        needed = startup.torch_modules(args.engine, detected)
+        startup.find_modules(needed)
+        check_early(args, detected)
+        startup.share_cores(detected)
+        startup.import_modules(needed)
+        with hvdtrain.init(
+            "torch", engine=args.engine, device=args.device, gpus_per_rank=args.gpus_per_rank, seed=args.seed
+        ) as world:
+            train(args, world)
+
+    return startup.run_program(PROGRAM, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

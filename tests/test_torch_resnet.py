@@ -1,0 +1,165 @@
+"""The ResNet program, really run: every launch form and engine, folders of pictures, resuming, its flags."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import Result, run_ranks
+from PIL import Image
+
+from hvdtrain import torch_resnet
+from hvdtrain.errors import ConfigError
+from hvdtrain.telemetry import read_events
+
+PROGRAM = Path(__file__).parent / "torch_programs" / "resnet_that_dies.py"
+CLASSES = ("cross", "frame", "stripes")
+SIDE = 24
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in ImageNet's layout, with classes of different sizes; no batch here divides their number."""
+    folder = tmp_path_factory.mktemp("pictures")
+    write_pictures(folder, {"cross": 19, "frame": 23, "stripes": 17}, {"cross": 5, "frame": 4, "stripes": 6})
+    return folder
+
+
+def write_pictures(folder: Path, train: dict[str, int], val: dict[str, int]) -> None:
+    rng = np.random.default_rng(4)
+    for part, counts in (("train", train), ("val", val)):
+        for name, count in counts.items():
+            (folder / part / name).mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(picture(name, rng)).save(folder / part / name / f"{number}.jpg", quality=95)
+
+
+def picture(name: str, rng: np.random.Generator) -> np.ndarray:
+    """A figure on noise: uint8 [SIDE, SIDE, 3]."""
+    pixels = rng.integers(0, 90, (SIDE, SIDE, 3)).astype(np.uint8)
+    if name == "cross":
+        pixels[SIDE // 2 - 2 : SIDE // 2 + 2] = pixels[:, SIDE // 2 - 2 : SIDE // 2 + 2] = (220, 40, 40)
+    elif name == "frame":
+        pixels[:4] = pixels[-4:] = pixels[:, :4] = pixels[:, -4:] = (40, 220, 40)
+    else:
+        pixels[::4] = (40, 40, 220)
+    return pixels
+
+
+def run_program(launcher: str, ranks: int, *flags: object, program: Path | None = None, **options: Any) -> Result:
+    start = [program] if program else ["-m", "hvdtrain.torch_resnet"]
+    env = {"OMPI_MCA_mpi_yield_when_idle": "1", **options.pop("env", {})}
+    return run_ranks([*start, *map(str, flags)], ranks, launcher=launcher, timeout_s=300, env=env, **options)
+
+
+def record(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "run.json").read_text())
+
+
+def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
+    """What every good run shows; returns its result."""
+    result.check()
+    text = "\n".join(result.ranks_output.values())
+    assert f"weights: bit-equal on {ranks} rank" in text
+    assert re.search(r"^verdict: .+ % of each step", text, re.MULTILINE)
+    assert [rank for rank, its_text in result.ranks_output.items() if its_text.strip()] == [0]
+    run = record(run_dir)
+    assert run["status"] == "finished" and run["world"]["size"] == ranks
+    assert f"top-1 {run['result']['top1']:.4f}" in text
+    assert sum(run["result"]["shares"].values()) == pytest.approx(1)
+    return run["result"]
+
+
+# ---- flags
+
+
+def test_flags_are_frozen() -> None:
+    flags = {flag for action in torch_resnet.parser()._actions for flag in action.option_strings}
+    assert flags == {
+        "-h", "--help", "--model", "--epochs", "--per-rank-batch", "--accumulate", "--optimizer", "--lr", "--schedule",
+        "--warmup-epochs", "--weight-decay", "--label-smoothing", "--clip", "--amp", "--sync-batchnorm", "--seed",
+        "--data", "--image-size", "--workers", "--strict", "--run-dir", "--resume", "--weights", "--save-every",
+        "--engine", "--device", "--gpus-per-rank", "--compression", "--channels-last", "--compile", "--watch-every",
+    }  # fmt: skip
+
+
+def test_help_fits_and_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        torch_resnet.main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    for part in ("examples:", "horovodrun -np 2 python -m hvdtrain.torch_resnet", "ImageNet's layout", "dataparallel"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_flags_that_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="--weights"):
+        torch_resnet.check_flags(torch_resnet.parser().parse_args(["--resume", "--weights", "x"]))
+    torch_resnet.check_flags(torch_resnet.parser().parse_args(["--weights", "x"]))
+
+
+# ---- real runs
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_two_ranks_reach_the_accuracy(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    result = run_program("horovodrun", 2, "--model", "resnet18", "--data", "digits", "--run-dir", run_dir)
+    ended = check_run(result, run_dir, 2)
+    assert ended["top1"] >= 0.98 and ended["top5"] >= 0.99
+    epochs = [event for event in read_events(run_dir) if event["kind"] == "epoch"]
+    assert [event["epoch"] for event in epochs] == list(range(8))
+    for event in epochs[1:]:  # the first begins before its clock: loading, the proof of averaging
+        for phases in event["ranks"]:
+            assert sum(phases.values()) == pytest.approx(event["seconds"], rel=0.02, abs=0.05), event
+
+
+FORMS = [
+    ("none", 1, ()),
+    ("none", 1, ("--engine", "dataparallel", "--gpus-per-rank", "2", "--optimizer", "adamw")),
+    ("mpirun", 2, ("--compression", "fp16", "--accumulate", "2", "--clip", "1")),
+    ("torchrun", 2, ("--engine", "ddp", "--amp", "bf16", "--sync-batchnorm")),
+    ("torchrun", 2, ("--engine", "deepspeed", "--schedule", "cosine")),
+    ("horovodrun", 4, ("--channels-last", "--watch-every", "2", "--label-smoothing", "0.1")),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "ranks", "flags"), FORMS)
+def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], pictures: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    result = run_program(
+        launcher, ranks, "--model", "resnet18", "--data", pictures, "--image-size", SIDE, "--run-dir", run_dir,
+        "--epochs", 2, "--per-rank-batch", 8 // ranks, *flags,
+    )  # fmt: skip
+    ended = check_run(result, run_dir, ranks)
+    assert 0.2 < ended["top1"] <= 1.0 and "top5" not in ended
+    run = record(run_dir)
+    assert run["effective_batch"] == (16 if "--accumulate" in flags else 8)
+    assert "3 classes" in result.ranks_output[0]
+    engine = flags[flags.index("--engine") + 1] if "--engine" in flags else ("horovod" if ranks > 1 else "solo")
+    assert run["world"]["engine"] == engine
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_exactly_from_the_middle_of_an_epoch(pictures: Path, tmp_path: Path) -> None:
+    flags = ["--model", "resnet18", "--data", pictures, "--image-size", SIDE, "--per-rank-batch", 4, "--epochs", 2,
+             "--save-every", 3, "--optimizer", "nesterov"]  # fmt: skip
+    straight = run_program("horovodrun", 2, *flags, "--run-dir", tmp_path / "straight")
+    wanted = check_run(straight, tmp_path / "straight", 2)["weights_sha256"]
+    killed = run_program(
+        "horovodrun", 2, *flags, "--run-dir", tmp_path / "parts", program=PROGRAM, env={"DIES_AT_SAVE": "5"}
+    )
+    assert killed.returncode != 0 and "dying at save 5" in killed.text
+    rest = run_program("horovodrun", 2, *flags, "--run-dir", tmp_path / "parts", "--resume")
+    # 59 pictures, 8 an update: saved at updates 3, 6, 8 (the epoch's end) and 9, a batch into the second epoch
+    assert "resuming after 67 of 118 samples" in rest.text
+    assert check_run(rest, tmp_path / "parts", 2)["weights_sha256"] == wanted

@@ -1,0 +1,26 @@
+"""The ResNet program, killed in the middle of its n-th checkpoint (the environment's DIES_AT_SAVE)."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from hvdtrain import checkpoint, torch_resnet
+
+saves = 0
+write = checkpoint.Checkpointer._write
+
+
+def dying(self: checkpoint.Checkpointer, *args: object) -> object:
+    global saves
+    saves += 1
+    if saves == int(os.environ["DIES_AT_SAVE"]):
+        print(f"dying at save {saves}", flush=True)
+        os._exit(9)
+    return write(self, *args)
+
+
+checkpoint.Checkpointer._write = dying  # type: ignore[assignment]
+
+if __name__ == "__main__":
+    sys.exit(torch_resnet.main())
