@@ -67,14 +67,20 @@ def memory_of(data: Any, device: torch.device) -> Memory | None:
     Labels (whole numbers, one a sample) become int64, which PyTorch's losses ask for; all else is as it came.
 
     Raises:
-        ConfigError: arrays of different lengths.
+        ConfigError: arrays of different lengths, or a tuple of something else.
     """
     if isinstance(data, torch.utils.data.TensorDataset):
         data = data.tensors
     single = isinstance(data, (np.ndarray, Tensor))
     parts = (data,) if single else data
-    if not isinstance(parts, tuple) or not parts or not all(isinstance(part, (np.ndarray, Tensor)) for part in parts):
+    if not isinstance(parts, tuple):
         return None
+    if not parts or not all(isinstance(part, (np.ndarray, Tensor)) for part in parts):
+        raise ConfigError(  # not taken for a data set of two samples
+            "a tuple of data is of numpy arrays or tensors",
+            f"({', '.join(type(part).__name__ for part in parts)})",
+            "convert each part: np.asarray(labels)",
+        )
     shapes = [tuple(part.shape) for part in parts]
     if any(not shape for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
         raise ConfigError(

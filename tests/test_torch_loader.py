@@ -1,0 +1,27 @@
+"""Loader, augmentation, decoding and evaluation in one process: a test a case of the programs, one launch a program."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+from harness import run_ranks
+from torch_programs.cases import names_of, verdict_on
+
+FOLDER = Path(__file__).parent / "torch_programs"
+CASES = [(program, name) for program in ("loader_alone.py", "inputs.py") for name in names_of(FOLDER / program)]
+
+pytestmark = [pytest.mark.ranks]
+
+
+@functools.cache
+def output_of(program: str) -> str:
+    # -W ignore: that files are skipped is warned of, and here looked for elsewhere
+    return run_ranks(["-W", "ignore", FOLDER / program], 1, launcher="none", timeout_s=150).check().out
+
+
+@pytest.mark.parametrize(("program", "name"), CASES, ids=[name.removeprefix("case_") for _, name in CASES])
+def test_case(program: str, name: str) -> None:
+    problem = verdict_on(name, output_of(program))
+    assert not problem, problem

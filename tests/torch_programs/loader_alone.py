@@ -1,0 +1,363 @@
+"""The loader in one process; ranks that are not there are acted by `Acted`. Prints which cases passed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from cases import run_all
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import hvdtrain
+import hvdtrain.torch as hvt
+from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.torch import _prefetch, _steps
+from hvdtrain.world import World
+
+
+class Acted:
+    """An engine whose other ranks say what this one says."""
+
+    name, devices, local_rank, node, device = "acted", (), 0, 0, torch.device("cpu")
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.local_size = rank, size, size
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        return [data] * self.size
+
+
+def acted(rank: int, size: int, seed: int = 0) -> World:
+    return World(rank, size, rank, size, 0, "acted", "acted", (), seed, comm=Acted(rank, size))
+
+
+class Numbers(Dataset):
+    """Sample i is (i, i); those in `bad` cannot be read."""
+
+    may_skip = True
+
+    def __init__(self, samples: int, bad: tuple[int, ...] = ()) -> None:
+        self.samples, self.bad = samples, bad
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            return hvt.Unreadable(f"file {index}", "broken")
+        return torch.tensor(float(index)), index
+
+
+class Add:
+    draws = 2
+
+    def __call__(self, batch: Tensor, uniforms: Tensor) -> Tensor:
+        return batch + uniforms.sum(1)
+
+
+def arrays(samples: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(samples, dtype=np.float64), np.arange(samples)
+
+
+def refused(action: Any, *parts: str, kind: type[Exception] = ConfigError) -> None:
+    try:
+        action()
+    except kind as error:
+        assert all(part in str(error) for part in parts), str(error)
+    else:
+        raise AssertionError(f"not refused: {parts}")
+
+
+def case_windows_and_what_a_batch_counts() -> None:
+    for samples, size, batch, accumulate in ((50, 1, 8, 3), (50, 4, 2, 3), (17, 4, 3, 2), (5, 3, 1, 4), (24, 2, 3, 2)):
+        for rank in range(size):
+            train = hvt.loader(arrays(samples), batch, world=acted(rank, size), seed=1)
+            train.accumulate = accumulate
+            lives = [train.live for _ in train]
+            assert len(set(map(id, lives))) == len(lives)
+            steps = -(-samples // (size * batch))
+            assert len(lives) == steps == train.plan.steps(0)
+            assert [live.closes for live in lives] == [
+                (n + 1) % accumulate == 0 or n + 1 == steps for n in range(steps)
+            ]
+            assert sum(live.global_samples for live in lives) == lives[-1].consumed == samples
+            for start in range(0, steps, accumulate):
+                window = lives[start : start + accumulate]
+                planned = sum(live.global_samples for live in window)
+                assert all(live.update_samples == planned for live in window), (samples, size, start)
+
+
+def case_ranks_shares_make_up_every_step() -> None:
+    for samples in range(1, 41):
+        for size in range(1, 5):
+            lives = [
+                [(train.live.samples, train.live.global_samples, train.live.ghost, len(x)) for x, _ in train]
+                for train in (hvt.loader(arrays(samples), 3, world=acted(rank, size)) for rank in range(size))
+            ]
+            for step in zip(*lives, strict=True):
+                assert sum(own for own, *_ in step) == step[0][1]
+                assert all(ghost == (own == 0) for own, _, ghost, _ in step)
+                assert all(length == (own or min(2, samples)) for own, _, _, length in step)
+
+
+def case_position_is_that_of_the_last_complete_update() -> None:
+    train = hvt.loader(arrays(20), 3, world=World.solo())
+    train.accumulate = 2
+    assert train.position == (0, 0) and len(train) == 7
+    positions = [train.position for _ in train]
+    assert positions == [(0, 0), (0, 6), (0, 6), (0, 12), (0, 12), (0, 18), (1, 0)], positions
+    assert train.position == (1, 0) and len(train) == 7
+
+
+def case_a_resumed_epoch_is_the_rest_of_an_unbroken_one() -> None:
+    whole = hvt.loader(arrays(50), 4, world=World.solo(seed=3), augment=Add())
+    steps = [x.tolist() for _ in range(2) for x, _ in whole]
+    again = hvt.loader(arrays(50), 4, world=World.solo(seed=3), augment=Add())
+    again.load_state_dict({**again.state_dict(), "epoch": 1, "samples_in_epoch": 20})
+    assert list(again.epochs(1)) == []
+    assert [x.tolist() for epoch in again.epochs(2) for x, _ in again] == steps[13 + 5 :]
+    fresh = hvt.loader(arrays(50), 4, world=World.solo(seed=3), augment=Add())  # the negative twin
+    assert [x.tolist() for x, _ in fresh] != steps[13:]
+
+
+def case_loops_that_end_early() -> None:
+    train = hvt.loader(arrays(12), 4, world=World.solo())
+    seen = []
+    for epoch in train.epochs(4):
+        for number, _ in enumerate(train):
+            seen.append((epoch, train.live.epoch, number))
+            if epoch in (1, 2) and number == epoch - 1:
+                break
+    assert seen == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 1, 0), (2, 2, 0), (2, 2, 1), (3, 3, 0), (3, 3, 1), (3, 3, 2)]
+    assert [epoch for epoch in train.epochs(6)] == [4, 5]  # bodies that do not read
+    next(iter(train))
+    assert train.live.epoch == 6
+    first, second = iter(train), iter(train)  # none is begun: both stand at the next epoch
+    assert next(second) is not None and train.live.epoch == 7
+    refused(lambda: next(first), "one loop at a time")
+
+
+def case_going_back_inside_an_epoch() -> None:
+    train = hvt.loader(arrays(12), 4, world=World.solo())
+    seen: list[tuple[int, int]] = []
+    for epoch in train.epochs(2):
+        for _ in train:
+            seen.append((epoch, train.live.consumed))
+        if len(seen) == 6:
+            train.go_on(1, 8)
+    assert seen == [(0, 4), (0, 8), (0, 12), (1, 4), (1, 8), (1, 12), (1, 12)]
+
+
+def case_places_that_are_not_there() -> None:
+    train = hvt.loader(arrays(12), 4, world=World.solo())
+    refused(lambda: train.go_on(0, 13), "0..12")
+    refused(lambda: train.go_on(-1, 0), "epoch=-1")
+    state = train.state_dict()
+    for name, value in (("samples", 13), ("seed", 9), ("shuffle", False)):
+        refused(lambda name=name, value=value: train.load_state_dict({**state, name: value}), f"{name}={value}")
+    train.load_state_dict(state)
+    train.go_on(3, 12)
+    assert train.position == (4, 0)
+
+
+def case_tail_dropped() -> None:
+    train = hvt.loader(arrays(14), 4, world=World.solo(), tail="drop")
+    assert len(train) == 3
+    assert [len(x) for x, _ in train] == [4, 4, 4]
+    assert train.position == (1, 0) and train.live.closes and train.live.update_samples == 4
+
+
+def case_arrays_of_all_kinds() -> None:
+    x = np.arange(20, dtype=np.uint8).reshape(10, 2)
+    x.flags.writeable = False
+    labels = np.arange(10, dtype=np.uint8)
+    for batch, target, extra in hvt.loader((x, labels, torch.ones(10, 3)), 4, world=World.solo(), shuffle=False):
+        assert (batch.dtype, target.dtype, extra.shape[1]) == (torch.uint8, torch.int64, 3)
+        batch.zero_()  # a copy: the data stays
+    assert x.sum() == 190
+    own = torch.arange(10.0)
+    for alone in hvt.loader(own, 10, world=World.solo(), shuffle=False):
+        assert isinstance(alone, Tensor) and alone.tolist() == own.tolist()
+        alone.zero_()
+    assert own.sum() == 45
+    known = hvt.loader(TensorDataset(own, own), 4, world=World.solo())
+    assert known.workers == 0 and not known.may_skip and len(next(iter(known))) == 2
+
+
+def case_refusals() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    world = World.solo()
+    refused(lambda: hvt.loader(Stream(), 2, world=world), "IterableDataset")
+    refused(lambda: hvt.loader(DataLoader(Numbers(3)), 2, world=world), "not its DataLoader")
+    refused(lambda: hvt.loader({1, 2}, 2, world=world), "a set")
+    refused(lambda: hvt.loader((np.zeros(3), np.zeros(4)), 2, world=world), "(3,), (4,)")
+    refused(lambda: hvt.loader((), 2, world=world), "a tuple")
+    refused(lambda: hvt.loader((np.zeros((2, 5)), [1, 2]), 2, world=world), "(ndarray, list)")
+    refused(lambda: hvt.loader((np.zeros((0, 3)),), 2, world=world), "needs samples")
+    refused(lambda: hvt.loader(arrays(3), 0, world=world), "per_rank_batch=0")
+    refused(lambda: hvt.loader(arrays(3), 2, world=world, workers=-1), "workers=-1")
+    refused(lambda: hvt.loader(arrays(3), 2, world=world, tail="pad"), "tail='pad'")
+    refused(lambda: hvt.loader(arrays(3), 2), "hvdtrain.init")
+    dictionaries = hvt.loader([{"a": torch.ones(1)}] * 3, 2, world=world, workers=0, augment=Add())
+    refused(lambda: next(iter(dictionaries)), "a dict")
+
+
+def case_the_training_generators_are_left_alone() -> None:
+    class Greedy(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return torch.rand(()) + np.random.rand() + random.random()
+
+    def states() -> list[Any]:
+        return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+    for workers in (0, 1):
+        before = states()
+        train = hvt.loader(Greedy(9), 4, world=World.solo(), workers=workers)
+        values = [batch.tolist() for _ in train.epochs(2) for batch in train]
+        train.close()
+        assert states() == before, workers
+        assert len({value for batch in values for value in batch}) == 18
+    before = states()
+    list(DataLoader(Greedy(9), 4))  # the negative twin
+    assert states() != before
+
+
+def case_samples_that_cannot_be_read() -> None:
+    def values(bad: tuple[int, ...], workers: int) -> tuple[dict[int, float], Any]:
+        train = hvt.loader(Numbers(40, bad), 4, world=World.solo(), workers=workers, augment=Add())
+        got = {}
+        counted = 0
+        for _ in train.epochs(2):
+            for x, y in train:
+                if not train.live.ghost:
+                    got.update(zip(y.tolist(), x.tolist(), strict=True))
+                    assert len(x) == train.live.samples
+                counted += train.live.samples
+        train.close()
+        assert counted == 2 * (40 - len(bad))
+        return got, sorted(train.skipped)
+
+    whole, none = values((), 0)
+    assert none == []
+    for workers in (0, 1):
+        got, skipped = values((3, 17), workers)
+        assert skipped == [("file 17", "broken"), ("file 3", "broken")]
+        # the others get the random numbers they would have got
+        assert got == {sample: value for sample, value in whole.items() if sample not in (3, 17)}
+
+
+def case_a_batch_without_a_readable_sample_is_a_ghost() -> None:
+    train = hvt.loader(Numbers(6, (2, 3)), 2, world=World.solo(), workers=0, shuffle=False)
+    found = [(train.live.samples, train.live.ghost, y.tolist()) for _, y in train]
+    assert found == [(2, False, [0, 1]), (0, True, [0, 1]), (2, False, [4, 5])]
+    one = hvt.loader(Numbers(3, (0, 1)), 2, world=World.solo(), workers=0, shuffle=False)
+    assert [(one.live.samples, y.tolist()) for _, y in one] == [(0, [2]), (1, [2])]
+    refused(lambda: list(hvt.loader(Numbers(3, (0, 1, 2)), 2, world=World.solo(), workers=0)), "none of 3")
+
+
+def case_too_many_unreadable_samples() -> None:
+    for bad, enough in ((8, False), (9, True)):
+        train = hvt.loader(Numbers(40, tuple(range(bad))), 4, world=World.solo(), workers=0)
+        if enough:
+            refused(lambda train=train: list(train), "9 of ", "file ")
+        else:
+            list(train)
+
+
+def case_a_killed_worker_is_named() -> None:
+    class Slow(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return index
+
+    train = hvt.loader(Slow(40), 4, world=World.solo(), workers=1, shuffle=False)
+    refused(lambda: list(train), "workers must live", "shm-size", kind=HvdtrainError)
+    assert not psutil.Process().children(recursive=True)
+    refused(lambda: list(train), "closed")
+
+
+def case_workers_stay_and_end() -> None:
+    class Who(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return os.getpid(), torch.get_num_threads()
+
+    train = hvt.loader(Who(12), 3, world=World.solo(), workers=2)
+    processes = [set(pids.tolist()) for _ in train.epochs(2) for pids, threads in train if threads.max() == 1]
+    assert len(processes) == 8 and len(set.union(*processes)) == 2 and os.getpid() not in set.union(*processes)
+    for number, _ in enumerate(train):
+        if number == 1:
+            break
+    assert sum(len(pids) for pids, _ in train) == 12  # what was read ahead for the loop left early is not served
+    refused(lambda: next(train.one_pass()) and next(iter(train)) is not None and next(train.one_pass()), "one loop")
+    train.close()
+    assert not psutil.Process().children(recursive=True)
+
+
+def case_errors_of_the_data_set_come_through() -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            raise KeyError("a bug of the user's")
+
+    for workers in (0, 1):
+        train = hvt.loader(Broken(4), 2, world=World.solo(), workers=workers)
+        refused(lambda train=train: next(iter(train)), "a bug of the user's", kind=KeyError)
+        train.close()
+
+
+def case_random_words_by_position() -> None:
+    whole = _steps.words(5, 2, 0, 100, 6, stream=1)
+    parts = [_steps.words(5, 2, first, count, 6, stream=1) for first, count in ((0, 7), (7, 50), (57, 43))]
+    assert (np.concatenate(parts) == whole).all()
+    others = [_steps.words(5, 2, 0, 100, 6, stream=2), _steps.words(5, 3, 0, 100, 6, stream=1)]
+    assert all(not np.intersect1d(whole, other).size for other in others)
+    order = np.random.Philox(key=np.array([5, 2], np.uint64)).random_raw(4000)
+    assert not np.intersect1d(whole, order).size
+    drawn = _steps.uniforms(0, 0, 0, 10000, 3)
+    assert drawn.min() >= 0 and drawn.max() < 1 and abs(drawn.mean() - 0.5) < 0.01
+
+
+def case_the_clock_follows() -> None:
+    phases = []
+
+    class Watch(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            phases.append(hvt.CLOCK.phase)
+            return index
+
+    train = hvt.loader(Watch(2), 1, world=World.solo(), workers=0)
+    for _ in train:
+        phases.append(hvt.CLOCK.phase)
+    assert [*phases, hvt.CLOCK.phase] == ["input", "forward", "input", "forward", "other"], phases
+
+
+def case_reading_ahead() -> None:
+    cpu = torch.device("cpu")
+    assert list(_prefetch.Ahead(iter(range(20)), cpu, lambda _: [])) == list(range(20))
+
+    def broken() -> Any:
+        yield 1
+        raise ValueError("in the thread")
+
+    ahead = _prefetch.Ahead(broken(), cpu, lambda _: [])
+    assert next(ahead) == 1
+    refused(lambda: next(ahead), "in the thread", kind=ValueError)
+    read: list[int] = []
+    left = _prefetch.Ahead((read.append(number) or number for number in range(100)), cpu, lambda _: [])
+    assert next(left) == 0
+    left.close()
+    assert not left._thread.is_alive() and len(read) <= 5
+
+
+if __name__ == "__main__":
+    assert hvdtrain.current() is None
+    run_all(globals())
