@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.bench import stats, train
+from hvdtrain.bench import stats, torch_train, train
 from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError
 from tests.harness import run_ranks
 
@@ -91,7 +91,7 @@ def test_missing_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 def test_failed_job_shows_its_end() -> None:
     with pytest.raises(HvdtrainError) as caught:
-        train.job(1, arguments(), "jax", "overhead", blocks=1)
+        train.job(1, arguments("--per-rank-batch=4", "--steps=1"), "jax", "overhead", blocks=1)
     assert "ended with 2" in caught.value.came and "tensorflow or torch" in caught.value.came
 
 
@@ -136,3 +136,35 @@ def check_result(result: dict[str, Any]) -> None:
     ):
         assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
     assert set(result["scaling"]["seconds_per_step"]) == {"1", "2"}
+
+
+def test_torch_report_names_the_fastest_rival_and_the_missed_target() -> None:
+    wall = {
+        "plain PyTorch, 1 process": [1.0, 1.0], "hvdtrain, 1 process": [1.0, 1.0], "hvdtrain": [1.2, 1.2],
+        "horovod": [1.5, 1.5], "ddp": [1.1, 1.1],
+    }  # fmt: skip
+    part = {"ranks": 2, "seconds_per_step": wall, "cpu_seconds_per_step": wall} | torch_train._ratios(wall)
+    settings = {"per_rank_batch": 4, "pixels": 32, "device": "cpu", "blocks": 2, "steps": 1}
+    result = {"models": {"tiny": part}, "settings": settings, "machine": stats.machine(), "load_after": 0.0}
+    text = torch_train.report(result)
+    assert "fastest hand-written loop (ddp): 1.091 [1.091, 1.091], target <= 1.00: MISSED" in text
+    assert "goal 0.95: not reached" in text
+    wall["hvdtrain"] = [1.0, 1.04]
+    part.update(torch_train._ratios(wall))
+    text = torch_train.report(result)
+    assert "(ddp): 0.927 [0.909, 0.945], target <= 1.00: kept" in text and "MISSED" not in text
+
+
+@pytest.mark.slow
+def test_torch_bench_measures_and_writes(tmp_path: Path) -> None:
+    out = tmp_path / "torch.json"
+    flags = ["--framework=torch", "--models", "squeezenet1_1", "--pixels=32", "--per-rank-batch=2", "--steps=1"]
+    command = ["-m", "hvdtrain.cli", "bench", "train", *flags, "--blocks=2", "--ranks=1", f"--out={out}"]
+    result = run_ranks(command, 1, launcher="none", timeout_s=180).check()
+    assert "one process, against plain PyTorch" in result.out and "images/s" in result.out
+    stored = json.loads(out.read_text())
+    seconds = stored["models"]["squeezenet1_1"]["seconds_per_step"]
+    assert {name: len(samples) for name, samples in seconds.items()} == {
+        "plain PyTorch, 1 process": 2, "hvdtrain, 1 process": 2,
+    }  # fmt: skip
+    assert all(value > 0 for samples in seconds.values() for value in samples)

@@ -52,6 +52,11 @@ def ratio_of_medians(above: Sequence[float], below: Sequence[float], *, paired: 
     return Ratio(value, float(low), float(high))
 
 
+def median(samples: Sequence[float]) -> float:
+    """The median."""
+    return statistics.median(samples)
+
+
 def milliseconds(samples: Sequence[float]) -> str:
     """The median of seconds, told in milliseconds."""
     return f"{statistics.median(samples) * 1e3:.2f} ms"
@@ -80,7 +85,7 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {"hvdtrain": __version__}
-        | versions("horovod", "keras", "tensorflow", "tensorflow-cpu", "torch", "numpy"),
+        | versions("horovod", "keras", "tensorflow", "tensorflow-cpu", "torch", "torchvision", "accelerate", "numpy"),
     }
 
 

@@ -1,5 +1,9 @@
 """How fast training is, in paired runs on this machine.
 
+PyTorch (--framework torch): a step of hvdtrain's loop against plain PyTorch, hand-written Horovod and
+DistributedDataParallel, Accelerate and Lightning Fabric; and several ranks against one.
+
+Keras (--framework keras):
 1. A prepared fit against plain Keras, both in one process, taking turns: what hvdtrain costs.
 2. Several ranks against one, one thread and one core each, taking turns: what the ranks bring.
 
@@ -18,17 +22,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench import stats
+from hvdtrain.bench import stats, torch_train
 from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError, build_horovod_command
 from hvdtrain.launchers import detect
 from hvdtrain.startup import whole
 
 OVERHEAD_TARGET = 1.02
 JOB_WITHIN_S, TERM_WITHIN_S = 900, 15
+DEFAULTS = {"keras": {"per_rank_batch": 128, "steps": 20}, "torch": {"per_rank_batch": 16, "steps": 5}}
 ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
@@ -36,36 +41,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``hvdtrain bench train``."""
     count = whole(1)
     add = parser.add_argument
-    add("--framework", choices=["keras"], default="keras", help="(default: %(default)s)")
+    add("--framework", choices=["keras", "torch"], default="keras", help="(default: %(default)s)")
     add("--backend", choices=["tensorflow", "torch"], help="Keras' (default: KERAS_BACKEND, else tensorflow)")
-    add("--per-rank-batch", type=count, default=128, metavar="N", help="pictures (default: %(default)s)")
-    add("--steps", type=count, default=20, metavar="N", help="updates in a block (default: %(default)s)")
-    add("--blocks", type=count, default=10, metavar="N", help="blocks of each in part 1 (default: %(default)s)")
+    add("--per-rank-batch", type=count, metavar="N", help="pictures (default: Keras 128, PyTorch 16)")
+    add("--steps", type=count, metavar="N", help="updates in a block (default: Keras 20, PyTorch 5)")
+    add("--blocks", type=count, default=10, metavar="N", help="blocks of each arm (default: %(default)s)")
     add("--ranks", type=count, default=2, metavar="N", help="in part 2; 1 leaves it out (default: %(default)s)")
     add("--rounds", type=count, default=3, metavar="N", help="jobs of each in part 2 (default: %(default)s)")
     add("--launcher", choices=["horovodrun", "mpirun"], default="horovodrun", help="(default: %(default)s, on Gloo)")
+    torch_train.add_arguments(add, count)
     add("--out", type=Path, default=Path("bench-train.json"), metavar="FILE", help="(default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs both parts; returns 0, whatever the figures are."""
+    """Runs the benchmark of a framework; returns 0, whatever the figures are."""
     if detect(os.environ).launcher != "none":
         raise ConfigError("a benchmark starts its own ranks", "started by a launcher", "hvdtrain bench train")
+    for name, value in DEFAULTS[args.framework].items():
+        setattr(args, name, getattr(args, name) or value)
+    return {"keras": run_keras, "torch": run_torch}[args.framework](args)
+
+
+def run_torch(args: argparse.Namespace) -> int:
+    """PyTorch's part; returns 0, whatever the figures are."""
+    result = _new_result(args)
+    _check_writable(args.out)
+    result["models"] = torch_train.measure(args, tell)
+    return _finish(args, result, torch_train.report)
+
+
+def run_keras(args: argparse.Namespace) -> int:
+    """Keras' two parts; returns 0, whatever the figures are."""
     backend = args.backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
-    result: dict[str, Any] = {
-        "format": 1, "bench": "train", "framework": args.framework, "backend": backend,
-        "settings": {key: value for key, value in vars(args).items() if isinstance(value, (int, str))},
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": stats.machine(),
-    }  # fmt: skip
+    result: dict[str, Any] = _new_result(args) | {"backend": backend}
     _check_writable(args.out)
     tell(f"1/2 prepared fit against plain Keras, one process, {args.blocks} blocks of {args.steps} updates each")
     result["overhead"] = overhead(args, backend)
     if args.ranks > 1:
         tell(f"2/2 {args.ranks} ranks against 1, {args.rounds} jobs of each")
         result["scaling"] = scaling(args, backend)
+    return _finish(args, result, report)
+
+
+def _new_result(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "format": 1, "bench": "train", "framework": args.framework,
+        "settings": {key: value for key, value in vars(args).items() if isinstance(value, (int, str))},
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": stats.machine(),
+    }  # fmt: skip
+
+
+def _finish(args: argparse.Namespace, result: dict[str, Any], report_of: Callable[[Mapping[str, Any]], str]) -> int:
+    """Writes every sample, prints the table."""
     result["load_after"] = round(os.getloadavg()[0], 2)
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(report(result))
+    print(report_of(result))
     print(f"every sample: {args.out}", flush=True)
     return 0
 

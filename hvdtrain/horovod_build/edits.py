@@ -100,6 +100,42 @@ _RUN_NEW = """
 
 """
 
+_WAIT_OLD = """  while (true) {
+    if (handle_manager.PollHandle(handle)) break;
+    {
+      py::gil_scoped_release release_python_gil;
+      std::this_thread::yield();
+    }
+  }
+  auto status"""
+_WAIT_NEW = """  {
+    py::gil_scoped_release release_python_gil;
+    handle_manager.Wait(handle);
+  }
+  auto status"""
+_MARK_DONE_OLD = """  results_[handle] = std::make_shared<Status>(status);
+}
+"""
+_MARK_DONE_NEW = """  results_[handle] = std::make_shared<Status>(status);
+  done_.notify_all();
+}
+
+void HandleManager::Wait(int handle) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  done_.wait(lock, [&] {
+    auto found = results_.find(handle);
+    return found == results_.end() || found->second != nullptr;
+  });
+}
+"""
+_RESET_OLD = """  results_.clear();
+  last_handle_ = 0;
+"""
+_RESET_NEW = """  results_.clear();
+  last_handle_ = 0;
+  done_.notify_all();
+"""
+
 EDITS: tuple[Edit, ...] = (
     Edit(
         "cxx17", "CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)",
@@ -206,6 +242,30 @@ EDITS: tuple[Edit, ...] = (
         "gloo-stall-check", "horovod/common/gloo/gloo_controller.cc", "global_ranks_.reserve(size_);", "global_ranks_.resize(size_);",
         why="the stall inspector loops over global_ranks_, which reserve() leaves empty: under Gloo no stall is ever "
         "reported, and writing past the size is undefined",
+    ),
+    Edit(
+        "torch-wait-declared", "horovod/torch/handle_manager.h", "  bool PollHandle(int handle);",
+        "  bool PollHandle(int handle);\n  // blocks until the handle is done or gone\n  void Wait(int handle);",
+        why="see torch-wait-sleeps",
+    ),
+    Edit(
+        "torch-wait-condition", "horovod/torch/handle_manager.h", "  std::mutex mutex_;",
+        "  std::mutex mutex_;\n  std::condition_variable done_;", why="see torch-wait-sleeps",
+    ),
+    Edit(
+        "torch-wait-include", "horovod/torch/handle_manager.h", "#include <atomic>", "#include <atomic>\n#include <condition_variable>",
+        why="see torch-wait-sleeps",
+    ),
+    Edit(
+        "torch-wait-wakes", "horovod/torch/handle_manager.cc", _MARK_DONE_OLD, _MARK_DONE_NEW, why="see torch-wait-sleeps",
+    ),
+    Edit(
+        "torch-wait-reset", "horovod/torch/handle_manager.cc", _RESET_OLD, _RESET_NEW, why="see torch-wait-sleeps",
+    ),
+    Edit(
+        "torch-wait-sleeps", "horovod/torch/mpi_ops_v2.cc", _WAIT_OLD, _WAIT_NEW,
+        why="synchronize() spun, taking and giving back Python's lock all the time, on a core that Horovod's own thread "
+        "and the transport need: on CPU that was a good part of what a step lost to DistributedDataParallel",
     ),
     Edit(
         "zero-grad-set-to-none", "horovod/torch/optimizer.py", _ZERO_GRAD_OLD, _ZERO_GRAD_NEW,

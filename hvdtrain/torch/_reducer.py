@@ -113,7 +113,7 @@ class Reducer:
                 if bucket.wait is not None:
                     raise ConfigError(
                         "a parameter has one gradient in a backward pass",
-                        f"a second one came for a parameter of shape {tuple(parameter.shape)}, after the first was sent",
+                        f"a second one came for one of shape {tuple(parameter.shape)}, after the first was sent",
                         "use torch.utils.checkpoint with use_reentrant=False",
                     )
                 bucket.fill(index)

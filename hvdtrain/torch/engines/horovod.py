@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.launchers import Detected
 from hvdtrain.torch._reducer import Reducer, Wait
 from hvdtrain.torch.engines.base import ByteCollectives, Settings, device_of, pick_devices
@@ -40,6 +40,11 @@ def _tune() -> None:
     """Horovod reads these once, when it starts; what the user has set stays."""
     # buckets are fused already: to fuse them again would copy every gradient twice more
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+
+
+# What Horovod 0.28.1 can add up; other types travel as these.
+_SUMMABLE = (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
+_SENT_AS = {torch.bfloat16: torch.float32}
 
 
 @dataclass
@@ -80,14 +85,30 @@ class HorovodEngine(ByteCollectives):
         """Starts to sum a contiguous tensor over ranks, in place; the function returned waits for it."""
         if not tensor.numel():
             return lambda: None
-        handle = self.hvd.allreduce_async_(tensor, name=name, op=self.hvd.Sum)
-        return lambda: self._wait(handle)
+        sent = tensor if tensor.dtype in _SUMMABLE else tensor.to(_SENT_AS.get(tensor.dtype, torch.int32))
+        handle = self.hvd.allreduce_async_(sent, name=name, op=self.hvd.Sum)
 
-    def _wait(self, handle: int) -> None:
+        def wait() -> None:
+            self._wait(handle)
+            if sent is not tensor:
+                tensor.copy_(sent)
+
+        return wait
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        """Returns every rank's ``data``, in rank order."""
+        counts = self.sum_(torch.nn.functional.one_hot(torch.tensor(self.rank), self.size) * len(data)).tolist()
+        # a rank with nothing to say sends one byte: Horovod refuses to gather nothing but empty tensors
+        mine = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+        handle = self.hvd.allgather_async(mine, name=f"hvdtrain.sum.{next(self._calls)}")
+        pieces = self._wait(handle).split([max(count, 1) for count in counts])
+        return [piece[:count].numpy().tobytes() for piece, count in zip(pieces, counts, strict=True)]
+
+    def _wait(self, handle: int) -> Any:
         from horovod.common.exceptions import HorovodInternalError
 
         try:
-            self.hvd.synchronize(handle)
+            return self.hvd.synchronize(handle)
         except HorovodInternalError as error:
             raise HvdtrainError(
                 "every rank must take part until the end",
@@ -108,6 +129,10 @@ class HorovodBound:
     def __init__(
         self, engine: HorovodEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
     ) -> None:
+        if settings.compression == "bf16":
+            raise ConfigError(
+                "Horovod adds up float16, not bfloat16", 'compression="bf16"', 'compression="fp16", or none'
+            )
         self.call: Callable[..., Any] = module
         self._optimizer = optimizer
         self._reducer = Reducer(

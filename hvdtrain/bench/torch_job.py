@@ -1,0 +1,211 @@
+"""One rank of ``hvdtrain bench train --framework torch``: one of the arms, measured turn by turn.
+
+Every arm trains the same torchvision model on the same batch with the same optimizer, and is written as its own
+documentation writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain.bench.turns import orders
+
+Step = Callable[[], Any]
+CLASSES = 1000
+WARMUP_STEPS = 3  # before the first turn: buffers are allocated, DDP rebuilds its buckets, Horovod fills its cache
+
+
+def main() -> int:
+    """Pins this rank to a core of its own, builds the arm, answers orders until the bench ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("arm", choices=sorted(ARMS))
+    for flag in ("--model", "--device"):
+        parser.add_argument(flag, required=True)
+    for flag in ("--per-rank-batch", "--pixels"):
+        parser.add_argument(flag, type=int, required=True)
+    args = parser.parse_args()
+    if args.device == "cpu":
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[_local_rank() % len(cores)]})
+    rank, step, wait = ARMS[args.arm](args)
+    for _ in range(WARMUP_STEPS):
+        step()
+    wait()
+    with orders(rank) as each:
+        for order, connection in each:
+            connection.send(measure(step, wait, order["steps"]))
+    sys.stdout.flush()
+    os._exit(0)  # the others may be gone: no engine's goodbye waits for them
+
+
+def measure(step: Step, wait: Step, steps: int) -> dict[str, float]:
+    """Wall and CPU seconds of a step, mean over some; the first is not counted: the ranks have just been woken."""
+    step()
+    wait()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step()
+    wait()
+    return {"wall": (time.perf_counter() - wall) / steps, "cpu": (time.process_time() - cpu) / steps}
+
+
+def _local_rank() -> int:
+    from hvdtrain.launchers import detect
+
+    return detect(os.environ).local_rank
+
+
+def _parts(args: argparse.Namespace, device: Any = "cpu") -> tuple[Any, Any, Any, Any, Any]:
+    """Model, optimizer, loss, and one batch of random pictures."""
+    import torch
+    import torchvision
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = torchvision.models.get_model(args.model, weights=None, num_classes=CLASSES).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    x = torch.randn(args.per_rank_batch, 3, args.pixels, args.pixels, device=device)
+    y = torch.randint(0, CLASSES, (args.per_rank_batch,), device=device)
+    return model, optimizer, torch.nn.CrossEntropyLoss(), x, y
+
+
+def _device(args: argparse.Namespace, local_rank: int) -> Any:
+    import torch
+
+    if args.device == "cuda":
+        torch.cuda.set_device(local_rank)
+    return torch.device(args.device)
+
+
+def _wait_for(device: Any) -> Step:
+    import torch
+
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+# ---- the arms
+
+
+def hvdtrain_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
+    """hvdtrain on Horovod (alone: one process)."""
+    import hvdtrain
+    import hvdtrain.torch as hvt
+
+    world = hvdtrain.init("torch", device=args.device)
+    device = world.comm.device  # type: ignore[attr-defined]
+    module, inner, loss_of, x, y = _parts(args, device)
+    model, optimizer = hvt.prepare(module, inner)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model(x), y))
+        optimizer.step()
+
+    return world.rank, step, _wait_for(device)
+
+
+def alone_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
+    """Plain PyTorch, one process."""
+    device = _device(args, 0)
+    model, optimizer, loss_of, x, y = _parts(args, device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+
+    return 0, step, _wait_for(device)
+
+
+def horovod_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
+    """Horovod as its README writes it."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    device = _device(args, hvd.local_rank())
+    model, optimizer, loss_of, x, y = _parts(args, device)
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    def step() -> None:
+        wrapped.zero_grad()
+        loss_of(model(x), y).backward()
+        wrapped.step()
+
+    return hvd.rank(), step, _wait_for(device)
+
+
+def ddp_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
+    """DistributedDataParallel as PyTorch's tutorial writes it."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    device = _device(args, _local_rank())
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    model, optimizer, loss_of, x, y = _parts(args, device)
+    wrapped = DistributedDataParallel(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(wrapped(x), y).backward()
+        optimizer.step()
+
+    return dist.get_rank(), step, _wait_for(device)
+
+
+def accelerate_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
+    """Hugging Face Accelerate as its quick tour writes it."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=args.device == "cpu")
+    model, optimizer, loss_of, x, y = _parts(args, accelerator.device)
+    wrapped, prepared = accelerator.prepare(model, optimizer)
+
+    def step() -> None:
+        prepared.zero_grad()
+        accelerator.backward(loss_of(wrapped(x), y))
+        prepared.step()
+
+    return accelerator.process_index, step, _wait_for(accelerator.device)
+
+
+def fabric_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
+    """Lightning Fabric as its documentation writes it."""
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator=args.device, devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp")
+    fabric.launch()
+    model, optimizer, loss_of, x, y = _parts(args, fabric.device)
+    wrapped, prepared = fabric.setup(model, optimizer)
+
+    def step() -> None:
+        prepared.zero_grad()
+        fabric.backward(loss_of(wrapped(x), y))
+        prepared.step()
+
+    return fabric.global_rank, step, _wait_for(fabric.device)
+
+
+ARMS: dict[str, Callable[[argparse.Namespace], tuple[int, Step, Step]]] = {
+    "hvdtrain": hvdtrain_arm,
+    "alone": alone_arm,
+    "horovod": horovod_arm,
+    "ddp": ddp_arm,
+    "accelerate": accelerate_arm,
+    "fabric": fabric_arm,
+}
+# who starts an arm's ranks; the others are one process
+LAUNCHED_BY = {"hvdtrain": "horovodrun", "horovod": "horovodrun"} | dict.fromkeys(
+    ("ddp", "accelerate", "fabric"), "torchrun"
+)
+NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

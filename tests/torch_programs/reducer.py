@@ -1,0 +1,214 @@
+"""The reducer on real ranks: what comes out of the buckets is the sum over ranks, whatever the gradients look like.
+
+Prints "passed NAME" for each case; a case that fails ends the job.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import hvdtrain
+from hvdtrain.errors import ConfigError
+from hvdtrain.torch._reducer import Reducer, bucketize
+
+WORLD = hvdtrain.init("torch", device="cpu")
+ENGINE = WORLD.comm
+RANK, SIZE = WORLD.rank, WORLD.size
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def data(rank: int) -> Tensor:
+    return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def expected(module: nn.Module, losses: list[Tensor]) -> list[Tensor | None]:
+    """Gradients of the sum of losses, by autograd alone."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return list(torch.autograd.grad(sum(losses), parameters, allow_unused=True))  # type: ignore[arg-type]
+
+
+def check(module: nn.Module, wanted: list[Tensor | None], bound: float = 1e-14) -> None:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    for parameter, gradient in zip(parameters, wanted, strict=True):
+        assert (parameter.grad is None) == (gradient is None), (RANK, parameter.shape, parameter.grad, gradient)
+        if gradient is not None:
+            gap = (parameter.grad - gradient).abs().max().item()
+            assert gap <= bound * SIZE, (RANK, parameter.shape, gap)
+
+
+def reducer(module: nn.Module, **kw: object) -> Reducer:
+    return Reducer(module, ENGINE.sum_async, **{"bucket_bytes": 200, **kw})  # type: ignore[arg-type]
+
+
+def sums_over_ranks() -> None:
+    module = net()
+    reduce = reducer(module)
+    assert len(reduce.buckets) > 2
+    for _ in range(3):
+        wanted = expected(module, [module(data(rank)).pow(2).sum() for rank in range(SIZE)])
+        module.zero_grad()
+        extras = torch.tensor([float(RANK), 1.0], dtype=torch.float64)
+        reduce.backward(module(data(RANK)).pow(2).sum(), reduce=True, extras=extras)
+        reduce.finish()
+        check(module, wanted)
+        assert extras.tolist() == [sum(range(SIZE)), SIZE]
+    # the twin: without the sum every rank has its own, and the check notices
+    module.zero_grad()
+    reduce.close()
+    module(data(RANK)).pow(2).sum().backward()
+    try:
+        check(module, wanted)
+    except AssertionError:
+        return
+    raise SystemExit("a local gradient passed for the sum")
+
+
+def accumulates_before_it_sums() -> None:
+    module = net()
+    reduce = reducer(module)
+    wanted = expected(module, [module(data(10 * part + rank)).sum() for part in range(3) for rank in range(SIZE)])
+    for part in range(3):
+        reduce.backward(module(data(10 * part + RANK)).sum(), reduce=part == 2)
+    reduce.finish()
+    check(module, wanted)
+
+
+def gradients_on_some_ranks_only() -> None:
+    """Layer 2 is used by rank 0 alone; the last one by nobody."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.first, self.second, self.third = (nn.Linear(6, 6).double() for _ in range(3))
+
+        def forward(self, x: Tensor, rank: int) -> Tensor:
+            return (self.second(self.first(x)) if rank == 0 else self.first(x)).pow(2).sum()
+
+    module = Branches()
+    reduce = reducer(module)
+    for _ in range(2):
+        wanted = expected(module, [module(data(rank), rank) for rank in range(SIZE)])
+        assert wanted[-1] is None and wanted[2] is not None
+        module.zero_grad()
+        reduce.backward(module(data(RANK), RANK), reduce=True)
+        reduce.finish()
+        check(module, wanted)
+
+
+def used_in_an_earlier_micro_batch_only() -> None:
+    module = net()
+    head = nn.Linear(6, 1).double()
+    both = nn.ModuleList([module, head])
+    ENGINE.broadcast_(head.weight.data), ENGINE.broadcast_(head.bias.data)
+    reduce = reducer(both)
+    losses = [head(data(rank)).sum() + module(data(rank)).sum() for rank in range(SIZE)]
+    wanted = expected(both, losses)
+    reduce.backward(head(data(RANK)).sum(), reduce=False)
+    reduce.backward(module(data(RANK)).sum(), reduce=True)
+    reduce.finish()
+    check(both, wanted)
+
+
+def freezing_and_unfreezing_is_noticed() -> None:
+    module = net()
+    module[0].requires_grad_(False)
+    reduce = reducer(module)
+    for frozen in (True, False, True):
+        module[0].requires_grad_(not frozen)
+        wanted = expected(module, [module(data(rank)).sum() for rank in range(SIZE)])
+        module.zero_grad()
+        reduce.backward(module(data(RANK)).sum(), reduce=True)
+        reduce.finish()
+        check(module, wanted)
+
+
+def shared_weights_and_other_layouts() -> None:
+    torch.manual_seed(2)
+    conv = nn.Conv2d(3, 3, 3, padding=1).double().to(memory_format=torch.channels_last)
+    module = nn.Sequential(conv, nn.Tanh(), conv)
+    picture = torch.randn(2, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(RANK))
+    others = [
+        torch.randn(2, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in range(SIZE)
+    ]
+    wanted = expected(module, [module(other).pow(2).sum() for other in others])
+    reduce = reducer(module)
+    reduce.backward(module(picture).pow(2).sum(), reduce=True)
+    reduce.finish()
+    check(module, wanted, bound=1e-12)
+    assert conv.weight.grad.stride() == conv.weight.stride()
+
+
+def mixed_types_and_half_precision_on_the_way() -> None:
+    module = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).double(), nn.Linear(3, 3).bfloat16()])
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(0.5)
+    x = torch.full((1, 3), float(RANK + 1))
+    reduce = reducer(module)
+    reduce.backward(sum(m(x.to(m.weight.dtype)).sum().double() for m in module), reduce=True)
+    reduce.finish()
+    for layer in module:
+        assert layer.weight.grad.eq(sum(range(1, SIZE + 1))).all() and layer.weight.grad.dtype == layer.weight.dtype
+    narrow = nn.Linear(3, 1)
+    reduce = reducer(narrow, compression="fp16")
+    reduce.backward(narrow(torch.full((1, 3), 1.0 + 2.0**-12)).sum(), reduce=True)
+    reduce.finish()
+    # 1 + 2^-12 is not a float16: it was rounded on the way, and without compression it would not have been
+    assert narrow.weight.grad.eq(SIZE).all() and narrow.weight.grad.dtype == torch.float32
+
+
+def refusals() -> None:
+    module = net()
+    reducer(module)
+    try:
+        module(data(RANK)).sum().backward()
+    except ConfigError as error:
+        assert "optimizer.backward(loss)" in str(error)
+    else:
+        raise SystemExit("a bare loss.backward() was not noticed")
+    table = nn.Embedding(5, 2, sparse=True)
+    try:
+        reducer(table).backward(table(torch.tensor([1])).sum(), reduce=True)
+    except ConfigError as error:
+        assert "sparse=False" in str(error)
+    else:
+        raise SystemExit("a sparse gradient was not refused")
+
+
+def buckets() -> None:
+    sizes = [10, 300_000, 20, 5_000_000, 100, 100_000]
+    parameters = [nn.Parameter(torch.empty(size)) for size in sizes]
+    groups = bucketize(parameters, 4_000_000)
+    assert [p for group in groups for p in group] == parameters[::-1], "in the order of the backward pass"
+    assert [sum(p.numel() for p in group) for group in groups] == [100_100, 5_000_000, 300_030]
+    assert bucketize([], 100) == []
+
+
+def bytes_and_floats() -> None:
+    assert ENGINE.allgather_bytes(b"x" * RANK) == [b"x" * rank for rank in range(SIZE)]
+    assert ENGINE.allgather_bytes(b"") == [b""] * SIZE
+    for root in range(SIZE):
+        assert ENGINE.broadcast_bytes(bytes([root]) * 1000 if root == RANK else None, root) == bytes([root]) * 1000
+    assert ENGINE.broadcast_bytes(b"" if RANK == 0 else None, 0) == b""
+    assert ENGINE.sum_floats([0.5, float(RANK)]) == [0.5 * SIZE, sum(range(SIZE))]
+    for dtype in (torch.bool, torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.float64):
+        assert ENGINE.sum_(torch.ones(3, dtype=dtype)).double().tolist() == [float(dtype == torch.bool or SIZE)] * 3
+
+
+CASES = (
+    sums_over_ranks, accumulates_before_it_sums, gradients_on_some_ranks_only, used_in_an_earlier_micro_batch_only,
+    freezing_and_unfreezing_is_noticed, shared_weights_and_other_layouts, mixed_types_and_half_precision_on_the_way,
+    refusals, buckets, bytes_and_floats,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    with WORLD:
+        for case in CASES:
+            case()
+            print(f"passed {case.__name__}", flush=True)
