@@ -99,11 +99,13 @@ def _parts(top: Path) -> dict[str, list[str]]:
         raise ConfigError("image data is a folder that exists on every node", came, "correct the path")
     try:
         found = {name: _class_names(top / name) for name in (*TRAIN_NAMES, *VAL_NAMES) if (top / name).is_dir()}
-        if not any(name in found for name in TRAIN_NAMES):
+        if not found:
             found = {"": _class_names(top)}
         for name, classes in found.items():
-            if not classes or classes == list(VAL_NAMES[:1]):
+            if not classes:
                 raise _no_classes(top / name)
+        if not any(name in found for name in ("", *TRAIN_NAMES)):
+            raise _no_classes(top)
     except OSError as error:
         raise ConfigError(
             f"{top} can be listed", f"{type(error).__name__}: {error}", "check its permissions"

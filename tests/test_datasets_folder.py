@@ -1,0 +1,152 @@
+"""Folders of image files: what is listed, what ranks must agree on, and what is refused; and the made-up data sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_datasets import Threads
+
+from hvdtrain.datasets import Folder, as_rgb, load_digits, load_folder, load_mnist, synthetic
+from hvdtrain.errors import ConfigError, HvdtrainError, ReplicaError
+
+
+def write(root: Path, *files: str) -> Path:
+    for name in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root
+
+
+def listed(folder: Folder) -> list[tuple[str, str]]:
+    return [
+        (str(Path(folder.path(index)).relative_to(folder.root)), folder.classes[label])
+        for index, label in enumerate(folder.labels)
+    ]
+
+
+def test_images_of_each_class(tmp_path: Path) -> None:
+    root = write(
+        tmp_path, "train/b/2.jpg", "train/b/10.JPEG", "train/b/notes.txt", "train/b/.hidden.png", "train/a/deep/x.png",
+        "train/ü/é.webp", "train/loose.jpg", "train/.git/1.jpg", "val/b/1.jpg",
+    )  # fmt: skip
+    train, val = load_folder(root)
+    assert train.classes == ("a", "b", "ü") and len(train) == 4 and train.labels.dtype == np.int64
+    assert listed(train) == [("a/deep/x.png", "a"), ("b/10.JPEG", "b"), ("b/2.jpg", "b"), ("ü/é.webp", "ü")]
+    assert val is not None and val.classes == train.classes  # labels mean the same, though it has one class only
+    assert listed(val) == [("b/1.jpg", "b")]
+    assert "4 image files of 3 classes" in train.note
+
+
+def test_a_folder_of_classes_is_all_for_training(tmp_path: Path) -> None:
+    train, val = load_folder(write(tmp_path, "a/1.jpg", "b/1.jpg"))
+    assert listed(train) == [("a/1.jpg", "a"), ("b/1.jpg", "b")] and val is None
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "test"])
+def test_other_names_for_val(tmp_path: Path, name: str) -> None:
+    _, val = load_folder(write(tmp_path, "train/a/1.jpg", f"{name}/a/2.jpg"))
+    assert val is not None and listed(val) == [("a/2.jpg", "a")]
+
+
+def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere", "1.jpg")
+    root = write(tmp_path / "data", "a/2.jpg", "b/3.jpg")
+    (root / "a" / "more").symlink_to(tmp_path / "elsewhere")
+    (root / "a" / "circle").symlink_to(root / "a")
+    assert listed(load_folder(root)[0]) == [("a/2.jpg", "a"), ("a/more/1.jpg", "a"), ("b/3.jpg", "b")]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ((), "holds nothing"),
+        (("1.jpg", "2.jpg"), "holds 1.jpg, 2.jpg"),
+        (("train/1.jpg",), "holds 1.jpg"),
+        (("val/a/1.jpg",), "one folder a class"),
+        (("train/a/1.jpg", "train/b/1.txt"), "every class has images"),
+        (("train/a/1.jpg", "val/b/1.jpg"), "only in .*: b"),
+        (("train/a/1.jpg", "val/1.jpg"), "one folder a class"),
+        (("train/a/1.jpg", "train/b/1.jpg", "val/a/notes.txt"), "every class has images"),
+    ],
+)
+def test_refused(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_folder(write(tmp_path, *files))
+
+
+def test_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        load_folder(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="a file"):
+        load_folder(write(tmp_path, "file") / "file")
+
+
+class Ranks(Threads):
+    """Threads with a broadcast: the last card that is no request."""
+
+    def world(self, rank: int):  # type: ignore[no-untyped-def]
+        world = super().world(rank)
+        gather = world.comm.allgather_bytes
+        object.__setattr__(world.comm, "broadcast_bytes", lambda data, root: gather(data or b"")[root])
+        return world
+
+
+def test_ranks_have_one_list(tmp_path: Path) -> None:
+    root = write(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "train/b/2.jpg", "val/a/1.jpg")
+    results = Ranks(3, ranks_per_node=2).run(lambda world: load_folder(root, world=world))
+    assert all(listed(train) == listed(results[0][0]) and len(val) == 1 for train, val in results)
+
+
+def test_ranks_that_see_other_classes_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "0", "train/a/1.jpg", "train/b/1.jpg")
+    write(tmp_path / "1", "train/a/1.jpg", "train/c/1.jpg")
+    results = Ranks(2, ranks_per_node=1).run(lambda world: load_folder(tmp_path / f"{world.rank}", world=world))
+    for error in results:
+        assert isinstance(error, ReplicaError) and error.shared
+        assert "rank 0: a, b" in error.came and "rank 1: a, c" in error.came
+
+
+def test_one_ranks_missing_folder_reaches_all(tmp_path: Path) -> None:
+    write(tmp_path / "0", "a/1.jpg")
+    write(tmp_path / "empty/c", "x.txt")
+    group = Ranks(2, ranks_per_node=1)
+    results = group.run(lambda world: load_folder(tmp_path / f"{world.rank}", world=world))
+    assert all(isinstance(error, ConfigError) and "on rank 1 of 2" in error.came for error in results)
+    results = group.run(lambda world: load_folder(tmp_path / "empty", world=world))
+    assert all(isinstance(error, HvdtrainError) and "every class has images" in str(error) for error in results)
+
+
+def test_digits_in_colour() -> None:
+    images, grey = load_digits(), load_mnist("digits")
+    assert images.x_train.shape == (1437, 3, 32, 32) and images.x_test.shape == (360, 3, 32, 32)
+    assert (images.x_train == images.x_train[:, :1]).all() and np.array_equal(images.y_test, grey.y_test)
+    assert 200 < images.x_train.max() <= 255 and load_digits(16).x_test.shape == (360, 3, 16, 16)
+
+
+def test_grey_pictures_get_a_border_and_three_channels() -> None:
+    grey = load_mnist("digits")
+    colour = as_rgb(grey)
+    assert colour.x_train.shape == (1437, 3, 32, 32)
+    assert np.array_equal(colour.x_train[:, 1, 2:30, 2:30], grey.x_train)
+    assert not colour.x_train[:, :, :2].any() and not colour.x_train[:, :, :, 30:].any()
+    for size in (27, 16):
+        with pytest.raises(ConfigError, match=f"size={size}"):
+            as_rgb(grey, size)
+    with pytest.raises(ConfigError, match="grey pictures"):
+        as_rgb(colour)
+
+
+def test_synthetic() -> None:
+    images = synthetic(100, classes=7, size=8)
+    assert images.x_train.shape == (90, 3, 8, 8) and images.x_test.shape == (10, 3, 8, 8)
+    assert images.x_train.dtype == np.uint8 and set(images.y_train.tolist()) == set(range(7))
+    assert images.fingerprint() == synthetic(100, classes=7, size=8).fingerprint()
+    assert images.fingerprint() != synthetic(100, classes=7, size=8, seed=1).fingerprint()
+    means = np.array([images.x_train[images.y_train == one].mean((0, 2, 3)) for one in range(7)])
+    within = images.x_train[images.y_train == 0].mean((2, 3)).std(0).max()
+    assert np.linalg.norm(means[0] - means[1:], axis=1).min() > within  # classes can be told apart
+    assert synthetic(2000, classes=1000, size=2).y_train.max() == 999
+    with pytest.raises(ConfigError, match="samples=1"):
+        synthetic(1)
