@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from hvdtrain.bench import input as input_bench
 from hvdtrain.bench import train
 
-BENCHES = {"train": (train, "step times of a prepared fit against plain Keras, and of more ranks against one")}
+BENCHES = {
+    "input": (input_bench, "images a second that reach the training loop, against a plain DataLoader"),
+    "train": (train, "step times of a prepared fit against plain Keras, and of more ranks against one"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

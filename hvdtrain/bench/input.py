@@ -1,0 +1,312 @@
+"""How many images a second reach the training loop, ours against a plain PyTorch DataLoader, in rounds that take turns.
+
+1. CIFAR-shaped pictures in memory: served in whole batches, against torchvision's transforms image by image.
+2. A folder of JPEGs (your own with --data, else made up): the same transforms, by workers.
+
+Prints tables with a recommendation, and writes a JSON file with every sample. Give the machine nothing else to do; with
+--cores 1 everything runs on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.bench import stats
+from hvdtrain.bench.train import _check_writable, tell
+from hvdtrain.errors import ConfigError
+from hvdtrain.launchers import detect
+from hvdtrain.startup import whole
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hvdtrain.world import World
+
+MEMORY_TARGET = 10.0
+GOOD_ENOUGH = 0.95  # of the best rate: fewer workers for nearly the same
+MEMORY_IMAGES, MADE_UP_FILES, MADE_UP_SIZE = 10_000, 256, (500, 375)  # the size: ImageNet's average
+EPOCHS = 1_000_000  # more than any block reads
+
+# a variant: starts to read, returns its batches and what ends it
+Start = Callable[[], tuple[Iterator[Any], Callable[[], None]]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``hvdtrain bench input``."""
+    count = whole(1)
+    add = parser.add_argument
+    add("--data", type=Path, metavar="DIR", help="images, one folder a class, or train/ with them (default: made up)")
+    add("--workers", type=whole(0), nargs="+", default=[0, 2, 4, 8], metavar="N", help="(default: 0 2 4 8)")
+    add("--per-rank-batch", type=count, default=128, metavar="N", help="in memory; of files a quarter (default: 128)")
+    add("--image-size", type=count, default=224, metavar="N", help="of files, after the crop (default: %(default)s)")
+    add("--seconds", type=float, default=2.0, metavar="S", help="of a block (default: %(default)s)")
+    add("--rounds", type=count, default=3, metavar="N", help="blocks of each variant (default: %(default)s)")
+    add("--cores", type=count, metavar="N", help="cores to use (default: all that this process may use)")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where batches go (default: %(default)s)")
+    add("--out", type=Path, default=Path("bench-input.json"), metavar="FILE", help="(default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs both parts; returns 0, whatever the figures are."""
+    if detect(os.environ).launcher != "none":
+        raise ConfigError("this benchmark is one process", "started by a launcher", "hvdtrain bench input")
+    _check_writable(args.out)
+    cores = sorted(os.sched_getaffinity(0))
+    if args.cores is not None:
+        if args.cores > len(cores):
+            raise ConfigError(f"--cores is at most {len(cores)} here", f"--cores {args.cores}")
+        os.sched_setaffinity(0, cores[: args.cores])
+    try:
+        return _run(args)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _run(args: argparse.Namespace) -> int:
+    import hvdtrain
+
+    with hvdtrain.init("torch", engine="solo", device=args.device) as world:
+        result: dict[str, Any] = {
+            "format": 1, "bench": "input", "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": stats.machine(),
+            "settings": {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str, list))},
+            "device": str(world.comm.device),  # type: ignore[attr-defined]
+        }  # fmt: skip
+        tell(f"1/2 pictures in memory, {args.rounds} rounds")
+        result["memory"] = {"images_per_s": in_turns(memory_variants(args, world), args, args.per_rank_batch)}
+        tell(f"2/2 JPEG files, {args.rounds} rounds")
+        with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
+            root = args.data or write_pictures(Path(folder))
+            variants, note = file_variants(args, world, root)
+            rates = in_turns(variants, args, _files_batch(args))
+        result["files"] = {"images_per_s": rates, "data": note, "recommended_workers": recommend(rates)}
+    result["load_after"] = round(os.getloadavg()[0], 2)
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(report(result))
+    print(f"every sample: {args.out}", flush=True)
+    return 0
+
+
+def in_turns(variants: Mapping[str, Start], args: argparse.Namespace, batch: int) -> dict[str, list[float]]:
+    """Images a second of each variant by round; in every round each has one block, the first of a new start."""
+    rates: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(args.rounds):
+        for name, start in variants.items():
+            batches, end = start()
+            try:
+                rates[name].append(rate(batches, batch, args.seconds, warm=2 * max(args.workers) + 2))
+            finally:
+                end()
+    return rates
+
+
+def rate(batches: Iterator[Any], batch: int, seconds: float, *, warm: int) -> float:
+    """Images a second that a loop gets which does nothing with them.
+
+    The first `warm` batches do not count: workers start, and what they have read ahead is used up.
+    """
+    for _ in itertools.islice(batches, warm):
+        pass
+    _finish()
+    start, count = time.perf_counter(), 0
+    while (spent := time.perf_counter() - start) < seconds or count < 2:
+        next(batches)
+        count += 1
+    _finish()
+    return count * batch / max(time.perf_counter() - start, spent)
+
+
+def _finish() -> None:
+    """Waits for copies to a GPU."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def recommend(rates: Mapping[str, list[float]]) -> int:
+    """The fewest workers of ours that reach nearly the best rate; variants are named "hvdtrain, N workers"."""
+    ours = {int(name.split()[1]): statistics.median(its) for name, its in rates.items() if name.startswith("hvdtrain")}
+    return min(workers for workers, its in ours.items() if its >= GOOD_ENOUGH * max(ours.values()))
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """The tables of a result."""
+    memory, files = result["memory"]["images_per_s"], result["files"]["images_per_s"]
+    plain = max((name for name in memory if name != "hvdtrain"), key=lambda name: statistics.median(memory[name]))
+    alone = "DataLoader, 0 workers" if "DataLoader, 0 workers" in memory else plain
+    ratio = stats.ratio_of_medians(memory["hvdtrain"], memory[alone], paired=True)
+    kept = "kept" if ratio.value >= MEMORY_TARGET else "MISSED"
+    workers = result["files"]["recommended_workers"]
+    machine = result["machine"]
+    return "\n\n".join(
+        [
+            f"{machine['processor']}, {machine['cores_usable']} cores, load {machine['load_1min']} before,"
+            f" {result['load_after']} after; batches on {result['device']}",
+            _table("pictures in memory, 3x32x32, crop + mirror + normalise", memory, alone),
+            f"in memory: {ratio} times the {alone} (target >= {MEMORY_TARGET:.0f}: {kept})",
+            _table(f"{result['files']['data']}, random crop + mirror + normalise", files, next(iter(files))),
+            f"for files like these: workers={workers} a rank that has {machine['cores_usable']} such cores for itself",
+        ]
+    )
+
+
+def _table(title: str, rates: Mapping[str, list[float]], base: str) -> str:
+    rows = [(title, "images/s", f"x {base}")]
+    for name, its in rates.items():
+        median = statistics.median(its)
+        rows.append((name, f"{median:,.0f}", f"{median / statistics.median(rates[base]):.2f}"))
+    return stats.table(rows)
+
+
+# ---- what is measured
+
+
+def memory_variants(args: argparse.Namespace, world: World) -> dict[str, Start]:
+    """Ours, and torchvision's per-image pipeline on the same pictures."""
+    import hvdtrain.torch as hvt
+    from hvdtrain.datasets import synthetic
+
+    images = synthetic(MEMORY_IMAGES * 10 // 9, classes=10, size=32)
+    x, y = images.x_train, images.y_train
+
+    def ours() -> tuple[Iterator[Any], Callable[[], None]]:
+        augment = hvt.crop_flip(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD)
+        loader = hvt.loader((x, y), args.per_rank_batch, world=world, augment=augment, tail="drop")
+        return _forever(loader), loader.close
+
+    plain = {
+        f"DataLoader, {workers} workers": _plain(_Pictures(x, y), args.per_rank_batch, workers, world)
+        for workers in args.workers
+    }
+    return {**plain, "hvdtrain": ours}
+
+
+def file_variants(args: argparse.Namespace, world: World, root: Path) -> tuple[dict[str, Start], str]:
+    """Ours and torchvision's ImageFolder on the same files, by workers; and what the files are."""
+    from torchvision.datasets import ImageFolder
+
+    import hvdtrain.torch as hvt
+    from hvdtrain.datasets import load_folder
+
+    train, _ = load_folder(root, world=world)
+    batch = min(_files_batch(args), len(train))
+    folder = ImageFolder(train.root, _image_transform(args.image_size))
+
+    def ours(workers: int) -> Start:
+        def start() -> tuple[Iterator[Any], Callable[[], None]]:
+            files = hvt.ImageFiles(train, train=True, size=args.image_size)
+            loader = hvt.loader(files, batch, world=world, workers=workers, tail="drop")
+            return _forever(loader), loader.close
+
+        return start
+
+    variants: dict[str, Start] = {}
+    for workers in args.workers:
+        variants[f"DataLoader, {workers} workers"] = _plain(folder, batch, workers, world)
+        variants[f"hvdtrain, {workers} workers"] = ours(workers)
+    return variants, train.note if args.data else f"{len(train)} made-up JPEGs of {'x'.join(map(str, MADE_UP_SIZE))}"
+
+
+def _files_batch(args: argparse.Namespace) -> int:
+    return max(1, args.per_rank_batch // 4)
+
+
+def _forever(loader: Any) -> Iterator[Any]:
+    for _ in range(EPOCHS):
+        yield from loader
+
+
+def _plain(dataset: Any, batch: int, workers: int, world: World) -> Start:
+    """The loader that PyTorch's examples use."""
+    from torch.utils.data import DataLoader
+
+    device = world.comm.device  # type: ignore[attr-defined]
+
+    def batches(loader: Any) -> Iterator[Any]:
+        for _ in range(EPOCHS):
+            for x, y in loader:
+                yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+    def start() -> tuple[Iterator[Any], Callable[[], None]]:
+        loader: Any = DataLoader(
+            dataset, batch, shuffle=True, num_workers=workers, drop_last=True, pin_memory=device.type == "cuda",
+            persistent_workers=workers > 0,
+        )  # fmt: skip
+        return batches(loader), lambda: _end_workers(loader)
+
+    return start
+
+
+def _end_workers(loader: Any) -> None:
+    iterator = loader._iterator
+    if iterator is not None:
+        iterator._shutdown_workers()  # as when it is collected, but now: the next block has the cores for itself
+
+
+class _Pictures:
+    """torchvision's CIFAR10 without its download: a PIL image a sample, and its usual transforms."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        from torchvision import transforms
+
+        import hvdtrain.torch as hvt
+
+        self.pictures, self.labels = x.transpose(0, 2, 3, 1).copy(), y.tolist()
+        self.transform = transforms.Compose(
+            [
+                transforms.RandomCrop(32, padding=4),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                transforms.Normalize(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Any:
+        from PIL import Image
+
+        return self.transform(Image.fromarray(self.pictures[index])), self.labels[index]
+
+
+def _image_transform(size: int) -> Any:
+    """The training transform of torchvision's ImageNet example."""
+    from torchvision import transforms
+
+    import hvdtrain.torch as hvt
+
+    return transforms.Compose(
+        [
+            transforms.RandomResizedCrop(size),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(hvt.IMAGENET_MEAN, hvt.IMAGENET_STD),
+        ]
+    )
+
+
+def write_pictures(root: Path, count: int = MADE_UP_FILES) -> Path:
+    """Writes JPEGs with about the bytes a pixel of photographs: noise, enlarged eight times."""
+    import numpy as np
+    from PIL import Image
+
+    draw = np.random.Generator(np.random.PCG64(0))
+    width, height = MADE_UP_SIZE
+    for number in range(count):
+        folder = root / f"class-{number % 4}"
+        folder.mkdir(parents=True, exist_ok=True)
+        coarse = Image.fromarray(draw.integers(0, 256, (height // 8, width // 8, 3), np.uint8))
+        fine = np.asarray(coarse.resize(MADE_UP_SIZE, Image.Resampling.BICUBIC), np.int16)
+        pixels = np.clip(fine + draw.integers(-12, 13, fine.shape), 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg", quality=90)
+    return root
