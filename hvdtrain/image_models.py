@@ -95,11 +95,20 @@ def _zero_last_scales(model: nn.Module) -> None:
             nn.init.zeros_(block.bn2.weight)
 
 
-def _try_out(model: nn.Module, image_size: int) -> None:
-    """Sends two pictures without content through the model's shapes: takes no memory, and leaves the model alone."""
+def needs_two(model: nn.Module, image_size: int) -> bool:
+    """Whether a batch of one picture is too small to train on: batch-norm over a single value has no variance."""
+    try:
+        _try_out(model, image_size, batch=1)
+    except ValueError:  # torch.nn.functional.batch_norm
+        return True
+    return False
+
+
+def _try_out(model: nn.Module, image_size: int, batch: int = 2) -> None:
+    """Sends pictures without content through the model's shapes: takes no memory, and leaves the model alone."""
     state = {name: tensor.to("meta") for name, tensor in model.state_dict(keep_vars=True).items()}
     with torch.no_grad():
-        torch.func.functional_call(model, state, torch.empty(2, 3, image_size, image_size, device="meta"))
+        torch.func.functional_call(model, state, torch.empty(batch, 3, image_size, image_size, device="meta"))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -159,3 +159,25 @@ def learning_rate(
         total_samples=epochs * samples if schedule == "cosine" else None,
         milestones=tuple(milestones) if schedule == "step" else (),
     )
+
+
+def smallest_batch(samples: int, ranks: int, per_rank_batch: int, pieces: int = 1) -> int:
+    """The fewest samples that a device gets in any step of an epoch, ranks without any left out.
+
+    Args:
+        samples: in an epoch, dealt out as `hvdtrain.Plan` does with its weighted tail.
+        ranks: how many.
+        per_rank_batch: of a full step.
+        pieces: into which a rank cuts its batch (devices of "dataparallel").
+    """
+    tail = samples % (ranks * per_rank_batch)
+    shares = {per_rank_batch} if samples >= ranks * per_rank_batch else set()
+    shares |= {tail // ranks, tail // ranks + (tail % ranks > 0)}
+    return min(share // pieces if share >= pieces else 1 for share in shares if share)
+
+
+def nearest_batch(samples: int, ranks: int, per_rank_batch: int, pieces: int = 1) -> int | None:
+    """The per-rank batch nearest to `per_rank_batch` that leaves no device alone with one sample; None: there is none
+    below its double."""
+    fits = [size for size in range(2, 2 * per_rank_batch + 1) if smallest_batch(samples, ranks, size, pieces) >= 2]
+    return min(fits, key=lambda size: abs(size - per_rank_batch), default=None)

@@ -156,6 +156,8 @@ def keras_modules(backend: str, detected: Detected) -> dict[str, str]:
     return needed
 
 
+# the engine imports it: it looks for an accelerator while it loads, and must be told which before
+_LEFT_TO_THE_ENGINE = {"deepspeed"}
 # what an engine needs beside PyTorch, each with the command that helps
 _ENGINE_MODULES: dict[str, Callable[[], dict[str, str]]] = {
     "horovod": lambda: dict.fromkeys(("horovod", "horovod.torch"), build_horovod_command()),
@@ -214,6 +216,8 @@ def import_modules(needed: Mapping[str, str]) -> None:
     """
     with quiet():
         for name, command in needed.items():
+            if name in _LEFT_TO_THE_ENGINE:
+                continue
             try:
                 importlib.import_module(name)
             except ImportError as error:

@@ -19,7 +19,7 @@ from hvdtrain import image_data, startup
 from hvdtrain.cores import usable_cores
 from hvdtrain.engines import ENGINES
 from hvdtrain.errors import ConfigError
-from hvdtrain.recipes import RECIPES, Settings
+from hvdtrain.recipes import RECIPES, Settings, nearest_batch, smallest_batch
 from hvdtrain.telemetry import read_events
 from hvdtrain.verdict import Facts, phases_per_rank, verdict
 from hvdtrain.world import Detected, World
@@ -43,6 +43,8 @@ def train(args: argparse.Namespace, world: World) -> None:
     data = image_data.load(args.data, world=world, image_size=args.image_size, strict=args.strict)
     recipe = RECIPES[data.recipe]
     plan = Settings.of(args, world.size, recipe, samples=data.samples)
+    network = image_models.build(args.model, data.classes, image_size=data.image_size, stem=recipe.stem)
+    check_batches(args, plan, data, network, world)
     run_dir = world.on_main(
         startup.choose_run_dir, args.run_dir, "torch_resnet", resume=args.resume, data_sha256=data.sha256
     )
@@ -51,7 +53,6 @@ def train(args: argparse.Namespace, world: World) -> None:
         if world.is_main:
             print(f"data: {data.note}\nranks: {world.size} ({world.launcher}, {world.engine})", flush=True)
             print(f"model: {args.model}, {data.classes} classes\n{plan}\nrun directory: {run_dir}", flush=True)
-        network = image_models.build(args.model, data.classes, image_size=data.image_size, stem=recipe.stem)
         job = prepare(args, plan, data, network, run)
         restore(args, plan, job, world)
         scores = fit(args, plan, job, run)
@@ -83,6 +84,27 @@ class Job:
 
         metrics = hvt.classification(top=(1, 5) if self.data.classes > 5 else (1,))
         return hvt.evaluate(self.model, self.held_out, metrics)
+
+
+def check_batches(
+    args: argparse.Namespace, plan: Settings, data: image_data.ImageData, network: torch.nn.Module, world: World
+) -> None:
+    """Refuses a batch size that leaves a device with one picture in an epoch.s tail, where batch-norm needs two."""
+    from hvdtrain.image_models import needs_two
+
+    deal = {"samples": data.samples, "ranks": plan.ranks}
+    pieces = max(len(world.devices), getattr(world.comm, "pieces", 1))
+    smallest = smallest_batch(**deal, per_rank_batch=plan.per_rank_batch, pieces=pieces)
+    if args.sync_batchnorm or smallest >= 2 or not needs_two(network, data.image_size):
+        return
+    better = nearest_batch(**deal, per_rank_batch=plan.per_rank_batch, pieces=pieces)
+    raise ConfigError(
+        "batch-norm needs two pictures, where the model has shrunk them to one pixel",
+        f"{data.samples} pictures of {data.image_size} x {data.image_size} on {plan.ranks} rank(s), "
+        f"{plan.per_rank_batch} each: in some step a device has 1",
+        (f"--per-rank-batch {better}, " if better else "") + "a larger --image-size, or --sync-batchnorm",
+        shared=True,
+    )
 
 
 def prepare(
@@ -248,7 +270,7 @@ def parser() -> argparse.ArgumentParser:
     add("--engine", choices=["auto", *ENGINES], default="auto",
         help="what connects the ranks (default: what goes with the launcher)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: GPUs if there are any)")
-    add("--gpus-per-rank", type=count, default=1, metavar="N", help="for --engine dataparallel (default: 1)")
+    add("--gpus-per-rank", type=count, default=1, metavar="N", help="for --engine dataparallel (default: all)")
     add("--compression", choices=["fp16", "bf16"], help="of gradients sent (default: none)")
     add("--channels-last", action="store_true", help="the memory layout that GPUs prefer for mixed precision")
     add("--compile", action="store_true", help="torch.compile the model")

@@ -7,7 +7,8 @@ import argparse
 import pytest
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.recipes import ADAMW_WEIGHT_DECAY, RECIPES, Settings
+from hvdtrain.recipes import ADAMW_WEIGHT_DECAY, RECIPES, Settings, nearest_batch, smallest_batch
+from hvdtrain.shard import Plan
 
 IMAGENET = 1_281_167
 FLAGS = {
@@ -89,3 +90,20 @@ def test_it_tells_what_it_does() -> None:
 def test_a_warm_up_longer_than_the_training_is_refused(schedule: str) -> None:
     with pytest.raises(ConfigError, match="warm"):
         settings(warmup_epochs=4.0, epochs=3, schedule=schedule)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7, 17, 59, 64])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("per_rank_batch", [1, 2, 5, 8])
+def test_the_smallest_batch_is_that_of_the_plan(samples: int, ranks: int, per_rank_batch: int) -> None:
+    plan = Plan(samples, ranks, per_rank_batch)
+    counts = [len(share.indices) for rank in range(ranks) for share in plan.step_slices(0, rank=rank)]
+    assert smallest_batch(samples, ranks, per_rank_batch) == min(count for count in counts if count)
+    better = nearest_batch(samples, ranks, per_rank_batch)
+    assert better is None or smallest_batch(samples, ranks, better) >= 2
+
+
+def test_pieces_of_a_batch() -> None:
+    assert [smallest_batch(8, 1, 8, pieces) for pieces in (1, 2, 3, 4, 5, 9)] == [8, 4, 2, 2, 1, 1]
+    assert smallest_batch(59, 1, 8, 2) == 1 and nearest_batch(59, 1, 8, 2) == 9  # 59 = 6 x 9 + 5: 3 and 2
+    assert nearest_batch(1, 1, 8) is None and nearest_batch(17, 1, 8) == 7

@@ -82,6 +82,15 @@ def test_torch_programs_need_what_their_engine_needs() -> None:
     assert list(startup.torch_modules("auto", ALONE, torchvision=False)) == ["numpy", "torch"]
 
 
+def test_deepspeed_is_left_to_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for an accelerator, and warns, while it loads: its engine tells it first."""
+    needed = {name: "" for name in startup.torch_modules("deepspeed", ALONE) if name == "deepspeed"}
+    assert needed
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    startup.import_modules(needed)
+    assert "deepspeed" not in sys.modules
+
+
 def test_an_engine_that_the_launcher_cannot_start_is_told_once() -> None:
     with pytest.raises(LauncherError) as caught:
         startup.torch_modules("horovod", Detected("torchrun", 1, 2, 1, 2, 0, None))

@@ -11,7 +11,7 @@ from harness import Result, run_ranks
 from test_torch_resnet import SIDE, record, run_program, write_pictures
 
 SHORT_OF_MEMORY = Path(__file__).parent / "torch_programs" / "resnet_short_of_memory.py"
-WITHIN_S = 15
+WITHIN_S = 30  # about 5 on a quiet machine
 SMALL = ["--model", "resnet18", "--image-size", SIDE, "--per-rank-batch", 4]
 
 
@@ -65,6 +65,15 @@ def test_a_model_that_cannot_take_small_pictures() -> None:
 
 
 @pytest.mark.ranks
+def test_a_batch_that_leaves_one_picture_for_batch_norm(tmp_path: Path) -> None:
+    """1437 digits are 4 x 359 + 1; two devices share the last."""
+    flags = ["--model", "resnet18", "--data", "digits", "--run-dir", tmp_path / "run"]
+    result = refused([*flags, "--per-rank-batch", 359], 1, "none")
+    told_once(result, "1437 pictures of 32 x 32 on 1 rank(s), 359 each", "--per-rank-batch 358")
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_folder_without_classes(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
@@ -100,9 +109,10 @@ def newest_checkpoint(run_dir: Path) -> Path:
 def test_wrong_class_count_in_a_checkpoint(trained: tuple[Path, Path], tmp_path: Path) -> None:
     write_pictures(tmp_path / "three", {"cross": 5, "frame": 5, "stripes": 5}, {"cross": 1, "frame": 1, "stripes": 1})
     saved = newest_checkpoint(trained[1])
-    result = refused([*SMALL, "--data", tmp_path / "three", "--weights", saved, "--run-dir", tmp_path / "run"])
+    result = refused([*SMALL, "--data", tmp_path / "three", "--weights", saved, "--run-dir", tmp_path / "run"],
+                     within_s=60)  # fmt: skip
     said = result.ranks_error[0]
-    assert "fc.weight" in said and "[2, 512]" in said and "[3, 512]" in said, result.text
+    assert "fc.weight" in said and "(2, 512)" in said and "(3, 512)" in said, result.text
     assert "Traceback" not in said and "rank 0: " in said
 
 
@@ -122,7 +132,7 @@ def test_nan_loss_stops_all_ranks_and_keeps_the_last_good_checkpoint(
         launcher=launcher, within_s=60,
     )  # fmt: skip
     said = "\n".join(result.ranks_error.values())
-    for part in ("rank", "update", "epoch", "layer"):
+    for part in ("the loss is nan at step 7 (epoch 1)", "rank 0: nan", "rank 1: nan", "first bad layer: layer1"):
         assert part in said, result.text
     assert "Traceback" not in said, result.text
     assert newest_checkpoint(tmp_path / "run") == good

@@ -18,7 +18,7 @@ from hvdtrain.telemetry import read_events
 
 PROGRAM = Path(__file__).parent / "torch_programs" / "resnet_that_dies.py"
 CLASSES = ("cross", "frame", "stripes")
-SIDE = 24
+SIDE = 40  # a ResNet makes 2x2 of it, so that a batch of one picture can be trained on
 
 
 @pytest.fixture(scope="module")
