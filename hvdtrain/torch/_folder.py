@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
 from hvdtrain.errors import ConfigError
@@ -19,6 +22,9 @@ from hvdtrain.torch._workers import Unreadable
 
 # What PIL raises for files that are cut off, broken, or no images, and the system for files that are gone
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+JPEG_START, JPEG_END, END_WITHIN_BYTES = b"\xff\xd8\xff", b"\xff\xd9", 32
+# None in a torchvision that was built without libjpeg
+_JPEG = decode_jpeg if hasattr(torch.ops.image, "decode_jpeg") else None
 
 
 class Files(Protocol):
@@ -46,7 +52,8 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
         size: height and width of the samples, in pixels.
         resize: for the centre: of the shorter side before it is cut; by default size · 256 / 224.
         strict: a file that cannot be read is an error.
-        transform: takes the place of all the above: from a ``PIL.Image`` in RGB to a uint8 tensor.
+        transform: takes the place of crops and scaling: of a uint8 picture [3, H, W], for example by
+            ``torchvision.transforms.v2``; its random numbers depend on the sample's place in the epoch only.
         augment: what the loader does to whole batches; by default it normalises by ImageNet's mean and deviation.
     """
 
@@ -60,7 +67,7 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
         size: int = 224,
         resize: int | None = None,
         strict: bool = False,
-        transform: Callable[[Image.Image], Tensor] | None = None,
+        transform: Callable[[Tensor], Tensor] | None = None,
         augment: Any = None,
     ) -> None:
         resize = resize or size * 256 // 224
@@ -83,32 +90,57 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
         try:
             image = decode(path)
         except UNREADABLE as error:
-            reason = f"{type(error).__name__}: {error}".replace(f"{path!r}", "it")
-            return Unreadable(path, reason, fatal=self.strict)
+            return Unreadable(path, _reason(error, path), fatal=self.strict)
         return self.transform(image), int(self.files.labels[index])
 
 
-def for_training(size: int) -> Callable[[Image.Image], Tensor]:
-    """Returns the ImageNet training transform, up to uint8 tensors."""
-    return v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), v2.PILToTensor()])
+def _reason(error: Exception, path: str) -> str:
+    """One line that does not name the file again, and is the same in every process."""
+    if isinstance(error, UnidentifiedImageError):  # its text has the address of a buffer
+        return "UnidentifiedImageError: not a picture of any known format"
+    return f"{type(error).__name__}: {error}".replace(repr(path), "it")
 
 
-def for_validation(size: int, resize: int) -> Callable[[Image.Image], Tensor]:
-    """Returns the ImageNet validation transform, up to uint8 tensors."""
-    return v2.Compose([v2.Resize(resize, antialias=True), v2.CenterCrop(size), v2.PILToTensor()])
+def for_training(size: int) -> Callable[[Tensor], Tensor]:
+    """Returns the ImageNet training transform, of uint8 pictures [3, H, W]."""
+    return v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
 
 
-def decode(path: str) -> Image.Image:
-    """Returns the image in RGB, upright.
+def for_validation(size: int, resize: int) -> Callable[[Tensor], Tensor]:
+    """Returns the ImageNet validation transform, of uint8 pictures [3, H, W]."""
+    return v2.Compose([v2.Resize(resize, antialias=True), v2.CenterCrop(size)])
+
+
+def decode(path: str) -> Tensor:
+    """Returns the picture in RGB, upright: uint8 [3, H, W].
+
+    JPEGs are decoded by torchvision, which saves a copy or two; pillow does what torchvision cannot, and gives the same
+    pixels, as both use libjpeg.
 
     Raises:
         OSError, ValueError, ...: one of `UNREADABLE`.
     """
+    with open(path, "rb") as file:
+        data = file.read()
+    # torchvision fills what is missing of a file that was cut off with grey, and says nothing; pillow refuses it
+    if _JPEG is not None and data.startswith(JPEG_START) and JPEG_END in data[-END_WITHIN_BYTES:]:
+        try:
+            return _JPEG(
+                torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB, apply_exif_orientation=True
+            )
+        except RuntimeError:
+            return decode_by_pillow(data)  # a kind of JPEG that it does not know (CMYK, in some versions), or broken
+    return decode_by_pillow(data)
+
+
+def decode_by_pillow(data: bytes) -> Tensor:
+    """`decode`, of a whole file's bytes, for every format there is."""
     with warnings.catch_warnings():
         # broken EXIF data and odd palettes: the pixels are what counts, and they are there or not
         warnings.simplefilter("ignore")
-        with Image.open(path) as image:
+        with Image.open(io.BytesIO(data)) as image:
             upright = ImageOps.exif_transpose(image)
             if upright.mode in ("P", "LA", "PA"):  # transparency in a palette: RGB of it is by way of RGBA
                 upright = upright.convert("RGBA")
-            return upright.convert("RGB")
+            picture = np.array(upright.convert("RGB"))
+    return torch.from_numpy(picture).permute(2, 0, 1).contiguous()
