@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -111,34 +113,63 @@ def _meet(detected: Detected) -> dist.Store:
         return dist.HashStore()
     host, port = meeting_point(os.environ, detected)
     timeout = timedelta(seconds=float(os.environ.get(START_TIMEOUT_VARIABLE, _START_TIMEOUT_S)))
-    role = "rank 0 must be able to listen on" if detected.rank == 0 else "rank 0 must be reachable at"
+    # under torchrun its agent holds the store, else rank 0 (torch.distributed.rendezvous decides alike)
+    listens = detected.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     with _as_launcher_error(
-        f"{role} {host}:{port}",
+        f"rank {detected.rank} must be able to {'listen on' if listens else 'reach rank 0 at'} {host}:{port}",
         "check that the host is the one of rank 0, that its port is free and no firewall is between; another port:"
         " MASTER_PORT (torchrun: --master-port)",
     ):
-        # under torchrun the agent holds the store; this handler knows
-        bracketed = f"[{host}]" if ":" in host else host
-        url = f"tcp://{bracketed}:{port}"
-        found, _, _ = next(iter(dist.rendezvous(url, detected.rank, detected.size, timeout=timeout)))
+        if not listens:
+            _wait_for_port(host, port, timeout.total_seconds())
+        found = dist.TCPStore(
+            host, port, detected.size, listens, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )  # fmt: skip
     store = dist.PrefixStore(f"hvdtrain.{next(_joins)}", found)
     _wait_for_all(store, detected, timeout)
     return store
 
 
+def _wait_for_port(host: str, port: int, timeout_s: float) -> None:
+    """Returns when somebody listens there; PyTorch's store, waiting itself, would print stacks of C++ at each try.
+
+    Raises:
+        OSError: the last attempt's; names that do not resolve are tried again too, clusters are slow to know theirs.
+    """
+    for remaining in _attempts(timeout_s):
+        try:
+            socket.create_connection((host, port), timeout=max(remaining, 0.1)).close()
+            return
+        except OSError:
+            if remaining <= 0:
+                raise
+
+
 def _wait_for_all(store: dist.Store, detected: Detected, timeout: timedelta) -> None:
     """Names the ranks that do not come, where a collective would only time out."""
     store.set(f"here/{detected.rank}", "")
-    keys = [f"here/{rank}" for rank in range(detected.size)]
-    try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError as error:
-        absent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        raise LauncherError(
-            f"all {detected.size} ranks must start within {timeout.total_seconds():.0f} s",
-            f"rank {', '.join(absent)} did not come, says rank {detected.rank}",
-            f"start them at the same time, on every host; slow machines: {START_TIMEOUT_VARIABLE}=900",
-        ) from error
+    missing = list(range(detected.size))
+    for remaining in _attempts(timeout.total_seconds()):
+        missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
+        if not missing:
+            return
+        if remaining <= 0:
+            raise LauncherError(
+                f"all {detected.size} ranks must start within {timeout.total_seconds():.0f} s",
+                f"rank {', '.join(map(str, missing))} did not come, says rank {detected.rank}",
+                f"start them at the same time, on every host; slow machines: {START_TIMEOUT_VARIABLE}=900",
+            )
+
+
+def _attempts(timeout_s: float) -> Iterator[float]:
+    """Yields the seconds that remain, at once and then at growing distances; the last is not above 0."""
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.02
+    while (remaining := deadline - time.monotonic()) > 0:
+        yield remaining
+        time.sleep(min(pause_s, max(deadline - time.monotonic(), 0.0)))  # others are asked, who can tell nobody
+        pause_s = min(pause_s * 1.5, 1.0)
+    yield remaining
 
 
 @contextmanager

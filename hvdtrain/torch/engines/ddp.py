@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.launchers import Detected
+from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch.engines._group import GroupEngine, join, rank_losses
 from hvdtrain.torch.engines.base import Settings
 
@@ -73,6 +74,7 @@ class DdpBound:
 
     def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
         """See `Bound.backward`."""
+        loss = loss * self._size  # DDP divides by the number of ranks, what earlier micro-batches have added up too
         if not reduce:
             loss.backward()  # DDP's hooks expect nothing: gradients add up here
             return
@@ -83,7 +85,9 @@ class DdpBound:
         with rank_losses():
             if extras is not None:
                 self._extras_work = dist.all_reduce(extras, async_op=True)
-            self._ddp(loss * self._size).backward()  # DDP divides by the number of ranks
+            carried = self._ddp(loss)
+            carried.register_hook(_when_the_graph_is_done)
+            carried.backward()
 
     def finish(self) -> None:
         """See `Bound.finish`; gradients are there already, DDP's backward pass waits for them."""
@@ -99,6 +103,14 @@ class DdpBound:
         """Ends DDP: its reducer takes its hooks off the parameters when nothing refers to it any more."""
         self._ddp = None
         gc.collect()
+
+
+def _when_the_graph_is_done(grad: Tensor) -> None:
+    """Lets the clock see where waiting begins: inside `backward`, when all gradients are computed.
+
+    Called as the pass begins, so ahead of DDP in the queue of what is called at its end.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: CLOCK.enter("communication"))  # type: ignore[attr-defined]
 
 
 class _LossCarrier(nn.Module):

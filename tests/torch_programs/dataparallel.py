@@ -1,0 +1,135 @@
+"""Facts about one process that cuts its batches into pieces. Usage: dataparallel.py; prints a JSON object."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import hvdtrain
+from hvdtrain.torch.engines.base import Settings
+from hvdtrain.torch.engines.dataparallel import DataParallelEngine, piece_sizes
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+class Net(nn.Module):
+    """Weights used twice, a buffer that the forward pass changes, and a record of the pieces it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 6)
+        self.again = self.stem
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 3)
+        self.head.weight = nn.Parameter(self.head.weight.detach())
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor, y: Tensor | None = None, *, options: Any = None) -> Any:
+        self.seen.append(len(x))
+        out = self.head(self.norm(self.again(x).tanh()))
+        return out if y is None else nn.functional.mse_loss(out, y)
+
+
+class Nested(nn.Module):
+    def forward(self, given: dict[str, Any], flag: bool) -> Any:
+        x, table = given["x"], given["table"]
+        return {"pair": Pair(x * 2, x.sum()), "flag": flag, "list": [table.sum(), None], "od": OrderedDict(x=x)}
+
+
+def bound_of(module: nn.Module, pieces: int) -> Any:
+    engine = DataParallelEngine(name="dataparallel", pieces=pieces)
+    parameters = list(module.parameters()) or [nn.Parameter(torch.zeros(1))]
+    return engine.bind(module, torch.optim.SGD(parameters, lr=0.1), Settings())
+
+
+def gap(samples: int, pieces: int, inside: bool) -> list[float]:
+    """The largest differences of loss and gradients to the whole batch at once, batch norm set to evaluation.
+
+    Args:
+        inside: the loss is computed in the model, so each piece returns its own mean.
+    """
+    torch.manual_seed(1)
+    net = Net().double()
+    net.norm.eval()
+    whole = copy.deepcopy(net)
+    x, y = torch.randn(samples, 4).double(), torch.randn(samples, 3).double()
+    bound = bound_of(net, pieces)
+    loss = bound.call(x, y) if inside else nn.functional.mse_loss(bound.call(x, options=[]), y)
+    bound.backward(loss, reduce=True)
+    expected = whole(x, y)
+    expected.backward()
+    pairs = zip(net.parameters(), whole.parameters(), strict=True)
+    assert net.seen == piece_sizes(samples, pieces), net.seen
+    return [abs(float((loss - expected).detach())), max(float((a.grad - b.grad).abs().max()) for a, b in pairs)]
+
+
+def buffers() -> dict[str, Any]:
+    """Running statistics are those of the first piece; state dicts have no prefix; dropout repeats."""
+    torch.manual_seed(2)
+    net, first = Net(), Net()
+    first.load_state_dict(net.state_dict())
+    x = torch.randn(7, 4)
+    bound_of(net, 2).call(x)
+    first(x[:4])
+    drop = nn.Dropout(0.5)
+    calls = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        calls.append(bound_of(drop, 3).call(torch.ones(9, 5)))
+    return {
+        "statistics": float((net.norm.running_mean - first.norm.running_mean).abs().max()),
+        "batches": int(net.norm.num_batches_tracked),
+        "moved": float(net.norm.running_mean.abs().max()),
+        "names": list(net.state_dict()) == list(first.state_dict()),
+        "dropout": torch.equal(*calls) and 0 < float(calls[0].mean()) < 2,
+    }
+
+
+def nested() -> dict[str, Any]:
+    x = torch.arange(10.0).view(5, 2)
+    out = bound_of(Nested(), 2).call({"x": x, "table": torch.ones(3)}, True)
+    try:
+        refused = str(bound_of(Strange(), 2).call(x))
+    except hvdtrain.ConfigError as error:
+        refused = str(error)
+    return {
+        "kinds": [type(out["pair"]).__name__, type(out["od"]).__name__, out["flag"], out["list"][1]],
+        "left": torch.equal(out["pair"].left, x * 2),
+        # sums of the pieces (3 samples: 15, 2 samples: 30) averaged by samples, a mean of means would be 22.5
+        "right": float(out["pair"].right),
+        "whole": float(out["list"][0]),
+        "refused": refused,
+    }
+
+
+class Strange(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return str(x.sum())
+
+
+def main() -> None:
+    losses = {f"{n} over {k} {i}": gap(n, k, i) for n in (1, 2, 5, 8) for k in (1, 2, 3, 4) for i in (False, True)}
+    found: dict[str, Any] = {"losses": losses, "buffers": buffers(), "nested": nested()}
+    found["sizes"] = [piece_sizes(10, 4), piece_sizes(3, 4), piece_sizes(8, 2)]
+    pieces = []
+    for variable, gpus in (("", 1), ("3", 1), ("3", 4)):
+        os.environ.pop("HVDTRAIN_CPU_DEVICES", None)
+        if variable:
+            os.environ["HVDTRAIN_CPU_DEVICES"] = variable
+        with hvdtrain.init("torch", engine="dataparallel", gpus_per_rank=gpus) as world:
+            pieces.append([world.engine, world.size, world.comm.pieces])
+    found["pieces"] = pieces
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
