@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.torch._inner import unwrap
+from hvdtrain.torch._sync_batchnorm import is_synchronized
 from hvdtrain.torch._watch import checksums
 from hvdtrain.world import World
 
@@ -75,8 +76,12 @@ def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @contextmanager
 def kept(module: nn.Module, keep: bool = True) -> Iterator[None]:
-    """Puts the buffers back at the end: a batch that does not count must leave no trace in running statistics."""
-    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()] if keep else []
+    """Puts the buffers back at the end: a batch that does not count must leave no trace in running statistics.
+
+    Those of synchronised batch norm are left: they follow all ranks' samples, on every rank.
+    """
+    layers = [layer for layer in module.modules() if not is_synchronized(layer)] if keep else []
+    saved = [(buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
     try:
         yield
     finally:

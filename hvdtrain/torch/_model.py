@@ -14,6 +14,7 @@ from hvdtrain.torch import _buffers
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._oom import explained
 from hvdtrain.torch._session import Session
+from hvdtrain.torch._sync_batchnorm import acting
 
 # the module's own methods: names in state dicts, in parameter lists and in printed text are those of the plain module
 _DELEGATED = (
@@ -59,8 +60,13 @@ class Model(nn.Module):
         session = self.session
         if session.options.channels_last:
             args = tuple(map(_channels_last, args))
-        # a batch that does not count must leave no trace in running statistics
-        with _buffers.kept(self.module, ghost), explained("forward pass", session.sizes), session.precision.autocast():
+        with (
+            # a batch that does not count must leave no trace in running statistics
+            acting("uncounted" if ghost else "counted"),
+            _buffers.kept(self.module, ghost),
+            explained("forward pass", session.sizes),
+            session.precision.autocast(),
+        ):
             return session.precision.outputs(session.bound.call(*args, **kwargs))
 
     @property

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.torch._sync_batchnorm import acting
 from hvdtrain.world import World
 
 _LAG = 2
@@ -147,15 +148,10 @@ def first_bad_layer(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str,
         )
 
     hooks = [child.register_forward_hook(look, with_kwargs=True) for child in module.modules()]
-    communicating = [m for m in module.modules() if getattr(m, "communicates", False) and m.training]
     try:
-        for child in communicating:  # other ranks do not take part in this
-            child.eval()
-        with torch.no_grad():
+        with torch.no_grad(), acting("alone"):  # the other ranks do not take part in this
             module(*args, **kwargs)
     finally:
-        for child in communicating:
-            child.train()
         for hook in hooks:
             hook.remove()
     return found[0] if found else "the model's outputs are finite: look at the loss function and the labels"

@@ -23,6 +23,7 @@ from hvdtrain.torch._optimizer import Optimizer
 from hvdtrain.torch._rate import Rates
 from hvdtrain.torch._refusals import check_model, check_optimizer
 from hvdtrain.torch._session import Options, Session, engine_of, world_or_current
+from hvdtrain.torch._sync_batchnorm import convert
 from hvdtrain.torch.engines.base import Settings
 from hvdtrain.world import World
 
@@ -131,8 +132,6 @@ def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None
 def _place(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, world: World) -> None:
     """Puts model and optimizer state where they compute; parameters stay the same objects."""
     if options.sync_batchnorm:
-        from hvdtrain.torch._sync_batchnorm import convert
-
         convert(model, engine_of(world))
     model.to(engine_of(world).device)
     if options.channels_last:
