@@ -22,7 +22,7 @@ from hvdtrain.torch._workers import Unreadable
 
 # What PIL raises for files that are cut off, broken, or no images, and the system for files that are gone
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
-JPEG_START, JPEG_END, END_WITHIN_BYTES = b"\xff\xd8\xff", b"\xff\xd9", 32
+JPEG_START = b"\xff\xd8\xff"
 # None in a torchvision that was built without libjpeg
 _JPEG = decode_jpeg if hasattr(torch.ops.image, "decode_jpeg") else None
 
@@ -122,8 +122,7 @@ def decode(path: str) -> Tensor:
     """
     with open(path, "rb") as file:
         data = file.read()
-    # torchvision fills what is missing of a file that was cut off with grey, and says nothing; pillow refuses it
-    if _JPEG is not None and data.startswith(JPEG_START) and JPEG_END in data[-END_WITHIN_BYTES:]:
+    if _JPEG is not None and data.startswith(JPEG_START):
         try:
             return _JPEG(
                 torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB, apply_exif_orientation=True

@@ -14,7 +14,6 @@ from cases import run_all
 from loader_alone import Numbers, acted, refused
 from PIL import Image, ImageOps
 from torch import Tensor, nn
-from torchvision.io import decode_jpeg
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
@@ -118,8 +117,6 @@ def case_image_files(folder: Path) -> None:
     assert len(bad) == 1 and bad[0].name.endswith(CORRUPT) and not bad[0].fatal
     half = folder / "train" / "cat" / "0.jpg"
     half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])  # cut off
-    grey_below = decode_jpeg(torch.frombuffer(bytearray(half.read_bytes()), dtype=torch.uint8))
-    assert grey_below[:, -1].float().std() < 1  # the negative twin: torchvision alone takes it as it is
     (folder / "train" / "cat" / "1.jpg").unlink()
     reasons = {Path(i.name).name: i.reason for i in (files[i] for i in range(18)) if isinstance(i, hvt.Unreadable)}
     assert "truncated" in reasons["0.jpg"] and "FileNotFoundError" in reasons["1.jpg"], reasons
