@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness import run_ranks
-from torch_programs.cases import names_of, verdict_on
+from torch_programs.passing import names_of, verdict_on
 
 FOLDER = Path(__file__).parent / "torch_programs"
 CASES = [(program, name) for program in ("loader_alone.py", "inputs.py") for name in names_of(FOLDER / program)]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from cases import run_all
+from passing import run_all
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
