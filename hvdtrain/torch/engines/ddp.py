@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +55,7 @@ class DdpBound:
         self._optimizer = optimizer
         self._settings = settings
         self._extras_work: dist.Work | None = None
+        _spend_the_warning()
         self._wrap()
 
     def _wrap(self) -> None:
@@ -110,21 +114,38 @@ def _when_the_graph_is_done(grad: Tensor) -> None:
 
     Called as the pass begins, so ahead of DDP in the queue of what is called at its end.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(lambda: CLOCK.enter("communication"))  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(_waiting)
+
+
+def _waiting() -> None:
+    CLOCK.enter("communication")
 
 
 class _LossCarrier(nn.Module):
-    """What DDP wraps: it has the model's parameters, and its forward pass hands on the loss.
-
-    One parameter of its own never takes part. DDP, told to look for such parameters, else writes to standard error that
-    it found none, in the first pass of every rank; it does so from C++, where Python's filters do not reach.
-    """
+    """What DDP wraps: it has the model's parameters, and its forward pass hands on the loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        like = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-        self.never_used = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
 
     def forward(self, loss: Tensor) -> Tensor:
         return loss
+
+
+@functools.cache
+def _spend_the_warning() -> None:
+    """Has DDP say once, unheard, what it says once in a process: that it looked for unused parameters and found none.
+
+    It comes from C++, past Python's filters. (A parameter that is never used would keep it silent as well, but then
+    every update on a GPU waits for the ranks' answer whether it was used anywhere.)
+    """
+    everything_used = DistributedDataParallel(nn.Linear(1, 1), init_sync=False, find_unused_parameters=True)
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        everything_used(torch.zeros(1))
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
