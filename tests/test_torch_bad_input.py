@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import Result, run_ranks
-from test_torch_resnet import SIDE, record, run_program, write_pictures
+from test_torch_resnet import BROKEN, SIDE, make_odd, record, run_program, write_pictures
 
 SHORT_OF_MEMORY = Path(__file__).parent / "torch_programs" / "resnet_short_of_memory.py"
 WITHIN_S = 30  # about 5 on a quiet machine
@@ -114,6 +114,17 @@ def test_wrong_class_count_in_a_checkpoint(trained: tuple[Path, Path], tmp_path:
     said = result.ranks_error[0]
     assert "fc.weight" in said and "(2, 512)" in said and "(3, 512)" in said, result.text
     assert "Traceback" not in said and "rank 0: " in said
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_broken_file_is_refused_when_strict(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "data", {"cross": 6, "frame": 9}, {"cross": 1, "frame": 1})
+    make_odd(tmp_path / "data" / "train")
+    flags = [*SMALL, "--data", tmp_path / "data", "--run-dir", tmp_path / "run", "--epochs", 1]
+    result = refused([*flags, "--strict"], within_s=60)
+    said = "\n".join(result.ranks_error.values())
+    assert str(tmp_path / "data" / "train" / BROKEN) in said and "Traceback" not in said, result.text
 
 
 @pytest.mark.ranks
