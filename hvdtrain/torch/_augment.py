@@ -67,15 +67,14 @@ class CropFlip(Normalise):
 
     def move(self, batch: Tensor, uniforms: Tensor) -> Tensor:
         """Returns the images shifted and mirrored, of the type they came in."""
-        shift = (uniforms[:, :2] * (2 * self.pad + 1)).long()
+        on_cpu = batch.device.type == "cpu"
         if self.pad:
-            batch = (
-                _shifted_cpu(batch, shift, self.pad) if batch.device.type == "cpu" else shifted(batch, shift, self.pad)
-            )
-        if not self.flip:
-            return batch
-        mirror = uniforms[:, 2] < 0.5
-        return _mirrored_cpu(batch, mirror) if batch.device.type == "cpu" else mirrored(batch, mirror)
+            shift = (uniforms[:, :2] * (2 * self.pad + 1)).long()
+            batch = (_shifted_cpu if on_cpu else shifted)(batch, shift, self.pad)
+        if self.flip:
+            own = batch if self.pad else batch.clone()  # on CPU it is changed in place
+            batch = (_mirrored_cpu if on_cpu else mirrored)(own, uniforms[:, 2] < 0.5)
+        return batch
 
 
 def shifted(batch: Tensor, shift: Tensor, pad: int) -> Tensor:
@@ -101,9 +100,10 @@ def _shifted_cpu(batch: Tensor, shift: Tensor, pad: int) -> Tensor:
 
 
 def _mirrored_cpu(batch: Tensor, mirror: Tensor) -> Tensor:
-    """`mirrored`, touching only the images that change: their number is free to ask for on CPU."""
-    chosen = mirror.nonzero()[:, 0]
-    return batch.index_copy(0, chosen, batch.index_select(0, chosen).flip(3))
+    """`mirrored`, by numpy and in place: only the images that change are touched."""
+    pictures, chosen = batch.numpy(), mirror.numpy().nonzero()[0]
+    pictures[chosen] = pictures[chosen][..., ::-1]
+    return batch
 
 
 def normalise(mean: Sequence[float], std: Sequence[float]) -> Normalise:

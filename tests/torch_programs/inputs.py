@@ -60,9 +60,10 @@ def case_ways_to_move_are_equal() -> None:
     shift = torch.randint(0, 7, (40, 2))
     assert torch.equal(_augment.shifted(pictures, shift, 3), _augment._shifted_cpu(pictures, shift, 3))
     mirror = torch.rand(40) < 0.5
-    assert torch.equal(_augment.mirrored(pictures, mirror), _augment._mirrored_cpu(pictures, mirror))
-    none = torch.zeros(40, dtype=torch.bool)
-    assert torch.equal(_augment._mirrored_cpu(pictures, none), pictures)
+    assert torch.equal(_augment.mirrored(pictures, mirror), _augment._mirrored_cpu(pictures.clone(), mirror))
+    before = pictures.clone()
+    hvt.crop_flip(MEAN, STD, pad=0)(pictures, torch.zeros(40, 3, dtype=torch.float64))
+    assert torch.equal(pictures, before)  # the caller's pictures stay
 
 
 def case_normalise() -> None:
