@@ -35,11 +35,10 @@ def train(args: argparse.Namespace, world: World) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     loss_of = nn.CrossEntropyLoss()
 
-    augment = hvt.crop_flip(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD, pad=4, flip=not digits)  # + whole batches, on the device
+    mean, std = hvt.CIFAR10_MEAN, hvt.CIFAR10_STD
+    augment = hvt.crop_flip(mean, std, pad=4, flip=not digits)  # + whole batches, on the device
     batches = hvt.loader((images.x_train, images.y_train), args.per_rank_batch, augment=augment)  # +
-    held_out = hvt.loader(
-        (images.x_test, images.y_test), 100, augment=hvt.normalise(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD), shuffle=False
-    )  # +
+    held_out = hvt.loader((images.x_test, images.y_test), 100, augment=hvt.normalise(mean, std), shuffle=False)  # +
     samples = len(images.x_train)
     rate = hvdtrain.LR(  # + scaled to the batch of all ranks, warmed up, then a cosine
         args.lr, reference_batch=32, warmup_samples=samples // 2, schedule="cosine", total_samples=args.epochs * samples
