@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NAMES = ("digits", "cifar10", "mnist", "synthetic")
 IMAGE_SIZE = 224
+# a variance that is nothing but rounding
+EVEN = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,7 @@ def load(source: str, *, world: World, image_size: int | None = None, strict: bo
     if kind == "folder":
         return _folder(source, world, image_size or IMAGE_SIZE, strict)
     if kind == "synthetic":
-        return _in_memory(datasets.synthetic(size=image_size or IMAGE_SIZE), "imagenet", pad=0, flip=True)
+        return _in_memory(datasets.synthetic(size=image_size or IMAGE_SIZE), kind, pad=0, flip=True)
     if kind == "cifar10":
         return _in_memory(datasets.load_cifar10(source, world=world), kind, pad=4, flip=True)
     # digits have a right and a left: no mirror images
@@ -88,6 +90,8 @@ def kind_of(source: str) -> str:
     path = Path(os.path.expanduser(source))
     if path.suffix in (".npz", ".gz") and ".tar" not in path.suffixes or path.name.endswith("-ubyte"):
         return "mnist"
+    if (path / "train").is_dir():
+        return "folder"
     published = (*cifar10.ARCHIVES, *cifar10.FOLDERS.values(), f"{cifar10.TEST}.bin", cifar10.TEST)
     cifar = ".tar" in path.suffixes or any((path / name).exists() for name in published)
     return "cifar10" if cifar else "folder"
@@ -113,7 +117,7 @@ def _in_memory(images: datasets.Images, recipe: str, *, pad: int, flip: bool) ->
     import hvdtrain.torch as hvt
 
     x, classes = images.x_train, int(max(images.y_train.max(), images.y_test.max())) + 1
-    mean, std = _by_channel(x)
+    mean, std = by_channel(x)
     return ImageData(
         recipe=recipe,
         note=images.note,
@@ -165,8 +169,9 @@ def _fingerprint(*folders: datasets.Folder) -> str:
     return digest.hexdigest()
 
 
-def _by_channel(pictures: np.ndarray) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel, of values from 0 to 1: uint8 ``[N, C, H, W]``."""
+def by_channel(pictures: np.ndarray) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel of uint8 ``[N, C, H, W]``, of values from 0 to 1; a channel that is
+    the same everywhere counts as having a deviation of 1."""
     import numpy as np
 
     means, stds = [], []
@@ -175,5 +180,6 @@ def _by_channel(pictures: np.ndarray) -> tuple[list[float], list[float]]:
         share, value = counts / counts.sum(), np.arange(256) / 255
         mean = float(share @ value)
         means.append(mean)
-        stds.append(float(share @ (value - mean) ** 2) ** 0.5)
+        variance = float(share @ (value - mean) ** 2)
+        stds.append(variance**0.5 if variance > EVEN else 1.0)
     return means, stds

@@ -7,7 +7,7 @@ the number of ranks.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hvdtrain.lr import LR
@@ -47,6 +47,7 @@ IMAGENET = Recipe(
 )  # fmt: skip
 RECIPES = {
     "imagenet": IMAGENET,
+    "synthetic": replace(IMAGENET, epochs=1),  # there is nothing to learn
     # He et al. (arXiv 1512.03385, section 4.2): 0.1 at batch 128, 3x3 first layer, no max-pool
     "cifar10": Recipe(30, 128, lr=0.1, reference_batch=128, weight_decay=5e-4, stem=Stem()),
     # the max-pool: MNIST's strokes are 3 pixels wide

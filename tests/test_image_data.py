@@ -1,0 +1,69 @@
+"""Which pictures a name or a path means, before any framework is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdtrain import image_data
+from hvdtrain.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("digits", "digits"),
+        ("cifar10", "cifar10"),
+        ("mnist", "mnist"),
+        ("synthetic", "synthetic"),
+        ("/data/mnist.npz", "mnist"),
+        ("/data/train-images-idx3-ubyte.gz", "mnist"),
+        ("/data/train-images-idx3-ubyte", "mnist"),
+        ("/data/cifar-10-binary.tar.gz", "cifar10"),
+        ("/data/cifar-10-python.tar", "cifar10"),
+        ("/data/imagenet", "folder"),
+        ("/data/my.pictures", "folder"),
+    ],
+)
+def test_kinds(path: str, kind: str) -> None:
+    assert image_data.kind_of(path) == kind
+
+
+@pytest.mark.parametrize(
+    "inside", ["cifar-10-binary.tar.gz", "cifar-10-batches-bin/test_batch.bin", "cifar-10-batches-py", "test_batch.bin"]
+)
+def test_a_folder_that_holds_cifar(inside: str, tmp_path: Path) -> None:
+    assert image_data.kind_of(str(tmp_path)) == "folder"
+    (tmp_path / inside).parent.mkdir(exist_ok=True)
+    (tmp_path / inside).touch()
+    assert image_data.kind_of(str(tmp_path)) == "cifar10"
+
+
+def test_a_class_may_be_called_like_a_file_of_cifar(tmp_path: Path) -> None:
+    """ImageNet's layout wins: its two folders are the rarer find."""
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    (tmp_path / "test_batch").mkdir()
+    assert image_data.kind_of(str(tmp_path)) == "folder"
+
+
+def test_what_is_not_there_is_told_early(tmp_path: Path) -> None:
+    for source in ("auto", "digits", "cifar10", str(tmp_path)):
+        image_data.check(source)
+    with pytest.raises(ConfigError) as caught:
+        image_data.check("cifar")
+    assert "auto, digits, cifar10, mnist, synthetic" in str(caught.value) and "cifar: no such" in caught.value.came
+
+
+def test_mean_and_deviation_of_each_channel() -> None:
+    rng = np.random.default_rng(3)
+    pictures = rng.integers(0, (50, 100, 256), (40, 5, 7, 3)).astype(np.uint8).transpose(0, 3, 1, 2)
+    mean, std = image_data.by_channel(pictures)
+    values = pictures / 255
+    assert mean == pytest.approx(values.mean((0, 2, 3))) and std == pytest.approx(values.std((0, 2, 3)))
+
+
+def test_one_colour_has_no_deviation_to_divide_by() -> None:
+    mean, std = image_data.by_channel(np.full((2, 3, 4, 4), 51, np.uint8))
+    assert mean == pytest.approx([0.2] * 3) and std == [1.0] * 3
