@@ -193,7 +193,8 @@ def conclude(
     facts = facts_of(job, plan, args, world)
     weights = hvt.fingerprint(job.model)
     world.agree("the final weights (SHA-256)", weights)
-    skipped = [*job.batches.all_skipped(), *job.held_out.all_skipped()]
+    unread = job.held_out.all_skipped()
+    skipped = [*job.batches.all_skipped(), *unread]
     run.result(**scores, weights_sha256=weights, skipped=[name for name, _ in skipped])
     if not world.is_main:
         return
@@ -208,7 +209,8 @@ def conclude(
     print(f"weights: bit-equal on {world.size} rank{'s' * (world.size > 1)}, sha256 {weights[:16]}")
     print(f"verdict: {found}")
     top5 = f", top-5 {scores['top5']:.4f}" if "top5" in scores else ""
-    right = f"{round(scores['top1'] * job.data.val_samples)} of {job.data.val_samples} right"
+    tested = job.data.val_samples - len(unread)
+    right = f"{round(scores['top1'] * tested)} of {tested} right"
     print(f"loss {scores['loss']:.4f}, top-1 {scores['top1']:.4f} ({right}){top5}", flush=True)
 
 
@@ -294,6 +296,9 @@ def check_early(args: argparse.Namespace, detected: Detected) -> None:
         image_data.check(args.data)
     if detected.rank == 0 and args.run_dir is not None:
         startup.check_run_dir(args.run_dir, resume=args.resume)
+    if detected.rank == 0 and args.weights is not None and not args.weights.is_dir():
+        came = f"{args.weights}: no such folder"
+        raise ConfigError("--weights is a checkpoint's folder", came, "name one: RUN/checkpoints/epoch-...")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,6 +45,7 @@ def told_once(result: Result, *parts: str) -> None:
         (["--amp", "fp8"], "--amp"),
         (["--resume", "--weights", "somewhere"], "--weights"),
         (["--data", "/no/such/folder"], "/no/such/folder"),
+        (["--weights", "/no/such/checkpoint"], "/no/such/checkpoint: no such folder"),
     ],
 )
 def test_wrong_flag_value(flags: list[object], part: str) -> None:
