@@ -153,6 +153,9 @@ def test_torch_report_names_the_fastest_rival_and_the_missed_target() -> None:
     part.update(torch_train._ratios(wall))
     text = torch_train.report(result)
     assert "(ddp): 0.927 [0.909, 0.945], target <= 1.00: kept" in text and "MISSED" not in text
+    wall["hvdtrain"] = [0.9, 1.4]
+    part.update(torch_train._ratios(wall))
+    assert "target <= 1.00: too noisy to tell" in torch_train.report(result)
 
 
 @pytest.mark.slow

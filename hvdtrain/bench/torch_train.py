@@ -25,6 +25,7 @@ from hvdtrain.errors import LauncherError, build_horovod_command, install_comman
 PEERS = ("hvdtrain", "horovod", "ddp", "accelerate", "fabric")
 # hand-written loops: the fastest of them is the measure
 HAND_WRITTEN = ("horovod", "ddp")
+TELLING_WIDTH = 0.10  # an interval wider than that says nothing about a few percent
 TARGET, EFFICIENCY_GOAL, OVERHEAD_TARGET = 1.00, 0.95, 1.01
 ALONE = {"plain PyTorch, 1 process": "alone", "hvdtrain, 1 process": "hvdtrain"}
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -149,8 +150,11 @@ def _verdict(part: Mapping[str, Any]) -> str:
 
 
 def _kept(what: str, ratio: stats.Ratio, target: float) -> str:
-    """A target is kept if the median is within it, or the interval shows no difference from it."""
-    word = "kept" if ratio.value <= target else "kept within the noise" if ratio.low <= target else "MISSED"
+    """A target is kept if the median is within it, or a narrow interval shows no difference from it."""
+    if ratio.high - ratio.low > TELLING_WIDTH and ratio.low <= target <= ratio.high:
+        word = "too noisy to tell: give the machine nothing else to do, and more --blocks"
+    else:
+        word = "kept" if ratio.value <= target else "kept within the noise" if ratio.low <= target else "MISSED"
     return f"{what}: {ratio}, target <= {target:.2f}: {word}"
 
 
