@@ -91,6 +91,12 @@ def test_image_files(results: dict[int, Any], size: int) -> None:
 
 
 @pytest.mark.parametrize("size", list(RUNS))
+def test_updates_without_unreadable_samples_are_exact(results: dict[int, Any], size: int) -> None:
+    found = results[size]["training_without_what_cannot_be_read"]
+    assert found["ours"] == pytest.approx(found["plain"], rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", list(RUNS))
 def test_refusals(results: dict[int, Any], size: int) -> None:
     assert results[size]["unequal_ranks_are_refused"] and results[size]["metrics_that_differ_are_refused"]
     assert results[1]["strict"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -93,8 +94,13 @@ def memory_of(data: Any, device: torch.device) -> Memory | None:
 
 def _tensor(part: np.ndarray | Tensor) -> Tensor:
     if isinstance(part, np.ndarray):
-        # a read-only array (a memory map, say) cannot be shared with PyTorch
-        tensor = torch.from_numpy(part if part.flags.writeable else part.copy())
+        try:
+            with warnings.catch_warnings():
+                # a read-only array (a memory map, say) is not copied: batches are, and nothing writes to the data
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                tensor = torch.from_numpy(np.ascontiguousarray(part))
+        except TypeError as error:
+            raise ConfigError("arrays hold numbers that PyTorch knows", str(error), "x.astype(np.float32)") from error
     else:
         tensor = part.detach()
     labels = tensor.ndim == 1 and not tensor.is_floating_point() and tensor.dtype != torch.bool

@@ -157,7 +157,8 @@ class Workers:
             generator=torch.Generator(),  # else each epoch draws from the stream that dropout uses
         )
         self._ghost: Any = None
-        self._read_samples = self._bad_samples = 0
+        self._read_samples = 0
+        self._bad: dict[str, str] = {}
 
     @property
     def samples(self) -> int:
@@ -186,12 +187,13 @@ class Workers:
                     "replace or remove it; without strict=True it is left out, named and counted",
                 )  # fmt: skip
             self._read_samples += len(step.indices)
-            self._bad_samples += len(fetched.bad)
-            if self._bad_samples > max(BAD_SAMPLES, BAD_PART * self._read_samples):
-                name, reason = fetched.bad[-1] if fetched.bad else ("", "")
+            self._bad.update(fetched.bad)  # each file once: a later epoch meets it again
+            read = min(self._read_samples, self.samples)
+            if len(self._bad) > max(BAD_SAMPLES, BAD_PART * read):
+                name, reason = list(self._bad.items())[-1]
                 raise ConfigError(
                     f"no more than {BAD_PART:.0%} of the files may be unreadable",
-                    f"{self._bad_samples} of {self._read_samples} read so far; the last: {name}: {reason}",
+                    f"{len(self._bad)} of {read} read so far; the last: {name}: {reason}",
                     "check that the file system is there and the files are images",
                 )
             yield fetched

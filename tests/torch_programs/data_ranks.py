@@ -85,6 +85,51 @@ def worker_order(world: World) -> Any:
     return training_order(world, Random(), workers=1)
 
 
+class Holes(Dataset):
+    """Samples of which some cannot be read: more in some batches than in others."""
+
+    may_skip = True
+    bad = (3, 17, 18, 19, 20, 40)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.tensor([index / SAMPLES, 1.0], dtype=torch.float64)
+        return hvt.Unreadable(str(index), "missing") if index in self.bad else (x, x[:1].cos() * 3)
+
+
+def training_without_what_cannot_be_read(world: World) -> Any:
+    """Updates are the mean over the samples that are there; `plain` is the same, written by hand on one process."""
+    torch.manual_seed(2)
+    net = nn.Linear(2, 1).double()
+    twin = nn.Linear(2, 1).double()
+    twin.load_state_dict(net.state_dict())
+    train = hvt.loader(Holes(), GLOBAL_BATCH // world.size, workers=0)
+    ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5), train, accumulate=2)
+    for _ in train.epochs(2):
+        for x, y in train:
+            optimizer.zero_grad()
+            optimizer.backward(nn.functional.mse_loss(ours(x), y))
+            optimizer.step()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
+    planned_only = 0
+    for epoch in range(2):
+        order = train.plan.order(epoch).tolist()
+        for start in range(0, SAMPLES, 2 * GLOBAL_BATCH):
+            window = order[start : start + 2 * GLOBAL_BATCH]
+            rows = [Holes()[index] for index in window if index not in Holes.bad]
+            planned_only += len(window) != len(rows)
+            plain.zero_grad()
+            nn.functional.mse_loss(
+                twin(torch.stack([x for x, _ in rows])), torch.stack([y for _, y in rows])
+            ).backward()
+            plain.step()
+    assert planned_only > 2  # else nothing was shown
+    flat = [torch.cat([p.detach().flatten() for p in module.parameters()]).tolist() for module in (net, twin)]
+    return {"ours": flat[0], "plain": flat[1]}
+
+
 def evaluation(world: World) -> Any:
     x, y = data()
     net = model()
@@ -232,7 +277,7 @@ def strict(world: World) -> Any:
 
 CASES = (
     memory_order, worker_order, evaluation, evaluation_of_files, padded_evaluation, relay, unequal_ranks_are_refused,
-    metrics_that_differ_are_refused, images, strict,
+    metrics_that_differ_are_refused, images, strict, training_without_what_cannot_be_read,
 )  # fmt: skip
 
 
