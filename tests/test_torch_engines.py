@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -93,22 +94,28 @@ class TestTwoRanks:
         assert late["communication"] < 0.3, late
 
 
-def cluster(kind: str, rank: int, size: int) -> dict[str, str]:
-    """What Slurm, OpenPAI, or a user's own script set for a rank, all on this machine."""
+JOBS = itertools.count()
+
+
+def cluster(kind: str) -> list[dict[str, str]]:
+    """What Slurm, or OpenPAI with one process a task, sets for the two ranks of a job, both on this machine."""
     if kind == "srun":
-        unique = str(os.getpid())  # so that the port is nobody else's
-        return {
-            "SLURM_JOB_ID": unique, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(size), "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": str(size),
-            "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NODELIST": "nobody[1-2]",
-        }  # fmt: skip
+        job = f"{os.getpid()}{next(JOBS)}"  # of its own, as its port comes from it
+        return [
+            {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": rank,
+             "SLURM_LOCALID": rank, "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2",
+             "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NODELIST": "nobody[1-2]"}
+            for rank in "01"
+        ]  # fmt: skip
     with socket.socket() as probe:  # the kernel gives out ports in turn: this one stays free for a while
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
-    return {
-        "PAI_TASK_INDEX": str(rank), "PAI_CURRENT_TASK_ROLE_NAME": "worker", "PAI_HOST_IP_worker_0": "127.0.0.1",
-        "PAI_HOST_IP_worker_1": "127.0.0.1", "PAI_PORT_LIST_worker_0_SynPort": port,
-    }  # fmt: skip
+    return [
+        {"PAI_TASK_INDEX": rank, "PAI_CURRENT_TASK_ROLE_NAME": "worker", "PAI_TASK_ROLE_TASK_COUNT_worker": "2",
+         "PAI_HOST_IP_worker_0": "127.0.0.1", "PAI_HOST_IP_worker_1": "127.0.0.1",
+         "PAI_PORT_LIST_worker_0_SynPort": port}
+        for rank in "01"
+    ]  # fmt: skip
 
 
 def spawn(variables: list[dict[str, str]], *program: object) -> Result:
@@ -120,9 +127,7 @@ def spawn(variables: list[dict[str, str]], *program: object) -> Result:
 def test_clusters_variables_make_a_world(kind: str, engine: str, tmp_path: Path) -> None:
     """Two processes that have nothing but what Slurm or OpenPAI (one process a task) would have set."""
     out = tmp_path / "out.json"
-    variables = [cluster(kind, rank, 2) for rank in (0, 1)]
-    for rank in variables[1:]:  # what is one for the job is the same on every rank
-        rank |= {name: value for name, value in variables[0].items() if "PORT" in name}
+    variables = cluster(kind)
     spawn(variables, PROGRAMS / "engines.py", out, engine, "training").check()
     found = json.loads(out.read_text())
     local = [(0, 2), (1, 2)] if kind == "srun" else [(0, 1), (0, 1)]
@@ -136,10 +141,16 @@ def test_clusters_variables_make_a_world(kind: str, engine: str, tmp_path: Path)
 )
 def test_what_a_cluster_left_out_is_named(kind: str, missing: str) -> None:
     program = ["-c", "import hvdtrain; hvdtrain.init('torch', engine='ddp')"]
-    variables = cluster(kind, 1, 2) | {"PAI_TASK_ROLE_TASK_COUNT_worker": "2"}
-    done = spawn([{name: value for name, value in variables.items() if name != missing}], *program)
+    variables = {name: value for name, value in cluster(kind)[1].items() if name != missing}
+    done = spawn([variables], *program)
     assert done.returncode == 1
     assert f"{missing} missing" in done.err or f"{missing} is missing" in done.err, done.text
+
+
+def test_a_rank_that_ended_is_noticed() -> None:
+    done = spawn(cluster("srun"), PROGRAMS / "engine_loss.py", "ddp")
+    assert done.returncode == 2, done.text
+    assert "every rank must take part until the end" in done.err and "torch.distributed gave up" in done.err, done.err
 
 
 def test_mpirun_starts_ddp_on_one_host(tmp_path: Path) -> None:
