@@ -34,10 +34,13 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
+LARGEST = 0.875  # value in a pattern
+
+
 def pattern(index: int, parameter: Tensor) -> Tensor:
     """Values with few significant bits, so that sums over ranks are exact, different from one place to the next."""
     places = torch.arange(parameter.numel(), device=parameter.device)
-    eight = ((places * 5 + index) % 8 - 3.5) / 4.0  # in -0.875 .. 0.875, never 0
+    eight = ((places * 5 + index) % 8 - 3.5) / 4.0  # in -LARGEST .. LARGEST, never 0
     return eight.to(parameter.dtype).view(parameter.shape)
 
 

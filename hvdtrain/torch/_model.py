@@ -22,7 +22,8 @@ _DELEGATED = (
     "named_children", "modules", "named_modules", "get_parameter", "get_buffer", "get_submodule", "extra_repr",
     "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
     "register_full_backward_pre_hook", "register_state_dict_pre_hook", "register_state_dict_post_hook",
-    "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook", "__repr__",
+    "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook", "__repr__", "__getitem__", "__len__",
+    "__iter__",
 )  # fmt: skip
 _OWN = ("module", "session", "training")
 
@@ -108,6 +109,9 @@ class Model(nn.Module):
             )
         else:
             setattr(self.module, name, value)
+
+    def __bool__(self) -> bool:
+        return True  # not the length of a container
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.module)})

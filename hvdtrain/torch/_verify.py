@@ -16,7 +16,7 @@ from torch import nn
 
 from hvdtrain.errors import ConfigError, ReplicaError
 from hvdtrain.torch import _watch
-from hvdtrain.torch._inner import Probe, pattern, trainable
+from hvdtrain.torch._inner import LARGEST, Probe, pattern, trainable
 from hvdtrain.torch._model import Model
 from hvdtrain.torch._optimizer import Optimizer
 from hvdtrain.torch._session import Session
@@ -103,8 +103,9 @@ def prove(session: Session) -> Proof:
     loss = session.bound.call(Probe(world.rank + 1.0))
     session.bound.backward(loss * weight, reduce=True, extras=extras)
     session.bound.finish()
-    off = _largest_gap(parameters, mean) / mean
-    own = _largest_gap(parameters, (world.rank + 1.0) * weight) / mean
+    largest = mean * LARGEST
+    off = _largest_gap(parameters, mean) / largest
+    own = _largest_gap(parameters, (world.rank + 1.0) * weight) / largest
     for parameter in parameters:
         parameter.grad = None
     reports = world.gather((off, own, extras.tolist()))

@@ -1,42 +1,54 @@
-"""Runs a program's `case_...` functions and says which passed; `results_of` reads it in the test process."""
+"""Runs the functions ``case_...(world)`` of a program on every rank, and says which passed."""
 
 from __future__ import annotations
 
-import ast
 import sys
-import tempfile
 import traceback
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 
-def names_of(program: Path) -> list[str]:
-    """The cases of a program, without importing it."""
-    tree = ast.parse(program.read_text(encoding="utf-8"))
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")]
+import hvdtrain
+from hvdtrain.errors import HvdtrainError
 
 
-def run_all(module: dict[str, Any]) -> None:
-    """Runs each case, with a folder of its own if it takes one; says "passed NAME", or what went wrong."""
-    for name, case in list(module.items()):
+def run_cases(namespace: Mapping[str, Any], world: hvdtrain.World) -> int:
+    """Runs all cases, in order; returns how many failed on some rank. A failed one must not leave a rank waiting."""
+    failed = 0
+    for name, case in namespace.items():
         if not name.startswith("case_"):
             continue
+        problem = ""
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                case(*[Path(folder)] * case.__code__.co_argcount)
+            torch.manual_seed(11 + world.rank)
+            case(world)
         except Exception:
-            print(f"failed {name}\n{traceback.format_exc()}\nend of {name}", flush=True)
-        else:
-            print(f"passed {name}", flush=True)
-    sys.stdout.flush()
+            problem = traceback.format_exc()
+        problems = [text for text in world.gather(problem) if text]
+        failed += bool(problems)
+        if world.is_main:
+            print(f"FAILED {name}\n" + "\n".join(problems) if problems else f"passed {name}", flush=True)
+    return failed
 
 
-def verdict_on(name: str, output: str) -> str:
-    """An empty text when the case passed, else what it said."""
-    lines = output.splitlines()
-    if f"passed {name}" in lines:
-        return ""
-    if f"failed {name}" not in lines:
-        return f"{name} did not run:\n{output[-3000:]}"
-    start = lines.index(f"failed {name}")
-    return "\n".join(lines[start : lines.index(f"end of {name}")])
+@contextmanager
+def refused(*parts: str, kind: type[HvdtrainError] = HvdtrainError) -> Iterator[None]:
+    """The block must raise `kind`, with all `parts` in its text."""
+    try:
+        yield
+    except kind as error:
+        missing = [part for part in parts if part not in str(error)]
+        assert not missing, f"{missing} not in:\n{error}"
+        assert error.rule and (error.remedy or error.came), f"no remedy:\n{error}"
+    else:
+        raise AssertionError(f"not refused: {parts}")
+
+
+def main(namespace: Mapping[str, Any]) -> None:
+    """usage: program.py [ENGINE]"""
+    torch.set_num_threads(1)
+    with hvdtrain.init("torch", engine=sys.argv[1] if len(sys.argv) > 1 else "auto", device="cpu", seed=5) as world:
+        failed = run_cases(namespace, world)
+    sys.exit(3 if failed else 0)

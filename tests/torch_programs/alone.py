@@ -1,0 +1,428 @@
+"""The adapter in one process: the loop's rules, model and optimizer as users see them, precision, NaN, memory."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+from unittest import mock
+
+import torch
+from cases import main, refused
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import hvdtrain
+import hvdtrain.torch as hvt
+from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.torch._clock import Clock
+from hvdtrain.torch._nonfinite import NonFiniteError
+
+
+def mlp(norm: bool = False) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Linear(8, 3))
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def data(samples: int = 32) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(3)
+    x = torch.randn(samples, 4, generator=made)
+    return x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()
+
+
+def prepared(model: nn.Module | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    model = model if model is not None else mlp()
+    train = hvt.loader(data(), 8)
+    model, optimizer = hvt.prepare(model, sgd(model), train, **options)
+    return model, optimizer, train
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def distance(model: nn.Module, before: list[Tensor]) -> float:
+    """How far the parameters are from `before`, in the Euclidean norm."""
+    return float(
+        torch.sqrt(sum(((p.detach() - b) ** 2).sum() for p, b in zip(model.parameters(), before, strict=True)))
+    )
+
+
+# -- the loop -----------------------------------------------------------------------------------------------------
+def case_steps_in_the_wrong_order_are_refused(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared()
+    with refused("no batch has come from the loader", kind=ConfigError):
+        optimizer.backward(model(data()[0]).sum())
+    batches = iter(train)
+    batch = next(batches)
+    with refused("without backward() before", kind=ConfigError):
+        optimizer.clip_grad_norm_(1.0)
+    with refused("no backward() since", kind=ConfigError):
+        optimizer.step()
+    optimizer.backward(loss_of(model, batch))
+    for zero in (optimizer.zero_grad, model.zero_grad):
+        with refused("zero_grad() between backward() and step()", kind=ConfigError):
+            zero()
+    with refused("backward() was called again", kind=ConfigError):
+        optimizer.backward(loss_of(model, batch))
+    with refused("step(closure)", kind=ConfigError):
+        optimizer.step(lambda: 0.0)
+    optimizer.step()
+    with refused("no backward() since", kind=ConfigError):
+        optimizer.step()
+    with refused("a second backward() for the same batch", kind=ConfigError):
+        optimizer.backward(loss_of(model, batch))
+    batch = next(batches)
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    with refused("write optimizer.backward(loss) instead of loss.backward()", kind=ConfigError):
+        optimizer.step()
+    optimizer.backward(loss_of(model, batch), more=True)
+    with refused("more=True", kind=ConfigError):
+        optimizer.step()
+    optimizer.backward(loss_of(model, batch))
+    hvt.unwrap(model).zero_grad()  # behind our back
+    with refused("gone between backward() and step()", kind=ConfigError):
+        optimizer.step()
+
+
+def case_a_loss_is_one_number_with_a_graph(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared()
+    x, y = next(iter(train))
+    with refused("shape (8,)", kind=ConfigError):
+        optimizer.backward(cross_entropy(model(x), y, reduction="none"))
+    with refused("requires_grad=False", kind=ConfigError), torch.no_grad():
+        optimizer.backward(cross_entropy(model(x), y))
+    with refused("float", kind=ConfigError):
+        optimizer.backward(1.0)
+    optimizer.backward(cross_entropy(model(x), y))
+    optimizer.step()
+
+
+def case_skipped_micro_batches_are_refused(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(accumulate=2)
+    batches = iter(train)
+    next(batches)
+    with refused("8 of 16 samples", kind=ConfigError):
+        optimizer.backward(loss_of(model, next(batches)))
+
+
+def case_an_epoch_may_be_left_in_mid_update(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(accumulate=2)
+    before = hvt.fingerprint(model)
+    for batch in train:
+        optimizer.backward(loss_of(model, batch))
+        optimizer.step()
+        break
+    assert hvt.fingerprint(model) == before and optimizer.progress.step == 0
+    for batch in train:  # the partial sum of the last epoch is not in the first update of this one
+        optimizer.backward(loss_of(model, batch))
+        optimizer.step()
+    assert optimizer.progress == hvdtrain.Progress(2, 2, 32, 0)
+
+
+def case_gradients_are_absent_within_an_update_and_final_after_it(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(accumulate=4, clip=0.01)
+    x, y = data()
+    wanted = torch.autograd.grad(cross_entropy(hvt.unwrap(model)(x), y), list(model.parameters()))
+    for number, batch in enumerate(train):
+        optimizer.backward(loss_of(model, batch))
+        if number < 3:
+            assert all(p.grad is None for p in model.parameters()) and optimizer.clip_grad_norm_(1.0) is None
+            optimizer.step()
+            assert optimizer.record()["samples"] == 0
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    change = distance(model, before)
+    assert abs(change - 0.1 * 0.01) < 1e-6, "clip= is the norm of the update's gradient"
+
+
+def case_record_is_what_the_run_log_takes(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared()
+    losses = []
+    for batch in train:
+        loss = loss_of(model, batch)
+        losses.append(float(loss.detach()))
+        optimizer.backward(loss)
+        optimizer.step()
+        record = optimizer.record()
+        assert abs(record["loss"] - losses[-1]) < 1e-6
+    assert (record["step"], record["epoch"], record["samples_seen"], record["samples"]) == (4, 0, 32, 8)
+    assert {"input", "forward", "backward", "optimizer"} <= set(record["seconds"])
+    assert optimizer.progress == hvdtrain.Progress(1, 4, 32, 0)
+
+
+# -- the model ----------------------------------------------------------------------------------------------------
+def case_the_model_looks_like_the_users(world: hvdtrain.World) -> None:
+    plain = mlp(norm=True)
+    model, optimizer, _ = prepared(plain)
+    assert hvt.unwrap(model) is plain and hvt.unwrap(plain) is plain and model.module is plain
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert repr(model) == repr(plain) and len(list(model.modules())) == 4 and isinstance(model, nn.Module)
+    model.eval()
+    assert not plain.training and not model.training and not plain[1].training
+    model.train()
+    assert plain[1].training
+    plain.note = "here"
+    model.other = "there"
+    assert model.note == "here" and plain.other == "there"
+    with refused("would never be trained", kind=ConfigError):
+        model.head = nn.Linear(2, 2)
+    other = copy.deepcopy(model)
+    assert type(other) is nn.Sequential and hvt.fingerprint(other) == hvt.fingerprint(model)
+    with refused("belongs to this process", kind=ConfigError):
+        pickle.dumps(model)
+    assert model.to("cpu") is model and model.float() is model
+    with refused("0.weight would go from torch.float32", kind=ConfigError):
+        model.half()
+    model.load_state_dict(mlp(norm=True).state_dict())
+    torch.testing.assert_close(model(data()[0]), plain(data()[0]))
+    torch.optim.swa_utils.AveragedModel(model).update_parameters(model)
+
+
+def case_the_optimizer_looks_like_the_users(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared()
+    assert isinstance(optimizer, torch.optim.Optimizer) and repr(optimizer) == repr(optimizer.wrapped)
+    assert optimizer.param_groups is optimizer.wrapped.param_groups and optimizer.state is optimizer.wrapped.state
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    rates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the scheduler warns when it believes that step() was not called
+        for batch in train:
+            optimizer.backward(loss_of(model, batch))
+            optimizer.step()
+            schedule.step()
+            rates.append(optimizer.lr)
+    assert rates == [0.1, 0.05, 0.05, 0.025]
+    with refused("add_param_group() after prepare()", kind=ConfigError):
+        optimizer.add_param_group({"params": []})
+    hooked: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: hooked.append(1))
+    optimizer.backward(loss_of(model, next(iter(train))))
+    optimizer.step()
+    assert hooked == [1]
+
+
+def case_a_model_can_be_prepared_again(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared()
+    again, other = hvt.prepare(hvt.unwrap(model), optimizer.wrapped, train, clip=1.0)
+    other.backward(loss_of(again, next(iter(train))))
+    other.step()
+    assert len(optimizer.wrapped._optimizer_step_pre_hooks) == 1
+
+
+def case_compiled_models_train(world: hvdtrain.World) -> None:
+    """With the compiler itself left out: what matters here is that its result is called, and nothing is renamed."""
+    calls = []
+
+    def compile(module: nn.Module) -> Any:
+        def compiled(*args: Any) -> Any:
+            calls.append(1)
+            return module(*args)
+
+        return compiled
+
+    with mock.patch("torch.compile", compile):
+        model, optimizer, train = prepared(compile=True)
+    optimizer.backward(loss_of(model, next(iter(train))))
+    optimizer.step()
+    assert calls == [1] and list(model.state_dict())[0] == "0.weight"
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+def case_wrapped_models_and_optimizers_are_refused(world: hvdtrain.World) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with refused("DataParallel", "model.module", kind=ConfigError):
+        hvt.prepare(nn.DataParallel(model), optimizer)
+    done, wrapped = hvt.prepare(model, optimizer)
+    with refused("unwrap(model)", kind=ConfigError):
+        hvt.prepare(done, optimizer)
+    with refused("optimizer.wrapped", kind=ConfigError):
+        hvt.prepare(model, wrapped)
+
+
+def case_models_that_cannot_be_trained_are_refused(world: hvdtrain.World) -> None:
+    model = mlp()
+    with refused("0.weight", "requires_grad_(False)", kind=ConfigError):
+        hvt.prepare(model, sgd(model[2]))
+    with refused("first of shape (8, 4)", kind=ConfigError):
+        hvt.prepare(mlp(), sgd(mlp()))
+    sparse = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    with refused("sparse=False", "0 is Embedding", kind=ConfigError):
+        hvt.prepare(sparse, sgd(sparse))
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    with refused("lazy", kind=ConfigError):
+        hvt.prepare(lazy, torch.optim.SGD(mlp().parameters(), lr=0.1))
+    frozen = mlp().requires_grad_(False)
+    with refused("something to train", kind=ConfigError):
+        hvt.prepare(frozen, torch.optim.SGD(frozen.parameters(), lr=0.1))
+    with refused("takes a torch.nn.Module", kind=ConfigError):
+        hvt.prepare(lambda x: x, sgd(model))
+    with refused("takes a torch.optim.Optimizer", kind=ConfigError):
+        hvt.prepare(model, model)
+
+
+def case_wrong_options_are_refused(world: hvdtrain.World) -> None:
+    model = mlp()
+    for options, part in (
+        ({"accumulate": 0}, "accumulate=0"), ({"clip": 0.0}, "clip=0.0"), ({"clip": float("nan")}, "clip=nan"),
+        ({"amp": "half"}, "amp='half'"), ({"compression": "int8"}, "compression='int8'"),
+        ({"watch_every": -1}, "watch_every=-1"), ({"lr": hvdtrain.LR(0.1, 8)}, "without data"),
+    ):  # fmt: skip
+        with refused(part, kind=ConfigError):
+            hvt.prepare(model, sgd(model), **options)
+
+
+def case_learning_rates_are_scaled_once_and_by_one_hand(world: hvdtrain.World) -> None:
+    train = hvt.loader(data(), 8)
+    model = mlp()
+    with refused("scaled twice", kind=ConfigError):
+        hvt.prepare(model, sgd(model, lr=0.4), train, lr=hvdtrain.LR(0.1, 2))
+    with refused("must be the base", kind=ConfigError):
+        hvt.prepare(model, sgd(model, lr=0.3), train, lr=hvdtrain.LR(0.1, 2))
+    model, optimizer = hvt.prepare(model, sgd(model), train, lr=hvdtrain.LR(0.1, 2))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    batches = iter(train)
+    optimizer.backward(loss_of(model, next(batches)))
+    optimizer.step()
+    assert abs(optimizer.lr - 0.4) < 1e-12
+    schedule.step()
+    optimizer.backward(loss_of(model, next(batches)))
+    with refused("one hand", kind=ConfigError):
+        optimizer.step()
+
+
+# -- precision ----------------------------------------------------------------------------------------------------
+def case_bf16_trains_on_cpu(world: hvdtrain.World) -> None:
+    seen: list[torch.dtype] = []
+    model, optimizer, train = prepared(amp="bf16")
+    model[0].register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    losses = []
+    for _ in range(10):
+        for x, y in train:
+            out = model(x)
+            assert out.dtype == torch.float32, "a loss is computed in float32"
+            optimizer.backward(cross_entropy(out, y))
+            optimizer.step()
+            losses.append(optimizer.record()["loss"])
+    assert set(seen) == {torch.bfloat16} and all(p.dtype == torch.float32 for p in model.parameters())
+    assert sum(losses[-4:]) < 0.6 * sum(losses[:4]), losses
+
+
+def case_without_amp_nothing_is_cast(world: hvdtrain.World) -> None:
+    """The negative twin of the one above."""
+    model, _, _ = prepared()
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    model(data()[0])
+    assert seen == [torch.float32]
+
+
+def case_fp16_unscales_before_it_clips(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(amp="fp16", clip=0.01)
+    batch = next(iter(train))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.backward(loss_of(model, batch))
+    assert all(float(p.grad.abs().max()) < 10 for p in model.parameters()), "unscaled (the scale is 65536)"
+    optimizer.step()
+    change = distance(model, before)
+    assert abs(change - 0.1 * 0.01) < 1e-5 and optimizer.skipped_steps == 0
+
+
+# -- NaN, memory, time --------------------------------------------------------------------------------------------
+class Breaks(nn.Module):
+    """Gives NaN from its `after`-th call on."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        return x if self.left >= 0 else x * float("nan")
+
+
+def case_a_nan_is_traced_to_its_layer(world: hvdtrain.World) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Tanh(), Breaks(2)), nn.Linear(8, 3))
+    model, optimizer, train = prepared(model)
+    batches = iter(train)
+    for _ in range(2):
+        optimizer.backward(loss_of(model, next(batches)))
+        optimizer.step()
+    before = hvt.fingerprint(model)
+    with refused("nan at step 3 (epoch 0)", "rank 0: nan", "first bad layer: 1.1 (Breaks)", kind=NonFiniteError):
+        optimizer.backward(loss_of(model, next(batches)))
+    assert hvt.fingerprint(model) == before
+
+
+def case_a_nan_from_elsewhere_is_told_so(world: hvdtrain.World) -> None:
+    for spoil, part in (
+        (lambda m, x, y: cross_entropy(m(x * float("inf")), y), "the input batch itself"),
+        (lambda m, x, y: cross_entropy(m(x), y) * float("nan"), "look at the loss function"),
+        (lambda m, x, y: (m[0].bias.data.fill_(float("nan")), cross_entropy(m(x), y))[1], "whose bias is not finite"),
+    ):
+        model, optimizer, train = prepared()
+        x, y = next(iter(train))
+        with refused(part, kind=NonFiniteError):
+            optimizer.backward(spoil(model, x, y))
+
+
+def case_a_gradient_that_is_not_finite_is_named(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(clip=1.0)
+    model[2].bias.register_hook(lambda gradient: gradient * float("inf"))
+    optimizer.backward(loss_of(model, next(iter(train))))
+    with refused("gradient norm", "2.bias", kind=NonFiniteError):
+        optimizer.step()
+
+
+def case_out_of_memory_says_batch_and_remedy(world: hvdtrain.World) -> None:
+    class Greedy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.empty(2**60, dtype=torch.uint8)  # what the allocator says to that is real
+
+    model, optimizer, train = prepared(nn.Sequential(mlp(), Greedy()), accumulate=2)
+    with refused("out of memory in the forward pass", "per_rank_batch 8, accumulate 2", "halve per_rank_batch"):
+        model(next(iter(train))[0])
+    model, optimizer, train = prepared()
+    loss = loss_of(model, next(iter(train)))
+    with (
+        mock.patch.object(
+            optimizer.session.bound, "backward", side_effect=torch.OutOfMemoryError("CUDA out of memory")
+        ),
+        refused("out of memory in the backward pass", "CUDA out of memory"),
+    ):
+        optimizer.backward(loss)
+
+
+def case_other_errors_pass_as_they_are(world: hvdtrain.World) -> None:
+    model, _, _ = prepared()
+    try:
+        model(torch.zeros(2, 5))
+    except RuntimeError as error:
+        assert not isinstance(error, HvdtrainError)
+    else:
+        raise AssertionError("a wrong shape passed")
+
+
+def case_phases_sum_to_the_wall_time(world: hvdtrain.World) -> None:
+    now = [0.0]
+    clock = Clock(lambda: now[0])
+    for phase, seconds in (("input", 1.0), ("forward", 2.0), ("forward", 0.5), ("other", 0.25)):
+        clock.enter(phase)
+        now[0] += seconds
+    assert clock.take() == {"input": 1.0, "forward": 2.5, "other": 0.25} and clock.phase == "other"
+    now[0] += 3.0
+    assert clock.take() == {"other": 3.0} and clock.take() == {"other": 0.0}
+    with refused("'lunch'", kind=ConfigError):
+        clock.enter("lunch")
+
+
+if __name__ == "__main__":
+    main(globals().copy())

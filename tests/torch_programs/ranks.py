@@ -1,0 +1,357 @@
+"""The adapter on several ranks: what must differ on one rank only to be seen by all. usage: ranks.py ENGINE"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from cases import main, refused
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import hvdtrain
+import hvdtrain.torch as hvt
+from hvdtrain.errors import ConfigError, ReplicaError
+from hvdtrain.shard import Plan
+from hvdtrain.torch import _amp, _buffers, _start, _verify
+from hvdtrain.torch._nonfinite import NonFiniteError
+
+LAST = -1  # the rank at which something is different
+
+
+def mlp(norm: bool = False) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Linear(8, 3))
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+def data(samples: int = 32) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(3)
+    return torch.randn(samples, 4, generator=made), torch.randint(0, 3, (samples,), generator=made)
+
+
+def prepared(model: nn.Module | None = None, samples: int = 32, **options: Any) -> tuple[Any, Any, Any]:
+    model = model if model is not None else mlp()
+    train = hvt.loader(data(samples), 4)
+    with contextlib.redirect_stdout(io.StringIO()):
+        model, optimizer = hvt.prepare(model, sgd(model), train, **options)
+    return model, optimizer, train
+
+
+def update(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
+    optimizer.step()
+
+
+def at_last(world: hvdtrain.World) -> bool:
+    return world.rank == world.size - 1
+
+
+# -- the start ----------------------------------------------------------------------------------------------------
+def case_every_rank_starts_from_rank_0(world: hvdtrain.World) -> None:
+    model = mlp(norm=True)  # each rank's own values, buffers too
+    model[1].running_mean.fill_(world.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if world.is_main:  # and only rank 0 has any optimizer state yet
+        cross_entropy(model(data()[0]), data()[1]).backward()
+        optimizer.step()
+    model, wrapped = hvt.prepare(model, optimizer, verify=False)
+    assert len(set(world.gather(hvt.fingerprint(model)))) == 1
+    states = world.gather([{k: v.tolist() for k, v in s.items()} for s in wrapped.state.values()])
+    assert len(states[0]) == 6 and all(state == states[0] for state in states)
+
+
+def case_a_forgotten_broadcast_is_caught(world: hvdtrain.World) -> None:
+    """The negative twin of the one above."""
+    model = mlp()
+    with (
+        mock.patch.object(_start, "broadcast_state", lambda *_: None),
+        refused("replicas must be equal", "0.weight of rank(s) ", kind=ReplicaError),
+    ):
+        hvt.prepare(model, sgd(model))
+
+
+def case_ranks_that_train_differently_are_refused(world: hvdtrain.World) -> None:
+    last = at_last(world)
+    model = mlp()
+    for options, part in (
+        ({"lr": 0.1 * (world.rank + 1)}, "optimizer group 0: lr differs"),
+        ({"momentum": 0.9 if last else 0.5}, "momentum"),
+    ):
+        with refused(part, "rank 0: ", "rank 1: ", kind=ReplicaError):
+            hvt.prepare(model, sgd(model, **options))
+    with refused("prepare(..., accumulate=)", "rank 1: ", kind=ReplicaError):
+        hvt.prepare(model, sgd(model), accumulate=2 if last else 1)
+    wide = nn.Linear(4, 3 if last else 5)
+    with refused("parameter weight", "(5, 4)", "(3, 4)", kind=ReplicaError):
+        hvt.prepare(wide, sgd(wide))
+    frozen = mlp()
+    frozen[0].requires_grad_(not last)
+    with refused("parameter 0.weight", "trained: False", kind=ReplicaError):
+        hvt.prepare(frozen, sgd(frozen))
+
+
+def case_each_rank_has_random_numbers_of_its_own(world: hvdtrain.World) -> None:
+    prepared()
+    drawn = world.gather(torch.rand(4).tolist())
+    assert len({json.dumps(numbers) for numbers in drawn}) == world.size
+
+
+# -- the proof ----------------------------------------------------------------------------------------------------
+def case_the_proof_leaves_no_trace(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(mlp(norm=True))
+    update(model, optimizer, next(iter(train)))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    weights = [p.detach().clone() for p in model.parameters()]
+    with refused("replicas", kind=ReplicaError) if world.size < 2 else contextlib.nullcontext():
+        _buffers.synchronize(model, world)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        proof = hvt.verify(model, optimizer)
+    assert proof.ranks == world.size and proof.largest_difference < 1e-6 and "averaging proven" in str(proof)
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    with refused("prepare() returned together", kind=ConfigError):
+        hvt.verify(hvt.unwrap(model), optimizer.wrapped)
+
+
+@contextmanager
+def spoiled_bound(optimizer: Any, how: str) -> Iterator[None]:
+    """An engine that does something else than summing gradients."""
+    bound, parameters = optimizer.session.bound, optimizer.session.gradients.parameters()
+    real_backward, real_finish = bound.backward, bound.finish
+    own: list[Tensor] = []
+
+    def backward(loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+        own[:] = torch.autograd.grad(loss, parameters, retain_graph=True)
+        real_backward(loss * (0.5 if how == "averages twice" else 1.0), reduce=reduce, extras=extras)
+
+    def finish() -> None:
+        real_finish()
+        if how == "keeps its own":
+            for parameter, gradient in zip(parameters, own, strict=True):
+                parameter.grad = gradient
+
+    with mock.patch.object(bound, "backward", backward), mock.patch.object(bound, "finish", finish):
+        yield
+
+
+def case_the_proof_catches_engines_that_do_not_average(world: hvdtrain.World) -> None:
+    """The negative twins of the proof."""
+    for how, part in (("keeps its own", "every rank kept its own gradient"), ("averages twice", "off by 0.5")):
+        model, optimizer, _ = prepared()
+        with spoiled_bound(optimizer, how), refused("weighted mean", part, kind=ReplicaError):
+            hvt.verify(model, optimizer)
+
+
+def case_the_proof_catches_a_layer_left_out(world: hvdtrain.World) -> None:
+    model, optimizer, _ = prepared()
+    bound = optimizer.session.bound
+    real = bound.finish
+
+    def finish() -> None:
+        real()
+        model[2].bias.grad = None
+
+    with mock.patch.object(bound, "finish", finish), refused("off by inf", kind=ReplicaError):
+        hvt.verify(model, optimizer)
+
+
+def case_the_proof_is_quick(world: hvdtrain.World) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))  # a million parameters
+    model, optimizer = hvt.prepare(model, sgd(model), verify=False)
+    assert _verify.prove(optimizer.session).seconds < 5, "under a second on a quiet machine"
+
+
+# -- the watch ----------------------------------------------------------------------------------------------------
+def case_the_watch_names_what_differs(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(watch_every=2)
+    batches = iter(train)
+    update(model, optimizer, next(batches))
+    if at_last(world):
+        model[2].bias.data[0] += 1e-7
+    optimizer.backward(cross_entropy(model((batch := next(batches))[0]), batch[1]))
+    others = ", ".join(map(str, [world.size - 1]))
+    with refused("after update 2", f"2.bias of rank(s) {others} differs", kind=ReplicaError):
+        optimizer.step()
+
+
+def case_without_the_watch_nobody_notices(world: hvdtrain.World) -> None:
+    """The negative twin: the same divergence, unseen."""
+    model, optimizer, train = prepared()
+    if at_last(world):
+        model[2].bias.data[0] += 1.0
+    for batch in train:
+        update(model, optimizer, batch)
+    assert len(set(world.gather(hvt.fingerprint(model)))) == 2
+
+
+def case_a_step_past_the_adapter_is_refused(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared()
+    x, y = next(iter(train))
+    with refused("the one returned", kind=ConfigError):
+        optimizer.wrapped.step()
+    with contextlib.suppress(ConfigError):  # engines with hooks refuse it at once, the others when step() comes
+        cross_entropy(model(x), y).backward()
+    with refused("optimizer.backward(loss)", kind=ConfigError):
+        optimizer.step()
+
+
+# -- precision ----------------------------------------------------------------------------------------------------
+@contextmanager
+def infinite_gradient(model: Any, here: bool) -> Iterator[None]:
+    hook = model[2].bias.register_hook(lambda gradient: gradient * float("inf") if here else gradient)
+    yield
+    hook.remove()
+
+
+def case_an_infinity_on_one_rank_skips_the_step_on_all(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(amp="fp16", clip=1.0)
+    batches = iter(train)
+    update(model, optimizer, next(batches))
+    before, scale = hvt.fingerprint(model), optimizer.session.precision.state_dict()["scaler"]["scale"]
+    with infinite_gradient(model, at_last(world)):
+        update(model, optimizer, next(batches))
+    assert hvt.fingerprint(model) == before and optimizer.skipped_steps == 1 and optimizer.progress.step == 2
+    assert optimizer.session.precision.state_dict()["scaler"]["scale"] == scale / 2
+    update(model, optimizer, next(batches))
+    prints = world.gather(hvt.fingerprint(model))
+    assert len(set(prints)) == 1 and prints[0] != before, "training goes on, on all ranks alike"
+
+
+def case_looking_for_infinities_before_the_average_lets_ranks_part(world: hvdtrain.World) -> None:
+    """The negative twin: each rank asks its own gradient, and those without an infinity step."""
+    model, optimizer, train = prepared(amp="fp16")
+    batches = iter(train)
+    update(model, optimizer, next(batches))
+    real = _amp.Precision.unscale
+
+    def own_only(precision: Any, stepper: Any) -> None:
+        if not at_last(world):
+            for parameter in model.parameters():
+                parameter.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        real(precision, stepper)
+
+    with mock.patch.object(_amp.Precision, "unscale", own_only), infinite_gradient(model, at_last(world)):
+        update(model, optimizer, next(batches))
+    assert len(set(world.gather(optimizer.skipped_steps))) == 2
+    assert len(set(world.gather(hvt.fingerprint(model)))) == 2
+
+
+def case_bf16_trains_on_all_ranks(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(amp="bf16")
+    losses = []
+    for _ in range(8):
+        for batch in train:
+            update(model, optimizer, batch)
+            losses.append(optimizer.record()["loss"])
+    assert len(set(world.gather(hvt.fingerprint(model)))) == 1 and sum(losses[-4:]) < sum(losses[:4])
+
+
+# -- batches that do not count as planned -------------------------------------------------------------------------
+def case_a_ghost_leaves_running_statistics_alone(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(mlp(norm=True), samples=4 * world.size + 2)
+    for number, batch in enumerate(train):
+        before = model[1].running_mean.clone()
+        if optimizer.session.batches.now().ghost or number == 0:
+            optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
+        else:  # one sample is too few for batch norm: as a loop with frozen statistics would
+            model.eval()
+            optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
+            model.train()
+        if optimizer.session.batches.now().ghost:
+            assert torch.equal(model[1].running_mean, before)
+        optimizer.step()
+    assert optimizer.progress.samples_seen == 4 * world.size + 2
+    assert len(set(world.gather([p.tolist().__repr__() for p in model.parameters()][0]))) == 1
+
+
+class SkippingLoader:
+    """A loader two of whose planned samples, on one rank, turn out to be unreadable."""
+
+    def __init__(self, world: hvdtrain.World) -> None:
+        self.plan = Plan(4 * world.size, world.size, 4)
+        self.samples, self.per_rank_batch, self.global_batch = self.plan.samples, 4, self.plan.global_batch
+        self.accumulate, self.may_skip, self.live = 1, True, None
+        self.count = 2 if at_last(world) else 4
+
+    def batch(self, world: hvdtrain.World) -> tuple[Tensor, Tensor]:
+        x, y = data(self.samples)
+        start = world.rank * 4
+        self.live = SimpleNamespace(
+            samples=self.count, update_samples=self.samples, closes=True, ghost=False, epoch=0, consumed=self.samples,
+            global_samples=self.samples,
+        )  # fmt: skip
+        return x[start : start + self.count], y[start : start + self.count]
+
+
+def case_samples_that_were_skipped_do_not_shrink_the_gradient(world: hvdtrain.World) -> None:
+    model = mlp()
+    train: Any = SkippingLoader(world)
+    model, optimizer = hvt.prepare(model, sgd(model), train, verify=False)
+    x, y = (tensor[: train.samples - 2] for tensor in data(train.samples))  # those that are left, of all ranks
+    loss = cross_entropy(hvt.unwrap(model)(x), y)
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    inputs, labels = train.batch(world)
+    optimizer.backward(cross_entropy(model(inputs), labels))
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+    optimizer.step()
+    assert abs(optimizer.record()["loss"] - float(loss.detach())) < 1e-6
+
+
+def case_buffers_become_the_mean(world: hvdtrain.World) -> None:
+    model = mlp(norm=True)
+    model[1].running_mean.fill_(float(world.rank))
+    model[1].num_batches_tracked.fill_(world.rank + 7)
+    constant = torch.full((3,), 0.1)
+    model.register_buffer("constant", constant.clone())
+    _buffers.synchronize(model, world)
+    assert torch.equal(model[1].running_mean, torch.full((8,), (world.size - 1) / 2))
+    assert int(model[1].num_batches_tracked) == 7 and torch.equal(model.constant, constant)
+
+
+# -- NaN ----------------------------------------------------------------------------------------------------------
+class Breaks(nn.Module):
+    def __init__(self, here: bool) -> None:
+        super().__init__()
+        self.here = here
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float("nan") if self.here else x
+
+
+def case_a_nan_on_one_rank_ends_all_and_names_it(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(nn.Sequential(nn.Linear(4, 8), Breaks(False), nn.Linear(8, 3)), accumulate=2)
+    batches = iter(train)
+    for _ in range(2):
+        update(model, optimizer, next(batches))
+    before = hvt.fingerprint(model)
+    model[1].here = at_last(world)
+    update(model, optimizer, next(batches))  # an update is complete with its second batch
+    model[1].here = False
+    with refused(
+        "nan at step 2", "rank 0: finite", f"rank {world.size - 1}: nan", "first bad layer: 1 (Breaks)",
+        kind=NonFiniteError,
+    ):  # fmt: skip
+        update(model, optimizer, next(batches))
+    assert hvt.fingerprint(model) == before
+
+
+def case_synchronised_batch_norm_does_not_hang_the_search(world: hvdtrain.World) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), Breaks(at_last(world)), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model, optimizer, train = prepared(model, sync_batchnorm=True)
+    with refused("first bad layer: 1 (Breaks)", kind=NonFiniteError):
+        update(model, optimizer, next(iter(train)))
+
+
+if __name__ == "__main__":
+    main(globals().copy())
