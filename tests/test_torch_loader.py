@@ -25,3 +25,8 @@ def output_of(program: str) -> str:
 def test_case(program: str, name: str) -> None:
     problem = verdict_on(name, output_of(program))
     assert not problem, problem
+
+
+def test_no_workers_are_left_behind() -> None:
+    """The program ends without a word to them (`os._exit`), and the harness found nobody afterwards."""
+    assert "left 2 workers" in output_of("loader_alone.py")

@@ -29,6 +29,7 @@ class Normalise:
         if len(mean) != len(std) or not all(value > 0 for value in std):
             raise ConfigError("mean and std have one value a channel, std above 0", f"mean={mean}, std={std}")
         self.mean, self.std = tuple(mean), tuple(std)
+        self._kept: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, batch: Tensor, uniforms: Tensor) -> Tensor:
         if batch.ndim != 4 or batch.shape[1] != len(self.mean):
@@ -37,14 +38,20 @@ class Normalise:
                 f"shape {tuple(batch.shape)}",
                 "give one mean and std a channel; channels come first",
             )
-        scale = 1 / 255 if batch.dtype == torch.uint8 else 1.0
-        factor = self._by_channel([scale / std for std in self.std], batch)
-        offset = self._by_channel([-mean / std for mean, std in zip(self.mean, self.std, strict=True)], batch)
-        return batch.to(torch.float32).mul_(factor).add_(offset) if scale != 1.0 else batch.float() * factor + offset
+        whole = batch.dtype == torch.uint8
+        factor, offset = self._constants(batch.device, 1 / 255 if whole else 1.0)
+        return batch.to(torch.float32).mul_(factor).add_(offset) if whole else batch.float() * factor + offset
 
-    @staticmethod
-    def _by_channel(values: Sequence[float], batch: Tensor) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=batch.device).view(1, -1, 1, 1)
+    def _constants(self, device: torch.device, scale: float) -> tuple[Tensor, Tensor]:
+        """Factor and offset by channel, kept: to send them to a GPU for every batch would wait for it every time."""
+        if (device, scale) not in self._kept:
+            values = (
+                [scale / std for std in self.std],
+                [-mean / std for mean, std in zip(self.mean, self.std, strict=True)],
+            )
+            factor, offset = (torch.tensor(its, dtype=torch.float32, device=device).view(1, -1, 1, 1) for its in values)
+            self._kept[device, scale] = factor, offset
+        return self._kept[device, scale]
 
 
 class CropFlip(Normalise):

@@ -52,7 +52,8 @@ class Memory:
         return self._take(np.arange(min(2, self.samples)))
 
     def _take(self, indices: np.ndarray) -> Any:
-        chosen = torch.from_numpy(indices).to(self.tensors[0].device)
+        # a copy that is waited for would wait for all the GPU has to do before it
+        chosen = torch.from_numpy(indices).to(self.tensors[0].device, non_blocking=True)
         parts = tuple(tensor.index_select(0, chosen) for tensor in self.tensors)
         if self.worth_a_thread:
             parts = tuple(part.pin_memory() for part in parts)

@@ -85,7 +85,8 @@ class Ahead(Generic[T]):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(event)
             for tensor in self._tensors(item):
-                tensor.record_stream(stream)  # else its memory is given to the next batch while it is still read
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)  # else its memory is given to the next batch while it is still read
         return item
 
     def close(self) -> None:
