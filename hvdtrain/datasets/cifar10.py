@@ -6,7 +6,6 @@ run code; it is read by an unpickler that can make arrays, numbers and text, and
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import pickle
@@ -221,9 +220,3 @@ def _reconstruct(kind: type, shape: tuple[int, ...], code: bytes) -> np.ndarray:
     import numpy as np
 
     return np.ndarray.__new__(np.ndarray, shape, np.dtype("b"))
-
-
-def sha256_of(path: Path) -> str:
-    """The hash of a file, to be compared with `CIFAR10_SHA256`."""
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

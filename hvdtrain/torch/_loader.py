@@ -257,7 +257,7 @@ class _Epoch:
 
     def __init__(self, loader: Loader, epoch: int, consumed: int) -> None:
         self.epoch = epoch
-        self.begun = False
+        self.begun = self._over = False
         self._loader: Loader | None = loader
         steps = list(steps_of(loader.plan, epoch, consumed, rank=loader._world.rank, accumulate=loader.accumulate))
         self._items = loader._ready(steps)
@@ -267,6 +267,8 @@ class _Epoch:
 
     def __next__(self) -> Any:
         loader = self._loader
+        if self._over:  # asked again: the loader may be elsewhere by now
+            raise StopIteration
         if loader is None:
             raise ConfigError(
                 "a loader serves one loop at a time",
@@ -278,7 +280,7 @@ class _Epoch:
         if item is None:
             loader._epoch, loader._done, loader._serving = self.epoch + 1, 0, None
             CLOCK.enter("other")
-            self._items = iter(())
+            self._over = True
             raise StopIteration
         batch, live = item
         self.begun = True

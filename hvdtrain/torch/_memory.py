@@ -69,12 +69,18 @@ def memory_of(data: Any, device: torch.device) -> Memory | None:
     Labels (whole numbers, one a sample) become int64, which PyTorch's losses ask for; all else is as it came.
 
     Raises:
-        ConfigError: arrays of different lengths, or a tuple of something else.
+        ConfigError: arrays of different lengths, a tuple of something else, or a list where a tuple is meant.
     """
     if isinstance(data, torch.utils.data.TensorDataset):
         data = data.tensors
     single = isinstance(data, (np.ndarray, Tensor))
     parts = (data,) if single else data
+    if isinstance(parts, list) and _looks_like_columns(parts):
+        raise ConfigError(
+            "arrays of all samples come as a tuple",
+            "a list of arrays of one length: " + ", ".join(str(tuple(part.shape)) for part in parts),
+            "(x, y) instead of [x, y]",
+        )
     if not isinstance(parts, tuple):
         return None
     if not parts or not all(isinstance(part, (np.ndarray, Tensor)) for part in parts):
@@ -91,6 +97,13 @@ def memory_of(data: Any, device: torch.device) -> Memory | None:
             "give (x, y) with x.shape[0] == y.shape[0]",
         )
     return Memory([_tensor(part) for part in parts], single=single, device=device)
+
+
+def _looks_like_columns(parts: list[Any]) -> bool:
+    """[x, y] is not meant as a data set of two samples: they have as many rows, but not as many dimensions."""
+    if not parts or not all(isinstance(part, (np.ndarray, Tensor)) and part.ndim for part in parts):
+        return False
+    return len({part.ndim for part in parts}) > 1 and len({part.shape[0] for part in parts}) == 1
 
 
 def _tensor(part: np.ndarray | Tensor) -> Tensor:

@@ -141,6 +141,10 @@ def case_loops_that_end_early() -> None:
     first, second = iter(train), iter(train)  # none is begun: both stand at the next epoch
     assert next(second) is not None and train.live.epoch == 7
     refused(lambda: next(first), "one loop at a time")
+    assert len(list(second)) == 2 and train.position == (8, 0)
+    third = iter(train)
+    next(third)
+    assert next(second, None) is None and train.position == (8, 4)  # what is over stays over, and moves nothing
 
 
 def case_going_back_inside_an_epoch() -> None:
@@ -201,6 +205,8 @@ def case_refusals() -> None:
     refused(lambda: hvt.loader({1, 2}, 2, world=world), "a set")
     refused(lambda: hvt.loader((np.zeros(3), np.zeros(4)), 2, world=world), "(3,), (4,)")
     refused(lambda: hvt.loader((), 2, world=world), "a tuple")
+    refused(lambda: hvt.loader([np.zeros((5, 2)), np.zeros(5)], 2, world=world), "(x, y) instead of [x, y]")
+    assert hvt.loader([np.zeros(5), np.ones(5)], 2, world=world).samples == 2  # samples of one shape
     refused(lambda: hvt.loader((np.array(["a", "b"]),), 2, world=world), "numbers that PyTorch knows")
     refused(lambda: hvt.loader((np.zeros((2, 5)), [1, 2]), 2, world=world), "(ndarray, list)")
     refused(lambda: hvt.loader((np.zeros((0, 3)),), 2, world=world), "needs samples")
