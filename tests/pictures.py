@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 CORRUPT = "corrupt.jpg"
 TURNED_90 = 6  # EXIF orientation: the camera was held so that the top is on the right side
@@ -17,6 +16,8 @@ def write_folder(root: Path) -> Path:
     Among them are a grey, a CMYK and a palette picture and one with EXIF rotation; a text file and a hidden file are no
     pictures.
     """
+    from PIL import Image
+
     draw = np.random.Generator(np.random.PCG64(0))
     for part, counts in (("train", (9, 5, 3)), ("val", (3, 2, 1))):
         for name, count in zip(("ant", "bee", "cat"), counts, strict=True):
