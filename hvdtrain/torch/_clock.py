@@ -18,6 +18,9 @@ from hvdtrain.errors import ConfigError
 
 PHASES = ("input", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "other")
 
+# where nobody takes the times, they are added up here and there, so that events do not pile up
+_MOST_EVENTS = 1024
+
 
 class Clock:
     """A state machine of phases; one for the process (`CLOCK`), for the thread that trains."""
@@ -72,6 +75,7 @@ class _GpuLine:
     def __init__(self, device: torch.device, phase: str) -> None:
         self._device = device
         self._spare: list[Any] = []
+        self._seconds: dict[str, float] = {}
         self._open: deque[tuple[str, Any]] = deque()
         self.enter(phase)
 
@@ -79,12 +83,20 @@ class _GpuLine:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._open.append((phase, event))
+        if len(self._open) > _MOST_EVENTS:
+            self._measure()
 
     def add_to(self, seconds: dict[str, float]) -> None:
-        """Adds the intervals that are over."""
+        """Adds the intervals that are over, and forgets them."""
+        self._measure()
+        for phase, value in self._seconds.items():
+            seconds[phase] = seconds.get(phase, 0.0) + value
+        self._seconds = {}
+
+    def _measure(self) -> None:
         while len(self._open) > 1 and self._open[1][1].query():
             phase, start = self._open.popleft()
-            seconds[phase] = seconds.get(phase, 0.0) + start.elapsed_time(self._open[0][1]) / 1e3
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + start.elapsed_time(self._open[0][1]) / 1e3
             self._spare.append(start)
 
 

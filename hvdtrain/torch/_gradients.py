@@ -30,24 +30,26 @@ class Gradients:
 
     Attributes:
         state: see `State`.
-        sums: float64 [2], this rank's part of the update: mean loss times weight, and live samples.
+        loss: this rank's part of the update's mean loss: a number on the CPU, a tensor elsewhere.
+        samples: this rank's live ones in the update.
         batch: the last one whose backward pass began.
         had_some: the complete update has a gradient.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module = module
+        self._parameters = list(module.parameters())  # a walk through all modules takes longer than all the rest here
         self._device = device
         self.state: State = "idle"
         self.batch: Batch | None = None
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self.loss: Tensor | float = 0.0
+        self.samples = 0
         self.had_some = False
         self._open = False
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._samples_seen = 0
 
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def begin(self, batch: Batch, loss: Tensor) -> None:
         """Makes ``p.grad`` what the backward pass of `batch` adds to.
@@ -60,18 +62,28 @@ class Gradients:
         if self._open and self.batch is not None and batch.epoch != self.batch.epoch:
             self.drop()  # the user left the epoch in the middle of an update
         if not self._open:
-            for parameter in self._module.parameters():
+            for parameter in self._parameters:
                 parameter.grad = None  # a new update starts from nothing, even if zero_grad was forgotten
             self._open = True
-            self._samples_seen = 0
-            self.sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+            self._samples_seen = self.samples = 0
+            self.loss = 0.0
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
         if batch is not self.batch:
             self._samples_seen += batch.global_samples
-            self.sums[1] += batch.samples
+            self.samples += batch.samples
         self.batch = batch
+        if not batch.ghost:
+            # on the CPU a number costs less than a tensor; elsewhere to ask for the number is to wait for the device
+            value = float(loss.detach()) if self._device.type == "cpu" else loss.detach().double().reshape(())
+            self.loss = self.loss + value * batch.weight
+
+    def sums(self) -> Tensor:
+        """Returns float64 [2], to be summed over ranks: this rank's `loss` and `samples`."""
+        if isinstance(self.loss, Tensor):
+            return torch.stack([self.loss, torch.full_like(self.loss, self.samples)])
+        return torch.tensor([self.loss, self.samples], dtype=torch.float64, device=self._device)
 
     def _check_turn(self, batch: Batch) -> None:
         if self.state == "ready":
@@ -89,7 +101,7 @@ class Gradients:
 
     def put_aside(self, state: State) -> None:
         """Keeps a partial sum until the next backward."""
-        for parameter in self._module.parameters():
+        for parameter in self._parameters:
             if parameter.grad is not None:
                 self._aside.append((parameter, parameter.grad))
                 parameter.grad = None
@@ -104,7 +116,7 @@ class Gradients:
         batch = self.batch
         assert batch is not None
         self.state = "ready"
-        self.had_some = any(parameter.grad is not None for parameter in self._module.parameters())
+        self.had_some = any(parameter.grad is not None for parameter in self._parameters)
         if batch.update_samples and self._samples_seen != batch.update_samples:
             raise ConfigError(
                 "every batch of an update needs its backward(): the samples are weighed together",

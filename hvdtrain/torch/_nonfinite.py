@@ -36,15 +36,15 @@ class _Reading:
 
     step: int
     epoch: int
-    values: Tensor  # float64 [2]: of all ranks, of this one
+    every: Tensor | float  # of all ranks
+    mine: Tensor | float  # of this rank
     arrived: Any  # CUDA event, or None
     layer: str
 
     def take(self) -> tuple[float, float]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        every, mine = self.values.tolist()
-        return every, mine
+        return float(self.every), float(self.mine)
 
 
 class Losses:
@@ -61,27 +61,28 @@ class Losses:
         self._under_way: deque[_Reading] = deque()
         self.last: float | None = None
 
-    def add(self, step: int, epoch: int, every: Tensor, mine: Tensor, layer: str) -> None:
+    def add(self, step: int, epoch: int, every: Tensor, mine: Tensor | float, layer: str) -> None:
         """Notes the losses of an update and reads those that are due; the same call on every rank.
 
         Args:
             step: counted from 1.
             epoch: counted from 0.
             every: float64 scalar, summed over ranks.
-            mine: float64 scalar, this rank's part of it.
+            mine: this rank's part of it.
             layer: what `first_bad_layer` found, if this rank's loss is known to be bad.
 
         Raises:
             NonFiniteError: on every rank.
         """
-        values = torch.stack([every, mine])
         arrived = None
         if self._on_gpu:
-            target = torch.empty(2, dtype=torch.float64, pin_memory=True)
-            values = target.copy_(values, non_blocking=True)
+            assert isinstance(mine, Tensor)
+            every, mine = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(
+                torch.stack([every, mine]), non_blocking=True
+            )
             arrived = torch.cuda.Event()
             arrived.record()
-        self._under_way.append(_Reading(step, epoch, values, arrived, layer))
+        self._under_way.append(_Reading(step, epoch, every, mine, arrived, layer))
         self.settle(0 if self.at_once else _LAG)
 
     def settle(self, left: int = 0) -> None:

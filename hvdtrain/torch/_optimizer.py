@@ -60,26 +60,23 @@ class Optimizer(torch.optim.Optimizer):
         batch = require_batch(session.batches.now())
         gradients.begin(batch, loss)
         CLOCK.enter("backward")
-        if not batch.ghost:
-            gradients.sums[0] += loss.detach().double().reshape(()) * batch.weight
-        mine = gradients.sums[0].clone()  # the reduction writes into sums
-        closes = batch.closes and not more
-        self._differentiate(loss, batch, reduce=closes)
+        sums = gradients.sums() if batch.closes and not more else None
+        self._differentiate(loss, batch, sums)
         if not batch.ghost:
             self._find_layer(loss)
-        if closes:
+        if sums is not None:
             CLOCK.enter("communication")
             session.bound.finish()
             CLOCK.enter("optimizer")
             gradients.complete()
-            self._settle_update(batch, mine)
+            self._settle_update(batch, sums)
         else:
             gradients.put_aside("more" if more else "partial")
         if not more:
             session.batches.done()
         CLOCK.enter("other")
 
-    def _differentiate(self, loss: Tensor, batch: Batch, *, reduce: bool) -> None:
+    def _differentiate(self, loss: Tensor, batch: Batch, sums: Tensor | None) -> None:
         session, gradients = self.session, self.session.gradients
         wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         scaled = session.precision.scale(wide.reshape(()) * batch.weight)
@@ -87,7 +84,7 @@ class Optimizer(torch.optim.Optimizer):
             explained("backward pass", session.sizes),
             uncounted(gradients.parameters() if batch.ghost else (), batch.ghost),
         ):
-            session.bound.backward(scaled, reduce=reduce, extras=gradients.sums if reduce else None)
+            session.bound.backward(scaled, reduce=sums is not None, extras=sums)
 
     def _find_layer(self, loss: Tensor) -> None:
         """Looks for the layer while the batch and the parameters are still those that gave a bad loss."""
@@ -97,17 +94,17 @@ class Optimizer(torch.optim.Optimizer):
             with session.precision.autocast():
                 self._layer = first_bad_layer(session.module, args, kwargs)
 
-    def _settle_update(self, batch: Batch, mine: Tensor) -> None:
+    def _settle_update(self, batch: Batch, sums: Tensor) -> None:
         """Once the gradients are there: checks the loss, corrects for samples left out, takes the scale away."""
         session = self.session
-        every, live = session.gradients.sums
+        every, live = sums
         if session.batches.may_skip and batch.update_samples:
             factor = torch.where(live > 0, batch.update_samples / live, torch.zeros_like(live))
             for parameter in session.gradients.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor.to(parameter.grad.dtype))
             every = every * factor
-        session.losses.add(self.progress.step + 1, batch.epoch, every, mine, self._layer)
+        session.losses.add(self.progress.step + 1, batch.epoch, every, session.gradients.loss, self._layer)
         session.precision.unscale(self._stepper)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:

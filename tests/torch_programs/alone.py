@@ -17,7 +17,7 @@ import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.torch._clock import Clock
-from hvdtrain.torch._nonfinite import NonFiniteError
+from hvdtrain.torch._nonfinite import Losses, NonFiniteError
 
 
 def mlp(norm: bool = False) -> nn.Sequential:
@@ -422,6 +422,68 @@ def case_phases_sum_to_the_wall_time(world: hvdtrain.World) -> None:
     assert clock.take() == {"other": 3.0} and clock.take() == {"other": 0.0}
     with refused("'lunch'", kind=ConfigError):
         clock.enter("lunch")
+
+
+class Event:
+    """A CUDA event on a time line that the test moves."""
+
+    now, done = 0.0, 0.0
+
+    def __init__(self, **_: Any) -> None:
+        self.at = -1.0
+
+    def record(self, stream: Any = None) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return self.at <= Event.done
+
+    def synchronize(self) -> None:
+        assert self.query(), "this would have waited for the GPU"
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+def case_on_a_gpu_phases_are_read_when_they_are_over(world: hvdtrain.World) -> None:
+    with mock.patch("torch.cuda.Event", Event), mock.patch("torch.cuda.current_stream", lambda *_: None):
+        Event.now = Event.done = 0.0
+        clock = Clock()
+        clock.use(torch.device("cuda"))
+        clock.take()
+        for phase, until in (("input", 1.0), ("forward", 3.0), ("backward", 6.0)):
+            clock.enter(phase)
+            Event.now = until
+        clock.enter("other")
+        Event.done = 3.0
+        seconds = clock.take()
+        assert (seconds["input"], seconds["forward"]) == (1.0, 2.0) and "backward" not in seconds
+        Event.done = 6.0
+        assert clock.take()["backward"] == 3.0
+        for _ in range(2000):
+            clock.enter("input")
+            clock.enter("other")
+        assert clock._gpu is not None and len(clock._gpu._open) < 1100
+
+
+def case_on_a_gpu_losses_are_read_two_updates_later(world: hvdtrain.World) -> None:
+    """As often on every rank, however fast it is: all must stop at the same step."""
+    empty = torch.empty
+
+    def unpinned(*sizes: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
+        return empty(*sizes, dtype=dtype)
+
+    with mock.patch("torch.cuda.Event", Event), mock.patch("torch.empty", unpinned):
+        losses = Losses(world, torch.device("cuda"))
+        for step, loss in enumerate((3.0, 2.0, 1.0, float("nan")), start=1):
+            Event.now, Event.done = float(step), step - 2.0  # the GPU is two updates behind
+            value = torch.tensor(loss, dtype=torch.float64)
+            losses.add(step, 0, value, value, "")
+        assert losses.last == 2.0
+        Event.done = 9.0
+        with refused("nan at step 4", "HVDTRAIN_CHECK_EVERY_STEP=1", kind=NonFiniteError):
+            losses.settle()
+        assert losses.last == 1.0
 
 
 if __name__ == "__main__":

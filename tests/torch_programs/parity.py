@@ -221,8 +221,8 @@ def keeps_old_gradients(optimizer: Optimizer) -> Iterator[None]:
 
     def stepped(self: Any) -> None:
         self.state = "idle"
-        self._samples_seen = 0
-        self.sums = torch.zeros_like(self.sums)
+        self._samples_seen = self.samples = 0
+        self.loss = 0.0
 
     with mock.patch.object(_gradients.Gradients, "stepped", stepped):
         yield
