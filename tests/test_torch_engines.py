@@ -204,6 +204,7 @@ def test_refusals() -> None:
         "pieces": ["HVDTRAIN_CPU_DEVICES must be a whole number >= 1", "'two'"],
         "sync over pieces": ["dataparallel with 2 devices", "leave sync_batchnorm out"],
         "compiled pieces": ["under dataparallel a model is not compiled"],
+        "compiled by prepare": ["under dataparallel a model is not compiled"],
         "float64": ["DeepSpeed reduces gradients of float32", "weight is float64"],
         "no deepspeed": ["LauncherError", "No module named 'deepspeed'", "-m pip install", "deepspeed]"],
     }.items():

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hvdtrain
+import hvdtrain.torch as hvt
 from hvdtrain.torch._sync_batchnorm import convert
 from hvdtrain.torch.engines.base import Settings
 from hvdtrain.torch.engines.dataparallel import DataParallelEngine
@@ -63,6 +64,16 @@ def bind_says(engine: Any, module: nn.Module) -> str:
     return "nothing"
 
 
+def prepare_says() -> str:
+    module = nn.Linear(2, 2)
+    with hvdtrain.init("torch", engine="dataparallel"):
+        try:
+            hvt.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), compile=True)
+        except hvdtrain.ConfigError as error:
+            return str(error)
+    return "nothing"
+
+
 def main() -> None:
     found = {
         "taken": taken(),
@@ -78,6 +89,7 @@ def main() -> None:
     except hvdtrain.ConfigError as error:
         found["sync over pieces"] = str(error)
     found["compiled pieces"] = bind_says(pieces, nn.Sequential(torch.compile(nn.Linear(2, 2))))
+    found["compiled by prepare"] = prepare_says()
     with hvdtrain.init("torch", engine="deepspeed") as world:  # one process: no launcher is needed
         found["float64"] = bind_says(world.comm, nn.Linear(2, 2).double())
     for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:

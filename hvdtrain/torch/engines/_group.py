@@ -96,10 +96,7 @@ def join(detected: Detected, *, device: str, gpus_per_rank: int) -> dict[str, An
     store = _meet(detected)
     with _as_launcher_error("the ranks must reach each other", "check that hosts resolve and reach each other's names; "
                             "name the network with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"):  # fmt: skip
-        dist.init_process_group(
-            backend, store=store, rank=detected.rank, world_size=detected.size,
-            device_id=device_of(devices) if "nccl" in backend else None,
-        )  # fmt: skip
+        dist.init_process_group(backend, store=store, rank=detected.rank, world_size=detected.size)
         host_group = dist.new_group(backend="gloo") if detected.size > 1 else None
     return {
         "rank": detected.rank, "size": detected.size, "local_rank": detected.local_rank,

@@ -53,7 +53,7 @@ class DataParallelEngine(Solo):
     pieces: int = 1
 
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> SoloBound:
-        if any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in module.modules()):
+        if _compiled(module):
             raise ConfigError(
                 "under dataparallel a model is not compiled",
                 "its copies would all run the code compiled for the first one",
@@ -63,6 +63,13 @@ class DataParallelEngine(Solo):
         devices = [torch.device("cuda", index) for index in self.devices] or [self.device] * self.pieces
         bound.call = Pieces(module, devices)
         return bound
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether something that `torch.compile` made is in the module: a part of it, held by it, or compiled in place."""
+    held = (value for part in module.modules() for value in (part, *vars(part).values()))
+    in_place = (part._compiled_call_impl is not None for part in module.modules())
+    return any(type(value).__name__ == "OptimizedModule" for value in held) or any(in_place)
 
 
 class Pieces:
