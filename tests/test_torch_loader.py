@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.ranks]
 
 @functools.cache
 def output_of(program: str) -> str:
-    # -W ignore: that files are skipped is warned of, and here looked for elsewhere
-    return run_ranks(["-W", "ignore", FOLDER / program], 1, launcher="none", timeout_s=150).check().out
+    done = run_ranks(["-W", "ignore", FOLDER / program], 1, launcher="none", timeout_s=150).check()
+    return done.out + done.err
 
 
 @pytest.mark.parametrize(("program", "name"), CASES, ids=[name.removeprefix("case_") for _, name in CASES])
@@ -30,3 +30,9 @@ def test_case(program: str, name: str) -> None:
 def test_no_workers_are_left_behind() -> None:
     """The program ends without a word to them (`os._exit`), and the harness found nobody afterwards."""
     assert "left 2 workers" in output_of("loader_alone.py")
+
+
+def test_unreadable_files_are_named_as_they_come() -> None:
+    lines = output_of("loader_alone.py").splitlines()
+    assert "hvdtrain: rank 0 leaves out file 3: broken" in lines
+    assert not any("file 8: broken" in line for line in lines)  # after a few, the list at the end must do

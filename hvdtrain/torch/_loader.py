@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -249,7 +249,7 @@ class Loader:
             if name not in known:
                 self.skipped.append((name, reason))
                 if len(self.skipped) <= WARNED_FILES:
-                    warnings.warn(f"rank {self._world.rank}: skipped {name}: {reason}", stacklevel=2)
+                    print(f"hvdtrain: rank {self._world.rank} leaves out {name}: {reason}", file=sys.stderr, flush=True)
 
 
 class _Epoch:
