@@ -142,9 +142,9 @@ def training(engine: TorchEngine, dtype: torch.dtype) -> Any:
         bound.step()
     bound.close()
     pairs = zip(module.parameters(), alone.parameters(), strict=True)
-    gaps = [float((a - b).detach().abs().max()) for a, b in pairs]
+    gap = float(torch.stack([(a - b).detach().abs().max() for a, b in pairs]).max())  # NaN shows
     momenta = [float(state["momentum_buffer"].abs().max()) for state in optimizer.state_dict()["state"].values()]
-    return {"gap": max(gaps), "momentum": max(momenta), "sum": float(module[0].weight.detach().sum())}
+    return {"gap": gap, "momentum": max(momenta), "sum": float(module[0].weight.detach().sum())}
 
 
 def compressed(engine: TorchEngine, dtype: torch.dtype) -> Any:
@@ -198,7 +198,8 @@ def batchnorm(engine: TorchEngine, dtype: torch.dtype) -> Any:
         grads = [p.grad if count else torch.zeros_like(p) for p in module.parameters()]
         pairs = [(output[:count], expected[mine][:count]), *zip(module.buffers(), whole.buffers(), strict=True)]
         pairs += [(engine.sum_(g.clone()), p.grad) for g, p in zip(grads, whole.parameters(), strict=True)]
-        found[kind] = max(float((a - b).detach().abs().max()) for a, b in pairs if a.numel())
+        # not Python's max, which overlooks NaN
+        found[kind] = float(torch.stack([(a - b).detach().abs().max() for a, b in pairs if a.numel()]).max())
         if kind == "counted":
             found |= batchnorm_afterwards(module, whole, x)
     return found
