@@ -164,7 +164,7 @@ def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], picture
     run_dir = tmp_path / "run"
     result = run_program(
         launcher, ranks, "--model", "resnet18", "--data", pictures, "--image-size", SIDE, "--run-dir", run_dir,
-        "--epochs", 2, "--per-rank-batch", 8 // ranks, *flags,
+        "--epochs", 1, "--per-rank-batch", 8 // ranks, *flags,
     )  # fmt: skip
     ended = check_run(result, run_dir, ranks)
     assert 0.2 < ended["top1"] <= 1.0 and "top5" not in ended
