@@ -76,7 +76,7 @@ class Losses:
         """
         arrived = None
         if self._on_gpu:
-            assert isinstance(mine, Tensor)
+            mine = mine if isinstance(mine, Tensor) else torch.full_like(every, mine)  # a rank without samples
             every, mine = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(
                 torch.stack([every, mine]), non_blocking=True
             )

@@ -99,12 +99,14 @@ class Optimizer(torch.optim.Optimizer):
         session = self.session
         every, live = sums
         if session.batches.may_skip and batch.update_samples:
+            # without asking for the number of live samples: that would make a GPU wait
             factor = torch.where(live > 0, batch.update_samples / live, torch.zeros_like(live))
-            for parameter in session.gradients.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor.to(parameter.grad.dtype))
+            present = [p.grad for p in session.gradients.parameters() if p.grad is not None]
+            if present:
+                torch._foreach_mul_(present, factor)
             every = every * factor
-        session.losses.add(self.progress.step + 1, batch.epoch, every, session.gradients.loss, self._layer)
+        layer, self._layer = self._layer, ""
+        session.losses.add(self.progress.step + 1, batch.epoch, every, session.gradients.loss, layer)
         session.precision.unscale(self._stepper)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:

@@ -25,8 +25,8 @@ from hvdtrain.torch import _buffers, _start
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._inner import unwrap
 from hvdtrain.torch._optimizer import Optimizer
-from hvdtrain.torch._session import Session, world_or_current
-from hvdtrain.world import World
+from hvdtrain.torch._session import Session
+from hvdtrain.world import World, current
 
 if TYPE_CHECKING:
     from hvdtrain.torch._loader import Loader
@@ -50,7 +50,7 @@ def model_state(
         model: prepared, or plain (to load weights for use).
         optimizer: as `prepare` returned it; without it only the model is a part.
         data: the training loader; a restore puts it where the saved run was.
-        world: the ranks; by default those of the optimizer, or of `hvdtrain.init`.
+        world: the ranks; by default those of the optimizer, or of `hvdtrain.init`, or one process.
 
     Returns:
         ``{"model.safetensors": ...}``, and with an optimizer ``"training.pt"``.
@@ -63,7 +63,7 @@ def model_state(
     CLOCK.enter("checkpoint")
     parts: dict[str, Part] = {"model.safetensors": ModelPart(unwrap(model))}
     if optimizer is None:
-        _buffers.synchronize(model, world_or_current(world))
+        _buffers.synchronize(model, world or current() or World.solo())
         return parts
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(

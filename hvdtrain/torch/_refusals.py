@@ -8,14 +8,14 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import ConfigError
 
-# who wraps models and optimizers, by the first part of their module's name
+# who wraps models and optimizers, by how the name of their class's module begins
 _WRAPPERS = {
-    "horovod": "Horovod's DistributedOptimizer",
-    "deepspeed": "DeepSpeed",
-    "accelerate": "Accelerate",
-    "lightning": "Lightning",
-    "lightning_fabric": "Lightning Fabric",
-    "hvdtrain": "hvdtrain",
+    "horovod.": "Horovod's DistributedOptimizer",
+    "deepspeed.": "DeepSpeed",
+    "accelerate.": "Accelerate",
+    "lightning.": "Lightning",
+    "lightning_fabric.": "Lightning Fabric",
+    "hvdtrain.torch._": "hvdtrain",
 }
 
 
@@ -24,7 +24,8 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError("prepare() takes a torch.nn.Module", f"model is a {type(model).__name__}")
     parallel = type(model).__module__.startswith(("torch.nn.parallel", "torch.distributed"))
-    wrapper = type(model).__name__ if parallel else _wrapper_of(model)
+    # the class itself, not what it inherits from: a LightningModule is a model like any other
+    wrapper = type(model).__name__ if parallel else _wrapper_of(type(model))
     if wrapper:
         raise ConfigError(
             "prepare() takes the plain model: it ties it to the ranks itself",
@@ -51,12 +52,12 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Raises `ConfigError` unless the optimizer is plain and holds exactly the model's trainable parameters."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError("prepare() takes a torch.optim.Optimizer", f"optimizer is a {type(optimizer).__name__}")
-    wrapper = _wrapper_of(optimizer)
+    wrapper = next(filter(None, map(_wrapper_of, type(optimizer).__mro__)), "")
     # Horovod makes a class of its own, named and placed like the user's, with these methods
     if wrapper or hasattr(optimizer, "skip_synchronize"):
         raise ConfigError(
             "prepare() takes the plain optimizer: gradients would be averaged twice, or by somebody else",
-            f"an optimizer wrapped by {wrapper or _WRAPPERS['horovod']}",
+            f"an optimizer wrapped by {wrapper or _WRAPPERS['horovod.']}",
             "optimizer.wrapped" if wrapper == "hvdtrain" else "make the torch.optim optimizer and prepare() that one",
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -80,9 +81,5 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         raise ConfigError("there must be something to train", "every parameter is frozen, or there is none")
 
 
-def _wrapper_of(thing: object) -> str:
-    for kind in type(thing).__mro__:
-        found = _WRAPPERS.get(kind.__module__.partition(".")[0])
-        if found:
-            return found
-    return ""
+def _wrapper_of(kind: type) -> str:
+    return next((who for start, who in _WRAPPERS.items() if kind.__module__.startswith(start)), "")

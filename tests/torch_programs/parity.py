@@ -1,6 +1,8 @@
 """Trains every configuration the adapter supports, a few steps each, in float64, and stores the weights.
 
 usage: parity.py ENGINE OUT.npz [case ...]     one process trains on the whole global batch, N ranks on an N-th each
+
+HVDTRAIN_TEST_DEVICE=cuda computes on GPUs.
 """
 
 from __future__ import annotations
@@ -322,9 +324,10 @@ def train(case: Case, world: hvdtrain.World) -> tuple[nn.Module, Any, list[float
 
 def slices(x: Tensor, y: Tensor, world: hvdtrain.World) -> Iterator[tuple[Tensor, Tensor]]:
     each = GLOBAL_BATCH // world.size
+    device = world.comm.device  # type: ignore[attr-defined]
     for start in range(0, len(x), GLOBAL_BATCH):
         mine = slice(start + world.rank * each, start + (world.rank + 1) * each)
-        yield x[mine], y[mine]
+        yield x[mine].to(device), y[mine].to(device)
 
 
 def gap_to_the_exact_mean(world: hvdtrain.World) -> float:
@@ -338,14 +341,14 @@ def gap_to_the_exact_mean(world: hvdtrain.World) -> float:
     model, optimizer = hvt.prepare(model, optimizer, data, world=world, verify=False)
     for inputs, labels in data:
         optimizer.backward(nn.functional.cross_entropy(model(inputs), labels))
-        gaps = [(p.grad - w).abs().max() for p, w in zip(model.parameters(), wanted, strict=True)]
+        gaps = [(p.grad.cpu() - w).abs().max() for p, w in zip(model.parameters(), wanted, strict=True)]
         optimizer.step()
     return float(max(gaps))
 
 
 def run(name: str, world: hvdtrain.World) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     model, optimizer, losses = train(CASES[name], world)
-    arrays = {f"{name}/{key}": value.numpy() for key, value in model.state_dict().items()}
+    arrays = {f"{name}/{key}": value.cpu().numpy() for key, value in model.state_dict().items()}
     prints = world.gather(hvt.fingerprint(model))
     facts = {
         "equal": len(set(prints)) == 1, "losses": losses, "steps": optimizer.progress.step,
@@ -360,7 +363,7 @@ def main(engine: str, out: str, wanted: list[str]) -> None:
     torch.set_num_threads(1)
     arrays: dict[str, np.ndarray] = {}
     facts: dict[str, Any] = {}
-    with hvdtrain.init("torch", engine=engine, device="cpu", seed=5) as world:
+    with hvdtrain.init("torch", engine=engine, device=os.environ.get("HVDTRAIN_TEST_DEVICE", "cpu"), seed=5) as world:
         for name in wanted or [name for name, case in CASES.items() if engine in case.engines]:
             try:
                 its_arrays, facts[name] = run(name, world)

@@ -100,6 +100,16 @@ def case_ranks_that_train_differently_are_refused(world: hvdtrain.World) -> None
         hvt.prepare(frozen, sgd(frozen))
 
 
+def case_horovods_own_optimizer_is_refused(world: hvdtrain.World) -> None:
+    if world.engine != "horovod":
+        return
+    import horovod.torch as hvd
+
+    model = mlp()
+    with refused("Horovod's DistributedOptimizer", kind=ConfigError):
+        hvt.prepare(model, hvd.DistributedOptimizer(sgd(model), model.named_parameters()))
+
+
 def case_each_rank_has_random_numbers_of_its_own(world: hvdtrain.World) -> None:
     prepared()
     drawn = world.gather(torch.rand(4).tolist())
