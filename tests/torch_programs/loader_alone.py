@@ -126,6 +126,23 @@ def case_a_resumed_epoch_is_the_rest_of_an_unbroken_one() -> None:
     assert [x.tolist() for x, _ in fresh] != steps[13:]
 
 
+def case_random_numbers_belong_to_samples() -> None:
+    def by_sample(*ranks: World, batch: int) -> dict[int, float]:
+        loaders = [hvt.loader(arrays(50), batch, world=world, seed=3, augment=Add()) for world in ranks]
+        return {
+            int(y): float(x)
+            for train in loaders
+            for xs, ys in train
+            if not train.live.ghost
+            for x, y in zip(xs, ys, strict=True)
+        }
+
+    one = by_sample(World.solo(), batch=50)
+    assert len({round(value - sample, 9) for sample, value in one.items()}) == 50
+    assert by_sample(World.solo(), batch=7) == one
+    assert by_sample(*(acted(rank, 3) for rank in range(3)), batch=4) == one
+
+
 def case_loops_that_end_early() -> None:
     train = hvt.loader(arrays(12), 4, world=World.solo())
     seen = []
