@@ -28,7 +28,8 @@ from hvdtrain.torch import _parts
 
 SAMPLES, GLOBAL_BATCH, UPDATES, SAVED_AFTER = 26, 8, 6, 3  # 2 updates an epoch: the checkpoint is in mid-epoch
 FOLDER = Path(sys.argv[2])
-DTYPE, TOLERANCE = (torch.float32, 1e-5) if sys.argv[1] == "deepspeed" else (torch.float64, 1e-10)  # it takes no float64
+# DeepSpeed takes no float64
+DTYPE, TOLERANCE = (torch.float32, 1e-5) if sys.argv[1] == "deepspeed" else (torch.float64, 1e-10)
 
 
 def net(classes: int = 3) -> nn.Module:
