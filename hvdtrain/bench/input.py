@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.bench import stats
-from hvdtrain.bench.train import _check_writable, tell
+from hvdtrain.bench.train import check_writable, tell
 from hvdtrain.errors import ConfigError
 from hvdtrain.launchers import detect
 from hvdtrain.startup import whole
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs both parts; returns 0, whatever the figures are."""
     if detect(os.environ).launcher != "none":
         raise ConfigError("this benchmark is one process", "started by a launcher", "hvdtrain bench input")
-    _check_writable(args.out)
+    check_writable(args.out)
     cores = sorted(os.sched_getaffinity(0))
     if args.cores is not None:
         if args.cores > len(cores):

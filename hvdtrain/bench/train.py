@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def run_torch(args: argparse.Namespace) -> int:
     """PyTorch's part; returns 0, whatever the figures are."""
     result = _new_result(args)
-    _check_writable(args.out)
+    check_writable(args.out)
     result["models"] = torch_train.measure(args, tell)
     return _finish(args, result, torch_train.report)
 
@@ -74,7 +74,7 @@ def run_keras(args: argparse.Namespace) -> int:
     """Keras' two parts; returns 0, whatever the figures are."""
     backend = args.backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
     result: dict[str, Any] = _new_result(args) | {"backend": backend}
-    _check_writable(args.out)
+    check_writable(args.out)
     tell(f"1/2 prepared fit against plain Keras, one process, {args.blocks} blocks of {args.steps} updates each")
     result["overhead"] = overhead(args, backend)
     if args.ranks > 1:
@@ -175,7 +175,7 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _check_writable(out: Path) -> None:
+def check_writable(out: Path) -> None:
     """Minutes of measuring must not end in an error about the place for the result."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

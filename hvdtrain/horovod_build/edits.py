@@ -136,6 +136,72 @@ _RESET_NEW = """  results_.clear();
   done_.notify_all();
 """
 
+_QUEUE_DECLARED_OLD = "  void PopMessagesFromQueue(std::deque<Request>& message_queue_buffer);"
+_QUEUE_DECLARED_NEW = """  void PopMessagesFromQueue(std::deque<Request>& message_queue_buffer);
+
+  bool Empty() const;
+
+  // Returns when a tensor was added to any queue of this process since the last call, or after at_most.
+  static void WaitForNewTensor(std::chrono::steady_clock::duration at_most);"""
+_QUEUE_DEFINED_OLD = "Status TensorQueue::AddToTensorQueue(TensorTableEntry& e, Request& message) {"
+_QUEUE_DEFINED_NEW = """namespace {
+std::mutex new_tensor_mutex;
+std::condition_variable new_tensor_added;
+bool new_tensor = false;
+
+void TellOfNewTensor() {
+  {
+    std::lock_guard<std::mutex> guard(new_tensor_mutex);
+    new_tensor = true;
+  }
+  new_tensor_added.notify_one();
+}
+} // namespace
+
+bool TensorQueue::Empty() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return tensor_table_.empty() && message_queue_.empty();
+}
+
+void TensorQueue::WaitForNewTensor(
+    std::chrono::steady_clock::duration at_most) {
+  std::unique_lock<std::mutex> lock(new_tensor_mutex);
+  new_tensor_added.wait_for(lock, at_most, [] { return new_tensor; });
+  new_tensor = false;
+}
+
+Status TensorQueue::AddToTensorQueue(TensorTableEntry& e, Request& message) {"""
+_CYCLE_OLD = """  auto sleep_duration = state.last_cycle_start +
+                        std::chrono::microseconds(long(
+                            state.parameter_manager.CycleTimeMs() * 1000.)) -
+                        start_time;
+  if (sleep_duration > std::chrono::steady_clock::duration::zero()) {
+    std::this_thread::sleep_for(sleep_duration);
+  }"""
+_CYCLE_NEW = """  static const double idle_cycle_ms = [] {
+    auto text = std::getenv("HOROVOD_IDLE_CYCLE_TIME");
+    return text != nullptr ? std::strtod(text, nullptr) : 0.0;
+  }();
+  double cycle_ms = state.parameter_manager.CycleTimeMs();
+  bool idle = idle_cycle_ms > cycle_ms;
+  if (idle) {
+    for (auto id : state.process_set_table.Ids()) {
+      idle = idle && state.process_set_table.Get(id).tensor_queue.Empty();
+    }
+  }
+  auto sleep_duration = state.last_cycle_start +
+                        std::chrono::microseconds(
+                            long((idle ? idle_cycle_ms : cycle_ms) * 1000.)) -
+                        start_time;
+  if (sleep_duration > std::chrono::steady_clock::duration::zero()) {
+    if (idle) {
+      TensorQueue::WaitForNewTensor(sleep_duration);
+    } else {
+      std::this_thread::sleep_for(sleep_duration);
+    }
+  }"""
+_IDLE_WHY = "see idle-cycle"
+
 EDITS: tuple[Edit, ...] = (
     Edit(
         "cxx17", "CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)",
@@ -266,6 +332,30 @@ EDITS: tuple[Edit, ...] = (
         "torch-wait-sleeps", "horovod/torch/mpi_ops_v2.cc", _WAIT_OLD, _WAIT_NEW,
         why="synchronize() spun, taking and giving back Python's lock all the time, on a core that Horovod's own thread "
         "and the transport need: on CPU that was a good part of what a step lost to DistributedDataParallel",
+    ),
+    Edit(
+        "idle-cycle-include", "horovod/common/tensor_queue.h", "#include <iostream>",
+        "#include <chrono>\n#include <condition_variable>\n#include <iostream>", why=_IDLE_WHY,
+    ),
+    Edit(
+        "idle-cycle-declared", "horovod/common/tensor_queue.h", _QUEUE_DECLARED_OLD, _QUEUE_DECLARED_NEW, why=_IDLE_WHY,
+    ),
+    Edit(
+        "idle-cycle-defined", "horovod/common/tensor_queue.cc", _QUEUE_DEFINED_OLD, _QUEUE_DEFINED_NEW, why=_IDLE_WHY,
+    ),
+    Edit(
+        "idle-cycle-tell", "horovod/common/tensor_queue.cc", "  tensor_table_.emplace(e.tensor_name, std::move(e));",
+        "  tensor_table_.emplace(e.tensor_name, std::move(e));\n  TellOfNewTensor();", why=_IDLE_WHY,
+    ),
+    Edit(
+        "idle-cycle-tell-many", "horovod/common/tensor_queue.cc", "    tensor_table_.emplace(entries[i].tensor_name, std::move(entries[i]));",
+        "    tensor_table_.emplace(entries[i].tensor_name, std::move(entries[i]));\n    TellOfNewTensor();", why=_IDLE_WHY,
+    ),
+    Edit(
+        "idle-cycle", "horovod/common/operations.cc", _CYCLE_OLD, _CYCLE_NEW,
+        why="the ranks' background threads ask each other for work every millisecond, over the network, also when there "
+        "is none: 8 % of a core on CPU. With HOROVOD_IDLE_CYCLE_TIME (ms) set, a thread without any tensor waits that "
+        "long, or until it gets one; without it nothing changes",
     ),
     Edit(
         "zero-grad-set-to-none", "horovod/torch/optimizer.py", _ZERO_GRAD_OLD, _ZERO_GRAD_NEW,

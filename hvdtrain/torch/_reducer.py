@@ -19,7 +19,7 @@ Wait = Callable[[], None]
 # Sums a tensor over ranks, in place; returns what waits for it.
 SumAsync = Callable[[Tensor, str], Wait]
 
-_FIRST_BUCKET_BYTES = 1 << 20  # gradients of the last layers come first: little to wait for, so the line is busy early
+_SMALL_BUCKET_BYTES, _DUST_BYTES = 1 << 20, 1 << 16
 _WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -210,23 +210,29 @@ class Reducer:
 def bucketize(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
     """Groups parameters in the order in which gradients come (the reverse of registration); pure.
 
-    A bucket holds one dtype on one device and at most `bucket_bytes`, or a single larger parameter; the first ones
-    are small, so that something is under way early.
+    A bucket holds one dtype on one device, and at most `bucket_bytes` or a single larger parameter. The first ones are
+    small, so that something is under way early; and each is at most half of what is still to come, because nothing
+    hides the way of the last one. Next to nothing (a bias, a batch-norm) does not travel alone.
     """
     groups: list[list[nn.Parameter]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    sizes: dict[int, int] = {}
+    room: dict[int, int] = {}
+    filled: dict[int, int] = {}
+    dust_bytes = min(_DUST_BYTES, bucket_bytes // 8)
+    to_come = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     for parameter in reversed(parameters):
         kind = (parameter.dtype, parameter.device)
         size = parameter.numel() * parameter.element_size()
         group = open_groups.get(kind)
-        limit = bucket_bytes if len(groups) > 1 else min(bucket_bytes, _FIRST_BUCKET_BYTES)
-        if group is None or sizes[id(group)] + size > limit:
+        if group is None or (room[id(group)] < size and filled[id(group)] > dust_bytes):
             group = open_groups[kind] = []
-            sizes[id(group)] = 0
             groups.append(group)
+            most = _SMALL_BUCKET_BYTES if len(groups) < 3 else max(to_come // 2, _SMALL_BUCKET_BYTES)
+            room[id(group)], filled[id(group)] = min(bucket_bytes, most), 0
         group.append(parameter)
-        sizes[id(group)] += size
+        room[id(group)] -= size
+        filled[id(group)] += size
+        to_come -= size
     return groups
 
 

@@ -182,12 +182,19 @@ def refusals() -> None:
 
 
 def buckets() -> None:
-    sizes = [10, 300_000, 20, 5_000_000, 100, 100_000]
-    parameters = [nn.Parameter(torch.empty(size)) for size in sizes]
-    groups = bucketize(parameters, 4_000_000)
-    assert [p for group in groups for p in group] == parameters[::-1], "in the order of the backward pass"
-    assert [sum(p.numel() for p in group) for group in groups] == [100_100, 5_000_000, 300_030]
-    assert bucketize([], 100) == []
+    def sizes(numbers: list[int], bucket_bytes: int) -> list[int]:
+        parameters = [nn.Parameter(torch.empty(number)) for number in numbers]
+        groups = bucketize(parameters, bucket_bytes)
+        assert [p for group in groups for p in group] == parameters[::-1], "in the order of the backward pass"
+        return [sum(p.numel() for p in group) for group in groups]
+
+    quarter = 1 << 18  # floats of a megabyte
+    # two small ones first; then no larger than asked for; then each at most half of the rest, so the last is small
+    wanted = [1, 1, 4, 4, 3, 1.5, 1, 0.5]
+    assert sizes([quarter // 4] * 64, 4 << 20) == [int(megabytes * quarter) for megabytes in wanted]
+    assert sizes([30_000, 5_000_000, 40_000], 1 << 20) == [40_000, 5_000_000, 30_000], "a larger one has its own"
+    assert sizes([10, 5_000_000, 20], 1 << 20) == [5_000_020, 10], "but for a bias or the like"
+    assert sizes([], 100) == []
 
 
 def bytes_and_floats() -> None:
