@@ -241,6 +241,22 @@ def current() -> World | None:
     return _current
 
 
+def given_or_current(world: World | None, framework: str) -> World:
+    """Return the world given to an adapter, or that of the last `init()`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = world if world is not None else _current
+    if found is None:
+        raise ConfigError(
+            "an adapter needs to know the ranks",
+            "no world given, and hvdtrain.init was not called",
+            f'with hvdtrain.init("{framework}") as world: ... around the program',
+        )
+    return found
+
+
 def init(
     framework: Literal["torch", "keras"],
     *,

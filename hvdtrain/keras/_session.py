@@ -15,10 +15,9 @@ from typing import Any
 import keras
 import numpy as np
 
-import hvdtrain
 from hvdtrain.errors import ConfigError, ReplicaError
 from hvdtrain.lr import LR
-from hvdtrain.world import World
+from hvdtrain.world import World, given_or_current
 
 KEY = "_hvdtrain"
 
@@ -92,19 +91,8 @@ class Session:
 
 
 def world_or_current(world: World | None) -> World:
-    """Returns the world given, or that of the last ``hvdtrain.init``.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = world if world is not None else hvdtrain.current()
-    if found is None:
-        raise ConfigError(
-            "the Keras adapter needs to know the ranks",
-            "no world given, and hvdtrain.init was not called",
-            'call world = hvdtrain.init("keras") at the top of the program',
-        )
-    return found
+    """Returns the world given, or that of the last `hvdtrain.init`; `ConfigError` if there is none."""
+    return given_or_current(world, "keras")
 
 
 def session_of(target: Any) -> Session | None:

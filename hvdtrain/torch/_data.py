@@ -5,42 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-import hvdtrain
 from hvdtrain.cores import usable_cores, workers_for
 from hvdtrain.errors import ConfigError
 from hvdtrain.torch._memory import memory_of
+from hvdtrain.torch._session import engine_of
 from hvdtrain.torch._source import Source
 from hvdtrain.torch._workers import Workers
 from hvdtrain.world import World
 
 # (batch [n, ...], uniforms float64 [n, augment.draws]) -> batch; for example `hvdtrain.torch.crop_flip`
 Augment = Callable[[Tensor, Tensor], Tensor]
-
-
-def device_of(world: World) -> torch.device:
-    """Returns where this rank computes."""
-    device: torch.device = getattr(world.comm, "device", torch.device("cpu"))
-    return device
-
-
-def world_or_current(world: World | None) -> World:
-    """Returns the world given, or that of the last `hvdtrain.init`.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = world if world is not None else hvdtrain.current()
-    if found is None:
-        raise ConfigError(
-            "the loader needs to know the ranks",
-            "no world given, and hvdtrain.init was not called",
-            'call world = hvdtrain.init("torch") at the top of the program',
-        )
-    return found
 
 
 def augment_of(data: Any) -> Augment | None:
@@ -64,7 +41,7 @@ def source_of(
     """
     if workers != "auto" and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
         raise ConfigError('workers is "auto" or a whole number >= 0', f"workers={workers!r}")
-    device = device_of(world)
+    device = engine_of(world).device
     cores = usable_cores(world)
     memory = memory_of(data, device)
     if memory is not None:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from hvdtrain.errors import ConfigError, ReplicaError
 from hvdtrain.torch._buffers import synchronize
 from hvdtrain.torch._clock import CLOCK
-from hvdtrain.torch._data import Augment, world_or_current
+from hvdtrain.torch._data import Augment
 from hvdtrain.torch._loader import Loader, loader
+from hvdtrain.torch._session import world_or_current
 from hvdtrain.world import World
 
 # (outputs, targets) -> {name: [n], one value a sample}

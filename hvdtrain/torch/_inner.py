@@ -60,8 +60,8 @@ class Inner(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], Probe):
             return args[0](self.module)
-        call: Callable[..., Any] = vars(self)["_call"] or self.module
-        return call(*args, **kwargs)
+        call = vars(self)["_call"]
+        return (self.module if call is None else call)(*args, **kwargs)  # `or` would ask a module for its length
 
 
 def unwrap(model: nn.Module) -> nn.Module:

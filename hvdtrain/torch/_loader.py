@@ -13,8 +13,9 @@ from torch import Tensor
 from hvdtrain.errors import ConfigError
 from hvdtrain.shard import Plan
 from hvdtrain.torch._clock import CLOCK
-from hvdtrain.torch._data import Augment, augment_of, device_of, source_of, world_or_current
+from hvdtrain.torch._data import Augment, augment_of, source_of
 from hvdtrain.torch._prefetch import Ahead
+from hvdtrain.torch._session import engine_of, world_or_current
 from hvdtrain.torch._source import Fetched, Source, tensors_of, to_device
 from hvdtrain.torch._steps import Step, steps_of, uniforms
 from hvdtrain.world import World
@@ -61,7 +62,7 @@ class Loader:
         self.accumulate = 1
         self.live: Live | None = None
         self.skipped: list[tuple[str, str]] = []
-        self.device = device_of(world)
+        self.device = engine_of(world).device
         self._source = source
         self._world = world
         self._augment = augment

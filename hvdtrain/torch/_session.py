@@ -17,7 +17,7 @@ from hvdtrain.torch._nonfinite import Losses
 from hvdtrain.torch._rate import Rates
 from hvdtrain.torch.engines.base import Bound, TorchEngine
 from hvdtrain.torch.engines.solo import Solo
-from hvdtrain.world import World, current
+from hvdtrain.world import World, given_or_current
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,5 @@ def engine_of(world: World) -> TorchEngine:
 
 
 def world_or_current(world: World | None) -> World:
-    """Returns the world given, or that of the last `hvdtrain.init`.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = world if world is not None else current()
-    if found is None:
-        raise ConfigError(
-            "the PyTorch adapter needs to know the ranks",
-            "no world given, and hvdtrain.init was not called",
-            'with hvdtrain.init("torch") as world: ... around the program',
-        )
-    return found
+    """Returns the world given, or that of the last `hvdtrain.init`; `ConfigError` if there is none."""
+    return given_or_current(world, "torch")

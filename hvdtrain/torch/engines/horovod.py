@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,14 +75,14 @@ class HorovodEngine(ByteCollectives):
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums a contiguous tensor over ranks, in place."""
-        self.sum_async(tensor, f"hvdtrain.sum.{next(self._calls)}")()
+        self.sum_async(tensor, self._next())()
         return tensor
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Gives every rank root's contiguous tensor, in place."""
         if tensor.numel():
-            handle = self.hvd.broadcast_async_(tensor, root, name=f"hvdtrain.sum.{next(self._calls)}")
-            self._wait(handle)
+            with rank_losses():
+                self.hvd.synchronize(self.hvd.broadcast_async_(tensor, root, name=self._next()))
         return tensor
 
     def sum_async(self, tensor: Tensor, name: str) -> Wait:
@@ -89,10 +90,12 @@ class HorovodEngine(ByteCollectives):
         if not tensor.numel():
             return lambda: None
         sent = tensor if tensor.dtype in _SUMMABLE else tensor.to(_SENT_AS.get(tensor.dtype, torch.int32))
-        handle = self.hvd.allreduce_async_(sent, name=name, op=self.hvd.Sum)
+        with rank_losses():
+            handle = self.hvd.allreduce_async_(sent, name=name, op=self.hvd.Sum)
 
         def wait() -> None:
-            self._wait(handle)
+            with rank_losses():
+                self.hvd.synchronize(handle)
             if sent is not tensor:
                 tensor.copy_(sent)
 
@@ -103,27 +106,34 @@ class HorovodEngine(ByteCollectives):
         counts = self.sum_(torch.nn.functional.one_hot(torch.tensor(self.rank), self.size) * len(data)).tolist()
         # a rank with nothing to say sends one byte: Horovod refuses to gather nothing but empty tensors
         mine = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-        handle = self.hvd.allgather_async(mine, name=f"hvdtrain.sum.{next(self._calls)}")
-        pieces = self._wait(handle).split([max(count, 1) for count in counts])
+        with rank_losses():
+            joined = self.hvd.synchronize(self.hvd.allgather_async(mine, name=self._next()))
+        pieces = joined.split([max(count, 1) for count in counts])
         return [piece[:count].numpy().tobytes() for piece, count in zip(pieces, counts, strict=True)]
 
-    def _wait(self, handle: int) -> Any:
-        from horovod.common.exceptions import HorovodInternalError
-
-        try:
-            return self.hvd.synchronize(handle)
-        except HorovodInternalError as error:
-            raise HvdtrainError(
-                "every rank must take part until the end",
-                f"Horovod gave up: {error}",
-                "read what the rank that ended first has said",
-            ) from error
+    def _next(self) -> str:
+        return f"hvdtrain.sum.{next(self._calls)}"
 
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> HorovodBound:
         return HorovodBound(self, module, optimizer, settings)
 
     def shutdown(self) -> None:
         self.hvd.shutdown()
+
+
+@contextmanager
+def rank_losses() -> Iterator[None]:
+    """Says what it means when Horovod gives up, in the middle of a collective or before the next."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    try:
+        yield
+    except HorovodInternalError as error:
+        raise HvdtrainError(
+            "every rank must take part until the end",
+            f"Horovod gave up: {error}",
+            "read what the rank that ended first has said",
+        ) from error
 
 
 class HorovodBound:
