@@ -188,14 +188,20 @@ def case_compiled_models_train(world: hvdtrain.World) -> None:
     """With the compiler itself left out: what matters here is that its result is called, and nothing is renamed."""
     calls = []
 
-    def compile(module: nn.Module) -> Any:
-        def compiled(*args: Any) -> Any:
+    class Compiled:
+        """As torch.compile's: it has a length only if the module has one."""
+
+        def __init__(self, module: nn.Module) -> None:
+            self.module = module
+
+        def __call__(self, *args: Any) -> Any:
             calls.append(1)
-            return module(*args)
+            return self.module(*args)
 
-        return compiled
+        def __len__(self) -> int:
+            raise TypeError(f"{type(self.module).__name__} does not support len()")
 
-    with mock.patch("torch.compile", compile):
+    with mock.patch("torch.compile", Compiled):
         model, optimizer, train = prepared(compile=True)
     optimizer.backward(loss_of(model, next(iter(train))))
     optimizer.step()
