@@ -322,6 +322,9 @@ class Checkpointer:
         except Exception as error:
             failure = error
         reports = self.world.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if isinstance(failure, CheckpointError) and len(set(reports)) == 1:
+            failure.shared = True
+            raise failure  # every rank says the same: once is enough
         if any(reports):
             raise CheckpointError(
                 "every rank must be able to load the checkpoint",

@@ -178,15 +178,16 @@ class _Window:
         self._seconds: dict[str, float] = {}
 
     def add(self, position: dict[str, Any], loss: float | None, samples: int, seconds: Mapping[str, float]) -> bool:
-        """Add one step; return whether an event is due."""
-        self.steps += 1
+        """Add one step; return whether an event is due. A micro-batch that completes no update has no samples, and
+        only its seconds count."""
+        self.steps += samples > 0 or loss is not None
         self._position = position
         self._samples += samples
         if loss is not None:
             self._losses.append(float(loss))
         for phase, value in seconds.items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + float(value)
-        return time.perf_counter() >= self._due
+        return self.steps > 0 and time.perf_counter() >= self._due
 
     def take(self) -> dict[str, Any]:
         """Return the fields of one event over the steps since the last, and begin anew."""

@@ -425,3 +425,14 @@ def test_throughput_counts_the_steps_and_not_what_lies_between_them():
     window._since -= 10.0
     window.add({"step": 2}, 0.5, 64, {})  # nobody measured: wall time
     assert window.take()["samples_per_s"] == pytest.approx(6.4, rel=0.01)
+
+
+def test_micro_batches_of_an_update_are_one_step_and_their_time_counts():
+    window = _Window()
+    position = {"step": 1, "epoch": 0, "samples_seen": 64, "lr": 0.1}
+    window._due = 0.0  # an event would be due at once
+    assert not window.add(position, None, 0, {"forward": 0.5}), "no update is complete"
+    assert window.add(position, 2.0, 64, {"forward": 0.5, "optimizer": 1.0})
+    fields = window.take()
+    assert (fields["steps"], fields["samples"], fields["loss"]) == (1, 64, 2.0)
+    assert fields["seconds"] == {"forward": 1.0, "optimizer": 1.0} and fields["samples_per_s"] == 32.0
