@@ -200,7 +200,7 @@ _CYCLE_NEW = """  static const double idle_cycle_ms = [] {
       std::this_thread::sleep_for(sleep_duration);
     }
   }"""
-_IDLE_WHY = "see idle-cycle"
+_IDLE_WHY = "part of idle-cycle, which says why"
 
 EDITS: tuple[Edit, ...] = (
     Edit(
@@ -312,21 +312,21 @@ EDITS: tuple[Edit, ...] = (
     Edit(
         "torch-wait-declared", "horovod/torch/handle_manager.h", "  bool PollHandle(int handle);",
         "  bool PollHandle(int handle);\n  // blocks until the handle is done or gone\n  void Wait(int handle);",
-        why="see torch-wait-sleeps",
+        why="part of torch-wait-sleeps, which says why",
     ),
     Edit(
         "torch-wait-condition", "horovod/torch/handle_manager.h", "  std::mutex mutex_;",
-        "  std::mutex mutex_;\n  std::condition_variable done_;", why="see torch-wait-sleeps",
+        "  std::mutex mutex_;\n  std::condition_variable done_;", why="part of torch-wait-sleeps, which says why",
     ),
     Edit(
         "torch-wait-include", "horovod/torch/handle_manager.h", "#include <atomic>", "#include <atomic>\n#include <condition_variable>",
-        why="see torch-wait-sleeps",
+        why="part of torch-wait-sleeps, which says why",
     ),
     Edit(
-        "torch-wait-wakes", "horovod/torch/handle_manager.cc", _MARK_DONE_OLD, _MARK_DONE_NEW, why="see torch-wait-sleeps",
+        "torch-wait-wakes", "horovod/torch/handle_manager.cc", _MARK_DONE_OLD, _MARK_DONE_NEW, why="part of torch-wait-sleeps, which says why",
     ),
     Edit(
-        "torch-wait-reset", "horovod/torch/handle_manager.cc", _RESET_OLD, _RESET_NEW, why="see torch-wait-sleeps",
+        "torch-wait-reset", "horovod/torch/handle_manager.cc", _RESET_OLD, _RESET_NEW, why="part of torch-wait-sleeps, which says why",
     ),
     Edit(
         "torch-wait-sleeps", "horovod/torch/mpi_ops_v2.cc", _WAIT_OLD, _WAIT_NEW,
