@@ -276,3 +276,38 @@ def test_horovodrun_leaves_the_failed_ranks_message_readable(tmp_path):
     result = run_ranks([str(program)], 2, timeout_s=60)
     assert result.returncode == 1 and "the one clear message" in result.err
     assert "Traceback" not in result.err and "exited with non-zero status" in result.err
+
+
+WAITING = """
+import os, sys, time, torch, horovod.torch as hvd
+hvd.init()
+x = torch.ones(4)
+hvd.allreduce_(x, name="first")
+if hvd.rank() == 0:
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:  # busy, without a tensor for Horovod
+        sum(range(1000))
+began, cpu = time.monotonic(), time.thread_time()
+hvd.allreduce_(x, name="second")
+print(f"{time.monotonic() - began:.3f} {time.thread_time() - cpu:.3f}", flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("idle_ms", ["", "100"])
+def test_waiting_costs_nothing(tmp_path, idle_ms):
+    """A rank that waits in synchronize() sleeps (edit torch-wait-sleeps), and ranks without a tensor ask each other for
+    work as often as HOROVOD_IDLE_CYCLE_TIME says (edit idle-cycle); the twin without it: every millisecond."""
+    from harness import run_ranks
+
+    program = tmp_path / "waiting.py"
+    program.write_text(WAITING)
+    timeline = tmp_path / "timeline.json"
+    variables = {"HOROVOD_TIMELINE": str(timeline), "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
+    variables |= {"HOROVOD_IDLE_CYCLE_TIME": idle_ms} if idle_ms else {}
+    result = run_ranks([str(program)], 2, env=variables, timeout_s=60).check()
+    waited_s, thread_cpu_s = map(float, result.ranks_output[1].split())
+    assert waited_s > 1 and thread_cpu_s < 0.2 * waited_s, "it spins"
+    cycles = timeline.read_text().count("CYCLE_START")  # of rank 0, idle for 1.5 s
+    assert (5 < cycles < 100) if idle_ms else cycles > 300
