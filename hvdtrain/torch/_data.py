@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hvdtrain.cores import usable_cores, workers_for
 from hvdtrain.errors import ConfigError
 from hvdtrain.torch._memory import memory_of
-from hvdtrain.torch._session import engine_of
+from hvdtrain.torch._session import device_of
 from hvdtrain.torch._source import Source
 from hvdtrain.torch._workers import Workers
 from hvdtrain.world import World
@@ -41,7 +41,7 @@ def source_of(
     """
     if workers != "auto" and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
         raise ConfigError('workers is "auto" or a whole number >= 0', f"workers={workers!r}")
-    device = engine_of(world).device
+    device = device_of(world)
     cores = usable_cores(world)
     memory = memory_of(data, device)
     if memory is not None:

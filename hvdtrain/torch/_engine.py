@@ -6,6 +6,7 @@ import torch
 
 from hvdtrain.launchers import Detected
 from hvdtrain.torch import engines
+from hvdtrain.torch._allocator import keep_freed_memory
 from hvdtrain.torch.engines.base import TorchEngine
 
 
@@ -25,5 +26,7 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
         ModuleNotFoundError: the engine's package is missing (``init`` says how to get it).
     """
     started = engines.attach(engine, detected, device=device, gpus_per_rank=gpus_per_rank)
+    if started.device.type == "cpu":
+        keep_freed_memory()
     torch.manual_seed(seed)  # of all devices
     return started

@@ -15,7 +15,7 @@ from hvdtrain.shard import Plan
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._data import Augment, augment_of, source_of
 from hvdtrain.torch._prefetch import Ahead
-from hvdtrain.torch._session import engine_of, world_or_current
+from hvdtrain.torch._session import device_of, world_or_current
 from hvdtrain.torch._source import Fetched, Source, tensors_of, to_device
 from hvdtrain.torch._steps import Step, steps_of, uniforms
 from hvdtrain.world import World
@@ -62,7 +62,7 @@ class Loader:
         self.accumulate = 1
         self.live: Live | None = None
         self.skipped: list[tuple[str, str]] = []
-        self.device = engine_of(world).device
+        self.device = device_of(world)
         self._source = source
         self._world = world
         self._augment = augment

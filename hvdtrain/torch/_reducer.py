@@ -49,11 +49,12 @@ class Bucket:
         if not self.filled[index]:
             self.filled[index] = True
             self.missing -= 1
-        gradient = self.parameters[index].grad
-        if gradient is None:
-            self.views[index].zero_()
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is None:
+            view.zero_()
         else:
-            self.views[index].copy_(gradient)
+            view.copy_(parameter.grad)
+            parameter.grad = view  # lets go of the memory now: the next layer's gradient takes it, still warm
 
     def send(self, sum_async: SumAsync, wire_type: torch.dtype | None) -> None:
         """Starts the sum over ranks."""

@@ -103,6 +103,12 @@ def engine_of(world: World) -> TorchEngine:
     )
 
 
+def device_of(world: World) -> torch.device:
+    """Returns where this rank computes; ranks that carry no tensors do on the CPU."""
+    device: torch.device = getattr(world.comm, "device", torch.device("cpu"))
+    return device
+
+
 def world_or_current(world: World | None) -> World:
     """Returns the world given, or that of the last `hvdtrain.init`; `ConfigError` if there is none."""
     return given_or_current(world, "torch")
