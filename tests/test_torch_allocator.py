@@ -33,6 +33,6 @@ def test_freed_memory_is_kept() -> None:
 
 
 def test_what_the_user_has_set_stays() -> None:
-    """The twin too: whether malloc gives memory back by itself depends on what lies above it; told to, it always does."""
+    """The twin too: by itself malloc gives memory back or not, as the heap happens to lie; told to, it always does."""
     kept, count = faults(MALLOC_MMAP_THRESHOLD_="131072")
     assert kept == "False" and count > 10_000
