@@ -74,6 +74,16 @@ class Result:
         return f"--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
+def told_once(result: Result, program: str, *parts: str) -> None:
+    """Assert that rank 0 of `program` told rule, what came and the fix, and that nobody shows a traceback of ours."""
+    said = result.ranks_error.get(0, "")
+    for part in (f"{program}: rank 0: ", "fix: ", *parts):
+        assert part in said, result.text
+    everyone = "\n".join(result.ranks_error.values())
+    assert "Traceback" not in everyone, result.text
+    assert everyone.count("fix: ") == 1, result.text
+
+
 class HarnessError(AssertionError):
     """The run went over its time, or left processes behind."""
 

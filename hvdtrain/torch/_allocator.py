@@ -15,8 +15,8 @@ def keep_freed_memory() -> bool:
     """Tells glibc's malloc to keep what is freed; returns whether it did.
 
     By default it hands the memory of large tensors back to the kernel and gets it again, zeroed and page by page, in
-    every layer of every step: with a model of 45 MB of gradients that took up to a tenth of a step. The process keeps
-    its peak of memory. What the user has set stays, and other allocators (LD_PRELOAD) do not listen.
+    every layer of every step: about 6 % of a step of ResNet-18 in one process (`hvdtrain bench train`). The process
+    keeps its peak of memory. What the user has set stays, and other allocators (LD_PRELOAD) do not listen.
     (Parameters: mallopt(3).)
     """
     if any(name in os.environ for name in _USERS):
