@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.bench import stats, torch_train, train
+from hvdtrain import stats
+from hvdtrain.bench import torch_train, train
 from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError
 from tests.harness import run_ranks
 

@@ -12,8 +12,8 @@ import pytest
 from harness import run_ranks
 from pictures import CORRUPT, write_folder
 
+from hvdtrain import stats
 from hvdtrain.bench import input as bench
-from hvdtrain.bench import stats
 from hvdtrain.errors import ConfigError
 
 

@@ -22,7 +22,7 @@ import hvdtrain
 PACKAGE = "hvdtrain"
 CORE = {
     "errors", "launchers", "engines", "world", "lr", "shard", "checkpoint", "manifest", "transfer", "telemetry",
-    "slurm", "records", "run_writer", "tensorboard", "verdict", "cores", "pipeline.plan",
+    "slurm", "records", "run_writer", "tensorboard", "verdict", "cores", "stats", "allocator", "pipeline.plan",
 }  # fmt: skip
 ADAPTERS = {
     "torch": {"torch", "torchvision", "deepspeed"},

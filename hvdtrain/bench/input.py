@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.bench import stats
+from hvdtrain import stats
 from hvdtrain.bench.train import check_writable, tell
 from hvdtrain.errors import ConfigError
 from hvdtrain.launchers import detect

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench import stats
+from hvdtrain import stats
 from hvdtrain.bench.torch_job import LAUNCHED_BY, NEEDS
 from hvdtrain.bench.turns import Turns
 from hvdtrain.errors import LauncherError, build_horovod_command, install_command

@@ -26,7 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench import stats, torch_train
+from hvdtrain import stats
+from hvdtrain.bench import torch_train
 from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError, build_horovod_command
 from hvdtrain.launchers import detect
 from hvdtrain.startup import whole

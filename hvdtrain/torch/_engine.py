@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hvdtrain.allocator import keep_freed_memory
 from hvdtrain.launchers import Detected
 from hvdtrain.torch import engines
-from hvdtrain.torch._allocator import keep_freed_memory
 from hvdtrain.torch.engines.base import TorchEngine
 
 

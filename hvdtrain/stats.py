@@ -1,4 +1,4 @@
-"""Medians, bootstrap intervals and tables: what every benchmark says its numbers with."""
+"""Medians, bootstrap intervals and tables: what benchmarks and tuning say their numbers with."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from harness import run_ranks
 
 PROGRAM = """
 import resource, torch
-from hvdtrain.torch._allocator import keep_freed_memory
+from hvdtrain.allocator import keep_freed_memory
 
 def steps():
     for _ in range(10):
