@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 # looked up on first use: planning needs no framework
 _HOME_OF = {
     "Pipeline": "runtime",
-    "Profile": "profile",
+    "Profile": "profiling",
     "StageError": "runtime",
-    "Trial": "tune",
-    "Tuning": "tune",
+    "Trial": "tuning",
+    "Tuning": "tuning",
     "plans": "planner",
-    "plot": "plot",
-    "profile": "profile",
+    "plot": "plots",
+    "profile": "profiling",
     "split": "splitting",
-    "tune": "tune",
+    "tune": "tuning",
 }
 
 __all__ = sorted(_HOME_OF)
