@@ -1,0 +1,288 @@
+"""A split model: runs its stages side by side over micro-batches, and looks like the model it was made of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.allocator import keep_freed_memory
+from hvdtrain.errors import ConfigError
+from hvdtrain.pipeline import _random
+from hvdtrain.pipeline._batchnorm import Pooled
+from hvdtrain.pipeline._cutting import batch_size, cut, join, map_tensors, tensors_of
+from hvdtrain.pipeline._lanes import lanes
+from hvdtrain.pipeline._segments import Segment
+from hvdtrain.pipeline._stage import Stage
+from hvdtrain.pipeline._worker import Call, Head, StageError
+from hvdtrain.pipeline.plan import REMATS, SCHEDULES, Action, Remat, Schedule, actions, micro_batch_sizes, recomputed
+
+__all__ = ["Pipeline", "StageError"]
+
+# what makes a module's parts and names; a split model shares them with the module
+_PARTS = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+class Pipeline(nn.Module):
+    """What `hvdtrain.pipeline.split` returns.
+
+    Parameters, buffers, their names and state dicts are those of the unsplit model, which they belong to.
+
+    Attributes:
+        module: the unsplit model; its parts lie on the stages' devices.
+        stages, segments: what it was cut into.
+        devices: of the stages.
+        micro_batches, schedule, remat: how a batch goes through; they may be changed between steps.
+        batch_norm: "batch": running statistics follow whole batches; "micro": micro-batches.
+        profile: what the cut was measured by; None if it was given.
+        overlap: False lets one stage work at a time (to compare with).
+        timeline: with `record`, what the last call did: (stage, kind, micro-batch, start, end), in seconds.
+    """
+
+    holds_users_module = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Sequence[Stage],
+        *,
+        segments: Sequence[Segment],
+        micro_batches: int,
+        schedule: Schedule = "1f1b",
+        remat: Remat = "never",
+        batch_norm: Literal["batch", "micro"] = "batch",
+        profile: Any = None,
+    ) -> None:
+        super().__init__()
+        for name in _PARTS:
+            object.__setattr__(self, name, getattr(model, name))
+        # past nn.Module's bookkeeping: the model must not appear as a child, under a prefix
+        vars(self).update(module=model, training=model.training)
+        self.stages, self.segments = list(stages), list(segments)
+        self.devices = [stage.device for stage in stages]
+        self.micro_batches, self.schedule, self.remat = micro_batches, schedule, remat
+        self.batch_norm = batch_norm
+        self.profile = profile
+        self.overlap = True
+        self.record = False
+        self.timeline: list[tuple[int, str, int, float, float]] = []
+        self._finishing = [False] * len(self.stages)
+        self._drawing: dict[int, frozenset[Any]] = {}  # functions that draw, by segment
+        self._busy = threading.Lock()
+        if any(device.type == "cpu" for device in self.devices):
+            keep_freed_memory()
+
+    # -- one batch -------------------------------------------------------------------------------------------
+    def step(
+        self,
+        x: Any,
+        y: Any,
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        factor: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Forward and backward pass of a batch, in micro-batches; gradients add up in ``p.grad``.
+
+        The gradient is that of ``factor`` times the mean loss over the batch: micro-batch i, of n_i samples, counts
+        n_i / n.
+
+        Args:
+            x: the model's argument, or a tuple of its arguments. Tensors [batch, ...] are cut; tensors of another
+                length go to every micro-batch whole.
+            y: the targets, nested in any way; every tensor is [batch, ...].
+            loss: ``loss(output, target)``: the mean over the samples given.
+            factor: of the gradient.
+
+        Returns:
+            The mean loss over the batch, detached, without the factor; on the last stage's device.
+
+        Raises:
+            ConfigError: fewer samples than micro-batches, targets of another length, a loss that is not a scalar.
+            StageError: a stage failed. Gradients are dropped.
+        """
+        if not torch.is_grad_enabled():
+            raise ConfigError("a step differentiates", "step() under torch.no_grad()", "call the pipeline: pipe(x)")
+        arguments = self._arguments(x)
+        sizes = micro_batch_sizes(batch_size(arguments), self.micro_batches)
+        total = sum(sizes)
+        head = Head(loss, cut(y, sizes, every="targets"), [size / total for size in sizes], factor)
+        orders = [actions(self.schedule, k, len(self.stages), len(sizes)) for k in range(len(self.stages))]
+        again = [recomputed(self.remat, order) for order in orders]
+        with self._alone(), self._gradients_or_none():
+            for stage in self.stages:
+                stage.refresh()
+            losses = self._call(cut(arguments, sizes), orders, again, head, sizes)
+            for stage in self.stages:
+                stage.return_gradients()
+        return torch.stack([loss * weight for loss, weight in zip(losses, head.weights, strict=True)]).sum()
+
+    def forward(self, *args: Any) -> Any:
+        """The outputs for a batch, without gradients.
+
+        Args:
+            args: the model's; see `step`. A batch smaller than the number of micro-batches goes through whole.
+
+        Raises:
+            ConfigError: in training with gradients enabled, where `step` is meant.
+            StageError: a stage failed.
+        """
+        if torch.is_grad_enabled() and self.module.training:
+            raise ConfigError(
+                "a pipeline is trained by step(), which runs forward and backward passes side by side",
+                "the pipeline was called in training mode, with gradients",
+                "loss = pipe.step(x, y, loss_fn); to look at outputs: with torch.no_grad(), or pipe.eval()",
+            )
+        arguments = self._arguments(args)
+        batch = batch_size(arguments)
+        sizes = micro_batch_sizes(batch, min(self.micro_batches, max(batch, 1)))
+        orders = [[Action("forward", i) for i in range(len(sizes))] for _ in self.stages]
+        with torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad(), self._alone():
+            for stage in self.stages:
+                stage.refresh()
+            pieces = cut(arguments, sizes) if batch else [arguments]
+            return join(self._call(pieces, orders, [frozenset()] * len(orders), None, sizes), sizes)
+
+    def _call(
+        self,
+        inputs: Sequence[tuple[Any, ...]],
+        orders: Sequence[Sequence[Action]],
+        again: Sequence[frozenset[int]],
+        head: Head | None,
+        sizes: Sequence[int],
+    ) -> list[Any]:
+        several = len(sizes) > 1
+        draws = None
+        if several and self.module.training and any(stage.draws for stage in self.stages):
+            draws = _random.Draws(_random.step_seed(), self._drawing)
+        # with one micro-batch and nothing run twice, the layers themselves do what is right
+        gather = self.batch_norm == "batch" and self.module.training and (several or any(again))
+        pooled = Pooled(self.module) if gather else None
+        self.timeline = []
+        call = Call(
+            stages=self.stages,
+            lanes=lanes(self.devices),
+            orders=orders,
+            recompute=again,
+            inputs=inputs,
+            head=head,
+            pooled=pooled,
+            draws=draws,
+            finishing=self._finishing,
+            timeline=self.timeline if self.record else None,
+            turn=nullcontext() if self.overlap else threading.Lock(),
+        )
+        with pooled.gathering() if pooled else nullcontext():
+            return call.run()
+
+    @staticmethod
+    def _arguments(x: Any) -> tuple[Any, ...]:
+        arguments = x if type(x) is tuple else (x,)
+        return map_tensors(torch.detach, arguments) if any(t.requires_grad for t in tensors_of(arguments)) else arguments
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError("a pipeline works on one batch at a time", "a call from a second thread")
+        try:
+            yield
+        finally:
+            self._finishing[:] = [False] * len(self._finishing)
+            self._busy.release()
+
+    @contextmanager
+    def _gradients_or_none(self) -> Iterator[None]:
+        """A step that ends halfway leaves no gradients that somebody could take for whole ones, and no memory."""
+        try:
+            yield
+        except BaseException:
+            for parameter in self.module.parameters():
+                parameter.grad = None
+            for stage in self.stages:
+                for _, proxy in stage.proxies:
+                    proxy.grad = None
+            raise
+
+    # -- who owns what ---------------------------------------------------------------------------------------
+    def owned_parameters(self) -> list[list[nn.Parameter]]:
+        """The model's parameters by stage, and at the end those that several stages use; each once."""
+        shared = {id(owner) for stage in self.stages for owner, _ in stage.proxies}
+        proxies = {id(proxy) for stage in self.stages for _, proxy in stage.proxies}
+        seen: set[int] = set()
+        groups: list[list[nn.Parameter]] = []
+        for stage in self.stages:
+            mine = [p for p in stage.parameters() if id(p) not in shared | proxies | seen]
+            seen |= {id(p) for p in mine}
+            groups.append(mine)
+        # parameters that no stage uses get no gradient
+        return [*groups, [p for p in self.module.parameters() if id(p) not in seen]]
+
+    def finishing(self, group: int) -> bool:
+        """Whether a stage is in the backward pass that completes its gradients of this step; for gradient hooks.
+
+        Args:
+            group: as in `owned_parameters`; shared parameters are complete only when the step ends.
+        """
+        return group < len(self._finishing) and self._finishing[group]
+
+    # -- like the unsplit model ------------------------------------------------------------------------------
+    def train(self, mode: bool = True) -> Pipeline:
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        where = ", ".join(f"{stage.name} on {stage.device}" for stage in self.stages)
+        return f"{where}; {self.micro_batches} micro-batches, {self.schedule}, remat={self.remat}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Pipeline:
+        raise ConfigError(
+            "a split model stays on its devices, in its types",
+            "to(), cuda(), half() or the like on a pipeline",
+            "change the model before hvdtrain.pipeline.split(model, ...)",
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = _CHECKS.get(name)
+        if check is not None:
+            check(value)
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            raise ConfigError(
+                "a model is complete before it is split: no stage would use a new part",
+                f"{name} = {type(value).__name__}(...) on a pipeline",
+                "add it to the model, and split again",
+            )
+        super().__setattr__(name, value)
+
+
+def _check_micro_batches(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError("micro_batches is a whole number >= 1", f"micro_batches={value!r}")
+
+
+def _check_word(name: str, words: Sequence[str]) -> Callable[[Any], None]:
+    def check(value: Any) -> None:
+        if value not in words:
+            raise ConfigError(f"{name} is one of {', '.join(map(repr, words))}", f"{name}={value!r}")
+
+    return check
+
+
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "micro_batches": _check_micro_batches,
+    "schedule": _check_word("schedule", SCHEDULES),
+    "remat": _check_word("remat", REMATS),
+    "batch_norm": _check_word("batch_norm", ("batch", "micro")),
+}
