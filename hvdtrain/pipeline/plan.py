@@ -269,7 +269,7 @@ class SegmentCost:
     Attributes:
         forward_s, backward_s: over the samples of a micro-batch; backward without any recomputation.
         parameter_bytes, gradient_bytes, optimizer_bytes, buffer_bytes: held all the time.
-        activation_bytes: kept from the forward to the backward pass.
+        activation_bytes: kept from the forward to the backward pass; its input belongs to it if it is kept.
         output_bytes: what crosses to the next segment (and as a gradient back).
     """
 
@@ -343,7 +343,7 @@ class StageCost:
         fixed_bytes: parameters, gradients, optimizer state, buffers.
         activation_bytes: kept from the forward to the backward pass.
         input_bytes, output_bytes: what crosses; the first stage's input is the caller's.
-        working_bytes: held for a moment only: the gradients of the largest tensor that any segment receives or gives.
+        working_bytes: held in a backward pass beside the activations (see `working_bytes`).
     """
 
     device: Device
@@ -388,9 +388,9 @@ def stage_costs(costs: Sequence[SegmentCost], sizes: Sequence[int], devices: Seq
 def _stage(costs: Sequence[SegmentCost], begin: int, end: int, device: Device) -> StageCost:
     mine = costs[begin:end]
     received = costs[begin - 1].output_bytes if begin else ZERO
-    largest = received
-    for cost in mine:
-        largest = largest.maximum(cost.output_bytes)
+    tensors = [received, *(cost.output_bytes for cost in mine)]
+    curves = [*tensors, *(cost.activation_bytes for cost in mine)]
+    points = {samples for curve in curves for samples, _ in curve.points} - {0.0} or {1.0}
     return StageCost(
         device=device,
         forward_s=total(cost.forward_s for cost in mine) * (1 / device.speed),
@@ -399,5 +399,32 @@ def _stage(costs: Sequence[SegmentCost], begin: int, end: int, device: Device) -
         activation_bytes=total(cost.activation_bytes for cost in mine),
         input_bytes=received,
         output_bytes=mine[-1].output_bytes,
-        working_bytes=2 * largest,
+        working_bytes=Curve(
+            tuple(
+                (
+                    at,
+                    working_bytes([cost.activation_bytes(at) for cost in mine], [tensor(at) for tensor in tensors])[-1],
+                )
+                for at in points
+            )
+        ),
     )
+
+
+def working_bytes(activations: Sequence[float], tensors: Sequence[float]) -> list[float]:
+    """What the backward pass through segments holds at its peak beside all their activations.
+
+    A segment's pass holds the gradients of its output and of its input; the activations of those after it are gone.
+
+    Args:
+        activations: bytes of each segment's.
+        tensors: bytes of what the first one receives, then of each one's output.
+
+    Returns:
+        For the first segment alone, for the first two, and so on.
+    """
+    found, most = [], 0.0
+    for kept, before, after in zip(activations, tensors, tensors[1:], strict=False):
+        most = max(most - kept, before + after)
+        found.append(most)
+    return found
