@@ -123,6 +123,17 @@ class Plan:
         return consumed
 
 
+def tail_pieces(samples: int, full: int, pieces: int) -> int:
+    """Return into how many pieces a tail is cut so that none is larger than those of a full batch.
+
+    Args:
+        samples: of the tail, at least 1.
+        full: samples of a full batch.
+        pieces: of a full batch.
+    """
+    return -(-samples // -(-full // pieces))
+
+
 def contiguous(samples: int, rank: int, size: int) -> slice:
     """Return rank's contiguous piece of `samples`: each sample in exactly one, their sizes differ by at most 1."""
     if samples < 0 or not 0 <= rank < size:

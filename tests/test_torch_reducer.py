@@ -10,8 +10,9 @@ from harness import Result, run_ranks
 PROGRAM = Path(__file__).parent / "torch_programs" / "reducer.py"
 CASES = (
     "sums_over_ranks", "accumulates_before_it_sums", "gradients_on_some_ranks_only",
-    "used_in_an_earlier_micro_batch_only", "freezing_and_unfreezing_is_noticed", "shared_weights_and_other_layouts",
-    "mixed_types_and_half_precision_on_the_way", "refusals", "buckets", "bytes_and_floats",
+    "used_in_an_earlier_micro_batch_only", "freezing_and_unfreezing_is_noticed", "stages_send_in_their_last_pass",
+    "shared_weights_and_other_layouts", "mixed_types_and_half_precision_on_the_way", "refusals", "buckets",
+    "bytes_and_floats",
 )  # fmt: skip
 
 

@@ -49,6 +49,14 @@ class Precision:
         """The loss to differentiate."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
+    def factor(self, weight: float, device: torch.device) -> float | Tensor:
+        """What gradients are multiplied with where the loss is not at hand: `weight`, times the scale if there is one.
+
+        Args:
+            device: where the loss will be.
+        """
+        return weight if self._scaler is None else self._scaler.scale(torch.tensor(weight, device=device))
+
     def unscale(self, stepper: Stepper) -> None:
         """Divides the (averaged) gradients by the scale, and looks for infinities."""
         if self._scaler is not None and stepper.has_gradients():

@@ -52,13 +52,18 @@ class Gradients:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def begin(self, batch: Batch, loss: Tensor) -> None:
-        """Makes ``p.grad`` what the backward pass of `batch` adds to.
+        """Makes ``p.grad`` what the backward pass of `batch`, which gave `loss`, adds to.
 
         Raises:
             ConfigError: the loop is out of order, or the loss is not a mean.
         """
-        self._check_turn(batch)
-        _check_loss(loss)
+        self.check_turn(batch)
+        check_loss(loss)
+        self.open(batch)
+        self.add_loss(batch, loss)
+
+    def open(self, batch: Batch) -> None:
+        """As `begin`, for a batch whose loss is not known yet; `add_loss` follows."""
         if self._open and self.batch is not None and batch.epoch != self.batch.epoch:
             self.drop()  # the user left the epoch in the middle of an update
         if not self._open:
@@ -74,6 +79,9 @@ class Gradients:
             self._samples_seen += batch.global_samples
             self.samples += batch.samples
         self.batch = batch
+
+    def add_loss(self, batch: Batch, loss: Tensor) -> None:
+        """Counts the mean loss of a batch."""
         if not batch.ghost:
             # on the CPU a number costs less than a tensor; elsewhere to ask for the number is to wait for the device
             value = float(loss.detach()) if self._device.type == "cpu" else loss.detach().double().reshape(())
@@ -85,7 +93,8 @@ class Gradients:
             return torch.stack([self.loss, torch.full_like(self.loss, self.samples)])
         return torch.tensor([self.loss, self.samples], dtype=torch.float64, device=self._device)
 
-    def _check_turn(self, batch: Batch) -> None:
+    def check_turn(self, batch: Batch) -> None:
+        """Raises `ConfigError` where no backward pass of `batch` is due."""
         if self.state == "ready":
             raise ConfigError(
                 "optimizer.step() comes after the backward() that completes an update",
@@ -166,7 +175,8 @@ def uncounted(parameters: Sequence[nn.Parameter], ghost: bool) -> Iterator[None]
             hook.remove()
 
 
-def _check_loss(loss: Tensor) -> None:
+def check_loss(loss: Tensor) -> None:
+    """Raises `ConfigError` unless `loss` is one number with a gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         came = (
             f"{type(loss).__name__}"

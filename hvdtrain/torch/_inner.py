@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.torch.engines.base import staged_or_none
+
 
 class Probe:
     """Given to the shell in place of data: the forward pass is a sum over the parameters, with known gradients.
@@ -24,7 +26,7 @@ class Probe:
         for index, parameter in enumerate(trainable(module)):
             term = (parameter * pattern(index, parameter)).sum()
             term = term if term.dtype in (torch.float32, torch.float64) else term.float()
-            total = term if total is None else total + term
+            total = term if total is None else total + term.to(total.device)  # stages have devices of their own
         assert total is not None
         return total * self.factor
 
@@ -65,5 +67,11 @@ class Inner(nn.Module):
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Returns the user's own module, plain; a module that was not prepared is returned as it is."""
-    return vars(model)["module"] if getattr(type(model), "holds_users_module", False) else model
+    """Returns the user's own module, plain and whole; a module that was not prepared is returned as it is.
+
+    A pipeline is looked into: its stages are parts of the module that it was made of.
+    """
+    if getattr(type(model), "holds_users_module", False):
+        model = vars(model)["module"]
+    staged = staged_or_none(model)
+    return model if staged is None else staged.module

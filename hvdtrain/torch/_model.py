@@ -14,6 +14,7 @@ from hvdtrain.torch import _buffers
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._oom import explained
 from hvdtrain.torch._session import Session
+from hvdtrain.torch._staged import channels_last, refuse_call
 from hvdtrain.torch._sync_batchnorm import acting
 
 # the module's own methods: names in state dicts, in parameter lists and in printed text are those of the plain module
@@ -34,7 +35,7 @@ class Model(nn.Module):
     Attributes, methods, parameter names and state dicts are those of the user's module, without any prefix.
 
     Attributes:
-        module: the user's module.
+        module: the user's module, or the pipeline that it was cut into.
     """
 
     holds_users_module = True
@@ -43,12 +44,15 @@ class Model(nn.Module):
 
     def __init__(self, session: Session) -> None:
         # past nn.Module's bookkeeping: the module must not appear as a child, under a prefix
-        vars(self).update(module=session.module, session=session)
+        module = session.module if session.staged is None else session.staged
+        vars(self).update(module=module, session=session)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module on a batch, through the engine; float outputs come in float32 under mixed precision."""
         if not torch.is_grad_enabled():
             return self._run(args, kwargs, ghost=False)
+        if self.session.staged is not None:
+            refuse_call(self.session.module)
         if CLOCK.phase == "other":  # no loader has said so
             CLOCK.enter("forward")
         batch = self.session.batches.now()
@@ -60,7 +64,7 @@ class Model(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ghost: bool) -> Any:
         session = self.session
         if session.options.channels_last:
-            args = tuple(map(_channels_last, args))
+            args = tuple(map(channels_last, args))
         with (
             # a batch that does not count must leave no trace in running statistics
             acting("uncounted" if ghost else "counted"),
@@ -130,7 +134,7 @@ class Model(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the user's module, plain: for averages of weights, and for export."""
-        return copy.deepcopy(self.module, memo)
+        return copy.deepcopy(self.session.module, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
@@ -151,8 +155,3 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 for _name in _DELEGATED:
     setattr(Model, _name, _delegate(_name))
-
-
-def _channels_last(value: Any) -> Any:
-    four = isinstance(value, Tensor) and value.dim() == 4
-    return value.contiguous(memory_format=torch.channels_last) if four else value

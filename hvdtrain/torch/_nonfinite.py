@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,8 +127,16 @@ def gradient_error(module: nn.Module, norm: float, step: int) -> NonFiniteError:
     )
 
 
-def first_bad_layer(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
-    """Runs the module on the batch once more and says where the first value that is not finite appears."""
+def first_bad_layer(
+    module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any], call: Callable[..., Any] | None = None
+) -> str:
+    """Runs the module on the batch once more and says where the first value that is not finite appears.
+
+    Args:
+        module: whose layers are looked at.
+        args, kwargs: the batch.
+        call: what runs the layers; by default the module itself.
+    """
     args = tuple(args)
     if not _finite((args, dict(kwargs))):
         return "the input batch itself is not finite"
@@ -151,7 +159,7 @@ def first_bad_layer(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str,
     hooks = [child.register_forward_hook(look, with_kwargs=True) for child in module.modules()]
     try:
         with torch.no_grad(), acting("alone"):  # the other ranks do not take part in this
-            module(*args, **kwargs)
+            (module if call is None else call)(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()

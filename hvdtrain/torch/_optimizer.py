@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -16,10 +16,13 @@ from hvdtrain.torch._amp import Stepper
 from hvdtrain.torch._batches import Batch, require_batch
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._gradients import uncounted
+from hvdtrain.torch._model import Model
 from hvdtrain.torch._nonfinite import first_bad_layer, gradient_error
 from hvdtrain.torch._oom import explained
 from hvdtrain.torch._rate import rates_of
 from hvdtrain.torch._session import Session
+from hvdtrain.torch._staged import SMALLER_STAGES, Loss, refuse_backward, run_step
+from hvdtrain.torch.engines.base import StagedBound
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -35,12 +38,61 @@ class Optimizer(torch.optim.Optimizer):
         self.wrapped = session.optimizer
         self.session = session
         self.progress = Progress()
+        self._model = Model(session)
         self._stepper = Stepper(self.wrapped, self._step_engine)
         self._layer = ""
         self._updated: Batch | None = None
         self._guard = self.wrapped.register_step_pre_hook(self._refuse_bare_step)
 
     # -- one update ------------------------------------------------------------------------------------------
+    def forward_backward(self, x: Any, y: Any, loss: Loss) -> Tensor:
+        """Runs the model on this rank's batch, forward and backward; the loop for whole models and pipelines alike.
+
+        For a whole model it is ``backward(loss(model(x), y))``; a pipeline runs micro-batch by micro-batch, and
+        gradients of its last stages travel while the first ones still compute.
+
+        Args:
+            x: what the model takes; a tuple is its positional arguments. Tensors have samples along dimension 0.
+            y: the targets.
+            loss: called with outputs and targets; the mean over the samples it is given.
+
+        Returns:
+            The mean loss of the batch, detached; a scalar. Of a pipeline on a rank that has no samples left: 0.
+
+        Raises:
+            As `backward`.
+        """
+        args = x if isinstance(x, tuple) else (x,)
+        if self.session.staged is not None:
+            return self._run_stages(args, y, loss)
+        mean = loss(self._model(*args), y)
+        self.backward(mean)
+        return mean.detach()
+
+    def _run_stages(self, args: tuple[Any, ...], y: Any, loss: Loss) -> Tensor:
+        session, gradients = self.session, self.session.gradients
+        batch = require_batch(session.batches.now())
+        gradients.check_turn(batch)
+        gradients.open(batch)
+        session.last_call = (args, {})
+        CLOCK.enter("backward")  # and forward, in turns
+        sums = torch.zeros(2, dtype=torch.float64, device=session.engine.device) if batch.closes else None
+        mean = torch.zeros((), device=session.engine.device)
+
+        def passes() -> None:
+            nonlocal mean
+            if not batch.ghost:  # else nothing counts, and no other rank waits within the passes
+                mean = run_step(session, args, y, loss, batch.weight)
+                gradients.add_loss(batch, mean)
+            if sums is not None:
+                sums.copy_(gradients.sums())
+
+        bound = cast(StagedBound, session.bound)
+        with explained("passes of the pipeline", session.sizes, SMALLER_STAGES):
+            bound.run(passes, reduce=sums is not None, extras=sums)
+        self._conclude(batch, mean, sums)
+        return mean
+
     def backward(self, loss: Tensor, *, more: bool = False) -> None:
         """Differentiates the mean loss of this rank's batch.
 
@@ -52,16 +104,23 @@ class Optimizer(torch.optim.Optimizer):
             more: another backward for the same batch follows, of another loss; they add up.
 
         Raises:
-            ConfigError: no batch, a second backward for one batch, backward instead of step, or no scalar.
+            ConfigError: no batch, a second backward for one batch, backward instead of step, no scalar, or a pipeline.
             NonFiniteError: on every rank, when the loss of one is NaN or infinite.
             HvdtrainError: out of memory.
         """
         session, gradients = self.session, self.session.gradients
+        if session.staged is not None:
+            raise refuse_backward()
         batch = require_batch(session.batches.now())
         gradients.begin(batch, loss)
         CLOCK.enter("backward")
         sums = gradients.sums() if batch.closes and not more else None
         self._differentiate(loss, batch, sums)
+        self._conclude(batch, loss, sums, more=more)
+
+    def _conclude(self, batch: Batch, loss: Tensor, sums: Tensor | None, *, more: bool = False) -> None:
+        """What follows on the passes of a batch; `sums`, if it closes an update, are under way."""
+        session, gradients = self.session, self.session.gradients
         if not batch.ghost:
             self._find_layer(loss)
         if sums is not None:
@@ -92,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
         if session.losses.at_once and not self._layer and not math.isfinite(float(loss.detach())):
             args, kwargs = session.last_call or ((), {})
             with session.precision.autocast():
-                self._layer = first_bad_layer(session.module, args, kwargs)
+                self._layer = first_bad_layer(session.module, args, kwargs, session.staged)  # type: ignore[arg-type]
 
     def _settle_update(self, batch: Batch, sums: Tensor) -> None:
         """Once the gradients are there: checks the loss, corrects for samples left out, takes the scale away."""
@@ -103,7 +162,7 @@ class Optimizer(torch.optim.Optimizer):
             factor = torch.where(live > 0, batch.update_samples / live, torch.zeros_like(live))
             present = [p.grad for p in session.gradients.parameters() if p.grad is not None]
             if present:
-                torch._foreach_mul_(present, factor)
+                _scale(present, factor)
             every = every * factor
         layer, self._layer = self._layer, ""
         session.losses.add(self.progress.step + 1, batch.epoch, every, session.gradients.loss, layer)
@@ -289,3 +348,10 @@ class Optimizer(torch.optim.Optimizer):
         """Takes the hooks off model and optimizer, which are plain again."""
         self._guard.remove()
         self.session.bound.close()
+
+
+def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies in place, whichever devices the gradients are on."""
+    for device in dict.fromkeys(gradient.device for gradient in gradients):
+        own = [gradient for gradient in gradients if gradient.device == device]
+        torch._foreach_mul_(own, factor.to(device))

@@ -16,15 +16,16 @@ from hvdtrain.torch._amp import Precision, check_amp
 from hvdtrain.torch._batches import Batches, Counted, FromLoader
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._gradients import Gradients
-from hvdtrain.torch._inner import Inner
+from hvdtrain.torch._inner import Inner, unwrap
 from hvdtrain.torch._model import Model
 from hvdtrain.torch._nonfinite import Losses
 from hvdtrain.torch._optimizer import Optimizer
 from hvdtrain.torch._rate import Rates
 from hvdtrain.torch._refusals import check_model, check_optimizer
 from hvdtrain.torch._session import Options, Session, engine_of, world_or_current
+from hvdtrain.torch._staged import check_staged
 from hvdtrain.torch._sync_batchnorm import convert
-from hvdtrain.torch.engines.base import Settings
+from hvdtrain.torch.engines.base import Settings, Staged, staged_or_none
 from hvdtrain.world import World
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ def prepare(
     (`unwrap(model)`, `optimizer.wrapped`).
 
     Args:
-        model: plain, complete; the same on every rank, but for its values.
+        model: plain, complete; the same on every rank, but for its values. Or an `hvdtrain.pipeline.Pipeline` of such a
+            model, cut in the same places on every rank: it stays on its devices, and is trained with
+            `Optimizer.forward_backward`.
         optimizer: plain; holds the model's trainable parameters.
         data: the loader that training reads; it knows how much each rank's batch counts. Without one every rank's
             batch counts the same, and samples are not counted.
@@ -88,14 +91,18 @@ def prepare(
     _check_options(options, lr, data)
     world = world_or_current(world)
     check_model(model)
+    staged = staged_or_none(model)
+    if staged is not None:
+        check_staged(staged, options, engine_of(world))
+        model = unwrap(model)
     check_optimizer(model, optimizer)
     if model in _prepared:
         _prepared.pop(model).close()
-    _start.check_agreement(_start.signature(model, optimizer, options, lr, data), world)
+    _start.check_agreement(_start.signature(model, optimizer, options, lr, data, staged), world)
     rates = None if lr is None or data is None else Rates(optimizer, lr, data.global_batch * accumulate)
-    _place(model, optimizer, options, world)
+    _place(model, optimizer, options, world, staged)
     _start.broadcast_state(model, optimizer, world)
-    session = _bind(model, optimizer, options, data, world)
+    session = _bind(model, optimizer, options, data, world, staged)
     session.rates = rates
     wrapped_model, wrapped_optimizer = Model(session), Optimizer(session)
     _prepared[model] = wrapped_optimizer
@@ -129,11 +136,14 @@ def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None
         )
 
 
-def _place(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, world: World) -> None:
+def _place(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, world: World, staged: Staged | None
+) -> None:
     """Puts model and optimizer state where they compute; parameters stay the same objects."""
     if options.sync_batchnorm:
         convert(model, engine_of(world))
-    model.to(engine_of(world).device)
+    if staged is None:  # else each stage is where it belongs
+        model.to(engine_of(world).device)
     if options.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if optimizer.state:
@@ -141,10 +151,15 @@ def _place(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options,
 
 
 def _bind(
-    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, data: Loader | None, world: World
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    data: Loader | None,
+    world: World,
+    staged: Staged | None,
 ) -> Session:
     engine = engine_of(world)
-    inner = Inner(model, torch.compile(model) if options.compile else None)
+    inner = Inner(model, torch.compile(model) if options.compile else staged)  # type: ignore[arg-type]
     batches: Batches = Counted(world.size, options.accumulate) if data is None else FromLoader(data)
     if data is not None:
         data.accumulate = options.accumulate
@@ -154,10 +169,11 @@ def _bind(
         optimizer=optimizer,
         options=options,
         inner=inner,
-        bound=engine.bind(inner, optimizer, Settings(options.compression, options.accumulate)),
+        bound=engine.bind(inner, optimizer, Settings(options.compression, options.accumulate, staged=staged)),
         batches=batches,
         per_rank_batch=None if data is None else data.per_rank_batch,
         precision=Precision(options.amp, engine.device),
         losses=Losses(world, engine.device),
         gradients=Gradients(model, engine.device),
+        staged=staged,
     )

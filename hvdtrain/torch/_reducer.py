@@ -3,17 +3,23 @@
 Gradients are copied, as they come, into flat buckets; a bucket that is full is sent at once. One copy in, none out:
 afterwards ``p.grad`` is a view of the bucket. (Buckets: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.)
 With Horovod this also means a handful of tensors to negotiate instead of one a parameter, and no fusion buffer.
+
+A model that is cut into stages adds up the gradients of many micro-batches, one stage after the other. Its buckets hold
+gradients of one stage, and are filled by the stage's last backward pass alone: those of the last stage are under way
+while the first ones still run theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.torch.engines.base import Staged
 
 Wait = Callable[[], None]
 # Sums a tensor over ranks, in place; returns what waits for it.
@@ -78,17 +84,25 @@ class Reducer:
         sum_async: starts the sum of one tensor over ranks; called with the same names on every rank.
         bucket_bytes: size of a bucket; a larger parameter has one of its own.
         compression: None, "fp16" or "bf16".
+        staged: runs the module's passes, if anything but autograd does.
     """
 
     def __init__(
-        self, module: nn.Module, sum_async: SumAsync, *, bucket_bytes: int, compression: str | None = None
+        self,
+        module: nn.Module,
+        sum_async: SumAsync,
+        *,
+        bucket_bytes: int,
+        compression: str | None = None,
+        staged: Staged | None = None,
     ) -> None:
         self._module = module
+        self._staged = staged
         self._sum_async = sum_async
         self._bucket_bytes = bucket_bytes
         self._wire_type = _WIRE_TYPES[compression] if compression else None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._state = "outside"  # of a backward pass of ours; "adding up"; "reducing"
+        self._state = "outside"  # of a backward pass of ours; "adding up"; "reducing"; "reducing stages"
         self._generation = 0
         self._build()
 
@@ -96,20 +110,21 @@ class Reducer:
     def _build(self) -> None:
         self.close()
         self._parameters = [p for p in self._module.parameters() if p.requires_grad]
-        groups = bucketize(self._parameters, self._bucket_bytes)
         self._generation += 1
-        name = f"hvdtrain.gradients.{self._generation}"
-        self.buckets = [Bucket(f"{name}.{index}", group) for index, group in enumerate(groups)]
-        for bucket in self.buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket, index))
-                self._hooks.append(hook)
+        self.buckets: list[Bucket] = []
+        for parameters, is_last_pass in by_stage(self._parameters, self._staged):
+            for group in bucketize(parameters, self._bucket_bytes):
+                bucket = Bucket(f"hvdtrain.gradients.{self._generation}.{len(self.buckets)}", group)
+                self.buckets.append(bucket)
+                for index, parameter in enumerate(group):
+                    hook = self._on_gradient(bucket, index, is_last_pass)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         self._used = torch.ones(len(self._parameters), dtype=torch.float64)
         self._tail: Tensor | None = None
 
-    def _on_gradient(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+    def _on_gradient(self, bucket: Bucket, index: int, is_last_pass: Callable[[], bool]) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
-            if self._state == "reducing":
+            if self._state == "reducing" or (self._state == "reducing stages" and is_last_pass()):
                 _check_dense(parameter.grad)
                 if bucket.wait is not None:
                     raise ConfigError(
@@ -121,11 +136,7 @@ class Reducer:
                 if bucket.missing == 0:
                     bucket.send(self._sum_async, self._wire_type)
             elif self._state == "outside":
-                raise ConfigError(
-                    "gradients must come from optimizer.backward(loss): it weighs, scales and averages them",
-                    "loss.backward() was called",
-                    "write optimizer.backward(loss) instead, with the optimizer that prepare() returned",
-                )
+                raise _unasked(self._staged is not None)
 
         return hook
 
@@ -138,16 +149,23 @@ class Reducer:
     # -- one backward pass -----------------------------------------------------------------------------------
     def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
         """See `Bound.backward`."""
+        self._run(loss.backward, "reducing", reduce=reduce, extras=extras)
+
+    def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
+        """See `StagedBound.run`."""
+        self._run(passes, "reducing stages", reduce=reduce, extras=extras)
+
+    def _run(self, passes: Callable[[], object], state: str, *, reduce: bool, extras: Tensor | None) -> None:
         if not reduce:
             with self._during("adding up"):
-                loss.backward()
+                passes()
             return
         if self._changed():
             self._build()
         for bucket in self.buckets:
             bucket.begin()
-        with self._during("reducing"):
-            loss.backward()
+        with self._during(state):
+            passes()
         self._send_rest(extras)
 
     @contextmanager
@@ -206,6 +224,33 @@ class Reducer:
                 parameter.grad = view if used[position] else None
                 position += 1
         self._tail = None
+
+
+def by_stage(
+    parameters: Sequence[nn.Parameter], staged: Staged | None
+) -> list[tuple[list[nn.Parameter], Callable[[], bool]]]:
+    """Splits parameters by the stage that computes their gradients, each with what tells a stage's last backward pass.
+
+    The last stage, whose gradients are complete first, comes first. What no stage owns, or several do, is complete only
+    when everything is.
+    """
+    if staged is None:
+        return [(list(parameters), lambda: True)]
+    left = {id(parameter): parameter for parameter in parameters}
+    groups: list[tuple[list[nn.Parameter], Callable[[], bool]]] = []
+    for index, owned in enumerate(staged.owned_parameters()):
+        mine = [left.pop(id(parameter)) for parameter in owned if id(parameter) in left]
+        groups.append((mine, partial(staged.finishing, index)))
+    return [*reversed(groups), (list(left.values()), lambda: False)]
+
+
+def _unasked(staged: bool) -> ConfigError:
+    call = "optimizer.forward_backward(x, y, loss_fn)" if staged else "optimizer.backward(loss)"
+    return ConfigError(
+        f"gradients must come from {call}: it weighs, scales and averages them",
+        "the pipeline's own step() was called" if staged else "loss.backward() was called",
+        f"write {call} instead, with the optimizer that prepare() returned",
+    )
 
 
 def bucketize(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

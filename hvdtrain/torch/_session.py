@@ -15,7 +15,7 @@ from hvdtrain.torch._gradients import Gradients
 from hvdtrain.torch._inner import Inner
 from hvdtrain.torch._nonfinite import Losses
 from hvdtrain.torch._rate import Rates
-from hvdtrain.torch.engines.base import Bound, TorchEngine
+from hvdtrain.torch.engines.base import Bound, Staged, TorchEngine
 from hvdtrain.torch.engines.solo import Solo
 from hvdtrain.world import World, given_or_current
 
@@ -41,11 +41,12 @@ class Session:
 
     Attributes:
         world: the ranks.
-        module, optimizer: the user's.
+        module, optimizer: the user's; of a pipeline, the module that it was made of.
         inner, bound: the shell around the module, on the engine.
         batches: how much each batch counts.
         per_rank_batch: samples; None without a loader.
         gradients: of the update being gathered.
+        staged: the pipeline that runs the module's passes, if one does.
         rates: who sets the learning rate; None leaves it to the user.
         last_call: arguments of the last training forward pass.
         stepping: the optimizer's step is called by `Optimizer.step`.
@@ -62,6 +63,7 @@ class Session:
     precision: Precision
     losses: Losses
     gradients: Gradients
+    staged: Staged | None = None
     rates: Rates | None = None
     last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     stepping: bool = False
@@ -73,10 +75,13 @@ class Session:
     def sizes(self) -> str:
         """Says what a step holds in memory."""
         batch = str(self.per_rank_batch) if self.per_rank_batch else _batch_of(self.last_call)
-        options = self.options
+        options, staged = self.options, self.staged
+        where = str(self.engine.device)
+        if staged is not None:
+            where = f"{', '.join(map(str, staged.devices))}, in {staged.micro_batches} micro-batches"
         return (
             f"rank {self.world.rank}: per_rank_batch {batch}, accumulate {options.accumulate}, amp {options.amp},"
-            f" on {self.engine.device}"
+            f" on {where}"
         )
 
 

@@ -12,13 +12,19 @@ from torch import Tensor, nn
 
 from hvdtrain.errors import ReplicaError
 from hvdtrain.lr import LR
-from hvdtrain.torch import _buffers
+from hvdtrain.torch import _buffers, _staged
 from hvdtrain.torch._session import Options
+from hvdtrain.torch.engines.base import Staged
 from hvdtrain.world import World
 
 
 def signature(
-    module: nn.Module, optimizer: torch.optim.Optimizer, options: Options, lr: LR | None, data: Any
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    lr: LR | None,
+    data: Any,
+    staged: Staged | None = None,
 ) -> dict[str, str]:
     """What must be the same on every rank, as text; the most telling first."""
     found = {f"lr ({type(lr).__name__})": repr(lr)}
@@ -34,9 +40,20 @@ def signature(
         found[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}, trained: {parameter.requires_grad}"
     for name, buffer in module.named_buffers():
         found[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    if staged is not None:
+        found |= _staged.signature(staged)
     found["loader"] = "none" if data is None else f"{data.samples} samples, per_rank_batch {data.per_rank_batch}"
     found["torch"] = torch.__version__
     return found
+
+
+_REMEDY = "give all ranks the same flags, data and code path"
+_REMEDIES = {
+    ": lr": "scale the learning rate by the number of ranks, not by the rank; hvdtrain.LR does it for you",
+    "of the pipeline": "each rank has timed the segments for itself: split on rank 0, and give all the same cut, as"
+    " balance=world.broadcast([len(stage.segments) for stage in pipe.stages])",
+    "micro_batches": "each rank has tuned for itself: pipe.micro_batches = world.broadcast(pipe.micro_batches)",
+}
 
 
 def check_agreement(mine: Mapping[str, str], world: World) -> None:
@@ -55,9 +72,7 @@ def check_agreement(mine: Mapping[str, str], world: World) -> None:
             raise ReplicaError(
                 f"every rank must train the same: {key} differs",
                 "\n".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
-                "scale the learning rate by the number of ranks, not by the rank; hvdtrain.LR does it for you"
-                if key.endswith(": lr")
-                else "give all ranks the same flags, data and code path",
+                next((remedy for end, remedy in _REMEDIES.items() if key.endswith(end)), _REMEDY),
                 shared=True,
             )
 

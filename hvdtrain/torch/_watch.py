@@ -34,10 +34,13 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns, for each tensor, the sum of its bits read as integers; one transfer from the device in all."""
-    sums = [_sum_of_bits(tensor) for tensor in tensors.values()]
-    values = torch.stack(sums).tolist() if sums else []
-    return dict(zip(tensors, values, strict=True))
+    """Returns, for each tensor, the sum of its bits read as integers; one transfer from each device."""
+    sums = {name: _sum_of_bits(tensor) for name, tensor in tensors.items()}
+    found: dict[str, int] = {}
+    for device in dict.fromkeys(value.device for value in sums.values()):
+        names = [name for name, value in sums.items() if value.device == device]
+        found |= zip(names, torch.stack([sums[name] for name in names]).tolist(), strict=True)
+    return {name: found[name] for name in tensors}
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
-from hvdtrain.torch._reducer import Reducer, bucketize
+from hvdtrain.torch._reducer import Reducer, Wait, bucketize
 
 WORLD = hvdtrain.init("torch", device="cpu")
 ENGINE = WORLD.comm
@@ -128,6 +128,71 @@ def freezing_and_unfreezing_is_noticed() -> None:
         check(module, wanted)
 
 
+SHARED = 2  # the group of what both stages use
+
+
+class TwoStages:
+    """A model in two stages, run by hand: per micro-batch the whole backward pass, the last stage's first.
+
+    `done` are the stages that are in the pass that completes them.
+    """
+
+    def __init__(self, module: nn.Sequential) -> None:
+        self.module, self.devices, self.micro_batches = module, [torch.device("cpu")] * 2, 3
+        self.done: set[int] = set()
+        self.always = False
+
+    def owned_parameters(self) -> list[list[nn.Parameter]]:
+        first, second, last = self.module[0], self.module[2], self.module[4]
+        return [[*first.parameters()], [*last.parameters()], [*second.parameters()]]  # the second is of both
+
+    def finishing(self, group: int) -> bool:
+        return self.always or group in self.done
+
+    def step(self, x: Tensor, events: list[str]) -> None:
+        pieces = x.tensor_split(self.micro_batches)
+        for number, piece in enumerate(pieces):
+            self.done = {0, 1} if number == len(pieces) - 1 else set()
+            self.module(piece).pow(2).sum().backward()
+            events.append(f"pass {number}")
+        self.done = set()
+
+
+def stages_send_in_their_last_pass() -> None:
+    module = net()
+    staged, events = TwoStages(module), []
+
+    def sum_async(tensor: Tensor, name: str) -> Wait:
+        events.append("sent")
+        return ENGINE.sum_async(tensor, name)
+
+    reduce = Reducer(module, sum_async, bucket_bytes=200, staged=staged)  # type: ignore[arg-type]
+    stage_of = {id(p): stage for stage, group in enumerate(staged.owned_parameters()) for p in group}
+    stages = [{stage_of[id(p)] for p in bucket.parameters} for bucket in reduce.buckets]
+    assert all(len(of) == 1 for of in stages) and stages[0] == {SHARED} and stages[-1] == {0}, stages
+    shared = stages.count({SHARED})
+    for _ in range(2):
+        module.zero_grad()
+        events.clear()
+        wanted = expected(module, [module(data(rank)).pow(2).sum() for rank in range(SIZE)])
+        reduce.run(lambda: staged.step(data(RANK), events), reduce=True)
+        reduce.finish()
+        check(module, wanted)
+        # nothing before the last pass; in it the stages' own; after it the shared ones, and which were used
+        at_once = ["sent"] * (len(stages) - shared)
+        assert events == ["pass 0", "pass 1", *at_once, "pass 2", *["sent"] * (shared + 1)], events
+    staged.always = True  # the twin: sent in the first pass, a bucket lacks the gradients of the others
+    try:
+        reduce.run(lambda: staged.step(data(RANK), events), reduce=True)
+    except ConfigError as error:
+        assert "a second one came" in str(error)
+    else:
+        raise SystemExit("a bucket that was sent too early passed")
+    for bucket in reduce.buckets:
+        if bucket.wait is not None:
+            bucket.wait()
+
+
 def shared_weights_and_other_layouts() -> None:
     torch.manual_seed(2)
     conv = nn.Conv2d(3, 3, 3, padding=1).double().to(memory_format=torch.channels_last)
@@ -210,8 +275,8 @@ def bytes_and_floats() -> None:
 
 CASES = (
     sums_over_ranks, accumulates_before_it_sums, gradients_on_some_ranks_only, used_in_an_earlier_micro_batch_only,
-    freezing_and_unfreezing_is_noticed, shared_weights_and_other_layouts, mixed_types_and_half_precision_on_the_way,
-    refusals, buckets, bytes_and_floats,
+    freezing_and_unfreezing_is_noticed, stages_send_in_their_last_pass, shared_weights_and_other_layouts,
+    mixed_types_and_half_precision_on_the_way, refusals, buckets, bytes_and_floats,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ class GroupEngine(ByteCollectives):
     # may start in different orders on different ranks, where a branch of the model gives a rank no gradient.
     host_group: Any = field(repr=False)
     name: str = "torch.distributed"
+    runs_stages = False
     _bounds: list[Bound] = field(default_factory=list, repr=False)
 
     @property

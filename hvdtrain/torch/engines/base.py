@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,42 @@ from hvdtrain.launchers import Detected, gpus_for
 _CHUNK_BYTES = 1 << 28
 
 
+class Staged(Protocol):
+    """A model that runs its own passes: cut into stages, each on a device of its own (`hvdtrain.pipeline.Pipeline`).
+
+    It is called like the module it holds, without gradients; training goes through `step`.
+
+    Attributes:
+        module: the user's own, not cut; its parameters are those of the stages.
+        devices: of the stages, in order.
+        micro_batches: pieces that `step` cuts a batch into; it can be set.
+    """
+
+    module: nn.Module
+    devices: Sequence[torch.device]
+    micro_batches: int
+
+    def step(self, x: Any, y: Any, loss: Callable[[Any, Any], Tensor], *, factor: float | Tensor = 1.0) -> Tensor:
+        """Runs forward and backward; adds `factor` times the gradient of the mean loss to ``p.grad``, in threads that
+        are gone when it returns. Returns the mean loss, detached."""
+        ...
+
+    def owned_parameters(self) -> Sequence[Sequence[nn.Parameter]]:
+        """By stage; those that several stages use in a list of their own."""
+        ...
+
+    def finishing(self, group: int) -> bool:
+        """Asked in a gradient's hook, inside `step`: whether this is the pass that completes the gradients of a list
+        of `owned_parameters`."""
+        ...
+
+
+def staged_or_none(model: object) -> Staged | None:
+    """Returns the model if it runs its own passes (`Staged`); None for any other."""
+    methods = ("step", "owned_parameters", "finishing")
+    return cast(Staged, model) if all(callable(getattr(model, name, None)) for name in methods) else None
+
+
 @dataclass(frozen=True)
 class Settings:
     """How gradients travel.
@@ -30,11 +66,13 @@ class Settings:
         compression: "fp16" or "bf16": gradients are cast for the way, and summed in that type.
         accumulate: micro-batches of an update.
         bucket_bytes: gradients are sent in pieces of about this size; None: what is right on the device.
+        staged: the model, where it runs its own passes (see `StagedBound`).
     """
 
     compression: Literal["fp16", "bf16"] | None = None
     accumulate: int = 1
     bucket_bytes: int | None = None
+    staged: Staged | None = None
 
 
 class Bound(Protocol):
@@ -69,9 +107,27 @@ class Bound(Protocol):
         ...
 
 
+class StagedBound(Bound, Protocol):
+    """A model that may run its own passes, on an engine that `runs_stages`."""
+
+    def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
+        """As `backward`, with passes that are not autograd's alone.
+
+        Args:
+            passes: runs `Staged.step`, and sets `extras`.
+        """
+        ...
+
+
 @runtime_checkable
 class TorchEngine(Engine, Protocol):
-    """`hvdtrain.engines.Engine`, plus tensors. Collective methods are called in the same order on every rank."""
+    """`hvdtrain.engines.Engine`, plus tensors. Collective methods are called in the same order on every rank.
+
+    Attributes:
+        runs_stages: whether it takes a model that runs its own passes (`Staged`).
+    """
+
+    runs_stages: bool
 
     @property
     def device(self) -> torch.device: ...

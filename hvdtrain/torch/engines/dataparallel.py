@@ -50,6 +50,7 @@ def _cpu_devices() -> int:
 class DataParallelEngine(Solo):
     """`TorchEngine` of one process on several devices; `pieces` is into how many a batch is cut."""
 
+    runs_stages = False
     pieces: int = 1
 
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> SoloBound:

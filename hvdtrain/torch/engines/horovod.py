@@ -63,6 +63,7 @@ class HorovodEngine(ByteCollectives):
     devices: tuple[int, ...]
     hvd: Any = field(repr=False)
     name: str = "horovod"
+    runs_stages = True
 
     def __post_init__(self) -> None:
         # One counter for all kinds of calls: ranks out of step get Horovod's "mismatched operations" error under the
@@ -153,10 +154,14 @@ class HorovodBound:
             engine.sum_async,
             bucket_bytes=settings.bucket_bytes or _BUCKET_BYTES[engine.device.type],
             compression=settings.compression,
+            staged=settings.staged,
         )
 
     def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
         self._reducer.backward(loss, reduce=reduce, extras=extras)
+
+    def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
+        self._reducer.run(passes, reduce=reduce, extras=extras)
 
     def finish(self) -> None:
         self._reducer.finish()

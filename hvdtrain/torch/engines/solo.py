@@ -23,6 +23,8 @@ def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> Solo:
 class Solo(SoloEngine):
     """`TorchEngine` of one process."""
 
+    runs_stages = True
+
     @property
     def device(self) -> torch.device:
         return device_of(self.devices)
@@ -46,6 +48,9 @@ class SoloBound:
 
     def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
         loss.backward()
+
+    def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
+        passes()
 
     def finish(self) -> None:
         """Nobody to wait for."""
