@@ -254,6 +254,14 @@ class Pipeline(nn.Module):
             "change the model before hvdtrain.pipeline.split(model, ...)",
         )
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+        return getattr(self.module, name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         check = _CHECKS.get(name)
         if check is not None:
