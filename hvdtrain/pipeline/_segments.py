@@ -1,0 +1,403 @@
+"""A model as a chain of segments: between two of them only a few values cross, so that a stage may end there.
+
+A cut is allowed where at most `MOST_CROSSING` tensors cross, none of them is changed in place afterwards (another stage
+works on a copy, or on a leaf of its own graph), and no module whose buffers change (batch norm) is used on both sides.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.pipeline import _code
+from hvdtrain.pipeline._facts import Facts, a_few, attribute, device_of, left_alone, look, module_of, to_device
+from hvdtrain.pipeline._trace import Program, all_training, trace
+
+MOST_CROSSING = 4
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A place between two operations.
+
+    Attributes:
+        place: by training mode, the index in the graph of the last operation before it.
+        values: what crosses, in order, each by its node in both modes (None: this mode does not have it).
+    """
+
+    place: dict[bool, int]
+    values: tuple[dict[bool, fx.Node | None], ...]
+
+
+@dataclass
+class Chain:
+    """A traced model and the cuts that make it a chain."""
+
+    program: Program
+    facts: Facts
+    cuts: list[Cut]  # the first before the first operation, the last behind the last
+
+    @cached_property
+    def nodes(self) -> dict[bool, list[fx.Node]]:
+        return {mode: list(graph.nodes) for mode, graph in self.program.graphs.items()}
+
+    def work(self, first: int, last: int, mode: bool) -> list[fx.Node]:
+        """The operations from cut `first` to cut `last`."""
+        begin, end = self.cuts[first].place[mode] + 1, self.cuts[last].place[mode] + 1
+        return [node for node in self.nodes[mode][begin:end] if node.op.startswith("call")]
+
+    def used(self, first: int, last: int) -> list[fx.Node]:
+        """Every node that names a module, parameter or buffer used between two cuts; in both modes."""
+        found: dict[fx.Node, None] = {}
+        for mode in {True, not self.program.is_one}:
+            for node in self.work(first, last, mode):
+                for used in (node, *node.all_input_nodes):
+                    if used.op == "get_attr" or (used is node and node.op == "call_module"):
+                        found[used] = None
+        if last == len(self.cuts) - 1:
+            for mode in {True, not self.program.is_one}:
+                found |= dict.fromkeys(n for n in self.nodes[mode][-1].all_input_nodes if n.op == "get_attr")
+        return list(found)
+
+    def function(
+        self, first: int, last: int, bind: _code.Binder, name: str, moved: _code.Moved | None = None
+    ) -> Callable[..., tuple[Any, ...]]:
+        """From the values at cut `first` to those at cut `last`; `moved`: see `_code.function`."""
+        modes = {True, self.program.is_one}
+        made = {mode: self._function(first, last, bind, name, moved, mode) for mode in modes}
+        if self.program.is_one:
+            return made[True]
+        model, training, evaluation = self.program.model, made[True], made[False]
+
+        def either(*values: Any) -> tuple[Any, ...]:
+            return training(*values) if model.training else evaluation(*values)
+
+        return either
+
+    def _function(self, first: int, last: int, bind: Any, name: str, moved: Any, mode: bool) -> Callable[..., Any]:
+        is_last = last == len(self.cuts) - 1
+        inputs = [value[mode] for value in self.cuts[first].values]
+        outputs = self.nodes[mode][-1].args[0] if is_last else [value[mode] for value in self.cuts[last].values]
+        work = self.work(first, last, mode)
+        return _code.function(work, inputs, outputs, bind, name=name, is_last=is_last, moved=moved)
+
+    def changes_input(self, first: int) -> bool:
+        """Whether a value that comes in at this cut is changed in place after it."""
+        cut, changed = self.cuts[first], self.facts.changed_at
+        crossing = [(mode, node) for value in cut.values for mode, node in value.items() if node is not None]
+        return any(changed.get(node, -1) > cut.place[mode] for mode, node in crossing)
+
+
+@dataclass
+class Segment:
+    """A stretch of the model between two neighbouring cuts; called with the values that cross, it returns the next.
+
+    Attributes:
+        name: "layer1.0.conv1 .. layer1.0.relu".
+        index: its place in the chain.
+        draws: it takes random numbers, in training.
+        mutates: it changes what it is given in place.
+    """
+
+    chain: Chain
+    index: int
+    bind: _code.Binder | None = None
+    moved: _code.Moved | None = None
+    name: str = field(init=False)
+    draws: bool = field(init=False)
+    mutates: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        work = [node for mode in (True, False) for node in self.chain.work(self.index, self.index + 1, mode)]
+        self.name = span_name([label(self.chain.program, node) for node in work])
+        self.draws = any(node in self.chain.facts.draws for node in work)
+        self.mutates = self.chain.changes_input(self.index)
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        return self._function(*values)
+
+    @cached_property
+    def _function(self) -> Callable[..., tuple[Any, ...]]:
+        bind = self.bind or default_binder(self.chain.program)
+        return self.chain.function(self.index, self.index + 1, bind, self.name, self.moved)
+
+    def bound(self, bind: _code.Binder, moved: _code.Moved) -> Segment:
+        """The same segment, with other objects for its modules and parameters, on another device."""
+        other = copy.copy(self)
+        other.__dict__.pop("_function", None)
+        other.bind, other.moved = bind, moved
+        return other
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules that it calls, and what is in them; the user's own objects, each once."""
+        seen: set[nn.Module] = set()
+        for node in self.chain.used(self.index, self.index + 1):
+            if node.op == "call_module":
+                for module in module_of(self.chain.program, str(node.target)).modules():
+                    if module not in seen:
+                        seen.add(module)
+                        yield module
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that it uses, each once."""
+        seen: set[int] = set()
+        for tensor in tensors_used(self.chain, self.index, self.index + 1):
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+    def buffers(self) -> Iterator[Tensor]:
+        """The buffers and constants that it uses, each once."""
+        seen: set[int] = set()
+        for tensor in tensors_used(self.chain, self.index, self.index + 1):
+            if not isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+    def __repr__(self) -> str:
+        return f"<segment {self.index}: {self.name}>"
+
+
+def segments(model: nn.Module, example: Any) -> list[Segment]:
+    """A model as a chain of segments, by tracing it.
+
+    Args:
+        model: any module whose forward does not depend on the data (its submodules' may).
+        example: a batch that the model takes: a tensor, or a tuple of arguments.
+
+    Returns:
+        Segments; the first takes the arguments, the last returns a tuple of one: the model's output, of any structure.
+        The model, its buffers, its gradients and the random state are as before.
+
+    Raises:
+        ConfigError: it cannot be traced, does not take the example, or a trace does not do what the model does.
+    """
+    arguments = example if isinstance(example, tuple) else (example,)
+    program = trace(model, arguments)
+    facts = look(program, arguments)
+    return _segments(Chain(program, facts, _cuts(program, facts)), arguments)
+
+
+def from_modules(modules: Sequence[nn.Module | str], model: nn.Module, example: Any) -> list[Segment]:
+    """A model as a chain of segments, given by hand: each is called with what the one before returns.
+
+    Args:
+        modules: in order; strings name submodules. The first gets the example's arguments.
+        model: the whole; its parameters are the parts'.
+        example: a batch that the model takes: a tensor, or a tuple of arguments.
+
+    Raises:
+        ConfigError: no such submodule, parameters that are not the model's, or the parts in a row do not compute what
+            the model computes for the example.
+    """
+    arguments = example if isinstance(example, tuple) else (example,)
+    own = {id(p) for p in model.parameters()}
+    program = Program(model, {}, {})
+    paths = {module: path for path, module in model.named_modules()}
+    graph = fx.Graph()
+    values = [graph.placeholder(f"input_{index}") for index in range(len(arguments))]
+    for index, given in enumerate(modules):
+        part = _part(given, model)
+        if any(id(p) not in own for p in part.parameters()):
+            raise ConfigError("modules=[...] are parts of the model", f"part {index} has parameters of its own")
+        target = f"_part_{index}"
+        program.attributes[target] = part
+        values = [graph.call_module(target, tuple(values))]
+        values[0].meta = {"path": paths.get(part) or type(part).__name__.lower(), "grad": True}
+    graph.output(values[0])
+    program.graphs = {True: graph, False: graph}
+    program.partners = {node: node for node in graph.nodes}
+    facts = look(program, arguments)
+    return _segments(Chain(program, facts, _cuts(program, facts, everywhere=True)), arguments)
+
+
+def _part(given: nn.Module | str, model: nn.Module) -> nn.Module:
+    if not isinstance(given, str):
+        return given
+    try:
+        return model.get_submodule(given)
+    except AttributeError as error:
+        names = ", ".join(name for name, _ in model.named_children())
+        raise ConfigError("modules=[...] names submodules of the model", given, f"it has {names}") from error
+
+
+def _segments(chain: Chain, arguments: tuple[Any, ...]) -> list[Segment]:
+    _check(chain, arguments)
+    return [Segment(chain, index) for index in range(len(chain.cuts) - 1)]
+
+
+def default_binder(program: Program) -> _code.Binder:
+    """The model's own objects, looked up as the model would."""
+
+    def bind(node: fx.Node) -> tuple[Any, str]:
+        target = str(node.target)
+        if node.op == "call_module":
+            return module_of(program, target), "{0}"
+        if target in program.attributes:
+            return program.attributes[target], "{0}"
+        owner, _, name = target.rpartition(".")
+        return program.model.get_submodule(owner), "{0}." + name
+
+    return bind
+
+
+def tensors_used(chain: Chain, first: int, last: int) -> Iterator[Tensor]:
+    """Parameters, buffers and constants used between two cuts; a tensor may come more than once."""
+    for node in chain.used(first, last):
+        if node.op == "call_module":
+            module = module_of(chain.program, str(node.target))
+            yield from module.parameters()
+            yield from module.buffers()
+        else:
+            value = attribute(chain.program, str(node.target))
+            if isinstance(value, Tensor):
+                yield value
+
+
+def label(program: Program, node: fx.Node) -> str:
+    """What an operation is called: its module's path, or its function within the module that does it."""
+    path = node.meta.get("path", "")
+    if node.op == "call_module":
+        return path if str(node.target) in program.attributes else str(node.target)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", type(node.target).__name__)
+    return f"{path}.{name}" if path else str(name)
+
+
+def span_name(labels: Sequence[str]) -> str:
+    """ "first .. last"."""
+    if not labels:
+        return "nothing"
+    return labels[0] if labels[0] == labels[-1] else f"{labels[0]} .. {labels[-1]}"
+
+
+# -- where a cut is allowed ------------------------------------------------------------------------------------------
+def _cuts(program: Program, facts: Facts, *, everywhere: bool = False) -> list[Cut]:
+    """The first and the last place, and between them: all that are allowed, less those that only part what has no
+    parameters (an activation or a pooling belongs to the layer before it)."""
+    views = {mode: _View(program, facts, mode) for mode in (True, False)}
+    begin = Cut({mode: view.begin for mode, view in views.items()}, tuple(_paired(program, views, None)))
+    end = Cut({mode: len(view.nodes) - 2 for mode, view in views.items()}, ())
+    best: dict[int, Cut] = {}
+    total = views[True].weights[-1]
+    for node in views[False].nodes:
+        partner = program.partners.get(node)
+        if partner is None or not node.op.startswith("call"):
+            continue
+        place = {True: views[True].index[partner], False: views[False].index[node]}
+        if not everywhere and not all(view.allows(place[mode]) for mode, view in views.items()):
+            continue
+        before = place[False] if everywhere or not total else views[True].weights[place[True]]
+        if everywhere or not total or 0 < before < total:
+            best[before] = Cut(place, tuple(_paired(program, views, place)))
+    inner = [cut for cut in best.values() if cut.place[False] < end.place[False]]
+    return [begin, *inner, end]
+
+
+def _paired(program: Program, views: dict[bool, _View], place: dict[bool, int] | None) -> Iterator[dict[bool, Any]]:
+    """What crosses, each value with its node in both modes."""
+    live = {mode: view.inputs if place is None else view.crossing(place[mode]) for mode, view in views.items()}
+    evaluation = {program.partners.get(node, node): node for node in live[False]}
+    for node in live[True]:
+        yield {True: node, False: evaluation.pop(node, None)}
+    for node in evaluation.values():
+        yield {True: None, False: node}
+
+
+class _View:
+    """One mode's graph, seen from the places between its nodes."""
+
+    def __init__(self, program: Program, facts: Facts, mode: bool) -> None:
+        self.nodes = list(program.graphs[mode].nodes)
+        self.index = {node: index for index, node in enumerate(self.nodes)}
+        self.inputs = [node for node in self.nodes if node.op == "placeholder"]
+        self.begin = len(self.inputs) - 1
+        self._facts = facts
+        self._last = {
+            node: max((self.index[user] for user in node.users), default=-1)
+            for node in self.nodes
+            if node.op != "get_attr"
+        }
+        self._together = self._spans(program)
+        self.weights = self._weights(program)
+
+    def crossing(self, place: int) -> list[fx.Node]:
+        """The nodes up to a place that are used after it."""
+        return [node for node in self.nodes[: place + 1] if self._last.get(node, -1) > place]
+
+    def allows(self, place: int) -> bool:
+        crossing, facts = self.crossing(place), self._facts
+        return (
+            sum(facts.tensors.get(node, 0) for node in crossing) <= MOST_CROSSING
+            and all(node in facts.may_cross and facts.changed_at.get(node, -1) <= place for node in crossing)
+            and not any(first <= place < last for first, last in self._together)
+        )
+
+    def _spans(self, program: Program) -> list[tuple[int, int]]:
+        """First and last use of each buffer that training changes."""
+        uses: dict[int, list[int]] = {}
+        for node in self.nodes:
+            users: Sequence[fx.Node]
+            if node.op == "call_module":
+                tensors, users = list(module_of(program, str(node.target)).buffers()), [node]
+            elif node.op == "get_attr":
+                tensors, users = [attribute(program, str(node.target))], list(node.users)
+            else:
+                continue
+            for tensor in tensors:
+                if id(tensor) in self._facts.changed:
+                    uses.setdefault(id(tensor), []).extend(self.index[user] for user in users)
+        return [(min(places), max(places)) for places in uses.values() if places and min(places) < max(places)]
+
+    def _weights(self, program: Program) -> list[int]:
+        """At each node: how many operations with parameters there are up to it."""
+        counts, count = [], 0
+        for node in self.nodes:
+            if node.op == "call_module":
+                count += next(module_of(program, str(node.target)).parameters(), None) is not None
+            elif any(n.op == "get_attr" and isinstance(attribute(program, str(n.target)), nn.Parameter)
+                     for n in node.all_input_nodes):  # fmt: skip
+                count += 1
+            counts.append(count)
+        return counts
+
+
+def _check(chain: Chain, arguments: tuple[Any, ...]) -> None:
+    """Right or refused: in both modes the chain computes what the model computes."""
+    model = chain.program.model
+    device = device_of(model)
+    few = a_few(arguments)
+    whole = chain.function(0, len(chain.cuts) - 1, default_binder(chain.program), type(model).__name__)
+    for training in (True, False):
+        with all_training(model, training), torch.no_grad():
+            with left_alone(model, device):
+                wanted = model(*to_device(few, device))
+            with left_alone(model, device):
+                came = whole(*to_device(few, device))[0]
+        if not same(wanted, came):
+            raise ConfigError(
+                "the parts of a model in a row compute what the model computes",
+                f"other results in {'training' if training else 'evaluation'} mode, for the example's first samples",
+                "list all parts, in the order in which the model calls them: modules=[...]",
+            )
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two outputs are the same, but for what the order of additions does."""
+    (one, how), (other, also) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return how == also and all(_same_leaf(x, y) for x, y in zip(one, other, strict=True))
+
+
+def _same_leaf(x: Any, y: Any) -> bool:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return bool(x == y)
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    return bool(x.allclose(y, rtol=1e-3, atol=1e-5, equal_nan=True)) if x.is_floating_point() else bool(x.equal(y))

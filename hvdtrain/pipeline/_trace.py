@@ -1,0 +1,452 @@
+"""What a model does, as a list of operations (torch.fx), and nothing that a trace would get wrong.
+
+A trace is one run with stand-ins for tensors: what Python decides in that run is fixed. Therefore:
+
+* the model is traced in training and in evaluation mode; a submodule that does different things in the two is not
+  opened but called (a leaf), as are those that cannot be traced, have hooks, change attributes, or draw from Python's
+  random numbers;
+* the root itself may differ (GoogLeNet's auxiliary outputs): then both lists are kept;
+* functions that make tensors out of nothing are recorded, not their result; ``no_grad`` is recorded;
+* in-place operators stay in place.
+"""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import operator
+import random
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from hvdtrain.errors import ConfigError
+
+# make a tensor without being given one
+_FACTORIES = {
+    getattr(torch, name)
+    for name in (
+        "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint",
+        "randn", "randperm", "tensor", "tril_indices", "triu_indices", "zeros",
+    )
+}  # fmt: skip
+_OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
+
+
+class Untraceable(Exception):
+    """A module cannot be followed."""
+
+    def __init__(self, path: str, reason: str, line: str = "") -> None:
+        super().__init__(path, reason, line)
+        self.path, self.reason, self.line = path, reason, line
+
+
+@dataclass
+class Program:
+    """A traced model.
+
+    Attributes:
+        graphs: by `model.training`; one and the same object where both modes do the same. Nodes carry in `meta`
+            "path" (of the module whose forward made it) and "grad" (False: under `torch.no_grad`).
+        partners: evaluation node -> training node, for those that are in both.
+        attributes: what `get_attr` and `call_module` targets name and the model does not.
+        leaves: paths of modules that were not opened, and why.
+    """
+
+    model: nn.Module
+    graphs: dict[bool, fx.Graph]
+    partners: dict[fx.Node, fx.Node]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    leaves: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_one(self) -> bool:
+        """Both modes do the same."""
+        return self.graphs[True] is self.graphs[False]
+
+
+def trace(model: nn.Module, example: tuple[Any, ...]) -> Program:
+    """Traces a model in both modes; it ends as it was.
+
+    Args:
+        model: any module; its hooks must be empty (the trace starts inside of them).
+        example: the arguments; only what is no tensor is looked at (None, True and strings are fixed).
+
+    Raises:
+        ConfigError: the model's own forward cannot be traced.
+    """
+    if any(getattr(model, name) for name in _HOOKS):
+        raise ConfigError(
+            "a pipeline runs the parts of a model, so hooks of the model itself would not be called",
+            f"{type(model).__name__} has forward or backward hooks",
+            "remove them, put them on a submodule, or register them on the pipeline that split() returns",
+        )
+    leaves: dict[str, str] = {}
+    while True:
+        runs = {}
+        try:
+            for training in (True, False):
+                runs[training] = _Run(model, example, leaves, training)
+        except Untraceable as error:
+            _make_leaf(leaves, error.path, error.reason, model, error.line)
+            continue
+        dependent = _dependent(runs[True].calls, runs[False].calls)
+        dependent = dependent or _differently_wired(runs[True].graph, runs[False].graph)
+        for path in dependent - {""}:
+            _make_leaf(leaves, path, "does different things in training and evaluation", model)
+        if dependent - {""}:
+            continue
+        graphs = {True: runs[True].graph, False: runs[False].graph if dependent else runs[True].graph}
+        partners = _partners(graphs[True], graphs[False])
+        return Program(model, graphs, partners, runs[False].attributes | runs[True].attributes, leaves)
+
+
+def _make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module, line: str = "") -> None:
+    if path == "" or path in leaves:
+        where = f"\n{line}" if line else ""
+        name = f"{type(model).__name__}.forward" if path == "" else f"{path} of {type(model).__name__}"
+        raise ConfigError(
+            "a model that is cut by itself has to be traceable: its own forward may not depend on the data",
+            f"{name}: {reason}{where}",
+            "give its parts in order: split(..., modules=[...]) (modules or names, each called with what the one\n"
+            "before returns); or move what cannot be traced into a submodule",
+        )
+    leaves[path] = reason
+
+
+class _Proxy(fx.Proxy):
+    """A stand-in for a value; unlike fx's own it keeps in-place operators in place."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+
+def _in_place(name: str) -> Callable[[Any, Any], Any]:
+    function = getattr(operator, f"i{name}")
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+for _name in _IN_PLACE:
+    setattr(_Proxy, f"__i{_name}__", _in_place(_name))
+
+
+@dataclass
+class _Call:
+    """One call of a module: what it did itself, in order, calls of others among it."""
+
+    path: str
+    items: list[Any] = field(default_factory=list)
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, leaves: dict[str, str], example: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._leaves, self._example = leaves, example
+        self.calls = [_Call("")]
+        self.attributes: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+        self._autocast = _autocast_state()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        # only what the example gives: an argument left out keeps its default
+        given: list[Any] = [self.root]
+        for index, value in enumerate(self._example):
+            stand_in = self.create_proxy("placeholder", f"input_{index}", (), {})
+            fixed = value is None or isinstance(value, (bool, str))
+            if fixed:
+                self.create_proxy("call_function", _check_fixed, (stand_in, value, index), {})
+            given.append(value if fixed else stand_in)
+        return root_fn, given
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if module_qualified_name in self._leaves or any(getattr(m, name) for name in _HOOKS):
+            return True
+        if isinstance(m, (torch.jit.ScriptModule, fx.GraphModule)) or type(m).__module__.startswith("torch._dynamo"):
+            return True
+        return m.__module__.startswith(("torch.nn.", "torch.ao.")) and not isinstance(m, _OPENED)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        path = (self.submodule_paths or {}).get(m)
+        if path is None:
+            return self._call_homeless(m, args, kwargs)
+        if _is_open_encoder(m) and path not in self._leaves and _has_no_padding(args, kwargs):
+            forward = self._encoder_forward(m)
+        elif self.is_leaf_module(m, path):
+            return self.create_proxy("call_module", path, args, kwargs)
+        call = _Call(path)
+        self.calls[-1].items.append(call)
+        self.calls.append(call)
+        draws = random.getstate()
+        try:
+            result = forward(*args, **kwargs)
+        except Untraceable:
+            raise
+        except Exception as error:
+            raise Untraceable(path, _reason(error), _line(error)) from error
+        if random.getstate() != draws:
+            random.setstate(draws)
+            raise Untraceable(path, "draws from Python's random numbers")
+        self.calls.pop()
+        call.items.append(("return", _skeleton(self.create_arg(result))))
+        return result
+
+    def _encoder_forward(self, encoder: Any) -> Callable[..., Any]:
+        """`nn.TransformerEncoder.forward` without padding: its mask, its layers, its norm."""
+
+        def forward(src: Any, mask: Any = None, is_causal: Any = None, **_: Any) -> Any:
+            causal: Any = is_causal is True
+            if mask is not None:
+                given = (src, mask, is_causal, encoder.layers[0].self_attn.batch_first)
+                mask_and_causal: Any = self.create_proxy("call_function", _encoder_mask, given, {})
+                mask, causal = mask_and_causal[0], mask_and_causal[1]
+            for layer in encoder.layers:
+                src = layer(src, src_mask=mask, is_causal=causal, src_key_padding_mask=None)
+            return src if encoder.norm is None else encoder.norm(src)
+
+        return forward
+
+    def _call_homeless(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module that a forward makes itself, ``nn.Softmax(1)(x)``: kept as a function."""
+        if next(m.parameters(), None) is not None or next(m.buffers(), None) is not None:
+            raise ValueError(f"calls a {type(m).__name__} with weights that is no submodule of the model")
+        return self.create_proxy("call_function", m, args, kwargs, name=type(m).__name__.lower())
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
+    ) -> Any:
+        if _autocast_state() != self._autocast:
+            raise ValueError("switches autocast on or off")
+        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        node.meta = {"path": self.calls[-1].path, "grad": torch.is_grad_enabled()}
+        if kind.startswith("call"):
+            self.calls[-1].items.append(_key(node))
+        return node
+
+    def create_arg(self, a: Any) -> Any:
+        if type(a) is collections.OrderedDict:
+            pairs = [(key, self.create_arg(value)) for key, value in a.items()]
+            return self.create_node("call_function", collections.OrderedDict, (pairs,), {})
+        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and id(a) not in self._buffer_ids():
+            return self._constant(a)
+        return super().create_arg(a)
+
+    def _buffer_ids(self) -> dict[int, str]:
+        if not self._names:
+            self._names = {id(tensor): name for name, tensor in self.root.named_buffers()} or {-1: ""}
+        return self._names
+
+    def _constant(self, tensor: Tensor) -> fx.Node:
+        """A tensor that is neither parameter nor buffer; fx would set it as an attribute of the user's model."""
+        name = f"_constant_{id(tensor)}"
+        self.attributes[name] = tensor
+        return self.create_node("get_attr", name, (), {})
+
+
+class _Run:
+    """One trace, in one mode; the model ends as it was."""
+
+    def __init__(self, model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], training: bool) -> None:
+        tracer = _Tracer(leaves, example)
+        before = {path: dict(module.__dict__) for path, module in model.named_modules()}
+        draws = random.getstate()
+        try:
+            with all_training(model, training), torch.enable_grad(), _Factories(tracer), _custom_functions(tracer):
+                self.graph = tracer.trace(model)
+        except Untraceable:
+            raise
+        except Exception as error:
+            raise Untraceable("", _reason(error), _line(error)) from error
+        finally:
+            drawn = random.getstate() != draws
+            random.setstate(draws)
+            changed = _restore(model, before)
+        if drawn:
+            raise Untraceable("", "draws from Python's random numbers")
+        if changed:
+            raise Untraceable(changed[0], f"its forward sets {changed[1]!r} on itself")
+        self.calls = tracer.calls[0]
+        self.attributes = tracer.attributes
+
+
+class _Factories(TorchFunctionMode):
+    """Records ``torch.arange(...)`` and its like as operations."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES:
+            return self._tracer.create_proxy("call_function", func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _custom_functions(tracer: _Tracer) -> Iterator[None]:
+    """A user's ``autograd.Function`` is one operation: followed inside, its own backward would be lost."""
+    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
+            return tracer.create_proxy("call_function", cls.apply, args, kwargs, name=cls.__name__.lower())
+        return original(cls, *args, **kwargs)
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
+@contextmanager
+def all_training(model: nn.Module, training: bool | None) -> Iterator[None]:
+    """Every module in this mode (None: as it is), without calling `train()`, which models override; then as it was."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        for module in before:
+            module.training = module.training if training is None else training
+        yield
+    finally:
+        for module, was in before.items():
+            module.training = was
+
+
+def _check_fixed(value: Any, fixed: Any, index: int) -> None:
+    if value is not fixed and value != fixed:
+        raise ConfigError(
+            "arguments that are no tensors keep the value that they had when the model was split",
+            f"argument {index}: {value!r} instead of {fixed!r}",
+            "split the model with an example that has this value",
+        )
+
+
+def _is_open_encoder(module: nn.Module) -> bool:
+    """The library's own stack of layers, worth opening; what is derived from it may do anything."""
+    return type(module) is nn.TransformerEncoder and not any(getattr(module, name) for name in _HOOKS)
+
+
+def _has_no_padding(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    # with a padding mask an encoder may go over to nested tensors, by what is in the mask
+    return len(args) <= 2 and kwargs.get("src_key_padding_mask") is None
+
+
+def _encoder_mask(src: Tensor, mask: Any, is_causal: bool | None, batch_first: bool) -> tuple[Any, bool]:
+    """What `nn.TransformerEncoder.forward` makes of its mask, by the library's own functions."""
+    mask = F._canonical_mask(mask, "mask", None, "", src.dtype, check_other=False)
+    return mask, transformer._detect_is_causal_mask(mask, is_causal, transformer._get_seq_len(src, batch_first))
+
+
+def _restore(model: nn.Module, before: dict[str, dict[str, Any]]) -> tuple[str, str] | None:
+    """Undoes what a trace has set on modules; the innermost of them, and the attribute."""
+    found = None
+    for path, module in model.named_modules():
+        was, now = before.get(path), module.__dict__
+        if was is None:
+            continue
+        changed = [name for name in {*was, *now} if name != "training" and now.get(name) is not was.get(name)]
+        if changed:
+            now.clear()
+            now.update(was)
+            found = (path, changed[0])
+    return found
+
+
+def _autocast_state() -> tuple[Any, ...]:
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}"[:300]
+
+
+def _line(error: BaseException) -> str:
+    """Where in the user's code it was: the innermost line outside of PyTorch."""
+    own = inspect.getsourcefile(_Tracer)
+    inside = ("/torch/fx/", "/torch/nn/modules/module.py", "/torch/overrides.py", "/torch/_tensor.py")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename != own and not any(part in frame.filename for part in inside):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
+
+
+# -- the two modes compared ------------------------------------------------------------------------------------------
+def _key(node: fx.Node) -> Any:
+    target = node.target if isinstance(node.target, str) else (getattr(node.target, "__name__", ""), id(node.target))
+    if isinstance(node.target, nn.Module):  # made anew in each run
+        target = repr(node.target)
+    return (node.op, target, node.meta["grad"], _skeleton(node.args), _skeleton(node.kwargs))
+
+
+def _skeleton(value: Any) -> str:
+    """Arguments as text, every traced value the same."""
+    stand_in: Any = _ANY
+    return repr(fx.node.map_arg(value, lambda node: stand_in))
+
+
+class _Any:
+    def __repr__(self) -> str:
+        return "*"
+
+
+_ANY = _Any()
+
+
+def _dependent(training: _Call, evaluation: _Call) -> set[str]:
+    """Paths of the modules that do different things themselves in the two modes."""
+    found: set[str] = set()
+
+    def kind(item: Any) -> Any:
+        return ("call", item.path) if isinstance(item, _Call) else item
+
+    a, b = training.items, evaluation.items
+    if [kind(item) for item in a] != [kind(item) for item in b]:
+        found.add(training.path)
+        if training.path:
+            return found
+    calls = [[item for item in items if isinstance(item, _Call)] for items in (a, b)]
+    for path in {call.path for call in calls[0]}:
+        ours, theirs = ([call for call in side if call.path == path] for side in calls)
+        for one, other in zip(ours, theirs, strict=False):
+            found |= _dependent(one, other)
+    return found
+
+
+def _differently_wired(training: fx.Graph, evaluation: fx.Graph) -> set[str]:
+    """The module whose operations are the same in both modes, but not what they work on."""
+    for a, b in zip(training.nodes, evaluation.nodes, strict=True):
+        if (a.name, repr(a.args), repr(a.kwargs)) != (b.name, repr(b.args), repr(b.kwargs)):
+            return {a.meta["path"]}
+    return set()
+
+
+def _partners(training: fx.Graph, evaluation: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Evaluation nodes and the training nodes that are the same operation of the same module."""
+    if training is evaluation:
+        return {node: node for node in training.nodes}
+    waiting: dict[Any, collections.deque[fx.Node]] = collections.defaultdict(collections.deque)
+    position = {node: index for index, node in enumerate(training.nodes)}
+    for node in training.nodes:
+        waiting[node.meta["path"], _key(node)].append(node)
+    partners: dict[fx.Node, fx.Node] = {}
+    last = -1
+    for node in evaluation.nodes:
+        same = waiting[node.meta["path"], _key(node)]
+        if same and position[same[0]] > last:  # in the same order, or there would be nothing to cut between
+            partners[node] = same.popleft()
+            last = position[partners[node]]
+    return partners
