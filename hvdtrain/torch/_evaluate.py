@@ -15,6 +15,7 @@ from hvdtrain.errors import ConfigError, ReplicaError
 from hvdtrain.torch._buffers import synchronize
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._data import Augment
+from hvdtrain.torch._inner import unwrap
 from hvdtrain.torch._loader import Loader, loader
 from hvdtrain.torch._session import world_or_current
 from hvdtrain.world import World
@@ -121,7 +122,7 @@ def _sum(terms: list[float]) -> float:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; at the end each module is in the mode it was in (frozen parts differ)."""
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for module in (*model.modules(), unwrap(model))]  # a pipeline lacks its root
     model.eval()
     try:
         with torch.no_grad():

@@ -175,9 +175,9 @@ def uncounted(parameters: Sequence[nn.Parameter], ghost: bool) -> Iterator[None]
             hook.remove()
 
 
-def check_loss(loss: Tensor) -> None:
-    """Raises `ConfigError` unless `loss` is one number with a gradient."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+def check_loss(loss: Tensor, *, untracked: bool = False) -> None:
+    """Raises `ConfigError` unless `loss` is one number, with a gradient (unless `untracked`)."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not (loss.requires_grad or untracked):
         came = (
             f"{type(loss).__name__}"
             if not isinstance(loss, Tensor)

@@ -36,7 +36,7 @@ def explained(where: str, sizes: Callable[[], str], remedy: str = _REMEDY) -> It
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        text = str(error).strip()
+        text = f"{error.rule}: {error.came}" if isinstance(error, HvdtrainError) else str(error).strip()
         raise HvdtrainError(
             f"out of memory in the {where}",
             f"{sizes()}\n{text.splitlines()[0][:300] if text else type(error).__name__}",

@@ -113,7 +113,7 @@ def whole_loss(session: Session, loss: Loss) -> Loss:
     def compute(outputs: Any, targets: Any) -> Tensor:
         with torch.autocast(device_type, enabled=False):
             value = loss(session.precision.outputs(outputs), targets)
-        check_loss(value)
+        check_loss(value, untracked=not torch.is_grad_enabled())  # a pass whose activations are computed again
         wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
         return wide.reshape(())
 

@@ -1,0 +1,29 @@
+"""Models in stages on Horovod ranks and alone; the cases are in torch_programs/pipeline.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch_cases
+from harness import Result, run_ranks
+
+PROGRAM = Path(__file__).parent / "torch_programs" / "pipeline.py"
+CASES = torch_cases.names("pipeline.py")
+
+
+@pytest.fixture(scope="module", params=[("none", 1), ("horovodrun", 2)], ids=["alone", "2 ranks"])
+def job(request: pytest.FixtureRequest) -> Result:
+    launcher, ranks = request.param
+    return run_ranks([PROGRAM], ranks, launcher=launcher, timeout_s=200)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_stages(job: Result, case: str) -> None:
+    assert case in torch_cases.passed(job.ranks_output[0]), job.text
+
+
+@pytest.mark.ranks
+def test_the_jobs_end_well(job: Result) -> None:
+    job.check()

@@ -1,0 +1,422 @@
+"""A model in two stages on every rank: the weights, losses and checkpoints of one process with the whole model.
+
+usage: pipeline.py [ENGINE]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from cases import main, refused
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import hvdtrain
+import hvdtrain.pipeline
+import hvdtrain.torch as hvt
+from hvdtrain.errors import ConfigError, ReplicaError
+from hvdtrain.torch._nonfinite import NonFiniteError
+from hvdtrain.torch.engines.horovod import HorovodEngine
+
+SAMPLES, GLOBAL_BATCH = (
+    29,
+    8,
+)  # 29: in a tail of 5 ranks have 3 and 2 samples, where a full batch has micro-batches of 2
+
+
+def points(samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(7)
+    return torch.randn(samples, 6, generator=made), torch.randint(0, 3, (samples,), generator=made)
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(),
+                         nn.Linear(16, 3))  # fmt: skip
+
+
+class Tied(nn.Module):
+    """The last layer's weight is the first one's: of a stage each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))[:, :3]
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(1)
+    return Tied()
+
+
+def settled() -> nn.Module:
+    """Batch-norm in evaluation mode, as where statistics are frozen."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(),
+                          nn.Linear(8, 3))  # fmt: skip
+    for layer in (model[1], model[4]):
+        layer.eval()
+        layer.running_mean.uniform_(-0.5, 0.5)
+        layer.running_var.uniform_(0.5, 2.0)
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+
+
+def cut(model: nn.Module, micro_batches: int = 2, stages: int = 2, **how: Any) -> Any:
+    """The model in stages, on one CPU."""
+    how = {"balance": "memory", **how}
+    example = points(GLOBAL_BATCH)[0].to(next(model.parameters()).dtype)
+    return hvdtrain.pipeline.split(model, example, ["cpu"] * stages, micro_batches=micro_batches, **how)
+
+
+def quietly(*args: Any, **kwargs: Any) -> Any:
+    """`prepare`, without the line of its proof."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return hvt.prepare(*args, **kwargs)
+
+
+def loader_of(world: hvdtrain.World, samples: int = SAMPLES) -> Any:
+    return hvt.loader(points(samples), GLOBAL_BATCH // world.size, world=world, shuffle=False)
+
+
+def by_hand(model: nn.Module, epochs: int = 2, accumulate: int = 1, clip: float | None = None) -> list[float]:
+    """One process, whole model, plain PyTorch: an update is the gradient of the mean over its samples."""
+    optimizer, (x, y) = sgd(model), points()
+    losses = []
+    for _ in range(epochs):
+        for start in range(0, SAMPLES, GLOBAL_BATCH * accumulate):
+            window = slice(start, start + GLOBAL_BATCH * accumulate)
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x[window]), y[window])
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def on_ranks(model: Any, world: hvdtrain.World, epochs: int = 2, samples: int = SAMPLES, **options: Any) -> list[float]:
+    data = loader_of(world, samples)
+    prepared, optimizer = quietly(model, sgd(model), data, **options)
+    losses = []
+    for _ in range(epochs):
+        for x, y in data:
+            optimizer.zero_grad()
+            optimizer.forward_backward(x, y, cross_entropy)
+            optimizer.step()
+            noted = optimizer.record()
+            losses += [noted["loss"]] if noted["samples"] else []
+    world.agree("weights", hvt.fingerprint(prepared))
+    optimizer.close()
+    return losses
+
+
+def gap(a: nn.Module, b: nn.Module) -> float:
+    mine, other = a.state_dict(), b.state_dict()
+    assert list(mine) == list(other), "names differ"
+    return max(float((mine[name] - other[name]).abs().max()) for name in mine)
+
+
+def same(model: nn.Module, twin: nn.Module, losses: list[float], wanted: list[float], bound: float = 1e-10) -> None:
+    assert gap(model, twin) <= bound, gap(model, twin)
+    assert len(losses) == len(wanted)
+    assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) <= bound
+
+
+# ---- parity
+
+
+def case_stages_on_ranks_equal_one_process(world: hvdtrain.World) -> None:
+    ways = itertools.product((plain, tied, settled), ("1f1b", "gpipe"), (1, 2))
+    for number, (make, schedule, accumulate) in enumerate(ways):
+        remat = ("never", "all", "except_last")[number % 3]
+        micro_batches = (2, 3, 4)[number // 2 % 3]
+        whole, model = make(), make()
+        wanted = by_hand(whole, accumulate=accumulate)
+        pipe = cut(model, micro_batches, schedule=schedule, remat=remat)
+        same(model, whole, on_ranks(pipe, world, accumulate=accumulate), wanted)
+        assert pipe.micro_batches == micro_batches, "a tail's few samples changed it for good"
+        distance = gap(model, make())
+        assert distance > 0.01, "nothing was trained"
+
+
+def case_three_stages_and_small_buckets(world: hvdtrain.World) -> None:
+    whole, model = plain(), plain()
+    wanted = by_hand(whole, clip=0.3)
+    with mock.patch.dict("hvdtrain.torch.engines.horovod._BUCKET_BYTES", cpu=300):
+        same(model, whole, on_ranks(cut(model, 3, stages=3), world, clip=0.3), wanted)
+
+
+def case_a_rank_without_samples_does_not_count(world: hvdtrain.World) -> None:
+    """9 samples: in the tail one rank has none, on batches that are not a number at that."""
+    whole, model = tied(), tied()
+    x, y = points(9)
+    data = hvt.loader((x, y), GLOBAL_BATCH // world.size, world=world, shuffle=False)
+    pipe = cut(model, 2)
+    _, optimizer = quietly(pipe, sgd(pipe), data)
+    reference = sgd(whole)
+    ghosts = 0
+    for (inputs, labels), window in zip(data, (slice(0, 8), slice(8, 9)), strict=True):
+        ghost = optimizer.session.batches.now().ghost
+        ghosts += ghost
+        loss = optimizer.forward_backward(inputs * float("nan") if ghost else inputs, labels, cross_entropy)
+        assert not ghost or loss == 0
+        optimizer.step()
+        reference.zero_grad()
+        cross_entropy(whole(x[window]), y[window]).backward()
+        reference.step()
+    assert sum(world.gather(ghosts)) == world.size - 1
+    assert gap(model, whole) <= 1e-10
+
+
+def case_whole_models_take_the_same_call(world: hvdtrain.World) -> None:
+    whole, model = settled(), settled()
+    same(model, whole, on_ranks(model, world, accumulate=2), by_hand(whole, accumulate=2))
+
+
+def case_mixed_precision_is_that_of_the_whole_model(world: hvdtrain.World) -> None:
+    for amp, bound in (("bf16", 1e-6), ("fp16", 1e-6)):
+        models = [plain().float(), plain().float()]
+        float_points = tuple(part.float() if part.is_floating_point() else part for part in points(16))
+        losses = []
+        for arranged in (models[0], cut(models[1], 1)):
+            data = hvt.loader(float_points, GLOBAL_BATCH // world.size, world=world, shuffle=False)
+            _, optimizer = quietly(arranged, sgd(arranged), data, amp=amp)
+            for x, y in data:
+                optimizer.forward_backward(x, y, wants_float)
+                optimizer.step()
+                losses.append(optimizer.record()["loss"])
+            optimizer.close()
+        assert gap(*models) <= bound and losses[:2] == losses[2:], (amp, gap(*models), losses)
+        exact = plain().float()
+        _, optimizer = quietly(exact, sgd(exact), data)
+        for x, y in data:
+            optimizer.forward_backward(x, y, cross_entropy)
+            optimizer.step()
+        assert gap(models[1], exact) > 1e-5, f"{amp} rounds nothing"
+
+
+def wants_float(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss is computed outside of autocast, from float32."""
+    assert outputs.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return cross_entropy(outputs, targets)
+
+
+def case_pictures_in_channels_last(world: hvdtrain.World) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(2)
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3)
+        )
+
+    x = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(3))
+    y = points(8)[1]
+    models = [net(), net()]
+    pipe = hvdtrain.pipeline.split(models[1], x, ["cpu"] * 2, micro_batches=2, balance="memory")
+    formats: list[bool] = []
+    models[1][2].register_forward_pre_hook(lambda _, args: formats.append(args[0].is_contiguous(memory_format=FORMAT)))
+    for arranged in (models[0], pipe):
+        data = hvt.loader((x, y), GLOBAL_BATCH // world.size, world=world, shuffle=False)
+        _, optimizer = quietly(arranged, sgd(arranged), data, channels_last=True)
+        for inputs, labels in data:
+            optimizer.forward_backward(inputs, labels, cross_entropy)
+            optimizer.step()
+    assert gap(*models) <= 1e-10 and formats and all(formats)
+
+
+FORMAT = torch.channels_last
+
+
+# ---- what travels when
+
+
+def sends_and_gradients(world: hvdtrain.World, gate: Callable[[int], bool] | None = None) -> tuple[list[str], int]:
+    """What happens in the last update: "stage 1" for a gradient of the first stage, "sent" for a bucket."""
+    model = plain()
+    pipe = cut(model, 4)
+    first, last = pipe.owned_parameters()[0], pipe.owned_parameters()[1]
+    assert first and last
+    events: list[str] = []
+    real = HorovodEngine.sum_async
+
+    def sum_async(engine: Any, tensor: Tensor, name: str) -> Any:
+        events.append("sent" if "gradients" in name else "other")
+        return real(engine, tensor, name)
+
+    first[0].register_post_accumulate_grad_hook(lambda _: events.append("stage 1"))
+    with (
+        mock.patch.object(HorovodEngine, "sum_async", sum_async),
+        mock.patch.object(pipe, "finishing", gate or pipe.finishing),
+    ):
+        data = loader_of(world, GLOBAL_BATCH)
+        _, optimizer = quietly(pipe, sgd(pipe), data)
+        for x, y in data:
+            events.clear()
+            optimizer.forward_backward(x, y, cross_entropy)
+            optimizer.step()
+        optimizer.close()
+    return [event for event in events if event != "other"], len(optimizer.session.bound._reducer.buckets)
+
+
+def case_the_last_stage_sends_while_the_first_computes(world: hvdtrain.World) -> None:
+    if world.size == 1:
+        return
+    events, buckets = sends_and_gradients(world)
+    assert events.count("stage 1") == 4 and events.count("sent") == buckets == 2, events
+    assert events.index("sent") < len(events) - 1 - events[::-1].index("stage 1"), events
+    assert events[-1] == "sent", events
+    # the twin: a gate that never opens sends everything at the end, and is seen to
+    late, _ = sends_and_gradients(world, lambda group: False)
+    assert late == ["stage 1"] * 4 + ["sent"] * 2, late
+
+
+# ---- the rest of the adapter
+
+
+def case_evaluation_is_that_of_the_whole_model(world: hvdtrain.World) -> None:
+    whole, model = settled(), settled()
+    pipe = cut(model, 3)
+    data = loader_of(world)
+    prepared, optimizer = quietly(pipe, sgd(pipe), data)
+    metrics = hvt.classification(top=(1,))
+    modes = [layer.training for layer in model.modules()]
+    came = hvt.evaluate(prepared, points(), metrics, per_rank_batch=5)
+    assert came == hvt.evaluate(whole, points(), metrics, per_rank_batch=5)
+    assert [layer.training for layer in model.modules()] == modes and prepared.training
+    assert hvt.unwrap(prepared) is model and hvt.unwrap(pipe) is model
+    assert hvt.fingerprint(prepared) == hvt.fingerprint(whole) and list(prepared.state_dict()) == list(
+        whole.state_dict()
+    )
+
+
+def case_checkpoints_pass_between_whole_and_split(world: hvdtrain.World) -> None:
+    folder = world.broadcast(tempfile.mkdtemp() if world.is_main else "")
+    straight = tied()
+    wanted = by_hand(straight, epochs=3)
+    losses: list[float] = []
+    for epoch in range(3):  # whole, split, whole
+        model: Any = tied()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        arranged = cut(model, 2) if epoch == 1 else model
+        data = loader_of(world)
+        prepared, optimizer = quietly(arranged, sgd(arranged), data)
+        checkpoints = hvdtrain.Checkpointer(folder, world=world)
+        if epoch == 0:
+            model.load_state_dict(tied().state_dict())
+        else:
+            progress = checkpoints.restore(hvt.model_state(prepared, optimizer, data))
+            assert progress is not None and progress.epoch == epoch
+        for x, y in data:
+            optimizer.forward_backward(x, y, cross_entropy)
+            optimizer.step()
+            losses.append(optimizer.record()["loss"])
+        checkpoints.save(hvt.model_state(prepared, optimizer, data), progress=optimizer.progress)
+        optimizer.close()
+    same(model, straight, losses, wanted)
+
+
+def case_a_pipeline_is_prepared_again(world: hvdtrain.World) -> None:
+    model = plain()
+    pipe = cut(model, 2)
+    for arranged in (pipe, pipe):
+        data = loader_of(world)
+        prepared, optimizer = quietly(arranged, sgd(model), data)
+        for x, y in data:
+            optimizer.forward_backward(x, y, cross_entropy)
+            optimizer.step()
+    proof = hvt.verify(prepared, optimizer)
+    assert proof.ranks == world.size and proof.parameters == 8
+
+
+def case_a_nan_is_named(world: hvdtrain.World) -> None:
+    model = plain()
+    pipe = cut(model, 2)
+    data = loader_of(world)
+    _, optimizer = quietly(pipe, sgd(pipe), data)
+    with torch.no_grad():
+        model[4].weight[0, 0] = float("nan")
+    with refused("nan", "first bad layer: 4 (Linear)", kind=NonFiniteError):
+        for x, y in data:
+            optimizer.forward_backward(x, y, cross_entropy)
+
+
+def case_out_of_memory_is_told_with_what_helps(world: hvdtrain.World) -> None:
+    def no_room(*_: Any) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes")
+
+    pipe = cut(plain(), 2)
+    data = loader_of(world)
+    _, optimizer = quietly(pipe, sgd(pipe), data)
+    with refused("out of memory", "2 micro-batches", "can't allocate memory", 'remat="all"'):
+        for x, y in data:
+            optimizer.forward_backward(x, y, no_room)
+
+
+def case_refusals(world: hvdtrain.World) -> None:
+    model = plain()
+    pipe = cut(model, 2)
+    for option in ("compile", "sync_batchnorm"):
+        with refused(f"{option}=True", kind=ConfigError):
+            quietly(pipe, sgd(pipe), loader_of(world), **{option: True})
+    with mock.patch.object(pipe, "devices", [torch.device("cuda:7")] * 2), refused("cuda:7", "cpu", kind=ConfigError):
+        quietly(pipe, sgd(pipe), loader_of(world))
+    data = loader_of(world)
+    prepared, optimizer = quietly(pipe, sgd(pipe), data)
+    x, y = next(iter(data))
+    with refused("optimizer.forward_backward(x, y, loss_fn)", kind=ConfigError):
+        optimizer.backward(torch.zeros((), requires_grad=True))
+    with refused("optimizer.forward_backward(x, y, loss_fn)", kind=ConfigError):
+        prepared(x)
+    with refused("one number"):
+        optimizer.forward_backward(x, y, lambda outputs, targets: outputs)
+    with refused("every micro-batch needs a sample"):
+        pipe.micro_batches = 100
+        _, again = quietly(pipe, sgd(pipe), loader_of(world))
+        again.forward_backward(*next(iter(again.session.batches.data)), cross_entropy)
+    pipe.micro_batches = 2
+    if world.size > 1:
+        with refused("optimizer.forward_backward(x, y, loss_fn)"):
+            pipe.step(x, y, cross_entropy)
+
+
+def case_ranks_that_cut_in_different_places_are_told(world: hvdtrain.World) -> None:
+    if world.size == 1:
+        return
+    model = plain()
+    segments = len(cut(plain()).segments)
+    pipe = cut(model, 2, balance=[1, segments - 1] if world.is_main else [segments - 1, 1])
+    with refused("stage 1 of the pipeline", "world.broadcast", kind=ReplicaError):
+        quietly(pipe, sgd(pipe), loader_of(world))
+    pipe = cut(plain(), 2 + world.rank)
+    with refused("micro_batches", "world.broadcast", kind=ReplicaError):
+        quietly(pipe, sgd(pipe), loader_of(world))
+
+
+def case_zz_a_gate_that_is_always_open_is_noticed(world: hvdtrain.World) -> None:
+    """The twin of parity: gradients sent after the first micro-batch lack the others'. The last case: it leaves sums
+    half done."""
+    if world.size == 1:
+        return
+    with refused("a parameter has one gradient in a backward pass"):
+        sends_and_gradients(world, lambda group: True)
+
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    main(globals())
