@@ -22,6 +22,8 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
+        if self.high > 100 * self.value:
+            return f"{self.value:.3f} (too few rounds to say how sure)"
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
@@ -75,7 +77,7 @@ def ratio_of(above: Mapping[int, float], below: Mapping[int, float], confidence:
     if not logs:
         return None
     its = mean_of(logs, confidence)
-    return Interval(math.exp(its.value), math.exp(its.low), math.exp(min(its.high, 700.0)))
+    return Interval(math.exp(its.value), math.exp(its.low), math.exp(its.high) if its.high < 100 else math.inf)
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.pipeline._cutting import map_tensors
+from hvdtrain.pipeline._lanes import core_blocks
 from hvdtrain.pipeline._worker import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -71,20 +72,31 @@ def unsplit(pipe: Pipeline) -> list[Unsplit]:
     return fitting
 
 
+def on_first_device(pipe: Pipeline) -> Unsplit:
+    """The model on the first stage's device alone; on a CPU with the cores that the first stage has.
+
+    Raises:
+        RuntimeError: PyTorch's, if it does not fit.
+    """
+    on_cpu = [device.type == "cpu" for device in pipe.devices]
+    cores = core_blocks(sum(on_cpu))[0] if on_cpu[0] else ()
+    return Unsplit(pipe.module, pipe.devices[0], cores=cores or None)
+
+
 @contextmanager
-def on_cores(cores: Sequence[int] | None) -> Iterator[None]:
-    """The calling thread works on these cores, a thread on each; None changes nothing."""
+def on_cores(cores: Sequence[int] | None, *, threads: int | None = None) -> Iterator[None]:
+    """The calling thread, and those it starts, work on these cores, with a thread on each; None changes nothing."""
     if cores is None:
         yield
         return
-    affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    affinity, before = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, cores)
-    torch.set_num_threads(len(cores))
+    torch.set_num_threads(threads or len(cores))
     try:
         yield
     finally:
         os.sched_setaffinity(0, affinity)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def seconds_of(work: Callable[[], Any], devices: Sequence[torch.device]) -> float:

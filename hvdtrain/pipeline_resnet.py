@@ -1,0 +1,250 @@
+"""A ResNet (or any of torchvision's classifiers) cut over the devices of this machine: how fast, and cut how finely.
+
+Read it from top to bottom: what is done; the model and its random batches; the flags. What is measured, and how, is in
+`pipeline_trials`. It trains on random pictures, for time only: --train trains on real ones, by hvdtrain.torch_resnet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain import startup, stats
+from hvdtrain.errors import ConfigError, install_command
+from hvdtrain.launchers import Detected
+from hvdtrain.pipeline.plan import REMATS, SCHEDULES
+from hvdtrain.pipeline_trials import Job, Settings, compare, sweep, tune
+
+if TYPE_CHECKING:
+    import torch
+
+PROGRAM = "hvdtrain.pipeline_resnet"
+SIZES = [1, 3, 5, 8, 10, 12, 20, 40, 60]
+TUTORIAL = Settings(120, 128, 1000, 3, 10, "mse", None, micro_batches=6)  # split size 20
+ON_GPU = Settings(120, 128, 1000, 3, 10, "mse", 600.0, micro_batches=None)
+ON_CPU = Settings(32, 96, 1000, 1, 10, "mse", 150.0, micro_batches=None)  # a few minutes on 2 cores
+
+
+def explore(args: argparse.Namespace) -> None:
+    """Cuts the model, then does what the flags ask for."""
+    devices = devices_of(args.devices)
+    out = startup.choose_run_dir(args.out, "pipeline_resnet", resume=False, data_sha256="")
+    startup.check_run_dir(out, resume=False)
+    described = hardware(devices)
+    print("\n".join(described), flush=True)
+    job = prepare(args, settings_of(args, devices), devices, out)
+    job.result["hardware"] = described
+    best: int | None = None
+    if args.sweep is not None:
+        best = sweep(job, args.sweep or SIZES)
+        job.save()
+    if args.tune:
+        best = tune(job)
+        job.save()
+    if args.compare or (args.sweep is None and not args.tune):
+        compare(job, job.settings.micro_batches or best or job.pipe.micro_batches)
+    job.result["load_after"] = round(os.getloadavg()[0], 2)
+    job.save()
+    print(f"every number: {job.out / 'result.json'}", flush=True)
+
+
+def prepare(args: argparse.Namespace, settings: Settings, devices: Sequence[str], out: Path) -> Job:
+    """The model, cut, and random batches."""
+    import torch
+
+    import hvdtrain.pipeline
+    from hvdtrain import image_models
+
+    torch.manual_seed(0)
+    its = settings
+    model = image_models.build(args.model, its.classes, image_size=its.image_size).train()
+    batches = [
+        (torch.randn(its.batch, 3, its.image_size, its.image_size), torch.randint(its.classes, (its.batch,)))
+        for _ in range(its.batches)
+    ]
+    loss: Callable[[Any, Any], torch.Tensor] = torch.nn.functional.cross_entropy
+    if its.loss == "mse":
+        loss = torch.nn.functional.mse_loss
+        batches = [(x, torch.nn.functional.one_hot(y, its.classes).float()) for x, y in batches]
+    pipe = hvdtrain.pipeline.split(
+        model, batches[0][0], devices, micro_batches=its.micro_batches or "auto", balance=args.balance,
+        schedule=args.schedule, remat=args.remat, batch_norm=args.batch_norm,
+    )  # fmt: skip
+    print(f"\n{args.model}, batch {its.batch} of {its.image_size}x{its.image_size}, {its.classes} classes, {its.loss};"
+          f" {pipe.schedule}, remat {pipe.remat}, {pipe.micro_batches} micro-batches")  # fmt: skip
+    stages = [
+        {"name": stage.name, "device": str(stage.device), "segments": len(stage.segments),
+         "parameters": sum(p.numel() for p in stage.parameters())}
+        for stage in pipe.stages
+    ]  # fmt: skip
+    rows = [("stage", "device", "segments", "parameters")]
+    rows += [(f"{s['name']}", f"{s['device']}", f"{s['segments']}", f"{s['parameters']:,}") for s in stages]
+    print(stats.table(rows), flush=True)
+    machine = stats.machine()
+    given = {name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, list))}
+    result = {"format": 1, "program": PROGRAM, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "flags": given,
+              "settings": asdict(its), "machine": machine, "stages": stages}  # fmt: skip
+    return Job(args.model, its, pipe, batches, loss, out, machine["processor"], result)
+
+
+def settings_of(args: argparse.Namespace, devices: Sequence[str]) -> Settings:
+    """The flags; those not given from the preset, else as the devices suggest."""
+    base = TUTORIAL if args.preset == "tutorial" else ON_CPU if "cpu" in devices else ON_GPU
+    given = {name: getattr(args, name) for name in asdict(base)}
+    return replace(base, **{name: value for name, value in given.items() if value is not None})
+
+
+def devices_of(text: str) -> list[str]:
+    """The devices that --devices names; auto: all GPUs, if there are two or more, else two stages on the CPU."""
+    import torch
+
+    if text != "auto":
+        return [part.strip() for part in text.split(",")]
+    gpus = torch.cuda.device_count()
+    return [f"cuda:{index}" for index in range(gpus)] if gpus > 1 else ["cpu", "cpu"]
+
+
+def hardware(devices: Sequence[str]) -> list[str]:
+    """What this machine has: the processor, then each GPU with its driver and the memory in use."""
+    import torch
+
+    machine = stats.machine()
+    load = f"load {machine['load_1min']}"
+    lines = [f"{machine['processor'] or machine['system']}, {machine['cores_usable']} cores"]
+    lines += [f"{torch.get_num_threads()} threads, {load}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}"]
+    smi = shutil.which("nvidia-smi")
+    if smi and any(device.startswith("cuda") for device in devices):
+        query = "--query-gpu=index,name,driver_version,memory.used,memory.total"
+        told = subprocess.run([smi, query, "--format=csv,noheader"], capture_output=True, text=True, check=False)
+        lines += [f"GPU {line}" for line in told.stdout.strip().splitlines()]
+    return [*lines, f"devices: {', '.join(devices)}"]
+
+
+# ---- the flags, and what happens before a framework is imported
+
+EXAMPLES = """\
+examples:
+  python -m hvdtrain.pipeline_resnet --devices cpu,cpu --compare --sweep --tune     two stages, a core each
+  python -m hvdtrain.pipeline_resnet --devices cuda:0,cuda:1 --preset tutorial --compare --sweep
+  python -m hvdtrain.pipeline_resnet --model vgg16 --batch 64 --tune                find the split size, or do not split
+  python -m hvdtrain.pipeline_resnet --devices cpu,cpu --micro-batches 4 --train --data digits --epochs 2
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = startup.Parser(PROGRAM, description=(__doc__ or "").split("\n", 1)[0], epilog=EXAMPLES)
+    count = startup.whole(1)
+    # fmt: off
+    add = p.add_argument_group("what to do (default: --compare)").add_argument
+    add("--compare", action="store_true", help="one device, the naive split and the pipeline, as bars")
+    add("--sweep", type=count, nargs="*", metavar="SIZE",
+        help=f"time over the split size (default: {' '.join(map(str, SIZES))}, as far as the batch goes)")
+    add("--tune", action="store_true", help="find the split size; after --sweep, compare with it")
+    add("--train", nargs=argparse.REMAINDER, metavar="FLAG",
+        help="train on real data: all that follows are flags of hvdtrain.torch_resnet")
+    add = p.add_argument_group("the model, and how it is cut").add_argument
+    add("--model", default="resnet50", metavar="NAME", help="any classifier of torchvision (default: %(default)s)")
+    add("--devices", default="auto", metavar="LIST",
+        help="of the stages: cpu,cpu or cuda:0,cuda:1 (default: all GPUs, else cpu,cpu)")
+    add("--balance", type=balance, default="time", metavar="time|memory|N,N",
+        help="what the stages share evenly, or the segments of each (default: %(default)s)")
+    add("--micro-batches", type=count, metavar="N", help="of a batch (default: what is found to be best)")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="(default: %(default)s)")
+    add("--remat", choices=REMATS, default="never", help="recompute activations (default: %(default)s)")
+    add("--batch-norm", choices=["batch", "micro"], default="batch",
+        help="what running statistics follow (default: %(default)s)")
+    add = p.add_argument_group("what is trained, for time only").add_argument
+    add("--preset", choices=["tutorial"], help="PyTorch's tutorial: batch 120 of 128x128, 1000 classes, 3 batches, 10"
+        " repeats, MSE, split size 20")
+    add("--batch", type=count, metavar="N", help=f"pictures (default: {ON_CPU.batch}, on GPUs {ON_GPU.batch})")
+    add("--image-size", type=startup.whole(8), metavar="N",
+        help=f"pixels on a side (default: {ON_CPU.image_size}, on GPUs {ON_GPU.image_size})")
+    add("--classes", type=startup.whole(2), metavar="N", help=f"(default: {ON_CPU.classes})")
+    add("--loss", choices=["mse", "cross-entropy"], help=f"(default: {ON_CPU.loss}, on one-hot targets)")
+    add("--batches", type=count, metavar="N",
+        help=f"trained in a repeat (default: {ON_CPU.batches}, on GPUs {ON_GPU.batches})")
+    add("--repeats", type=count, metavar="N", help=f"of each way, in turns (default: {ON_CPU.repeats})")
+    add("--budget-s", type=startup.positive, metavar="S", help="about how long --compare and --sweep may take each:"
+        f" fewer repeats, but 3 (default: {ON_CPU.budget_s:.0f}, on GPUs {ON_GPU.budget_s:.0f}; tutorial: no limit)")
+    add("--out", type=Path, metavar="DIR", help="pictures, JSON (default: the next runs/pipeline_resnet-N)")
+    # fmt: on
+    return p
+
+
+def balance(text: str) -> str | list[int]:
+    """A type for flags: "time", "memory", or segments of each stage."""
+    parts = text.split(",")
+    if text in ("time", "memory"):
+        return text
+    if all(part.isdigit() and int(part) for part in parts):
+        return [int(part) for part in parts]
+    raise argparse.ArgumentTypeError(f'must be "time", "memory" or the segments of each stage, not {text!r}')
+
+
+def training_flags(args: argparse.Namespace) -> list[str]:
+    """The flags of hvdtrain.torch_resnet that mean what was given here.
+
+    Raises:
+        ConfigError: a flag that only says what is measured.
+    """
+    known = {
+        "model": "--model",
+        "devices": "--pipeline",
+        "micro_batches": "--micro-batches",
+        "batch": "--per-rank-batch",
+        "schedule": "--pipeline-schedule",
+        "remat": "--remat",
+        "image_size": "--image-size",
+    }
+    default = parser().parse_args([])
+    given = {name: value for name, value in vars(args).items() if value != getattr(default, name) and name != "train"}
+    other = sorted("--" + name.replace("_", "-") for name in given.keys() - known.keys())
+    if other:
+        rule = "--train takes how the model is cut, and after it the flags of hvdtrain.torch_resnet"
+        raise ConfigError(rule, " ".join(other), f"leave out {' '.join(other)}")
+    given.setdefault("model", args.model)
+    given.setdefault("devices", "2" if args.devices == "auto" else args.devices)
+    return [text for name, value in given.items() for text in (known[name], str(value))] + list(args.train)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code (2: something was refused, told in one message; 130: Ctrl-C)."""
+
+    def work(detected: Detected) -> None:
+        args = parser().parse_args(argv)
+        if args.train is not None:
+            from hvdtrain import torch_resnet
+
+            sys.exit(torch_resnet.main(training_flags(args)))
+        if detected.launcher != "none":
+            raise ConfigError(
+                "what is measured here runs in one process, over its own devices",
+                f"started by {detected.launcher}",
+                "start it without a launcher; several ranks train with --train ...",
+                shared=True,
+            )
+        needed = startup.torch_modules("solo", detected)
+        needed["matplotlib"] = install_command("plot")
+        startup.find_modules(needed)
+        startup.share_cores(detected)
+        startup.import_modules(needed)
+        try:
+            explore(args)
+        except KeyboardInterrupt:
+            print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
+            sys.exit(130)
+
+    return startup.run_program(PROGRAM, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
