@@ -251,7 +251,8 @@ class Curve:
 
 
 def _line(a: tuple[float, float], b: tuple[float, float], at: float) -> float:
-    return a[1] + (b[1] - a[1]) * (at - a[0]) / (b[0] - a[0])
+    part = (at - a[0]) / (b[0] - a[0])
+    return a[1] * (1 - part) + b[1] * part
 
 
 ZERO = Curve.constant(0.0)

@@ -1,0 +1,183 @@
+"""The partition against brute force: every contiguous cut, summed by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from test_pipeline_plan import StubAllocator, modes, real_peaks
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.pipeline.plan import (
+    Curve,
+    Device,
+    Link,
+    SegmentCost,
+    actions,
+    micro_batch_sizes,
+    recomputed,
+    stage_costs,
+)
+from hvdtrain.pipeline.plan_partition import Partition, in_words, partition
+
+
+def cuts(segments: int, stages: int) -> Iterator[tuple[int, ...]]:
+    for ends in itertools.combinations(range(1, segments), stages - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *ends, segments)))
+
+
+def by_hand(costs, devices, cut, *, batch, micro_batches, schedule, remat, link) -> tuple[float, list[float]]:
+    """The bottleneck and the bytes of each stage of one cut."""
+    sizes = micro_batch_sizes(batch, micro_batches)
+    slowest, begin = 0.0, 0
+    for stage, count in enumerate(cut):
+        again = recomputed(remat, actions(schedule, stage, len(cut), micro_batches))
+        mine, begin = costs[begin : begin + count], begin + count
+        passes = sum(
+            cost.forward_s(size) * (2 if micro in again else 1) + cost.backward_s(size)
+            for cost in mine
+            for micro, size in enumerate(sizes)
+        )
+        sent = sum(link.seconds(mine[-1].output_bytes(size)) for size in sizes) if stage < len(cut) - 1 else 0.0
+        slowest = max(slowest, passes / devices[stage].speed, sent)
+    peaks = [
+        one.peak_bytes(actions(schedule, stage, len(cut), micro_batches), sizes, remat)
+        for stage, one in enumerate(stage_costs(costs, cut, devices))
+    ]
+    return slowest, peaks
+
+
+def fits(peaks: Sequence[float], devices: Sequence[Device]) -> bool:
+    limits = [math.inf if device.memory_bytes is None else device.memory_bytes for device in devices]
+    return all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+
+few = st.integers(0, 6)  # so that ties are common
+segments = st.builds(
+    lambda forward, backward, fixed, kept, out: SegmentCost(
+        "s", Curve.per_sample(forward), Curve(((1, backward + 1), (4, 2 * backward + 1))), parameter_bytes=fixed,
+        activation_bytes=Curve.per_sample(kept), output_bytes=Curve.per_sample(out),
+    ),
+    few, few, st.integers(0, 50), few, few,
+)  # fmt: skip
+problems = {
+    "costs": st.lists(segments, min_size=1, max_size=8),
+    "speeds": st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=4),
+    "limit": st.sampled_from([None, 60, 120, 240]),
+    "link": st.sampled_from([Link(), Link(0.5, 1.0), Link(0, 4.0)]),
+    "batch": st.integers(4, 12),
+    "micro_batches": st.integers(1, 4),
+    **modes,
+}
+
+
+@pytest.mark.parametrize("balance", ["time", "memory"])
+@given(**problems)
+def test_it_is_the_best_of_all_cuts(balance, costs, speeds, limit, link, **run):
+    assume(len(speeds) <= len(costs))
+    devices = [Device(str(at), speed, limit) for at, speed in enumerate(speeds)]
+    every = [by_hand(costs, devices, cut, link=link, **run) for cut in cuts(len(costs), len(devices))]
+    possible = [(slowest, max(peaks)) for slowest, peaks in every if fits(peaks, devices)]
+    if not possible:
+        with pytest.raises(ConfigError, match="every stage must fit"):
+            partition(costs, devices, links=link, balance=balance, **run)
+        return
+    found = partition(costs, devices, links=link, balance=balance, **run)
+    slowest, peaks = by_hand(costs, devices, found.sizes, link=link, **run)
+    assert (found.bottleneck_s, max(found.stage_bytes)) == pytest.approx((slowest, max(peaks)))
+    first, second = (0, 1) if balance == "time" else (1, 0)
+    least = min(one[first] for one in possible)
+    ties = min(one[second] for one in possible if one[first] <= least * (1 + 1e-9))
+    assert ((slowest, max(peaks))[first], (slowest, max(peaks))[second]) == pytest.approx((least, ties))
+
+
+def test_brute_force_tells_good_from_bad():
+    """Negative twin: segments shared out evenly are not the best cut of an uneven chain."""
+    costs = [SegmentCost(str(at), Curve.per_sample(at), Curve.per_sample(2 * at)) for at in range(1, 9)]
+    run = {"batch": 8, "micro_batches": 4, "schedule": "1f1b", "remat": "never"}
+    devices, best = [Device("a"), Device("b")], partition(costs, [Device("a"), Device("b")], batch=8, micro_batches=4)
+    halves, _ = by_hand(costs, devices, (4, 4), link=Link(), **run)
+    assert best.sizes == (6, 2) or best.sizes == (5, 3)
+    assert best.bottleneck_s < 0.85 * halves
+
+
+@given(
+    costs=problems["costs"],
+    stages=st.integers(1, 3),
+    limit=st.integers(20, 300),
+    micro_batches=st.integers(1, 4),
+    **modes,
+)
+def test_what_fits_nowhere_really_fails(costs, stages, limit, micro_batches, schedule, remat):
+    """Each cut runs its allocations in order on devices of that capacity."""
+    assume(stages <= len(costs))
+    devices, sizes = [Device(str(at), memory_bytes=limit) for at in range(stages)], [2] * micro_batches
+    capacity = [limit] * stages
+    try:
+        found = partition(
+            costs, devices, batch=2 * micro_batches, micro_batches=micro_batches, schedule=schedule, remat=remat
+        )
+    except ConfigError:
+        for cut in cuts(len(costs), stages):
+            with pytest.raises(MemoryError):
+                real_peaks(costs, cut, sizes, schedule, remat, capacity)
+    else:
+        assert real_peaks(costs, found.sizes, sizes, schedule, remat, capacity) == pytest.approx(found.stage_bytes)
+
+
+def test_the_stub_allocator_has_an_end():
+    memory = StubAllocator(10)
+    memory.take(10)
+    with pytest.raises(MemoryError):
+        memory.take(1)
+
+
+# ---- what it says
+
+
+CHAIN = [SegmentCost(name, Curve.per_sample(1), Curve.per_sample(2), parameter_bytes=2**30) for name in "abcd"]
+
+
+def test_a_faster_device_gets_more():
+    found = partition(CHAIN, [Device("slow"), Device("fast", speed=3)], batch=4, micro_batches=2)
+    assert found == Partition((1, 3), (12.0, 12.0), (2**30, 3 * 2**30), 12.0)
+
+
+def test_a_cut_by_hand_is_taken_as_it_is():
+    found = partition(CHAIN, [Device("a", memory_bytes=1), Device("b")], batch=4, micro_batches=2, balance=[3, 1])
+    assert found.sizes == (3, 1) and found.stage_s == (36, 12) and found.bottleneck_s == 36
+
+
+def test_memory_that_is_too_small_is_told_per_device():
+    devices = [Device("cuda:0", memory_bytes=2**30), Device("cuda:1", memory_bytes=3 * 2**30 - 1)]
+    with pytest.raises(ConfigError) as refused:
+        partition(CHAIN, devices, batch=4, micro_batches=2)
+    said = str(refused.value)
+    assert "[1, 3]" in said and "cuda:0: 1.00 GiB needed, 1.00 GiB there" in said and "cuda:1: 3.00 GiB needed" in said
+    assert 'remat="all"' in said
+
+
+@pytest.mark.parametrize(
+    ("devices", "balance", "said"),
+    [
+        (5, "time", "5 devices, 4 segments: a, b, c, d"),
+        (0, "time", "0 devices"),
+        (2, "speed", "'speed'"),
+        (2, [2, 1], r"\[2, 1\] of 4 segments on 2 device"),
+        (2, [4, 0], r"\[4, 0\]"),
+        (2, [1, 1, 2], "at least 1, that sum to 4"),
+    ],
+)
+def test_refusals(devices, balance, said):
+    with pytest.raises(ConfigError, match=said):
+        partition(CHAIN, [Device(str(at)) for at in range(devices)], batch=4, micro_batches=2, balance=balance)
+
+
+def test_bytes_in_words():
+    assert [in_words(size) for size in (12, 2048, 3 * 2**20, 5 * 2**29)] == [
+        "12 bytes", "2.00 KiB", "3.00 MiB", "2.50 GiB",
+    ]  # fmt: skip

@@ -1,0 +1,269 @@
+"""The simulator against longest paths, against real threads that wait on a clock, and by hand."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_pipeline_plan import modes
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.pipeline.plan import (
+    REMATS,
+    SCHEDULES,
+    Action,
+    Curve,
+    Device,
+    Link,
+    Pool,
+    StageCost,
+    actions,
+    bubble,
+    micro_batch_sizes,
+    recomputed,
+)
+from hvdtrain.pipeline.plan_simulate import simulate
+
+
+def stage(forward: float, backward: float, output: float = 0.0, pool: str = "") -> StageCost:
+    """Seconds and bytes a sample."""
+    return StageCost(
+        Device("d", pool=pool),
+        Curve.per_sample(forward),
+        Curve.per_sample(backward),
+        output_bytes=Curve.per_sample(output),
+    )
+
+
+# ---- by hand
+
+
+def test_equal_stages_have_the_bubble_of_the_table():
+    for schedule, stages, micro_batches in itertools.product(SCHEDULES, range(1, 5), (1, 2, 5, 8)):
+        found = simulate([stage(1, 1)] * stages, sizes=[1] * micro_batches, schedule=schedule)
+        assert found.step_s == pytest.approx(2 * (micro_batches + stages - 1))
+        assert found.bubble == pytest.approx(bubble(schedule, stages, micro_batches))
+        assert found.efficiency == pytest.approx(micro_batches / (micro_batches + stages - 1))
+        assert len(found.timeline) == 2 * stages * micro_batches
+
+
+def test_a_timeline_by_hand():
+    found = simulate([stage(1, 2, 3), stage(2, 4)], sizes=[1], links=Link(0.5, 2.0), remat="all")
+    assert [tuple(span) for span in found.timeline] == [
+        (0, "forward", 0, 0, 1),
+        (1, "forward", 0, 3, 5),  # the transfer takes 0.5 + 3 / 2
+        (1, "backward", 0, 5, 11),  # its forward once more
+        (0, "backward", 0, 13, 16),
+    ]
+    assert found.step_s == 16 and found.busy_s == (4, 8)
+
+
+def test_a_split_without_overlap_is_the_sum():
+    stages, sizes = [stage(1, 2, 3), stage(2, 4, 1), stage(1, 1)], [3, 2, 2]
+    found = simulate(stages, sizes=sizes, links=Link(0.5, 2.0), overlap=False)
+    transfers = sum(2 * (Link(0.5, 2.0).seconds(3 * size) + Link(0.5, 2.0).seconds(size)) for size in sizes)
+    assert found.step_s == pytest.approx(7 * 11 + transfers)
+    for before, after in itertools.pairwise(found.timeline):
+        assert after.start_s >= before.end_s
+    assert simulate(stages, sizes=sizes, links=Link(0.5, 2.0)).step_s < 0.8 * found.step_s
+
+
+def test_transfers_wait_for_their_link():
+    """A slow link is the bottleneck: each of 4 tensors takes 10 s forth, one back."""
+    found = simulate([stage(1, 1, 10), stage(1, 1)], sizes=[1] * 4, schedule="gpipe", links=Link(0, 1.0))
+    assert found.step_s == pytest.approx(1 + 4 * 10 + 1 + 1 + 4 * 10 + 1)
+
+
+def test_stages_on_one_core_take_turns():
+    """Two passes at half speed: nothing is gained by the pipeline, whatever the schedule."""
+    for schedule in SCHEDULES:
+        shared = [stage(1, 2, pool="cpu"), stage(1, 2, pool="cpu")]
+        found = simulate(shared, sizes=[2] * 4, schedule=schedule, pools={"cpu": Pool((1.0, 0.5))})
+        assert found.step_s == pytest.approx(48)
+        assert simulate(shared, sizes=[2] * 4, schedule=schedule).step_s == pytest.approx(30)
+
+
+def test_three_stages_on_two_cores():
+    """Work is conserved: two cores are never faster than their sum, and are full in the middle."""
+    three, sizes = [stage(1, 2, pool="cpu")] * 3, [1] * 16
+    found = simulate(three, sizes=sizes, pools={"cpu": Pool((1.0, 1.0))})
+    assert 3 * 16 * 3 / 2 < found.step_s < 1.08 * 3 * 16 * 3 / 2
+    slower = simulate(three, sizes=sizes, pools={"cpu": Pool((1.0, 0.8))})
+    assert found.step_s * 1.2 < slower.step_s < found.step_s * 1.25
+    assert found.efficiency < 0.67 and found.busy_s[0] > 48  # stretched by the sharing
+
+
+def test_pools_of_others_do_not_slow_down():
+    apart = [stage(1, 2, pool="a"), stage(1, 2, pool="b")]
+    pools = {"a": Pool((1.0, 0.5)), "b": Pool((1.0, 0.5))}
+    assert simulate(apart, sizes=[1] * 4, pools=pools).step_s == simulate(apart, sizes=[1] * 4).step_s
+
+
+def test_peak_bytes():
+    kept = StageCost(Device("d"), *[Curve.per_sample(1)] * 2, fixed_bytes=100, activation_bytes=Curve.per_sample(10))
+    peaks = {s: simulate([kept, kept], sizes=[1] * 8, schedule=s).peak_bytes for s in SCHEDULES}
+    assert peaks == {"gpipe": (180, 180), "1f1b": (120, 110)}
+
+
+def test_links_that_do_not_match_are_refused():
+    with pytest.raises(ConfigError, match=r"2 link\(s\), 2 stages"):
+        simulate([stage(1, 1)] * 2, sizes=[1], links=[Link(), Link()])
+
+
+# ---- longest paths: no clock, no events
+
+
+def longest_path(stages: Sequence[StageCost], sizes, schedule, remat, links: Sequence[Link]) -> float:
+    """When the last pass ends, each being as late as the latest of what it waits for; first in, first out on links."""
+    orders = [list(actions(schedule, k, len(stages), len(sizes))) for k in range(len(stages))]
+    ends: dict[tuple, float] = {}
+    free: dict[tuple[int, int], float] = defaultdict(float)  # a link's direction
+    clock = [0.0] * len(stages)
+    arrived = {(0, "forward", micro): 0.0 for micro in range(len(sizes))}
+    while any(orders):
+        for k, one in enumerate(stages):
+            while orders[k] and (k, orders[k][0].kind, orders[k][0].micro) in arrived:
+                action = orders[k].pop(0)
+                size, key = sizes[action.micro], (k, action.kind, action.micro)
+                seconds = one.forward_s(size) if action.kind == "forward" else one.backward_s(size)
+                if action.kind == "backward" and action.micro in recomputed(
+                    remat, actions(schedule, k, len(stages), len(sizes))
+                ):
+                    seconds += one.forward_s(size)
+                ends[key] = clock[k] = max(clock[k], arrived[key]) + seconds
+                to = k + (1 if action.kind == "forward" else -1)
+                if to == len(stages):
+                    arrived[k, "backward", action.micro] = ends[key]
+                elif to >= 0:
+                    at = min(k, to)
+                    leaves = max(free[k, to], ends[key])
+                    free[k, to] = leaves + links[at].seconds(stages[at].output_bytes(size))
+                    arrived[to, action.kind, action.micro] = free[k, to]
+    return max(ends.values())
+
+
+tenths = st.integers(0, 40).map(lambda n: n / 10)
+stages_of_a_kind = st.builds(stage, tenths, tenths, tenths)
+
+
+@given(
+    stages=st.lists(stages_of_a_kind, min_size=1, max_size=4),
+    batch=st.integers(8, 25),
+    micro_batches=st.integers(1, 8),
+    link=st.builds(Link, tenths, st.sampled_from([0.7, 3.0, float("inf")])),
+    **modes,
+)
+def test_it_equals_longest_paths(stages, batch, micro_batches, link, schedule, remat):
+    sizes = micro_batch_sizes(batch, micro_batches)
+    found = simulate(stages, sizes=sizes, schedule=schedule, remat=remat, links=link)
+    expected = longest_path(stages, sizes, schedule, remat, [link] * (len(stages) - 1))
+    assert found.step_s == pytest.approx(expected)
+
+
+# ---- real threads
+
+
+class StubPipeline:
+    """A thread a stage, and one for each direction of a link; their work is to wait on the clock."""
+
+    def __init__(self, stages, sizes, schedule, remat, link: Link) -> None:
+        self.stages, self.sizes, self.link = stages, sizes, link
+        self.orders = [actions(schedule, k, len(stages), len(sizes)) for k in range(len(stages))]
+        self.again = [recomputed(remat, order) for order in self.orders]
+        self.arrived = {(k, action): threading.Event() for k, order in enumerate(self.orders) for action in order}
+        self.lanes: dict[tuple[int, int], SimpleQueue] = {}
+        for k in range(len(stages) - 1):
+            self.lanes[k, k + 1], self.lanes[k + 1, k] = SimpleQueue(), SimpleQueue()
+
+    def seconds(self) -> float:
+        """Of one step."""
+        for action in self.orders[0]:
+            if action.kind == "forward":
+                self.arrived[0, action].set()
+        threads = [threading.Thread(target=self.work, args=(k,)) for k in range(len(self.stages))]
+        movers = [threading.Thread(target=self.move, args=lane) for lane in self.lanes]
+        start = time.perf_counter()
+        for thread in (*threads, *movers):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        took = time.perf_counter() - start
+        for lane in self.lanes.values():
+            lane.put(None)
+        for mover in movers:
+            mover.join()
+        return took
+
+    def work(self, k: int) -> None:
+        one = self.stages[k]
+        for action in self.orders[k]:
+            if not self.arrived[k, action].wait(timeout=20):
+                return
+            size, forward = self.sizes[action.micro], action.kind == "forward"
+            again = not forward and action.micro in self.again[k]
+            # not a wait for something: the sleep is the stage's work
+            time.sleep((one.forward_s(size) if forward or again else 0) + (0 if forward else one.backward_s(size)))
+            to = k + (1 if forward else -1)
+            if to == len(self.stages):
+                self.arrived[k, Action("backward", action.micro)].set()
+            elif to >= 0:
+                self.lanes[k, to].put(action)
+
+    def move(self, source: int, target: int) -> None:
+        while (action := self.lanes[source, target].get()) is not None:
+            size = self.stages[min(source, target)].output_bytes(self.sizes[action.micro])
+            time.sleep(self.link.seconds(size))  # the transfer
+            self.arrived[target, action].set()
+
+
+STUBS = [
+    # stages (forward, backward, output), batch, micro-batches
+    ([(0.010, 0.020, 0)], 8, 4),
+    ([(0.010, 0.020, 1), (0.012, 0.018, 0)], 8, 1),
+    ([(0.010, 0.020, 1), (0.006, 0.015, 0)], 10, 4),
+    ([(0.012, 0.020, 1), (0.012, 0.020, 0)], 16, 16),
+    ([(0.010, 0.012, 2), (0.012, 0.020, 1), (0.009, 0.021, 0)], 11, 5),
+    ([(0.012, 0.024, 1), (0.010, 0.020, 2), (0.014, 0.020, 0)], 16, 16),
+]
+
+
+def settings_of_stubs():
+    for at, (spec, batch, micro_batches) in enumerate(STUBS):
+        one = [stage(*numbers) for numbers in spec]
+        yield one, micro_batch_sizes(batch, micro_batches), SCHEDULES[at % 2], REMATS[at % 3], Link(0.002, 500.0)
+
+
+def off_by(measured: float, predicted: float) -> float:
+    return abs(measured / predicted - 1)
+
+
+def test_threads_take_as_long_as_simulated():
+    """Within 5 %, for 1-3 stages and 1-16 micro-batches. A busy machine only makes threads late: the best of 3."""
+    cases = list(settings_of_stubs())
+    predicted = [
+        simulate(one, sizes=sizes, schedule=schedule, remat=remat, links=link).step_s
+        for one, sizes, schedule, remat, link in cases
+    ]
+    rounds = []
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for _ in range(3):
+            rounds.append(list(pool.map(lambda case: StubPipeline(*case).seconds(), cases)))
+            measured = [min(column) for column in zip(*rounds, strict=True)]
+            wrong = [off_by(*pair) for pair in zip(measured, predicted, strict=True)]
+            if max(wrong) < 0.05:
+                break
+    assert max(wrong) < 0.05, list(zip(measured, predicted, strict=True))
+    # negative twins: without the links, or without the recomputation, the prediction is off
+    for (one, sizes, schedule, remat, link), seconds in zip(cases, measured, strict=True):
+        other: list[dict] = [{"remat": "never", "links": link}] if remat == "all" else []
+        other += [{"remat": remat, "links": Link()}] if len(sizes) == 1 else []
+        for changed in other:
+            assert off_by(seconds, simulate(one, sizes=sizes, schedule=schedule, **changed).step_s) > 0.05
