@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hvdtrain.lr import LR
+from hvdtrain.shard import tail_pieces
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,12 @@ class Settings:
             ),
         )
 
+    def in_parts(self, parts: int) -> Settings:
+        """The same updates, a rank's batch taken in so many parts one after the other."""
+        each = -(-self.per_rank_batch // parts)
+        accumulate = self.accumulate * parts
+        return replace(self, per_rank_batch=each, accumulate=accumulate, global_batch=self.ranks * each * accumulate)
+
     def __str__(self) -> str:
         lr, peak = self.lr, self.lr.peak(self.global_batch)
         parts = f"{self.ranks} x {self.per_rank_batch}" + f" x {self.accumulate} batches" * (self.accumulate > 1)
@@ -162,23 +169,31 @@ def learning_rate(
     )
 
 
-def smallest_batch(samples: int, ranks: int, per_rank_batch: int, pieces: int = 1) -> int:
-    """The fewest samples that a device gets in any step of an epoch, ranks without any left out.
+def smallest_batch(samples: int, ranks: int, per_rank_batch: int, pieces: int = 1, micro_batches: int = 1) -> int:
+    """The fewest samples that a device gets at a time in any step of an epoch, ranks without any left out.
 
     Args:
         samples: in an epoch, dealt out as `hvdtrain.Plan` does with its weighted tail.
         ranks: how many.
         per_rank_batch: of a full step.
         pieces: into which a rank cuts its batch (devices of "dataparallel").
+        micro_batches: into which a rank's pipeline cuts a full batch; a tail into fewer.
     """
     tail = samples % (ranks * per_rank_batch)
     shares = {per_rank_batch} if samples >= ranks * per_rank_batch else set()
     shares |= {tail // ranks, tail // ranks + (tail % ranks > 0)}
-    return min(share // pieces if share >= pieces else 1 for share in shares if share)
+
+    def smallest(share: int) -> int:
+        full = share == per_rank_batch
+        cut = pieces * (micro_batches if full else tail_pieces(share, per_rank_batch, micro_batches))
+        return share // cut if share >= cut else 1
+
+    return min(smallest(share) for share in shares if share)
 
 
-def nearest_batch(samples: int, ranks: int, per_rank_batch: int, pieces: int = 1) -> int | None:
+def nearest_batch(samples: int, ranks: int, per_rank_batch: int, pieces: int = 1, micro_batches: int = 1) -> int | None:
     """The per-rank batch nearest to `per_rank_batch` that leaves no device alone with one sample; None: there is none
     below its double."""
-    fits = [size for size in range(2, 2 * per_rank_batch + 1) if smallest_batch(samples, ranks, size, pieces) >= 2]
+    sizes = range(max(2, micro_batches), 2 * per_rank_batch + 1)
+    fits = [size for size in sizes if smallest_batch(samples, ranks, size, pieces, micro_batches) >= 2]
     return min(fits, key=lambda size: abs(size - per_rank_batch), default=None)

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hvdtrain
-from hvdtrain import image_data, startup
+from hvdtrain import image_data, image_pipeline, startup
 from hvdtrain.cores import usable_cores
 from hvdtrain.engines import ENGINES
 from hvdtrain.errors import ConfigError
+from hvdtrain.pipeline.plan import REMATS, SCHEDULES
 from hvdtrain.recipes import RECIPES, Settings, nearest_batch, smallest_batch
 from hvdtrain.telemetry import read_events
 from hvdtrain.verdict import Facts, phases_per_rank, verdict
@@ -26,6 +27,8 @@ from hvdtrain.world import Detected, World
 
 if TYPE_CHECKING:
     import torch
+
+    from hvdtrain.pipeline import Pipeline
 
 PROGRAM = "hvdtrain.torch_resnet"
 BEST = "top1"
@@ -44,7 +47,8 @@ def train(args: argparse.Namespace, world: World) -> None:
     recipe = RECIPES[data.recipe]
     plan = Settings.of(args, world.size, recipe, samples=data.samples)
     network = image_models.build(args.model, data.classes, image_size=data.image_size, stem=recipe.stem)
-    check_batches(args, plan, data, network, world)
+    pipe, plan = image_pipeline.apply(args, plan, network, data.image_size, world)
+    check_batches(args, plan, data, network, world, pipe)
     run_dir = world.on_main(
         startup.choose_run_dir, args.run_dir, "torch_resnet", resume=args.resume, data_sha256=data.sha256
     )
@@ -52,8 +56,9 @@ def train(args: argparse.Namespace, world: World) -> None:
     with hvdtrain.RunLog(run_dir, world, config=config, resume=args.resume) as run:
         if world.is_main:
             print(f"data: {data.note}\nranks: {world.size} ({world.launcher}, {world.engine})", flush=True)
-            print(f"model: {args.model}, {data.classes} classes\n{plan}\nrun directory: {run_dir}", flush=True)
-        job = prepare(args, plan, data, network, run)
+            stages = "" if pipe is None else f"\npipeline: {pipe.extra_repr()}"
+            print(f"model: {args.model}, {data.classes} classes{stages}\n{plan}\nrun directory: {run_dir}", flush=True)
+        job = prepare(args, plan, data, network if pipe is None else pipe, run)
         restore(args, plan, job, world)
         scores = fit(args, plan, job, run)
         run.result(seconds=time.perf_counter() - started)
@@ -87,22 +92,32 @@ class Job:
 
 
 def check_batches(
-    args: argparse.Namespace, plan: Settings, data: image_data.ImageData, network: torch.nn.Module, world: World
+    args: argparse.Namespace,
+    plan: Settings,
+    data: image_data.ImageData,
+    network: torch.nn.Module,
+    world: World,
+    pipe: Pipeline | None,
 ) -> None:
-    """Refuses a batch size that leaves a device with one picture in an epoch.s tail, where batch-norm needs two."""
+    """Refuses a batch size that leaves a device with one picture in an epoch's tail, where batch-norm needs two."""
     from hvdtrain.image_models import needs_two
 
     deal = {"samples": data.samples, "ranks": plan.ranks}
-    pieces = max(len(world.devices), getattr(world.comm, "pieces", 1))
-    smallest = smallest_batch(**deal, per_rank_batch=plan.per_rank_batch, pieces=pieces)
+    if pipe is None:
+        deal["pieces"] = max(len(world.devices), getattr(world.comm, "pieces", 1))
+    else:
+        deal["micro_batches"] = pipe.micro_batches
+    smallest = smallest_batch(**deal, per_rank_batch=plan.per_rank_batch)
     if args.sync_batchnorm or smallest >= 2 or not needs_two(network, data.image_size):
         return
-    better = nearest_batch(**deal, per_rank_batch=plan.per_rank_batch, pieces=pieces)
+    better = nearest_batch(**deal, per_rank_batch=plan.per_rank_batch)
     raise ConfigError(
         "batch-norm needs two pictures, where the model has shrunk them to one pixel",
         f"{data.samples} pictures of {data.image_size} x {data.image_size} on {plan.ranks} rank(s), "
-        f"{plan.per_rank_batch} each: in some step a device has 1",
-        (f"--per-rank-batch {better}, " if better else "") + "a larger --image-size, or --sync-batchnorm",
+        f"{plan.per_rank_batch} each{f' in {pipe.micro_batches} micro-batches' if pipe else ''}: in some step a device"
+        " has 1",
+        (f"--per-rank-batch {better}, " if better else "")
+        + ("a larger --image-size, or --sync-batchnorm" if pipe is None else "fewer --micro-batches"),
         shared=True,
     )
 
@@ -171,7 +186,7 @@ def fit(args: argparse.Namespace, plan: Settings, job: Job, run: hvdtrain.RunLog
         job.model.train()
         for images, labels in job.batches:
             job.optimizer.zero_grad()
-            job.optimizer.backward(job.loss(job.model(images), labels))
+            job.optimizer.forward_backward(images, labels, job.loss)  # of a model that is whole, or cut into stages
             job.optimizer.step()
             record = job.optimizer.record()
             run.step(**record)
@@ -233,6 +248,7 @@ examples:
   horovodrun -np 16 -H server1:4,server2:4,server3:4,server4:4 python -m hvdtrain.torch_resnet --data /data/imagenet
   torchrun --nproc-per-node 2 -m hvdtrain.torch_resnet --engine ddp --data cifar10
   python -m hvdtrain.torch_resnet --resume --epochs 20                   the newest run goes on
+  horovodrun -np 2 python -m hvdtrain.torch_resnet --pipeline 2          each rank cuts the model over 2 of its devices
 """
 
 
@@ -272,12 +288,20 @@ def parser() -> argparse.ArgumentParser:
     add("--engine", choices=["auto", *ENGINES], default="auto",
         help="what connects the ranks (default: what goes with the launcher)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: GPUs if there are any)")
-    add("--gpus-per-rank", type=count, default=1, metavar="N", help="for --engine dataparallel (default: all)")
+    add("--gpus-per-rank", type=count, default=1, metavar="N",
+        help="for --pipeline (default: its stages) and --engine dataparallel (default: all)")
     add("--compression", choices=["fp16", "bf16"], help="of gradients sent (default: none)")
     add("--channels-last", action="store_true", help="the memory layout that GPUs prefer for mixed precision")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--watch-every", type=startup.whole(0), default=100, metavar="N",
         help="steps between checks that the replicas are equal, 0: never (default: %(default)s)")
+    add = p.add_argument_group("a model cut into stages, over the devices of each rank").add_argument
+    add("--pipeline", metavar="N|DEVICES", help="N stages, or their devices: cpu,cpu or cuda:0,cuda:1")
+    add("--micro-batches", type=image_pipeline.micro_batches, metavar="auto|N",
+        help="of a rank's batch (default: auto, the fastest by measured times)")
+    add("--pipeline-schedule", choices=SCHEDULES, help="(default: 1f1b)")
+    add("--remat", choices=REMATS, help="recompute activations instead of keeping them (default: never)")
+    add("--plan", choices=["auto"], help="measure, and choose whether and how to cut, micro-batches and accumulation")
     # fmt: on
     return p
 
@@ -288,6 +312,7 @@ def check_flags(args: argparse.Namespace) -> None:
         came = f"--resume --weights {args.weights}"
         rule = "a run goes on with its own weights, or starts from those of --weights"
         raise ConfigError(rule, came, "leave one of them out", shared=True)
+    image_pipeline.check_flags(args)
 
 
 def check_early(args: argparse.Namespace, detected: Detected) -> None:
@@ -312,9 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_early(args, detected)
         startup.share_cores(detected)
         startup.import_modules(needed)
-        with hvdtrain.init(
-            "torch", engine=args.engine, device=args.device, gpus_per_rank=args.gpus_per_rank, seed=args.seed
-        ) as world:
+        device, gpus = image_pipeline.device(args), image_pipeline.gpus_per_rank(args)
+        with hvdtrain.init("torch", engine=args.engine, device=device, gpus_per_rank=gpus, seed=args.seed) as world:
             train(args, world)
 
     return startup.run_program(PROGRAM, work)

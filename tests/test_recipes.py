@@ -7,8 +7,9 @@ import argparse
 import pytest
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.pipeline.plan import micro_batch_sizes
 from hvdtrain.recipes import ADAMW_WEIGHT_DECAY, RECIPES, Settings, nearest_batch, smallest_batch
-from hvdtrain.shard import Plan
+from hvdtrain.shard import Plan, tail_pieces
 
 IMAGENET = 1_281_167
 FLAGS = {
@@ -107,3 +108,27 @@ def test_pieces_of_a_batch() -> None:
     assert [smallest_batch(8, 1, 8, pieces) for pieces in (1, 2, 3, 4, 5, 9)] == [8, 4, 2, 2, 1, 1]
     assert smallest_batch(59, 1, 8, 2) == 1 and nearest_batch(59, 1, 8, 2) == 9  # 59 = 6 x 9 + 5: 3 and 2
     assert nearest_batch(1, 1, 8) is None and nearest_batch(17, 1, 8) == 7
+
+
+def test_the_smallest_micro_batch() -> None:
+    def smallest(samples: int, micro_batches: int, per_rank_batch: int = 8) -> int:
+        return smallest_batch(samples, 1, per_rank_batch, micro_batches=micro_batches)
+
+    assert [smallest(16, count) for count in (1, 2, 3, 4, 5)] == [8, 4, 2, 2, 1]
+    # a tail is cut into pieces of the usual size: 11 = 8 + 3, in one piece of 3, or in pieces of 2 and 1
+    assert [smallest(11, count) for count in (1, 2, 4)] == [3, 3, 1]
+    assert nearest_batch(11, 1, 8, micro_batches=4) == 9  # 3 + 2 + 2 + 2, and 2
+    for samples in range(1, 40):  # as the pipeline does it: a full batch in so many, a tail in `tail_pieces`
+        for count in (1, 2, 3, 5, 8):
+            shares = [8] * (samples // 8) + [samples % 8] * (samples % 8 > 0)
+            cuts = [(n, count if n == 8 else tail_pieces(n, 8, count)) for n in shares]
+            pieces = [size for n, cut in cuts for size in micro_batch_sizes(n, cut)]
+            assert smallest(samples, count) == min(pieces)
+            assert max(pieces) <= -(-8 // count), "a tail needs no more memory"
+
+
+def test_a_batch_in_parts_is_the_same_update() -> None:
+    plan = settings("digits", ranks=2, samples=100, per_rank_batch=32, accumulate=2)
+    parts = plan.in_parts(4)
+    assert (parts.per_rank_batch, parts.accumulate) == (8, 8) and parts.global_batch == plan.global_batch == 128
+    assert parts.lr == plan.lr and plan.in_parts(1) == plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 from harness import Result, run_ranks
 from PIL import Image
 
-from hvdtrain import torch_resnet
+from hvdtrain import image_pipeline, torch_resnet
 from hvdtrain.errors import ConfigError
 from hvdtrain.telemetry import read_events
+from hvdtrain.world import World
 
 PROGRAM = Path(__file__).parent / "torch_programs" / "resnet_that_dies.py"
 BROKEN = "frame/7.jpg"
@@ -97,6 +99,7 @@ def test_flags_are_frozen() -> None:
         "--warmup-epochs", "--weight-decay", "--label-smoothing", "--clip", "--amp", "--sync-batchnorm", "--seed",
         "--data", "--image-size", "--workers", "--strict", "--run-dir", "--resume", "--weights", "--save-every",
         "--engine", "--device", "--gpus-per-rank", "--compression", "--channels-last", "--compile", "--watch-every",
+        "--pipeline", "--micro-batches", "--pipeline-schedule", "--remat", "--plan",
     }  # fmt: skip
 
 
@@ -114,6 +117,40 @@ def test_flags_that_contradict_each_other() -> None:
     with pytest.raises(ConfigError, match="--weights"):
         torch_resnet.check_flags(torch_resnet.parser().parse_args(["--resume", "--weights", "x"]))
     torch_resnet.check_flags(torch_resnet.parser().parse_args(["--weights", "x"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--micro-batches 4 --remat all", "add --pipeline N"),
+        ("--plan auto --remat all", "a plan chooses"),
+        ("--pipeline 2 --compile", "--pipeline 2 --compile"),
+        ("--pipeline 2 --sync-batchnorm", "each at another micro-batch"),
+        ("--plan auto --engine ddp", "--engine horovod"),
+        ("--pipeline gpu", "cuda:0,cuda:1"),
+        ("--pipeline 0", "a number of stages"),
+        ("--pipeline 2 --micro-batches 0", "micro-batches"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_told_before_anything_starts(flags: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        torch_resnet.check_flags(torch_resnet.parser().parse_args(flags.split()))
+
+
+def test_devices_of_the_stages() -> None:
+    def of(flags: str, gpus: tuple[int, ...] = ()) -> tuple[list[str], int, str]:
+        args = torch_resnet.parser().parse_args(flags.split())
+        torch_resnet.check_flags(args)
+        world = dataclasses.replace(World.solo(), devices=gpus)
+        stages = image_pipeline.stages_of(args, world)
+        return stages, image_pipeline.gpus_per_rank(args), image_pipeline.device(args)
+
+    assert of("--pipeline 2") == (["cpu", "cpu"], 2, "auto")
+    assert of("--pipeline 2", (2, 3)) == (["cuda:2", "cuda:3"], 2, "auto"), "each rank its own"
+    assert of("--pipeline cpu,cpu,cpu") == (["cpu"] * 3, 1, "cpu")
+    assert of("--pipeline cuda:0,cuda:1", (0, 1)) == (["cuda:0", "cuda:1"], 2, "auto")
+    assert of("--pipeline cuda:0,cuda:0", (0,)) == (["cuda:0", "cuda:0"], 1, "auto")
+    assert of("--plan auto --gpus-per-rank 4", (0, 1, 2, 3)) == ([f"cuda:{i}" for i in range(4)], 4, "auto")
 
 
 # ---- real runs
@@ -153,6 +190,7 @@ FORMS = [
     ("mpirun", 2, ("--compression", "fp16", "--accumulate", "2", "--clip", "1")),
     ("torchrun", 2, ("--engine", "ddp", "--amp", "bf16", "--sync-batchnorm")),
     ("torchrun", 2, ("--engine", "deepspeed", "--schedule", "cosine")),
+    ("horovodrun", 2, ("--pipeline", "cpu,cpu", "--micro-batches", "2", "--accumulate", "2", "--watch-every", "2")),
     ("horovodrun", 4, ("--channels-last", "--watch-every", "2", "--label-smoothing", "0.1")),
 ]
 
