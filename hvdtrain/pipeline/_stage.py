@@ -206,6 +206,16 @@ class _Objects:
             twin.training = module.training
 
 
+class Copies(_Objects):
+    """A copy of everything on another device, to measure there; the model stays where it is."""
+
+    def __init__(self, chain: Chain, device: torch.device) -> None:
+        super().__init__(chain, -1, device, _Owners(chain, []))
+
+    def _is_mine(self, tensor: Tensor) -> bool:
+        return False
+
+
 def build_stages(
     model: nn.Module, segments: Sequence[Segment], sizes: Sequence[int], devices: Sequence[torch.device | str]
 ) -> list[Stage]:

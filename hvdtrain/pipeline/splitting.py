@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -10,15 +11,20 @@ from torch import nn
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import plan
+from hvdtrain.pipeline._devices import parse_devices
 from hvdtrain.pipeline._facts import batch_of
 from hvdtrain.pipeline._segments import Segment, from_modules, segments
 from hvdtrain.pipeline._stage import build_stages
+from hvdtrain.pipeline.plan_partition import Partition, partition
+from hvdtrain.pipeline.plan_simulate import simulate
+from hvdtrain.pipeline.profiling import Profile, profile
 
 if TYPE_CHECKING:
     from hvdtrain.pipeline.runtime import Pipeline
 
 BatchNorm = Literal["batch", "micro"]
 Balance = Literal["time", "memory"]
+MOST_MICRO_BATCHES = 256  # that are tried; smaller parts of a large batch would only cost more
 
 
 def split(
@@ -62,44 +68,83 @@ def split(
             raise ConfigError("micro_batches is a number or 'auto'", repr(micro_batches))
         plan.micro_batch_sizes(batch, micro_batches)
     parts = segments(model, example) if modules is None else from_modules(modules, model, example)
-    sizes = _sizes(parts, len(places), balance)
-    count = 1 if micro_batches == "auto" else micro_batches
+    wishes = _Wishes(batch, micro_batches, balance, schedule, remat)
+    sizes, count, measured = wishes.settled(parts, example, places)
     stages = build_stages(model, parts, sizes, places)
     from hvdtrain.pipeline.runtime import Pipeline
 
     return Pipeline(
         model, stages, micro_batches=count, schedule=schedule, remat=remat, batch_norm=batch_norm, segments=parts,
-        profile=None,
+        profile=measured,
     )  # fmt: skip
 
 
-def parse_devices(devices: str | Sequence[str | torch.device]) -> list[torch.device]:
-    """["cuda:0", "cuda:1"] or "cuda:0,cuda:1" as devices that exist.
+@dataclass(frozen=True)
+class _Wishes:
+    """What the caller left open, and what not."""
 
-    Raises:
-        ConfigError: none given, not a device, or not on this machine.
-    """
-    words = [word.strip() for word in devices.split(",")] if isinstance(devices, str) else list(devices)
-    if not words or "" in words:
-        raise ConfigError("a pipeline has a device for each stage", repr(devices), 'for example "cuda:0,cuda:1"')
-    return [_device(word) for word in words]
+    batch: int
+    micro_batches: int | Literal["auto"]
+    balance: Balance | Sequence[int]
+    schedule: plan.Schedule
+    remat: plan.Remat
+
+    def settled(
+        self, parts: Sequence[Segment], example: Any, places: Sequence[torch.device]
+    ) -> tuple[Sequence[int], int, Profile | None]:
+        """Segments of each stage, micro-batches, and what was measured for it (None: nothing had to be)."""
+        _check_sizes(parts, len(places), self.balance)
+        auto = self.micro_batches == "auto"
+        if len(places) == 1:
+            return [len(parts)], 1 if self.micro_batches == "auto" else self.micro_batches, None
+        if not auto and not isinstance(self.balance, str):
+            return list(self.balance), int(self.micro_batches), None
+        measured = profile(parts, example, places, timed=auto or self.balance == "time")
+        if not auto:
+            return self._cut(measured, int(self.micro_batches)).sizes, int(self.micro_batches), measured
+        best = min(
+            (
+                (self._step_s(measured, cut.sizes, count), count, cut.sizes)
+                for count in _counts(self.batch)
+                for cut in [self._cut_if_it_fits(measured, count)]
+                if cut is not None
+            ),
+            default=None,
+        )
+        if best is None:
+            self._cut(measured, self.batch)  # says what does not fit
+            raise AssertionError("some cut fits")
+        return best[2], best[1], measured
+
+    def _cut(self, measured: Profile, count: int) -> Partition:
+        return partition(
+            measured.costs, measured.devices, batch=self.batch, micro_batches=count, schedule=self.schedule,
+            remat=self.remat, links=measured.links, balance=self.balance,
+        )  # fmt: skip
+
+    def _cut_if_it_fits(self, measured: Profile, count: int) -> Partition | None:
+        try:
+            return self._cut(measured, count)
+        except ConfigError:
+            if count == self.batch:
+                raise  # no smaller micro-batch could help
+            return None
+
+    def _step_s(self, measured: Profile, sizes: Sequence[int], count: int) -> float:
+        return simulate(
+            plan.stage_costs(measured.costs, sizes, measured.devices),
+            sizes=plan.micro_batch_sizes(self.batch, count), schedule=self.schedule, remat=self.remat,
+            links=measured.links, pools=measured.pools,
+        ).step_s  # fmt: skip
 
 
-def _device(word: str | torch.device) -> torch.device:
-    try:
-        device = torch.device(word)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError("a device is named like cpu or cuda:0", repr(word), 'for example "cpu,cpu"') from error
-    gpus = torch.cuda.device_count()
-    if device.type == "cuda":
-        index = device.index or 0
-        if index >= gpus:
-            there = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(gpus)) or "no CUDA device"
-            raise ConfigError("a device of a pipeline exists", f"{word}; this process sees {there}, and cpu")
-        return torch.device("cuda", index)
-    if device.type != "cpu":
-        raise ConfigError("a pipeline runs on cpu and cuda devices", str(word))
-    return torch.device("cpu")
+def _counts(batch: int) -> list[int]:
+    """Micro-batch counts to look at: all small ones, then ever wider steps, and at last one sample each."""
+    counts, count = {min(batch, MOST_MICRO_BATCHES)}, 1.0
+    while count <= min(batch, MOST_MICRO_BATCHES):
+        counts.add(int(count))
+        count = max(count + 1, count * 1.15)
+    return sorted(counts)
 
 
 def _check_words(schedule: Any, remat: Any, batch_norm: Any, balance: Any) -> None:
@@ -115,7 +160,7 @@ def _check_words(schedule: Any, remat: Any, batch_norm: Any, balance: Any) -> No
             raise ConfigError(f"{name} is one of {', '.join(known)}", repr(given))
 
 
-def _sizes(parts: Sequence[Segment], stages: int, balance: Balance | Sequence[int]) -> list[int]:
+def _check_sizes(parts: Sequence[Segment], stages: int, balance: Balance | Sequence[int]) -> None:
     if stages > len(parts):
         names = ", ".join(part.name for part in parts)
         raise ConfigError(
@@ -124,13 +169,17 @@ def _sizes(parts: Sequence[Segment], stages: int, balance: Balance | Sequence[in
             f"at most {len(parts)} device(s); or modules=[...] with smaller parts",
         )
     if isinstance(balance, str):
-        small, larger = divmod(len(parts), stages)
-        return [small + (index < larger) for index in range(stages)]
+        return
     sizes = list(balance)
     if len(sizes) != stages or sum(sizes) != len(parts) or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise ConfigError(
             "balance=[...] says how many segments each stage gets, at least one, all of them",
-            f"{sizes} for {stages} stage(s) and {len(parts)} segments",
-            "hvdtrain.pipeline.split(...).segments lists them",
+            f"{sizes} for {stages} stage(s) and {len(parts)} segments:\n{_numbered(parts)}",
+            f"{stages} number(s) that sum to {len(parts)}",
         )
-    return sizes
+
+
+def _numbered(parts: Sequence[Segment]) -> str:
+    """All segments where they are few, else the first and the last."""
+    lines = [f"{part.index}: {part.name}" for part in parts]
+    return "\n".join(lines if len(lines) <= 12 else [*lines[:5], "...", *lines[-5:]])

@@ -1,0 +1,258 @@
+"""Times and bytes of a chain of segments on one device, under the conditions that a stage has there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.pipeline._cutting import map_tensors, tensors_of
+from hvdtrain.pipeline._facts import batch_of, device_of, resized, to_device
+from hvdtrain.pipeline._lanes import Lane
+from hvdtrain.pipeline._segments import Segment, default_binder
+from hvdtrain.pipeline._stage import Copies
+from hvdtrain.pipeline._worker import is_out_of_memory
+
+Call = Callable[..., tuple[Any, ...]]
+
+
+@dataclass
+class Seconds:
+    """Of one pass over the chain: each segment's forward and backward, and those of the whole in one go (0: not taken,
+    the whole does not fit)."""
+
+    forward: list[float]
+    backward: list[float]
+    whole_forward: float = 0.0
+    whole_backward: float = 0.0
+
+
+@dataclass
+class Bytes:
+    """Of one pass over the chain, for each segment: kept for its backward pass, and handed to the next."""
+
+    kept: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+
+
+class Clock:
+    """Times on a device: of the processor, or of the GPU's own stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds; waits until `end` has happened."""
+        if self._device.type != "cuda":
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+class Subject:
+    """A chain on one device, to be measured there.
+
+    Args:
+        segments: the whole chain.
+        example: arguments of the model.
+        device: if the model is elsewhere, copies of its parts are measured: all at once, or, where that does not fit,
+            one after the other.
+    """
+
+    def __init__(self, segments: Sequence[Segment], example: tuple[Any, ...], device: torch.device) -> None:
+        self._segments, self._example, self._device = segments, example, device
+        self._chain = segments[0].chain
+        self._clock = Clock(device)
+        self._is_here = device_of(self._chain.program.model) == device
+        self.fits = True
+        self._calls, self._whole = self._bind(range(len(segments)))
+
+    def _bind(self, indices: Sequence[int]) -> tuple[list[Call], Call]:
+        """Segments as functions on the device, and the whole chain as one."""
+        chain = self._chain
+        if self._is_here:
+            bind, moved = default_binder(chain.program), None
+        else:
+            copies = Copies(chain, self._device)
+            bind, moved = copies.bind, (copies.traced_on, self._device)
+        calls = [chain.function(index, index + 1, bind, self._segments[index].name, moved) for index in indices]
+        whole = chain.function(0, len(self._segments), bind, "whole", moved) if len(indices) > 1 else calls[0]
+        return calls, whole
+
+    def batch(self, samples: int) -> tuple[Any, ...]:
+        """Arguments of so many samples."""
+        return to_device(resized(self._example, samples), self._device)
+
+    @property
+    def samples(self) -> int:
+        """Of the example."""
+        return batch_of(self._example)
+
+    def _call(self, index: int) -> Call:
+        return self._calls[index] if self.fits else self._bind([index])[0][0]
+
+    def seconds(self, samples: int) -> Seconds:
+        """Runs every segment forward and backward, and then the whole."""
+        try:
+            return self._seconds(samples)
+        except Exception as error:
+            if self._is_here or not self.fits or not is_out_of_memory(error):
+                raise
+        self.fits, self._calls = False, []
+        self._whole = None  # type: ignore[assignment]
+        return self._seconds(samples)
+
+    def _seconds(self, samples: int) -> Seconds:
+        clock, marks = self._clock, []
+        values = self.batch(samples)
+        for index, segment in enumerate(self._segments):
+            call = self._call(index)
+            given = map_tensors(torch.clone, values) if segment.mutates else values
+            start = clock.now()
+            outputs = call(*given)
+            middle = clock.now()
+            del given
+            backward(outputs)
+            marks.append((start, middle, clock.now()))
+            values = map_tensors(as_leaf, outputs)
+            del outputs
+        pairs = [(clock.between(a, b), clock.between(b, c)) for a, b, c in marks]
+        found = Seconds([forward for forward, _ in pairs], [back for _, back in pairs])
+        if self.fits:
+            found.whole_forward, found.whole_backward = self.whole(samples)
+        return found
+
+    def whole(self, samples: int) -> tuple[float, float]:
+        """Seconds of one forward and one backward pass through all segments."""
+        clock, values = self._clock, self.batch(samples)
+        start = clock.now()
+        outputs = self._whole(*values)
+        middle = clock.now()
+        backward(outputs)
+        end = clock.now()
+        return clock.between(start, middle), clock.between(middle, end)
+
+    def bytes(self, samples: int) -> Bytes:
+        """Runs every segment forward and notes what autograd keeps; weights and buffers do not count.
+
+        What one segment keeps and the next one is given (the output of a ReLU) counts for the next.
+        """
+        model = self._chain.program.model
+        fixed = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        kept: list[dict[int, int]] = []
+        found = Bytes()
+        alive: list[Any] = []  # no address is used twice
+        values = self.batch(samples)
+        for index, segment in enumerate(self._segments):
+            call = self._call(index)
+            own = set(fixed)
+            given = map_tensors(torch.clone, values) if segment.mutates else values
+            with saved_storages(alive) as saved:
+                outputs = call(*given)
+            if not self._is_here:
+                own |= self._copied(call)
+            mine = {pointer: size for pointer, size in saved.items() if pointer not in own}
+            if kept:
+                for pointer in {t.untyped_storage().data_ptr() for t in tensors_of(values)} & mine.keys():
+                    kept[-1].pop(pointer, None)
+            kept.append(mine)
+            values = map_tensors(as_leaf, outputs)
+            found.output.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(values)))
+        found.kept = [sum(storages.values()) for storages in kept]
+        found.output[-1] = 0
+        return found
+
+    @staticmethod
+    def _copied(call: Call) -> set[int]:
+        """The storages of the copies that a function works with."""
+        names = getattr(call, "__globals__", {}).values()
+        modules = [value for value in names if isinstance(value, torch.nn.Module)]
+        tensors = [value for value in names if isinstance(value, Tensor)]
+        tensors += [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def as_leaf(tensor: Tensor) -> Tensor:
+    """The same memory, as the start of a graph of its own."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def backward(outputs: Any) -> None:
+    """The backward pass from everything that has a graph, every gradient 1."""
+    roots = [tensor for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+@contextmanager
+def saved_storages(alive: list[Any]) -> Iterator[dict[int, int]]:
+    """What autograd keeps while it is open: address of the memory -> bytes."""
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def on_lane(lane: Lane, work: Callable[[], Any]) -> Any:
+    """Runs `work` in a thread of its own that has what a stage's thread has; raises what it raises."""
+    return together([lane], [work])[0]
+
+
+def together(lanes: Sequence[Lane], works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Runs each in a thread on its lane, at the same time; no thread outlives the call."""
+    results: list[Any] = [None] * len(lanes)
+    failures: list[BaseException] = []
+    autocast = [
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+    ]  # a thread does not inherit it
+
+    def run(index: int) -> None:
+        try:
+            with lanes[index].active(), torch.enable_grad(), autocast_of(autocast):
+                results[index] = works[index]()
+        except BaseException as error:
+            failures.append(error)
+
+    intra_op = torch.get_num_threads()
+    threads = [threading.Thread(target=run, args=(index,), name="hvdtrain profile") for index in range(len(lanes))]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        torch.set_num_threads(intra_op)  # a thread's number is also what later ones start with
+    if failures:
+        raise failures[0]
+    return results
+
+
+@contextmanager
+def autocast_of(kinds: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """Autocast, as the calling thread had it."""
+    if not kinds:
+        yield
+        return
+    (kind, dtype), *others = kinds
+    with torch.autocast(kind, dtype=dtype), autocast_of(others):
+        yield
