@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.pipeline._cutting import map_tensors, tensors_of
+from hvdtrain.world import current
 
 # What tells when a value that was sent is there; None where values are there at once.
 Mark = Any
@@ -47,14 +48,16 @@ def lanes(devices: Sequence[torch.device]) -> list[Lane]:
 def core_blocks(stages: int) -> list[tuple[int, ...]]:
     """The cores of each of several CPU stages; empty tuples where they have to share.
 
-    PyTorch's number of threads is what this process was given (several ranks may share a machine): with fewer threads
-    than stages nothing is pinned, and each stage runs one thread wherever there is room.
+    PyTorch's number of threads is what this process was given: with fewer threads than stages nothing is pinned, and
+    each stage runs one thread wherever there is room. Ranks of one host that may all run anywhere take the next ones.
     """
     cores = sorted(os.sched_getaffinity(0))
     usable = min(len(cores), torch.get_num_threads())
     if usable < stages:
         return [()] * stages
-    ends = [usable * index // stages for index in range(stages + 1)]
+    world = current()
+    before = world.local_rank * usable if world and world.local_size * usable <= len(cores) else 0
+    ends = [before + usable * index // stages for index in range(stages + 1)]
     return [tuple(cores[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
 
 
