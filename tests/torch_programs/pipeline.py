@@ -22,6 +22,7 @@ import hvdtrain
 import hvdtrain.pipeline
 import hvdtrain.torch as hvt
 from hvdtrain.errors import ConfigError, ReplicaError
+from hvdtrain.pipeline import _lanes
 from hvdtrain.torch._nonfinite import NonFiniteError
 from hvdtrain.torch.engines.horovod import HorovodEngine
 
@@ -282,6 +283,12 @@ def case_the_last_stage_sends_while_the_first_computes(world: hvdtrain.World) ->
     # the twin: a gate that never opens sends everything at the end, and is seen to
     late, _ = sends_and_gradients(world, lambda group: False)
     assert late == ["stage 1"] * 4 + ["sent"] * 2, late
+
+
+def case_ranks_of_a_host_take_cores_of_their_own(world: hvdtrain.World) -> None:
+    with mock.patch("os.sched_getaffinity", lambda _: set(range(8))), mock.patch("torch.get_num_threads", lambda: 4):
+        blocks = _lanes.core_blocks(2)
+    assert world.gather(blocks) == [[(0, 1), (2, 3)], [(4, 5), (6, 7)]][: world.size]
 
 
 # ---- the rest of the adapter
