@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from hvdtrain.pipeline._trace import Program, all_training
+from hvdtrain.pipeline._trace import Program, all_training, attributes_of, restored
 
-FEW = 4  # samples: what an operation does it does to any number of them
+FEW = 2  # samples: what an operation does it does to any number of them
 _SIMPLE = (int, float, bool, complex, str, torch.dtype)
 
 
@@ -93,7 +93,8 @@ def to_device(values: Any, device: torch.device) -> Any:
 
 @contextmanager
 def left_alone(model: nn.Module, *devices: torch.device) -> Iterator[None]:
-    """Whatever runs inside: buffers, gradients and random state end as they were."""
+    """Whatever runs inside: buffers, modules' attributes, gradients and random state end as they were."""
+    attributes = attributes_of(model)
     buffers = [
         (module, name, tensor, tensor.detach().clone())
         for module in model.modules()
@@ -110,6 +111,7 @@ def left_alone(model: nn.Module, *devices: torch.device) -> Iterator[None]:
             yield
         finally:
             random.setstate(draws)
+            restored(attributes)
             for module, name, tensor, value in buffers:
                 module._buffers[name] = tensor
                 tensor.data.copy_(value)

@@ -22,6 +22,7 @@ from hvdtrain.pipeline._facts import Facts, a_few, attribute, device_of, left_al
 from hvdtrain.pipeline._trace import Program, all_training, trace
 
 MOST_CROSSING = 4
+_DULL = {"getitem", "getattr", "_check_fixed", "size", "OrderedDict"}  # names that do not tell where a segment is
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,8 @@ def label(program: Program, node: fx.Node) -> str:
 
 
 def span_name(labels: Sequence[str]) -> str:
-    """ "first .. last"."""
+    """ "first .. last", of what says something."""
+    labels = [label for label in labels if label.rpartition(".")[2] not in _DULL] or labels
     if not labels:
         return "nothing"
     return labels[0] if labels[0] == labels[-1] else f"{labels[0]} .. {labels[-1]}"

@@ -18,7 +18,7 @@ import operator
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -31,15 +31,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.pipeline._modes import Call, dependent, differently_wired, key, partners_of, skeleton
 
 # make a tensor without being given one
-_FACTORIES = {
-    getattr(torch, name)
-    for name in (
-        "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint",
-        "randn", "randperm", "tensor", "tril_indices", "triu_indices", "zeros",
-    )
-}  # fmt: skip
+_MAKERS = (
+    "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
+    "tensor", "tril_indices", "triu_indices", "zeros",
+)  # fmt: skip
+_FACTORIES = {getattr(torch, name) for name in _MAKERS}
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
@@ -102,14 +101,14 @@ def trace(model: nn.Module, example: tuple[Any, ...]) -> Program:
         except Untraceable as error:
             _make_leaf(leaves, error.path, error.reason, model, error.line)
             continue
-        dependent = _dependent(runs[True].calls, runs[False].calls)
-        dependent = dependent or _differently_wired(runs[True].graph, runs[False].graph)
-        for path in dependent - {""}:
+        differing = dependent(runs[True].calls, runs[False].calls)
+        differing = differing or differently_wired(runs[True].graph, runs[False].graph)
+        for path in differing - {""}:
             _make_leaf(leaves, path, "does different things in training and evaluation", model)
-        if dependent - {""}:
+        if differing - {""}:
             continue
-        graphs = {True: runs[True].graph, False: runs[False].graph if dependent else runs[True].graph}
-        partners = _partners(graphs[True], graphs[False])
+        graphs = {True: runs[True].graph, False: runs[False].graph if differing else runs[True].graph}
+        partners = partners_of(graphs[True], graphs[False])
         return Program(model, graphs, partners, runs[False].attributes | runs[True].attributes, leaves)
 
 
@@ -142,21 +141,13 @@ for _name in _IN_PLACE:
     setattr(_Proxy, f"__i{_name}__", _in_place(_name))
 
 
-@dataclass
-class _Call:
-    """One call of a module: what it did itself, in order, calls of others among it."""
-
-    path: str
-    items: list[Any] = field(default_factory=list)
-
-
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, leaves: dict[str, str], example: tuple[Any, ...]) -> None:
         super().__init__()
         self._leaves, self._example = leaves, example
-        self.calls = [_Call("")]
+        self.calls = [Call("")]
         self.attributes: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._autocast = _autocast_state()
@@ -190,7 +181,7 @@ class _Tracer(fx.Tracer):
             forward = self._encoder_forward(m)
         elif self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
-        call = _Call(path)
+        call = Call(path)
         self.calls[-1].items.append(call)
         self.calls.append(call)
         draws = random.getstate()
@@ -204,7 +195,7 @@ class _Tracer(fx.Tracer):
             random.setstate(draws)
             raise Untraceable(path, "draws from Python's random numbers")
         self.calls.pop()
-        call.items.append(("return", _skeleton(self.create_arg(result))))
+        call.items.append(("return", skeleton(self.create_arg(result))))
         return result
 
     def _encoder_forward(self, encoder: Any) -> Callable[..., Any]:
@@ -236,7 +227,7 @@ class _Tracer(fx.Tracer):
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         node.meta = {"path": self.calls[-1].path, "grad": torch.is_grad_enabled()}
         if kind.startswith("call"):
-            self.calls[-1].items.append(_key(node))
+            self.calls[-1].items.append(key(node))
         return node
 
     def create_arg(self, a: Any) -> Any:
@@ -264,10 +255,10 @@ class _Run:
 
     def __init__(self, model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], training: bool) -> None:
         tracer = _Tracer(leaves, example)
-        before = {path: dict(module.__dict__) for path, module in model.named_modules()}
+        before = attributes_of(model)
         draws = random.getstate()
         try:
-            with all_training(model, training), torch.enable_grad(), _Factories(tracer), _custom_functions(tracer):
+            with all_training(model, training), torch.enable_grad(), _recording(tracer):
                 self.graph = tracer.trace(model)
         except Untraceable:
             raise
@@ -276,11 +267,12 @@ class _Run:
         finally:
             drawn = random.getstate() != draws
             random.setstate(draws)
-            changed = _restore(model, before)
+            changed = restored(before)
         if drawn:
             raise Untraceable("", "draws from Python's random numbers")
         if changed:
-            raise Untraceable(changed[0], f"its forward sets {changed[1]!r} on itself")
+            path = next(path for path, module in model.named_modules() if module is changed[0])
+            raise Untraceable(path, f"its forward sets {changed[1]!r} on itself")
         self.calls = tracer.calls[0]
         self.attributes = tracer.attributes
 
@@ -300,16 +292,24 @@ class _Factories(TorchFunctionMode):
 
 
 @contextmanager
-def _custom_functions(tracer: _Tracer) -> Iterator[None]:
-    """A user's ``autograd.Function`` is one operation: followed inside, its own backward would be lost."""
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+def _recording(tracer: _Tracer) -> Iterator[None]:
+    """Records what fx would not: functions that make tensors, and a user's ``autograd.Function`` as one operation
+    (followed inside, its own backward would be lost)."""
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_or_record(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
             return tracer.create_proxy("call_function", cls.apply, args, kwargs, name=cls.__name__.lower())
-        return original(cls, *args, **kwargs)
+        return apply(cls, *args, **kwargs)
 
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+    def recorder(function: Any) -> Any:
+        return lambda *args, **kwargs: tracer.create_proxy("call_function", function, args, kwargs)
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply_or_record)))
+        for name in _MAKERS:  # with stand-ins for sizes a call does not get as far as the mode below
+            patches.enter_context(mock.patch.object(torch, name, recorder(getattr(torch, name))))
+        patches.enter_context(_Factories(tracer))
         yield
 
 
@@ -351,18 +351,22 @@ def _encoder_mask(src: Tensor, mask: Any, is_causal: bool | None, batch_first: b
     return mask, transformer._detect_is_causal_mask(mask, is_causal, transformer._get_seq_len(src, batch_first))
 
 
-def _restore(model: nn.Module, before: dict[str, dict[str, Any]]) -> tuple[str, str] | None:
-    """Undoes what a trace has set on modules; the innermost of them, and the attribute."""
+def attributes_of(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """What each module holds, to be `restored`."""
+    return {module: dict(module.__dict__) for module in model.modules()}
+
+
+def restored(before: dict[nn.Module, dict[str, Any]]) -> tuple[nn.Module, str] | None:
+    """Undoes what was set on modules since; returns the last of them, and the attribute."""
     found = None
-    for path, module in model.named_modules():
-        was, now = before.get(path), module.__dict__
-        if was is None:
-            continue
+    for module, was in before.items():
+        now = module.__dict__
         changed = [name for name in {*was, *now} if name != "training" and now.get(name) is not was.get(name)]
         if changed:
+            training = module.training
             now.clear()
-            now.update(was)
-            found = (path, changed[0])
+            now.update(was, training=training)
+            found = (module, changed[0])
     return found
 
 
@@ -382,71 +386,3 @@ def _line(error: BaseException) -> str:
         if frame.filename != own and not any(part in frame.filename for part in inside):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return ""
-
-
-# -- the two modes compared ------------------------------------------------------------------------------------------
-def _key(node: fx.Node) -> Any:
-    target = node.target if isinstance(node.target, str) else (getattr(node.target, "__name__", ""), id(node.target))
-    if isinstance(node.target, nn.Module):  # made anew in each run
-        target = repr(node.target)
-    return (node.op, target, node.meta["grad"], _skeleton(node.args), _skeleton(node.kwargs))
-
-
-def _skeleton(value: Any) -> str:
-    """Arguments as text, every traced value the same."""
-    stand_in: Any = _ANY
-    return repr(fx.node.map_arg(value, lambda node: stand_in))
-
-
-class _Any:
-    def __repr__(self) -> str:
-        return "*"
-
-
-_ANY = _Any()
-
-
-def _dependent(training: _Call, evaluation: _Call) -> set[str]:
-    """Paths of the modules that do different things themselves in the two modes."""
-    found: set[str] = set()
-
-    def kind(item: Any) -> Any:
-        return ("call", item.path) if isinstance(item, _Call) else item
-
-    a, b = training.items, evaluation.items
-    if [kind(item) for item in a] != [kind(item) for item in b]:
-        found.add(training.path)
-        if training.path:
-            return found
-    calls = [[item for item in items if isinstance(item, _Call)] for items in (a, b)]
-    for path in {call.path for call in calls[0]}:
-        ours, theirs = ([call for call in side if call.path == path] for side in calls)
-        for one, other in zip(ours, theirs, strict=False):
-            found |= _dependent(one, other)
-    return found
-
-
-def _differently_wired(training: fx.Graph, evaluation: fx.Graph) -> set[str]:
-    """The module whose operations are the same in both modes, but not what they work on."""
-    for a, b in zip(training.nodes, evaluation.nodes, strict=True):
-        if (a.name, repr(a.args), repr(a.kwargs)) != (b.name, repr(b.args), repr(b.kwargs)):
-            return {a.meta["path"]}
-    return set()
-
-
-def _partners(training: fx.Graph, evaluation: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Evaluation nodes and the training nodes that are the same operation of the same module."""
-    if training is evaluation:
-        return {node: node for node in training.nodes}
-    waiting: dict[Any, collections.deque[fx.Node]] = collections.defaultdict(collections.deque)
-    position = {node: index for index, node in enumerate(training.nodes)}
-    for node in training.nodes:
-        waiting[node.meta["path"], _key(node)].append(node)
-    partners: dict[fx.Node, fx.Node] = {}
-    last = -1
-    for node in evaluation.nodes:
-        same = waiting[node.meta["path"], _key(node)]
-        if same and position[same[0]] > last:  # in the same order, or there would be nothing to cut between
-            partners[node] = same.popleft()
-            last = position[partners[node]]
-    return partners
