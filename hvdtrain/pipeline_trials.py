@@ -243,7 +243,8 @@ def sweep(job: Job, sizes: Sequence[int]) -> int:
 
 
 def counts_of(sizes: Sequence[int], batch: int) -> tuple[dict[int, int], list[str]]:
-    """Micro-batch counts, each with its split size, and what is left out of the sizes, with the reason."""
+    """Micro-batch counts, each with the samples of its largest micro-batch (a batch is shared out evenly: 12 of 32 are
+    11, 11, 10), and what is left out of the sizes, with the reason."""
     counts: dict[int, int] = {}
     left_out = []
     for size in sorted(set(sizes)):
@@ -251,9 +252,9 @@ def counts_of(sizes: Sequence[int], batch: int) -> tuple[dict[int, int], list[st
         if size > batch:
             left_out.append(f"{size} (more than the batch of {batch})")
         elif count in counts:
-            left_out.append(f"{size} (makes the same {count} micro-batches as {counts[count]})")
+            left_out.append(f"{size} (makes {count} micro-batches, as a smaller one)")
         else:
-            counts[count] = size
+            counts[count] = -(-batch // count)
     return counts, left_out
 
 

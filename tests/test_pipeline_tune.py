@@ -8,8 +8,10 @@ import random
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from harness import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +19,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import plots, tuning
 from hvdtrain.pipeline._search import REFERENCE, Interval, Search, mean_of, ratio_of, student
 
+PROGRAM = Path(__file__).parent / "pipeline_programs" / "tune.py"
 CANDIDATES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
 
 
@@ -155,11 +158,11 @@ def result(best_s: list[float], alone_s: list[float]) -> tuning.Tuning:
 
 def test_verdicts_have_the_numbers() -> None:
     pays = result([1.0, 1.01, 0.99], [2.0, 2.02, 1.99])
-    assert pays.split_pays and pays.verdict.startswith("split, split size 8 (4 micro-batches): 1.000 s")
-    assert "2.003 s on cpu with 2 threads alone" in pays.verdict
+    assert pays.split_pays and pays.verdict.startswith("split, split size 8 (4 micro-batches): 1 s a step")
+    assert "2 s on cpu with 2 threads alone" in pays.verdict
     lost = result([3.0, 3.01, 2.99], [2.0, 2.02, 1.99])
     assert not lost.split_pays and lost.verdict.startswith("do not split: one device is faster and the model fits")
-    assert "1.49" in lost.verdict and "3.000 s" in lost.verdict
+    assert "1.49" in lost.verdict and "3 s a step" in lost.verdict
     even = result([2.0, 2.1, 1.9], [2.0, 1.9, 2.1])
     assert not even.split_pays and even.verdict.startswith("no gain from splitting that could be shown")
     alone = result([2.0, 2.1, 1.9], [])
@@ -235,3 +238,55 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="drawn by matplotlib") as caught:
         plots.plot(plots.Bars("t", {"one": [1.0]}), tmp_path / "x.png")
     assert "pip install" in caught.value.remedy and "plot" in caught.value.remedy
+
+
+# ---- of real pipelines, whose stages sleep for known times, or are small
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, dict[str, Any]]:
+    ended = run_ranks([PROGRAM], 1, launcher="none", timeout_s=240).check()
+    return {case["case"]: case for case in map(json.loads, ended.out.splitlines())}
+
+
+def test_tunes_a_pipeline(cases: dict[str, dict[str, Any]]) -> None:
+    case = cases["pays"]
+    assert case["pays"] and case["verdict"].startswith("split, ") and case["set"]
+    assert case["over_best"] <= 1.03 and len(case["tried"]) <= 4
+    assert all(0.85 <= ratio <= 1.25 for ratio in case["prediction"].values()), case["prediction"]
+
+
+def test_predicts_other_steps(cases: dict[str, dict[str, Any]]) -> None:
+    ratios = {name: ratio for name, ratio in cases["schedules"].items() if name not in ("case", "threads")}
+    assert len(ratios) == 10 and all(0.85 <= ratio <= 1.15 for ratio in ratios.values()), ratios
+
+
+def test_refuses_a_split_that_does_not_pay(cases: dict[str, dict[str, Any]]) -> None:
+    case = cases["does_not_pay"]
+    assert not case["pays"] and case["verdict"].startswith("do not split: one device is faster and the model fits: ")
+    assert "do not split" in case["refused"] and "train the unsplit model on one device" in case["refused"]
+
+
+def test_leaves_everything_as_it_was(cases: dict[str, dict[str, Any]]) -> None:
+    case = cases["left_alone"]
+    assert case["equal"] and case["objects"] and case["settings"] == [False, True]
+    assert case["a step changes it"] >= 4, "the twin: a step that is not undone shows"
+
+
+def test_what_fails_is_left_out_or_raised(cases: dict[str, dict[str, Any]]) -> None:
+    assert cases["too_few_samples"]["best"] == 3
+    assert "Expected more than 1 value per channel" in cases["too_few_samples"]["failed"]["6"]
+    nothing = cases["nothing_runs"]
+    assert nothing["error"] == "StageError" and "this loss is broken" in nothing["text"]
+    assert nothing["micro_batches"] == 1, "as it was"
+    alone = cases["does_not_fit"]
+    assert alone["pays"] and alone["single_s"] is None and "does not fit on one device" in alone["verdict"]
+
+
+def test_refusals_name_what_is_possible(cases: dict[str, dict[str, Any]]) -> None:
+    assert "between 1 and 4" in cases["refusals"]["candidates"]
+    assert "confidence=1.0" in cases["refusals"]["confidence"]
+
+
+def test_no_thread_is_left(cases: dict[str, dict[str, Any]]) -> None:
+    assert len(cases) == 8 and {case["threads"] for case in cases.values()} == {1}

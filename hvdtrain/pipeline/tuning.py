@@ -47,11 +47,9 @@ class Trial:
     predicted_s: float
 
     def __str__(self) -> str:
-        between = f" [{self.low:.3f}, {self.high:.3f}]" if self.high < math.inf else ""
-        return (
-            f"split size {self.split_size} ({self.micro_batches} micro-batches): {self.mean:.3f}{between} s,"
-            f" predicted {self.predicted_s:.3f} s"
-        )
+        between = f" [{self.low:.3g}, {self.high:.3g}]" if self.high < math.inf else ""
+        what = f"split size {self.split_size} ({counted(self.micro_batches)})"
+        return f"{what}: {self.mean:.3g}{between} s, predicted {self.predicted_s:.3g} s"
 
 
 @dataclass(frozen=True)
@@ -98,11 +96,11 @@ class Tuning:
     @property
     def verdict(self) -> str:
         """One sentence, with the numbers."""
-        best = f"split size {self.best.split_size} ({self.best.micro_batches} micro-batches)"
-        ours = f"{self.best.mean:.3f} s a step of {self.batch}"
+        best = f"split size {self.best.split_size} ({counted(self.best.micro_batches)})"
+        ours = f"{self.best.mean:.3g} s a step of {self.batch}"
         if self.ratio is None:
             return f"split, {best}: {ours}; the unsplit model does not fit on one device ({self.unsplit_on})"
-        theirs = f"{self.single_s:.3f} s on {self.unsplit_on} alone"
+        theirs = f"{self.single_s:.3g} s on {self.unsplit_on} alone"
         level = f"{self.ratio} of its time, {100 * self.confidence:g} %"
         if self.split_pays:
             return f"split, {best}: {ours}, against {theirs} ({level})"
@@ -195,6 +193,11 @@ def tune(
         raise SplitDoesNotPay("a model is split where that is faster, or where it does not fit on one device",
                               tuning.verdict, "train the unsplit model on one device")  # fmt: skip
     return tuning
+
+
+def counted(micro_batches: int) -> str:
+    """In words."""
+    return f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
 
 
 def split_size(batch: int, micro_batches: int) -> int:
