@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,10 @@ def test_a_killed_run_goes_on_bit_exactly_from_the_middle_of_an_epoch(pictures: 
         "horovodrun", 2, *flags, "--run-dir", tmp_path / "parts", program=PROGRAM, env={"DIES_AT_SAVE": "5"}
     )
     assert killed.returncode != 0 and "dying at save 5" in killed.text
-    rest = run_program("horovodrun", 2, *flags, "--run-dir", tmp_path / "parts", "--resume")
-    # 59 pictures, 8 an update: saved at updates 3, 6, 8 (the epoch's end) and 9, a batch into the second epoch
-    assert "resuming after 67 of 118 samples" in rest.text
-    assert check_run(rest, tmp_path / "parts", 2)["weights_sha256"] == wanted
+    shutil.copytree(tmp_path / "parts", tmp_path / "stages")
+    # whole, and cut into stages: a checkpoint is the same for both, and one micro-batch is the same arithmetic
+    for folder, more in (("parts", []), ("stages", ["--pipeline", "cpu,cpu", "--micro-batches", 1])):
+        rest = run_program("horovodrun", 2, *flags, "--run-dir", tmp_path / folder, "--resume", *more)
+        # 59 pictures, 8 an update: saved at updates 3, 6, 8 (the epoch's end) and 9, a batch into the second epoch
+        assert "resuming after 67 of 118 samples" in rest.text
+        assert check_run(rest, tmp_path / folder, 2)["weights_sha256"] == wanted

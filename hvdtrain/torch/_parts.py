@@ -8,7 +8,7 @@ data, and every rank's random numbers; it is read with ``torch.load(weights_only
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +76,7 @@ def model_state(
         raise ConfigError("a checkpoint is taken after step()", "an update is complete and not applied", "step() first")
     session.losses.settle()
     _buffers.synchronize(model, session.world)
-    streams = session.world.gather(_streams())
+    streams = session.world.gather(_streams(session.world.devices))
     return {**parts, "training.pt": TrainingPart(optimizer, data, streams)}
 
 
@@ -196,7 +196,7 @@ class TrainingPart:
                 raise CheckpointError(error.rule, error.came, error.remedy) from error
         world = session.world
         if len(saved["streams"]) == world.size:
-            _restore_streams(saved["streams"][world.rank])
+            _restore_streams(saved["streams"][world.rank], world.devices)
         else:
             _start.split_streams(world, "resumed", saved["progress"]["samples_seen"])
 
@@ -256,13 +256,14 @@ def _check_plain(value: Any, where: str) -> None:
 
 
 # -- random numbers -----------------------------------------------------------------------------------------------
-def _streams() -> dict[str, Any]:
-    """The state of every generator of this rank that a training program may draw from."""
+def _streams(gpus: Sequence[int]) -> dict[str, Any]:
+    """The state of every generator of this rank that a training program may draw from; of all its GPUs."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "more_cuda": [torch.cuda.get_rng_state(gpu) for gpu in gpus[1:]],
         "python": [version, list(words), gauss],
         "numpy": [
             str(kind),
@@ -274,10 +275,12 @@ def _streams() -> dict[str, Any]:
     }
 
 
-def _restore_streams(saved: Mapping[str, Any]) -> None:
+def _restore_streams(saved: Mapping[str, Any], gpus: Sequence[int]) -> None:
     torch.set_rng_state(saved["torch"])
     if saved["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
+    for gpu, state in zip(gpus[1:], saved.get("more_cuda", ()), strict=False):  # as far as there are as many
+        torch.cuda.set_rng_state(state, gpu)
     version, words, gauss = saved["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = saved["numpy"]
