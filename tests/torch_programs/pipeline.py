@@ -24,6 +24,8 @@ import hvdtrain.torch as hvt
 from hvdtrain.errors import ConfigError, ReplicaError
 from hvdtrain.pipeline import _lanes
 from hvdtrain.torch._nonfinite import NonFiniteError
+from hvdtrain.torch.engines._group import GroupEngine
+from hvdtrain.torch.engines.dataparallel import DataParallelEngine
 from hvdtrain.torch.engines.horovod import HorovodEngine
 
 SAMPLES, GLOBAL_BATCH = (
@@ -381,6 +383,12 @@ def case_refusals(world: hvdtrain.World) -> None:
     for option in ("compile", "sync_batchnorm"):
         with refused(f"{option}=True", kind=ConfigError):
             quietly(pipe, sgd(pipe), loader_of(world), **{option: True})
+    assert not DataParallelEngine.runs_stages and not GroupEngine.runs_stages
+    with (
+        mock.patch.object(type(world.comm), "runs_stages", False),
+        refused(world.engine, "horovodrun", kind=ConfigError),
+    ):
+        quietly(pipe, sgd(pipe), loader_of(world))
     with mock.patch.object(pipe, "devices", [torch.device("cuda:7")] * 2), refused("cuda:7", "cpu", kind=ConfigError):
         quietly(pipe, sgd(pipe), loader_of(world))
     data = loader_of(world)
