@@ -23,7 +23,7 @@ PACKAGE = "hvdtrain"
 CORE = {
     "errors", "launchers", "engines", "world", "lr", "shard", "checkpoint", "manifest", "transfer", "telemetry",
     "slurm", "records", "run_writer", "tensorboard", "verdict", "cores", "stats", "allocator", "pipeline.plan",
-    "pipeline.plan_simulate", "pipeline.plan_partition",
+    "pipeline.plan_simulate", "pipeline.plan_partition", "pipeline.plan_search",
 }  # fmt: skip
 ADAPTERS = {
     "torch": {"torch", "torchvision", "deepspeed"},

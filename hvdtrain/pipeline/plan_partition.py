@@ -81,30 +81,41 @@ def partition(
     if balance not in ("time", "memory"):
         raise ConfigError('balance is "time", "memory" or the number of segments of each stage', repr(balance))
     first, second = (chain.seconds, chain.bytes) if balance == "time" else (chain.bytes, chain.seconds)
-    least, _ = _best(chain, first, [chain.overflow])
+    least, _ = _best(chain, first)
     if not math.isfinite(least):
         raise _fits_nowhere(chain, devices)
-    _, sizes = _best(chain, second, [chain.overflow, lambda *group: first(*group) > least * SAME])
+    _, sizes = _best(chain, second, within=(first, least * SAME))
     return chain.partition_of(sizes)
 
 
-def _best(chain: _Chain, measure: Measure, rules: Sequence[Callable[[int, int, int], bool]]) -> tuple[float, list[int]]:
-    """The cut with the least largest `measure` of a stage, of those where no rule is True; infinite: there is none.
+def _best(
+    chain: _Chain, measure: Measure, *, within: tuple[Measure, float] | None = None, anywhere: bool = False
+) -> tuple[float, list[int]]:
+    """The cut with the least largest `measure` of a stage, of those that fit; infinite: there is none.
 
     Linear partitioning (Skiena, The Algorithm Design Manual, section 10.7): the best cut of the first `end` segments
     into k + 1 stages adds one stage to a best cut of fewer segments into k.
+
+    Args:
+        within: a second measure, and what no stage may exceed in it.
+        anywhere: whatever memory there is.
     """
     count, stages = chain.segments, chain.stages
     best = [0.0] + [math.inf] * count  # of the first n segments in as many stages as were added so far
     cuts: list[list[int]] = []
+    other, limit = within or (None, math.inf)
     for stage in range(stages):
         added, begins = [math.inf] * (count + 1), [0] * (count + 1)
         for end in range(stage + 1, count - (stages - stage - 1) + 1):
-            for begin in range(end - 1, stage - 1, -1):
+            for begin in range(end - 1, stage - 1, -1) if stage else (0,):
                 if chain.least(measure, begin, end, stage) >= added[end]:
                     break  # a longer stage is no better
-                value = max(best[begin], measure(begin, end, stage)) if best[begin] < added[end] else math.inf
-                if value < added[end] and not any(rule(begin, end, stage) for rule in rules):
+                if other is not None and chain.least(other, begin, end, stage) > limit:
+                    break  # and no longer one is allowed
+                if best[begin] >= added[end] or (other is not None and other(begin, end, stage) > limit):
+                    continue
+                value = max(best[begin], measure(begin, end, stage))
+                if value < added[end] and (anywhere or not chain.overflow(begin, end, stage)):
                     added[end], begins[end] = value, begin
         best = added
         cuts.append(begins)
@@ -117,7 +128,7 @@ def _best(chain: _Chain, measure: Measure, rules: Sequence[Callable[[int, int, i
 
 def _fits_nowhere(chain: _Chain, devices: Sequence[Device]) -> ConfigError:
     """Names what each device would need in the cut that comes nearest."""
-    _, sizes = _best(chain, chain.share_of_memory, [])
+    _, sizes = _best(chain, chain.share_of_memory, anywhere=True)
     needs = chain.partition_of(sizes).stage_bytes
     lines = [
         f"{device.name}: {in_words(need)} needed"
