@@ -117,9 +117,10 @@ def hardware(devices: Sequence[str]) -> list[str]:
     import torch
 
     machine = stats.machine()
-    load = f"load {machine['load_1min']}"
+    threads = torch.get_num_threads()
+    running = f"{threads} thread{'s' * (threads != 1)}, load {machine['load_1min']}"
     lines = [f"{machine['processor'] or machine['system']}, {machine['cores_usable']} cores"]
-    lines += [f"{torch.get_num_threads()} threads, {load}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}"]
+    lines += [f"{running}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}"]
     smi = shutil.which("nvidia-smi")
     if smi and any(device.startswith("cuda") for device in devices):
         query = "--query-gpu=index,name,driver_version,memory.used,memory.total"

@@ -107,11 +107,14 @@ def in_turns(job: Job, ways: Mapping[Any, Callable[..., None]], what: str, budge
     """
     from tqdm import tqdm
 
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # no thread that watches over it
+
     started, devices = time.perf_counter(), job.pipe.devices
     seconds: dict[Any, list[float]] = {name: [] for name in ways}
     failed: dict[Any, str] = {}
     repeats = job.settings.repeats
-    with tqdm(total=(repeats + 1) * len(ways), desc=what, unit="turn", leave=False, disable=None) as bar:
+    with Bar(total=(repeats + 1) * len(ways), desc=what, unit="turn", leave=False, disable=None) as bar:
         for name, way in ways.items():
             bar.set_postfix_str(f"warming up {name}")
             failed |= warm_up(name, way, devices)

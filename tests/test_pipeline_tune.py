@@ -126,6 +126,13 @@ def test_what_cannot_be_run_is_not_taken() -> None:
     assert nothing.seconds[nothing.find()] and set(nothing.seconds) == set(CANDIDATES), "all were tried"
 
 
+def test_goes_on_without_time_until_something_runs() -> None:
+    search = Search(
+        lambda count: math.inf if count > 2 else 1.0, {n: 1.0 / n for n in CANDIDATES}, in_time=lambda s: False
+    )
+    assert search.find() == 2
+
+
 def test_stops_when_time_is_up() -> None:
     machine = Machine(lambda count: 1.0, noise=0.3)
     search = Search(machine, dict.fromkeys(CANDIDATES, 1.0), in_time=lambda seconds: machine.spent_s + seconds < 8)

@@ -99,7 +99,7 @@ def schedules() -> dict[str, Any]:
         prediction = predict(pipe, x, y, mse)
         for count in (2, 7):
             pipe.micro_batches = count
-            measured = min(unsplit.seconds_of(lambda: pipe.step(x, y, mse), pipe.devices) for _ in range(2))  # noqa: B023
+            measured = min(unsplit.seconds_of(lambda: pipe.step(x, y, mse), pipe.devices) for _ in range(3))  # noqa: B023
             found[f"{stages} {options} {count}"] = prediction(micro_batch_sizes(12, count)) / measured
     return found
 
