@@ -68,11 +68,9 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
         StageError: no step could be run.
     """
     on_cpu = all(device.type == "cpu" for device in pipe.devices)
-    if not on_cpu and pipe.profile is not None:
-        counts = [len(stage.segments) for stage in pipe.stages]
-        devices = [Device(str(device)) for device in pipe.devices]
-        links = getattr(pipe.profile, "links", Link()) or Link()
-        return Prediction(pipe, stage_costs(pipe.profile.costs, counts, devices), 0.0, links)
+    known = None if on_cpu else from_profile(pipe)
+    if known is not None:
+        return known
     with left_as_it_is(pipe):
         pipe.record = on_cpu
         timed = _ShortSteps(pipe, x, y, loss).all()
@@ -81,6 +79,15 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
         for stage, device in enumerate(pipe.devices)
     ]
     return Prediction(pipe, stages, min(overhead_s for _, _, overhead_s in timed), remat_is_in=True)
+
+
+def from_profile(pipe: Pipeline) -> Prediction | None:
+    """What the profile says, that the model was cut by: each segment timed by itself; None if there is none."""
+    its = pipe.profile
+    if its is None or not any(cost.forward_s(1) for cost in its.costs):  # only bytes were measured
+        return None
+    counts = [len(stage.segments) for stage in pipe.stages]
+    return Prediction(pipe, stage_costs(its.costs, counts, its.devices), 0.0, its.links, its.pools)
 
 
 def _curve(timed: Sequence[tuple[int, Passes, float]], key: tuple[int, str]) -> Curve:
