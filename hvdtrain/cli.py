@@ -19,6 +19,7 @@ COMMANDS = {
         "build a Horovod wheel for the frameworks installed here, and prove it",
     ),
     "bench": ("hvdtrain.bench", "measure, in paired runs, against the alternatives"),
+    "plan": ("hvdtrain.plan_command", "rank the ways to train a model on given devices, by predicted speed and memory"),
 }
 
 

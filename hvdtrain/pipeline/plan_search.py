@@ -27,11 +27,9 @@ MOST_MICRO_BATCHES = 128
 MOST_PASSES = 64  # of an update
 # segments that are looked at: more, and each is under a sixtieth of the time
 MOST_SEGMENTS = 64
+ALIKE = 1.03  # times the fastest: no prediction tells such plans apart
 # of gradients that are only ready when the backward pass ends: nothing hides the last bucket's all-reduce
 LAST_BUCKET_BYTES = 2**20
-# "all" takes longer than "except_last" and holds as much: where the backward follows directly on the forward, the
-# activations are there either way
-USEFUL_REMATS: tuple[Remat, ...] = ("never", "except_last")
 
 
 @dataclass(frozen=True)
@@ -121,12 +119,12 @@ class Plan:
 
     def __str__(self) -> str:
         if self.stages > 1:
-            what = f"pipeline of {self.stages} stages, {self.micro_batches} micro-batches of "
-            what += f"{micro_batch_sizes(self.part, self.micro_batches)[0]}, {self.schedule}"
-            what += ", recomputing" * (self.remat != "never")
-            what = f"{self.replicas} x {what}" if self.replicas > 1 else what
+            count, size = self.micro_batches, micro_batch_sizes(self.part, self.micro_batches)[0]
+            what = f"{self.replicas} x " * (self.replicas > 1) + f"pipeline of {self.stages} stages, "
+            what += f"{count} micro-batches of {size}" if count > 1 else f"batch {size} in one piece"
+            what += f", {self.schedule}" + ", recomputing" * (self.remat != "never")
         else:
-            what = f"data parallel on {self.replicas}" if self.replicas > 1 else "one device"
+            what = f"data parallel on {self.replicas} devices" if self.replicas > 1 else "one device"
             what += f", batch {self.part}"
         return what + f", {self.accumulate} passes" * (self.accumulate > 1)
 
@@ -231,17 +229,23 @@ class _Search:
             passes = [replace(plan, accumulate=n) for n in _counts(plan.share, MOST_PASSES)]
             return [passes[:1], passes[1:]]
         counts = _counts(plan.share, MOST_MICRO_BATCHES)
+        # remat "all" takes longer than "except_last", and holds as much: where a backward follows directly on its
+        # forward, the activations are there either way. With one micro-batch it is always so.
+        useful: list[tuple[Remat, list[int]]] = [("never", counts), ("except_last", counts[1:])]
         return [
             # gpipe: faster where transfers are slow
-            [replace(plan, micro_batches=n, remat=remat, schedule=one) for n in counts for one in SCHEDULES[::-1]]
-            for remat in USEFUL_REMATS
+            [replace(plan, micro_batches=n, remat=remat, schedule=one) for n in some for one in SCHEDULES[::-1]]
+            for remat, some in useful
         ]
 
     def best(self, candidates: Sequence[Plan]) -> Plan:
-        """The fastest that fits; else the one that needs the least memory, with the reason."""
+        """The fastest that fits (of those alike the one that needs the least memory); else the one that comes nearest
+        to fitting, with the reason."""
         possible = [plan for plan in map(self._tried, candidates) if not plan.reason]
         if possible:
-            return min(possible, key=lambda plan: plan.step_s)
+            fast_enough = ALIKE * min(plan.step_s for plan in possible)
+            alike = [plan for plan in possible if plan.step_s <= fast_enough]
+            return min(alike, key=lambda plan: (max(plan.memory_bytes), plan.step_s))
         return min((self._least_memory(plan) for plan in candidates), key=_overflow)
 
     def _tried(self, plan: Plan) -> Plan:
