@@ -159,17 +159,11 @@ def seconds_of(work: Callable[[], Any], devices: Sequence[torch.device]) -> floa
 
 def compare(job: Job, micro_batches: int) -> None:
     """One device, the naive split, the pipeline; on CPUs also the unsplit model on all their cores."""
-    from hvdtrain.pipeline import unsplit
-
-    single, *rest = [unsplit.on_first_device(job.pipe), *unsplit.unsplit(job.pipe)[:1]]
     size = -(-job.settings.batch // micro_batches)
     pipeline = f"pipeline, split size {size} ({micro_batches} micro-batches)"
-    ways = {
-        f"single device ({single})": job.way(single),
-        "naive split": job.way(job.pipe, micro_batches=1, overlap=False),
-        pipeline: job.cut(micro_batches),
-    }
-    ways |= {f"unsplit ({one})": job.way(one) for one in rest if str(one) != str(single)}
+    alone, all_cores = whole_models(job)
+    split = {"naive split": job.way(job.pipe, micro_batches=1, overlap=False), pipeline: job.cut(micro_batches)}
+    ways = {**alone, **split, **all_cores}
     measured = in_turns(job, ways, "compare", job.settings.budget_s)
     seconds = measured["seconds"]
     ratios = {
@@ -190,6 +184,25 @@ def compare(job: Job, micro_batches: int) -> None:
     tell_failed(measured["failed"])
     print(plots.plot(plots.Bars(job.title(), seconds, job.of), job.out / "bars.png"), flush=True)
     draw_timeline(job, micro_batches)
+
+
+Ways = dict[str, Callable[..., None]]
+
+
+def whole_models(job: Job) -> tuple[Ways, Ways]:
+    """The unsplit model: on the first stage's device, if it fits; on CPUs also on the cores of all stages."""
+    import torch
+
+    from hvdtrain.pipeline import unsplit
+
+    try:
+        single = unsplit.on_first_device(job.pipe)
+    except torch.OutOfMemoryError as error:
+        tell_failed({f"single device ({job.pipe.devices[0]})": str(error)})
+        return {}, {}
+    every = unsplit.unsplit(job.pipe)[:1] if single.device.type == "cpu" else []
+    all_cores = {f"unsplit ({one})": job.way(one) for one in every if str(one) != str(single)}
+    return {f"single device ({single})": job.way(single)}, all_cores
 
 
 def draw_timeline(job: Job, micro_batches: int) -> None:

@@ -174,6 +174,16 @@ def test_interrupted(mains: dict[str, dict[str, Any]]) -> None:
     assert came["err"].strip() == "hvdtrain.pipeline_resnet: interrupted"
 
 
+def test_not_below_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    variables = {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 1,
+                 "GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": 1, "CONTROLLER": "gloo"}  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", str(value))
+    with pytest.raises(SystemExit) as ended:
+        pipeline_resnet.main(["--compare"])
+    assert ended.value.code == 2 and "several ranks train with --train" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_trains_on_real_data(tmp_path: Path) -> None:
     flags = ["--devices", "cpu,cpu", "--micro-batches", 2, "--model", "squeezenet1_1", "--batch", 64, "--train"]
