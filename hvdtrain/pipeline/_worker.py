@@ -6,6 +6,7 @@ stages: the schedule does, by the order of each stage's own actions.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import traceback
@@ -119,26 +120,36 @@ class Call:
         return self.results
 
     def _run_threads(self, workers: Sequence[_Worker]) -> None:
+        ended: list[bool] = [False] * len(workers)
+        news: SimpleQueue[None] = SimpleQueue()
+
+        def work(worker: _Worker) -> None:
+            try:
+                self._work(worker)
+            finally:
+                ended[worker.index] = True
+                news.put(None)
+
         threads = [
-            threading.Thread(target=self._work, args=(worker,), name=f"hvdtrain pipeline stage {worker.index}")
+            threading.Thread(target=work, args=(worker,), name=f"hvdtrain pipeline stage {worker.index}")
             for worker in workers
         ]
         intra_op = torch.get_num_threads()
-        started: list[threading.Thread] = []
-        try:
-            for thread in threads:
-                thread.start()
-                started.append(thread)
-            for thread in started:
-                thread.join()
-        except BaseException:  # Ctrl-C
-            self.stop()
-            raise
-        finally:
-            for thread in started:
-                thread.join()
-            # a thread's number of threads is also what threads that are made later start with
-            torch.set_num_threads(intra_op)
+        for thread in threads:
+            thread.start()
+        interrupt: BaseException | None = None
+        while not all(ended):
+            try:
+                news.get()  # not join(): a join that Ctrl-C interrupts takes its thread for ended (CPython issue 90882)
+            except BaseException as error:
+                interrupt = interrupt or error
+                self.stop()
+        for thread in threads:
+            _see_off(thread)
+        # a thread's number of threads is also what threads that are made later start with
+        torch.set_num_threads(intra_op)
+        if interrupt is not None:
+            raise interrupt
 
     def _work(self, worker: _Worker) -> None:
         try:
@@ -168,6 +179,7 @@ class Call:
         return message
 
     def _raise(self, index: int, action: Action | None, error: BaseException) -> None:
+        place = traceback.extract_tb(error.__traceback__)[-1]
         # the frames hold activations, and who catches the error may keep it
         traceback.clear_frames(error.__traceback__)
         if isinstance(error, (HvdtrainError, KeyboardInterrupt, SystemExit)):
@@ -177,11 +189,22 @@ class Call:
         text = str(error).strip()
         raise StageError(
             f"stage {index + 1} of {len(self.stages)} ({stage.name}, {stage.device}) failed in the {what}",
-            f"{type(error).__name__}: {text[:600]}" if text else type(error).__name__,
+            f"{type(error).__name__}: {text[:600]}\nin {place.name}, {place.filename}:{place.lineno}",
             'more micro-batches, remat="all", balance="memory" or more devices need less memory'
             if is_out_of_memory(error)
-            else "the traceback above says where; gradients of this step are dropped",
+            else "mend the model there, or the batch; the gradients of this step are dropped",
         ) from error
+
+
+def _see_off(thread: threading.Thread) -> None:
+    """Waits until a thread that has done its work is gone from the system as well.
+
+    Before Python 3.13 `join` returns a moment earlier (CPython issue 110829). In that moment PyTorch takes the thread's
+    own Python objects back, for which it needs the interpreter: if that has ended meanwhile, the process aborts.
+    """
+    thread.join()
+    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+        os.sched_yield()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

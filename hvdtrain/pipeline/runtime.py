@@ -127,7 +127,7 @@ class Pipeline(nn.Module):
         """The outputs for a batch, without gradients.
 
         Args:
-            args: the model's; see `step`. A batch smaller than the number of micro-batches goes through whole.
+            args: the model's; see `step`. A batch smaller than the number of micro-batches is cut into single samples.
 
         Raises:
             ConfigError: in training with gradients enabled, where `step` is meant.
@@ -141,7 +141,7 @@ class Pipeline(nn.Module):
             )
         arguments = self._arguments(args)
         batch = batch_size(arguments)
-        sizes = micro_batch_sizes(batch, min(self.micro_batches, max(batch, 1)))
+        sizes = micro_batch_sizes(batch, min(self.micro_batches, batch)) if batch else (0,)
         orders = [[Action("forward", i) for i in range(len(sizes))] for _ in self.stages]
         with torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad(), self._alone():
             for stage in self.stages:
@@ -184,7 +184,9 @@ class Pipeline(nn.Module):
     @staticmethod
     def _arguments(x: Any) -> tuple[Any, ...]:
         arguments = x if type(x) is tuple else (x,)
-        return map_tensors(torch.detach, arguments) if any(t.requires_grad for t in tensors_of(arguments)) else arguments
+        if any(tensor.requires_grad for tensor in tensors_of(arguments)):
+            return map_tensors(torch.detach, arguments)
+        return arguments
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
