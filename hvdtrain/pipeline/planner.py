@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+# a model is cut for no smaller gain: predictions are no better than that
+WORTH_A_STAGE = 0.05
+
 __all__ = ["Cluster", "Plan", "Speed", "choose", "forward_flops", "plans"]
 
 
@@ -29,7 +32,8 @@ def choose(
 ) -> Plan:
     """Measures a model on the devices of this process, and returns the fastest plan for them that fits.
 
-    One device alone is among the plans, as passes over parts of the batch where the whole does not fit.
+    One device alone is among the plans, as passes over parts of the batch where the whole does not fit. Of plans that
+    are about as fast, the one with the fewest stages is returned.
 
     Args:
         model: it, its gradients and its buffers stay as they are.
@@ -60,7 +64,12 @@ def choose(
             "\n".join(f"{plan}: {plan.reason}" for plan in found),
             "a smaller batch, or more devices",
         )
-    return min(possible, key=lambda plan: plan.step_s)
+    fastest_s = min(plan.step_s for plan in possible)
+    return min((plan for plan in possible if plan.step_s <= fastest_s * (1 + WORTH_A_STAGE)), key=_devices_then_time)
+
+
+def _devices_then_time(plan: Plan) -> tuple[int, float]:
+    return plan.stages, plan.step_s
 
 
 @dataclass(frozen=True)
