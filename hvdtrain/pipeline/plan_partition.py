@@ -164,6 +164,7 @@ class _Chain:
     ) -> None:
         self.segments, self.stages = len(costs), len(devices)
         self._limits = [math.inf if device.memory_bytes is None else device.memory_bytes for device in devices]
+        counts = Counter(sizes)
         orders = [actions(schedule, stage, self.stages, len(sizes)) for stage in range(self.stages)]
         self._held = [held(order, sizes, remat) for order in orders]
         self._work = [
@@ -171,7 +172,7 @@ class _Chain:
             for order, device in zip(orders, devices, strict=True)
         ]
         self._moved = [
-            [sum(link.seconds(cost.output_bytes(size)) for size in sizes) for cost in costs]
+            [sum(count * link.seconds(cost.output_bytes(size)) for size, count in counts.items()) for cost in costs]
             for link in links_between(links, self.stages)
         ]
         self._fixed = _running(cost.fixed_bytes for cost in costs)
