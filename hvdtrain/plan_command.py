@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,20 +163,35 @@ def _profile(
     """Measured, or read from --profile."""
     from hvdtrain.pipeline import Profile, profile
 
-    copies = OPTIMIZER_COPIES[args.optimizer]
+    of = {name: getattr(args, name) for name in ("model", "image_size", "classes", "optimizer")} | {"devices": devices}
     if args.profile is not None and args.profile.exists():
+        found = Profile.load(args.profile)
+        _check_profile(args.profile, of)
         print(f"costs: read from {args.profile}", file=sys.stderr)
-        return Profile.load(args.profile)
+        return found
     started = time.perf_counter()
     print(f"measuring {args.model} on {', '.join(devices)} ...", file=sys.stderr, flush=True)
+    copies = OPTIMIZER_COPIES[args.optimizer]
     found = profile(model, example, devices, sizes=sizes, optimizer_copies=copies, repeats=1)
     print(f"measured {len(found.costs)} parts in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     if args.profile is not None:
         try:
             found.save(args.profile)
+            content = json.loads(args.profile.read_text(encoding="utf-8")) | {"of": of}
+            args.profile.write_text(json.dumps(content, indent=1), encoding="utf-8")
         except OSError as error:
             raise ConfigError("--profile names a file that can be written", f"{args.profile}: {error}") from error
     return found
+
+
+def _check_profile(path: Path, wanted: Mapping[str, Any]) -> None:
+    """Refuses the costs of something else."""
+    of = json.loads(path.read_text(encoding="utf-8")).get("of", {})
+    wrong = [
+        f"{name} {of.get(name, 'unknown')}, not {value}" for name, value in wanted.items() if of.get(name) != value
+    ]
+    if wrong:
+        raise ConfigError("--profile holds the costs of what is planned", f"{path}: {'; '.join(wrong)}", "name another")
 
 
 def _told(args: argparse.Namespace, basis: Basis, found: Sequence[Plan]) -> str:

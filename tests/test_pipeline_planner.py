@@ -263,7 +263,7 @@ def test_the_command_on_the_devices_here(told):
 
 @pytest.mark.slow
 def test_the_command_refuses(told):
-    for case, said in (("model", "did you mean"), ("device", "cuda:7")):
+    for case, said in (("model", "did you mean"), ("device", "cuda:7"), ("other", "image_size 32, not 64")):
         assert told[case]["code"] == 2 and said in told[case]["err"] and "Traceback" not in told[case]["err"]
 
 

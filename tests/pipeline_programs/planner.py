@@ -46,6 +46,7 @@ command(
     "50",
 )
 command("tight", *SMALL, *SAVED, "--devices", "2x140MiB", "--samples-per-s", "500")
+command("other", *SMALL, *SAVED, "--image-size", "64")
 command("here", *SMALL, "--devices", "cpu,cpu")
 command("model", "--model", "resnet19")
 command("device", *SMALL, "--devices", "cpu,cuda:7")
