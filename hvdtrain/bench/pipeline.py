@@ -39,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = whole(1)
     add = parser.add_argument
     add("--model", default="resnet50", metavar="NAME", help="of torchvision (default: %(default)s)")
-    add("--batch", type=count, default=32, metavar="N", help="pictures (default: %(default)s)")
+    add("--batch", type=count, default=64, metavar="N", help="pictures (default: %(default)s)")
     add("--image-size", type=count, default=128, metavar="N", help="(default: %(default)s)")
     add("--stages", type=whole(2), default=2, metavar="N", help="(default: %(default)s)")
     add("--micro-batches", type=whole(2), nargs="+", default=[4, 8], metavar="N", help="(default: 4 8)")
     add("--balance", type=count, nargs="+", metavar="N", help="segments of each stage (default: by measured time)")
-    add("--rounds", type=count, default=8, metavar="N", help="(default: %(default)s)")
+    add("--rounds", type=count, default=6, metavar="N", help="(default: %(default)s)")
     add("--out", type=Path, default=Path("bench-pipeline.json"), metavar="FILE", help="(default: %(default)s)")
 
 

@@ -124,14 +124,22 @@ class _ShortSteps:
         pipe.micro_batches = min(TRIED_AT_ONCE, batch // size)
         taken = size * pipe.micro_batches
         x, y = (self.x, self.y) if taken == batch else cut((self.x, self.y), [taken, batch - taken])[0]
-        for _ in range(2):  # the first one also plans the layers' work for a new shape
+        passes: list[Passes] = []
+        overheads_s = []
+        for _ in range(
+            2
+        ):  # the first one also plans the layers' work for a new shape; on a busy machine either may wait
             seconds = seconds_of(lambda: pipe.step(x, y, self.loss), pipe.devices)
+            blocks = pipe.timeline
+            if blocks:
+                passes.append(_timeline_seconds(blocks))
+                overheads_s.append(seconds - (max(block[4] for block in blocks) - min(block[3] for block in blocks)))
+            else:
+                passes.append(_equal_seconds(len(pipe.stages), pipe.micro_batches, seconds))
+                overheads_s.append(0.0)
         for parameter in pipe.module.parameters():
             parameter.grad = None
-        if not pipe.timeline:
-            return _equal_seconds(len(pipe.stages), pipe.micro_batches, seconds), 0.0
-        spent = max(block[4] for block in pipe.timeline) - min(block[3] for block in pipe.timeline)
-        return _timeline_seconds(pipe.timeline), max(0.0, seconds - spent)
+        return {key: min(its[key] for its in passes) for key in passes[0]}, max(0.0, min(overheads_s))
 
 
 def _timeline_seconds(timeline: Sequence[tuple[int, str, int, float, float]]) -> Passes:
