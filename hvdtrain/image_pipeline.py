@@ -141,6 +141,9 @@ def apply(
             print(f"plan: {chosen}", flush=True)
         plan = plan.in_parts(chosen.accumulate)
         if chosen.stages == 1:
+            left = len(set(devices)) - 1
+            if world.is_main and left:
+                print(f"whole on one device: {left} of this rank's are left idle; start a rank for each", flush=True)
             return None, plan
         cut = Cut(tuple(chosen.sizes), chosen.micro_batches, chosen.schedule, chosen.remat)
         return split(network, example[: plan.per_rank_batch], devices, cut), plan

@@ -53,6 +53,7 @@ def train(args: argparse.Namespace, world: World) -> None:
         startup.choose_run_dir, args.run_dir, "torch_resnet", resume=args.resume, data_sha256=data.sha256
     )
     config = {**vars(args), **vars(plan), "data": data.note, "data_sha256": data.sha256}
+    config["stages"] = None if pipe is None else pipe.extra_repr()
     with hvdtrain.RunLog(run_dir, world, config=config, resume=args.resume) as run:
         if world.is_main:
             print(f"data: {data.note}\nranks: {world.size} ({world.launcher}, {world.engine})", flush=True)

@@ -192,6 +192,7 @@ FORMS = [
     ("torchrun", 2, ("--engine", "ddp", "--amp", "bf16", "--sync-batchnorm")),
     ("torchrun", 2, ("--engine", "deepspeed", "--schedule", "cosine")),
     ("horovodrun", 2, ("--pipeline", "cpu,cpu", "--micro-batches", "2", "--accumulate", "2", "--watch-every", "2")),
+    ("none", 1, ("--plan", "auto", "--pipeline", "cpu,cpu")),
     ("horovodrun", 4, ("--channels-last", "--watch-every", "2", "--label-smoothing", "0.1")),
 ]
 
@@ -212,6 +213,11 @@ def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], picture
     assert "3 classes" in result.ranks_output[0]
     assert [Path(name).parts[-2:] for name in ended["skipped"]] == [tuple(BROKEN.split("/"))]
     assert "left out: 1 picture that cannot be read" in result.ranks_output[0]
+    if "--pipeline" in flags and "--plan" not in flags:
+        assert "2 micro-batches" in run["config"]["stages"]
+    if "--plan" in flags:  # what is chosen is obeyed
+        chosen = re.search(r"plan: (.*)", result.text)
+        assert chosen and chosen[1].startswith("pipeline of 2 stages" if run["config"]["stages"] else "one device")
     engine = flags[flags.index("--engine") + 1] if "--engine" in flags else ("horovod" if ranks > 1 else "solo")
     assert run["world"]["engine"] == engine
 

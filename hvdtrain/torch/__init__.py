@@ -12,7 +12,9 @@
                 optimizer.backward(loss)
                 optimizer.step()
 
-The model stays the user's: what is saved has plain names and loads without hvdtrain.
+The model stays the user's: what is saved has plain names and loads without hvdtrain. One that was cut into stages
+(`hvdtrain.pipeline.split`) is prepared like any other, and trained with ``optimizer.forward_backward(x, y, loss_fn)``,
+which models that are whole take as well.
 """
 
 from __future__ import annotations

@@ -10,135 +10,42 @@ import io
 import itertools
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 from cases import main, refused
+from staged import (
+    GLOBAL_BATCH,
+    by_hand,
+    cut,
+    gap,
+    loader_of,
+    on_ranks,
+    plain,
+    points,
+    quietly,
+    same,
+    settled,
+    sgd,
+    tied,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import hvdtrain
 import hvdtrain.pipeline
 import hvdtrain.torch as hvt
+from hvdtrain import image_models, image_pipeline, torch_resnet
 from hvdtrain.errors import ConfigError, ReplicaError
-from hvdtrain.pipeline import _lanes
+from hvdtrain.pipeline import _lanes, planner
+from hvdtrain.pipeline.planner import Plan
+from hvdtrain.recipes import RECIPES, Settings
 from hvdtrain.torch._nonfinite import NonFiniteError
 from hvdtrain.torch.engines._group import GroupEngine
 from hvdtrain.torch.engines.dataparallel import DataParallelEngine
 from hvdtrain.torch.engines.horovod import HorovodEngine
-
-SAMPLES, GLOBAL_BATCH = (
-    29,
-    8,
-)  # 29: in a tail of 5 ranks have 3 and 2 samples, where a full batch has micro-batches of 2
-
-
-def points(samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(7)
-    return torch.randn(samples, 6, generator=made), torch.randint(0, 3, (samples,), generator=made)
-
-
-def plain() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(),
-                         nn.Linear(16, 3))  # fmt: skip
-
-
-class Tied(nn.Module):
-    """The last layer's weight is the first one's: of a stage each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))[:, :3]
-
-
-def tied() -> nn.Module:
-    torch.manual_seed(1)
-    return Tied()
-
-
-def settled() -> nn.Module:
-    """Batch-norm in evaluation mode, as where statistics are frozen."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(),
-                          nn.Linear(8, 3))  # fmt: skip
-    for layer in (model[1], model[4]):
-        layer.eval()
-        layer.running_mean.uniform_(-0.5, 0.5)
-        layer.running_var.uniform_(0.5, 2.0)
-    return model
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
-
-
-def cut(model: nn.Module, micro_batches: int = 2, stages: int = 2, **how: Any) -> Any:
-    """The model in stages, on one CPU."""
-    how = {"balance": "memory", **how}
-    example = points(GLOBAL_BATCH)[0].to(next(model.parameters()).dtype)
-    return hvdtrain.pipeline.split(model, example, ["cpu"] * stages, micro_batches=micro_batches, **how)
-
-
-def quietly(*args: Any, **kwargs: Any) -> Any:
-    """`prepare`, without the line of its proof."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return hvt.prepare(*args, **kwargs)
-
-
-def loader_of(world: hvdtrain.World, samples: int = SAMPLES) -> Any:
-    return hvt.loader(points(samples), GLOBAL_BATCH // world.size, world=world, shuffle=False)
-
-
-def by_hand(model: nn.Module, epochs: int = 2, accumulate: int = 1, clip: float | None = None) -> list[float]:
-    """One process, whole model, plain PyTorch: an update is the gradient of the mean over its samples."""
-    optimizer, (x, y) = sgd(model), points()
-    losses = []
-    for _ in range(epochs):
-        for start in range(0, SAMPLES, GLOBAL_BATCH * accumulate):
-            window = slice(start, start + GLOBAL_BATCH * accumulate)
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x[window]), y[window])
-            loss.backward()
-            if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            losses.append(loss.item())
-    return losses
-
-
-def on_ranks(model: Any, world: hvdtrain.World, epochs: int = 2, samples: int = SAMPLES, **options: Any) -> list[float]:
-    data = loader_of(world, samples)
-    prepared, optimizer = quietly(model, sgd(model), data, **options)
-    losses = []
-    for _ in range(epochs):
-        for x, y in data:
-            optimizer.zero_grad()
-            optimizer.forward_backward(x, y, cross_entropy)
-            optimizer.step()
-            noted = optimizer.record()
-            losses += [noted["loss"]] if noted["samples"] else []
-    world.agree("weights", hvt.fingerprint(prepared))
-    optimizer.close()
-    return losses
-
-
-def gap(a: nn.Module, b: nn.Module) -> float:
-    mine, other = a.state_dict(), b.state_dict()
-    assert list(mine) == list(other), "names differ"
-    return max(float((mine[name] - other[name]).abs().max()) for name in mine)
-
-
-def same(model: nn.Module, twin: nn.Module, losses: list[float], wanted: list[float], bound: float = 1e-10) -> None:
-    assert gap(model, twin) <= bound, gap(model, twin)
-    assert len(losses) == len(wanted)
-    assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) <= bound
-
 
 # ---- parity
 
@@ -291,6 +198,52 @@ def case_ranks_of_a_host_take_cores_of_their_own(world: hvdtrain.World) -> None:
     with mock.patch("os.sched_getaffinity", lambda _: set(range(8))), mock.patch("torch.get_num_threads", lambda: 4):
         blocks = _lanes.core_blocks(2)
     assert world.gather(blocks) == [[(0, 1), (2, 3)], [(4, 5), (6, 7)]][: world.size]
+
+
+# ---- the program's flags
+
+
+def case_rank_0_plans_and_all_obey(world: hvdtrain.World) -> None:
+    args = torch_resnet.parser().parse_args(["--plan", "auto", "--pipeline", "cpu,cpu,cpu", "--per-rank-batch", "8"])
+    settings = Settings.of(args, world.size, RECIPES["digits"], samples=100)
+    planned = Plan(2, 1, 2, 3, "gpipe", "except_last", 8, sizes=(30, 5))
+    asked: list[tuple[Any, ...]] = []
+
+    def applied(plan: Plan) -> tuple[Any, Settings]:
+        def choose(
+            model: Any, example: Tensor, loss: Any, *, devices: Any, batch: int, optimizer_copies: float
+        ) -> Plan:
+            asked.append((tuple(example.shape), list(devices), batch, optimizer_copies))
+            return plan
+
+        network = image_models.build("resnet18", 3, image_size=32)
+        with mock.patch.object(planner, "choose", choose), contextlib.redirect_stdout(io.StringIO()):
+            return image_pipeline.apply(args, settings, network, 32, world)
+
+    pipe, parts = applied(planned)
+    assert [len(stage.segments) for stage in pipe.stages] == [30, 5] and len(pipe.devices) == 2
+    assert (pipe.micro_batches, pipe.schedule, pipe.remat) == (3, "gpipe", "except_last")
+    assert (parts.per_rank_batch, parts.accumulate, parts.global_batch) == (4, 2, settings.global_batch)
+    whole, parts = applied(replace(planned, stages=1, accumulate=4, micro_batches=1, sizes=(35,)))
+    assert whole is None and (parts.per_rank_batch, parts.accumulate) == (2, 4)
+    assert asked == [((8, 3, 32, 32), ["cpu"] * 3, 8, 1.0)] * (2 * world.is_main)
+
+
+def case_rank_0_cuts_and_all_follow(world: hvdtrain.World) -> None:
+    """Its micro-batches and its cut; what it measures, and so what the others would find, differs."""
+    args = torch_resnet.parser().parse_args(["--pipeline", "2", "--per-rank-batch", "8", "--remat", "all"])
+    settings = Settings.of(args, world.size, RECIPES["digits"], samples=100)
+    real, asked = hvdtrain.pipeline.split, []
+
+    def split(*given: Any, **how: Any) -> Any:
+        asked.append((how.get("balance"), how["micro_batches"]))
+        return real(*given, **{**how, "balance": how.get("balance", [20, 15]), "micro_batches": 4})
+
+    network = image_models.build("resnet18", 3, image_size=32)
+    with mock.patch.object(hvdtrain.pipeline, "split", split):
+        pipe, same = image_pipeline.apply(args, settings, network, 32, world)
+    assert asked == [(None, "auto")] if world.is_main else [([20, 15], 4)], asked
+    assert same == settings and pipe.remat == "all" and [len(s.segments) for s in pipe.stages] == [20, 15]
 
 
 # ---- the rest of the adapter
