@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 PROGRAM = "hvdtrain.pipeline_resnet"
+BUSY = 0.5  # load a core, from which a note says so
 SIZES = [1, 3, 5, 8, 10, 12, 20, 40, 60]
 TUTORIAL = Settings(120, 128, 1000, 3, 10, "mse", None, micro_batches=6)  # split size 20
 ON_GPU = Settings(120, 128, 1000, 3, 10, "mse", 600.0, micro_batches=None)
@@ -40,6 +41,8 @@ def explore(args: argparse.Namespace) -> None:
     startup.check_run_dir(out, resume=False)
     described = hardware(devices)
     print("\n".join(described), flush=True)
+    if os.getloadavg()[0] > BUSY * len(os.sched_getaffinity(0)):
+        print("note: others use this machine's cores: what is measured now says little", flush=True)
     job = prepare(args, settings_of(args, devices), devices, out)
     job.result["hardware"] = described
     best: int | None = None

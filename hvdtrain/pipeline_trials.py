@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ class Job:
     out: Path
     machine: str
     result: dict[str, Any] = field(default_factory=dict)
+    curve: plots.SplitCurve | None = None
 
     def title(self) -> str:
         """For the pictures: what ran, on what."""
@@ -93,6 +94,17 @@ class Job:
     def cut(self, micro_batches: int) -> Callable[[], None]:
         """The way through the pipeline, in so many micro-batches."""
         return self.way(self.pipe, micro_batches=micro_batches, overlap=True)
+
+    def update_s(self) -> float:
+        """What the optimizer takes after a step."""
+        import torch
+
+        optimizer = torch.optim.SGD(self.pipe.parameters(), lr=0.0)
+        for weight in self.pipe.parameters():
+            weight.grad = torch.zeros_like(weight)
+        seconds = min(seconds_of(optimizer.step, self.pipe.devices) for _ in range(3))
+        optimizer.zero_grad()
+        return seconds
 
     def save(self) -> None:
         """Writes what there is so far: an interrupted run keeps it."""
@@ -183,6 +195,9 @@ def compare(job: Job, micro_batches: int) -> None:
     print(stats.table(rows))
     tell_failed(measured["failed"])
     print(plots.plot(plots.Bars(job.title(), seconds, job.of), job.out / "bars.png"), flush=True)
+    if job.curve is not None:  # once more, with what there is to compare with
+        lines = {name: mean(its) for name, its in seconds.items() if name != pipeline}
+        plots.plot(replace(job.curve, lines=lines), job.out / "split_size.png")
     draw_timeline(job, micro_batches)
 
 
@@ -230,9 +245,9 @@ def sweep(job: Job, sizes: Sequence[int]) -> int:
     if left_out:
         print(f"\nsweep: left out {'; '.join(left_out)}", flush=True)
     began = time.perf_counter()
-    prediction = predict(job.pipe, *job.batches[0], job.loss)
+    prediction, update_s = predict(job.pipe, *job.batches[0], job.loss), job.update_s()
     predicting_s = time.perf_counter() - began
-    predicted = {n: its.batches * prediction(micro_batch_sizes(batch, n)) for n in range(1, batch + 1)}
+    predicted = {n: its.batches * (prediction(micro_batch_sizes(batch, n)) + update_s) for n in range(1, batch + 1)}
     measured = in_turns(job, {n: job.cut(n) for n in counts}, "sweep", its.budget_s)
     seconds = measured["seconds"]
     best = min(seconds, key=lambda n: mean(seconds[n]))
@@ -284,11 +299,11 @@ def draw_sweep(
     """Measured and predicted, over the split size."""
     batch, largest = job.settings.batch, max(counts[n] for n in seconds)
     every = {-(-batch // n): s for n, s in sorted(predicted.items(), reverse=True)}
-    curve = plots.SplitCurve(
+    job.curve = plots.SplitCurve(
         job.title(), batch, {counts[n]: its for n, its in seconds.items()},
         {size: s for size, s in every.items() if size <= largest}, counts[best], of=job.of,
     )  # fmt: skip
-    print(plots.plot(curve, job.out / "split_size.png"), flush=True)
+    print(plots.plot(job.curve, job.out / "split_size.png"), flush=True)
 
 
 # ---- tuning
