@@ -27,3 +27,12 @@ def test_stages(job: Result, case: str) -> None:
 @pytest.mark.ranks
 def test_the_jobs_end_well(job: Result) -> None:
     job.check()
+
+
+@pytest.mark.ranks
+def test_a_stage_that_fails_on_one_rank_ends_all() -> None:
+    result = run_ranks([PROGRAM.with_name("stage_that_fails.py")], 2)
+    assert result.returncode != 0 and "trained to the end" not in result.text
+    said = result.ranks_error[1]
+    assert "rank 1: stage 2 of 2" in said and "ValueError: rank 1 has had enough" in said, result.text
+    assert "Traceback" not in result.text
