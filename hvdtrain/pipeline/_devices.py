@@ -34,8 +34,10 @@ def _device(word: str | torch.device) -> torch.device:
     if device.type == "cuda":
         index = device.index or 0
         if index >= gpus:
-            there = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(gpus)) or "no CUDA device"
-            raise ConfigError("a device of a pipeline exists", f"{word}; this process sees {there}, and cpu")
+            there = ", ".join([*(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(gpus)), "cpu"])
+            raise ConfigError(
+                "a device of a pipeline exists", f"{word}; there is {there}", "CUDA_VISIBLE_DEVICES hides others"
+            )
         return torch.device("cuda", index)
     if device.type != "cpu":
         raise ConfigError("a pipeline runs on cpu and cuda devices", str(word))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline._trace import Program, all_training, attributes_of, restored
 
 FEW = 2  # samples: what an operation does it does to any number of them
@@ -23,6 +24,7 @@ class Facts:
     """What was seen.
 
     Attributes:
+        example: with what: a few samples.
         draws: nodes that take random numbers.
         changed_at: node -> the place (in the order of the graph) of the last operation that changes its value in place.
         may_cross: nodes whose value another stage can be given: tensors, numbers, None, nested tuples of them.
@@ -30,6 +32,7 @@ class Facts:
         changed: ids of buffers that a pass in training mode changes.
     """
 
+    example: tuple[Any, ...]
     draws: set[fx.Node] = field(default_factory=set)
     changed_at: dict[fx.Node, int] = field(default_factory=dict)
     may_cross: set[fx.Node] = field(default_factory=set)
@@ -41,16 +44,33 @@ def look(program: Program, example: tuple[Any, ...]) -> Facts:
     """Runs the program on a few samples of the example, in both modes where they differ.
 
     Buffers, random state, training modes and gradients end as they were.
+
+    Raises:
+        ConfigError: it cannot be run.
     """
-    facts = Facts()
+    try:
+        return _look(program, a_few(example))
+    except Exception as error:
+        cause = error
+    try:  # a model may want batches of a certain size
+        return _look(program, example)
+    except Exception as error:
+        raise ConfigError(
+            "the model, or its parts in a row, take the example",
+            f"{type(error).__name__}: {str(error).strip()[:600]}",
+            "an example like the batches of training: shapes, types, devices; a tuple for several arguments",
+        ) from cause
+
+
+def _look(program: Program, example: tuple[Any, ...]) -> Facts:
+    facts = Facts(example)
     model = program.model
     device = device_of(model)
-    few = a_few(example)
     modes = [True] if program.is_one else [True, False]
     with left_alone(model, device), torch.no_grad():
         for training in modes:
             with all_training(model, training):
-                values = to_device(few, device)
+                values = to_device(example, device)
                 _Watch(program, program.graphs[training], facts).run(*values)
     return facts
 

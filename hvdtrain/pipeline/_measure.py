@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hvdtrain.pipeline._facts import batch_of, device_of, resized, to_device
 from hvdtrain.pipeline._lanes import Lane
 from hvdtrain.pipeline._segments import Segment, default_binder
 from hvdtrain.pipeline._stage import Copies
-from hvdtrain.pipeline._worker import is_out_of_memory
+from hvdtrain.pipeline._worker import _see_off, is_out_of_memory
 
 Call = Callable[..., tuple[Any, ...]]
 
@@ -218,9 +219,10 @@ def on_lane(lane: Lane, work: Callable[[], Any]) -> Any:
 
 
 def together(lanes: Sequence[Lane], works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Runs each in a thread on its lane, at the same time; no thread outlives the call."""
+    """Runs each in a thread on its lane, at the same time; no thread outlives the call, Ctrl-C included."""
     results: list[Any] = [None] * len(lanes)
     failures: list[BaseException] = []
+    news: SimpleQueue[None] = SimpleQueue()
     autocast = [
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     ]  # a thread does not inherit it
@@ -231,17 +233,23 @@ def together(lanes: Sequence[Lane], works: Sequence[Callable[[], Any]]) -> list[
                 results[index] = works[index]()
         except BaseException as error:
             failures.append(error)
+        finally:
+            news.put(None)
 
     intra_op = torch.get_num_threads()
     threads = [threading.Thread(target=run, args=(index,), name="hvdtrain profile") for index in range(len(lanes))]
-    try:
-        for thread in threads:
-            thread.start()
-    finally:
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-        torch.set_num_threads(intra_op)  # a thread's number is also what later ones start with
+    for thread in threads:
+        thread.start()
+    left = len(threads)
+    while left:
+        try:
+            news.get()  # see `Call._run_threads` for why this is no join()
+            left -= 1
+        except BaseException as error:
+            failures.append(error)
+    for thread in threads:
+        _see_off(thread)
+    torch.set_num_threads(intra_op)  # a thread's number is also what later ones start with
     if failures:
         raise failures[0]
     return results

@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import _code
-from hvdtrain.pipeline._facts import Facts, a_few, attribute, device_of, left_alone, look, module_of, to_device
+from hvdtrain.pipeline._facts import Facts, attribute, device_of, left_alone, look, module_of, to_device
 from hvdtrain.pipeline._trace import Program, all_training, trace
 
-MOST_CROSSING = 4
+MOST_CROSSING = 8  # tensors: some layers into a dense block (DenseNet), where it would be one segment else
 _DULL = {"getitem", "getattr", "_check_fixed", "size", "OrderedDict"}  # names that do not tell where a segment is
 
 
@@ -184,7 +184,7 @@ def segments(model: nn.Module, example: Any) -> list[Segment]:
     arguments = example if isinstance(example, tuple) else (example,)
     program = trace(model, arguments)
     facts = look(program, arguments)
-    return _segments(Chain(program, facts, _cuts(program, facts)), arguments)
+    return _segments(Chain(program, facts, _cuts(program, facts)))
 
 
 def from_modules(modules: Sequence[nn.Module | str], model: nn.Module, example: Any) -> list[Segment]:
@@ -217,7 +217,7 @@ def from_modules(modules: Sequence[nn.Module | str], model: nn.Module, example: 
     program.graphs = {True: graph, False: graph}
     program.partners = {node: node for node in graph.nodes}
     facts = look(program, arguments)
-    return _segments(Chain(program, facts, _cuts(program, facts, everywhere=True)), arguments)
+    return _segments(Chain(program, facts, _cuts(program, facts, everywhere=True)))
 
 
 def _part(given: nn.Module | str, model: nn.Module) -> nn.Module:
@@ -230,8 +230,8 @@ def _part(given: nn.Module | str, model: nn.Module) -> nn.Module:
         raise ConfigError("modules=[...] names submodules of the model", given, f"it has {names}") from error
 
 
-def _segments(chain: Chain, arguments: tuple[Any, ...]) -> list[Segment]:
-    _check(chain, arguments)
+def _segments(chain: Chain) -> list[Segment]:
+    _check(chain)
     return [Segment(chain, index) for index in range(len(chain.cuts) - 1)]
 
 
@@ -371,11 +371,11 @@ class _View:
         return counts
 
 
-def _check(chain: Chain, arguments: tuple[Any, ...]) -> None:
+def _check(chain: Chain) -> None:
     """Right or refused: in both modes the chain computes what the model computes."""
     model = chain.program.model
     device = device_of(model)
-    few = a_few(arguments)
+    few = chain.facts.example
     whole = chain.function(0, len(chain.cuts) - 1, default_binder(chain.program), type(model).__name__)
     for training in (True, False):
         with all_training(model, training), torch.no_grad():

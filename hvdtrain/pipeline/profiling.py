@@ -140,7 +140,7 @@ def _by_size(subject: Subject, sizes: Sequence[int], repeats: int, timed: bool) 
         try:
             kept = subject.bytes(size)  # and the layers have planned their work for this shape
             found[size] = (kept, _repeated(subject, size, repeats) if timed else [])
-        except RuntimeError as error:  # torch's, also for memory
+        except (RuntimeError, ValueError) as error:  # what layers raise; the first also for memory
             failure = error
     if not found:
         raise ConfigError(

@@ -39,7 +39,9 @@ def run(stages: Sequence[Stage], arguments: tuple[Any, ...]) -> Any:
     output = values[0]
     given_back: list[Tensor | None] = [torch.ones_like(t) for t in tensors_of(values)]
     for leaves, outputs in reversed(kept):
-        pairs = [(t, g) for t, g in zip(tensors_of(outputs), given_back, strict=True) if t.requires_grad and g is not None]
+        pairs = [
+            (t, g) for t, g in zip(tensors_of(outputs), given_back, strict=True) if t.requires_grad and g is not None
+        ]
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         given_back = [leaf.grad for leaf in tensors_of(leaves)]
@@ -106,6 +108,14 @@ def compared(name: str, *, change: Callable[[list[Segment]], None] | None = None
             )
     found["state_dict"] = list(model.state_dict()) == list(plain.state_dict())
     return found
+
+
+def compared_stages(model: nn.Module, parts: list[Segment], arguments: tuple[Any, ...]) -> float:
+    """Parts that were given by hand, each a stage, against the whole."""
+    plain = copy.deepcopy(model)
+    stages = build_stages(model, parts, [1] * len(parts), ["cpu"] * len(parts))
+    wanted, came = whole(plain, copied(arguments)), run(stages, copied(arguments))
+    return max(difference(wanted, came), difference(gradients(plain), gradients(model)))
 
 
 def copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

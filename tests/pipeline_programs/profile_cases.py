@@ -1,0 +1,195 @@
+"""What profile() measures, on models whose costs are known; prints a JSON line a case."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from split_cases import state_of
+from torch import Tensor, nn
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.pipeline import Profile, profile
+from hvdtrain.pipeline._measure import Subject
+from hvdtrain.pipeline._segments import segments
+from hvdtrain.pipeline._stage import build_stages
+
+CASES: dict[str, Callable[[], Any]] = {}
+LOCK = threading.Lock()
+
+
+def case(function: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+class Nap(torch.autograd.Function):
+    """Takes its time on no core; backward three times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, lock: Any) -> Tensor:
+        ctx.seconds, ctx.lock = seconds, lock
+        nap(seconds, lock)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        nap(3 * ctx.seconds, ctx.lock)
+        return gradient, None, None
+
+
+def nap(seconds: float, lock: Any) -> None:
+    if lock is None:
+        time.sleep(seconds)
+        return
+    with lock:
+        time.sleep(seconds)
+
+
+class Napper(nn.Module):
+    def __init__(self, seconds: float, lock: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seconds, self.lock = seconds, lock
+
+    def forward(self, x: Tensor) -> Tensor:
+        # of a lock torch.fx knows nothing, so this module is called, not opened
+        return Nap.apply(x * self.weight, self.seconds * len(x.tolist()), self.lock)
+
+
+@case
+def seconds() -> Any:
+    """9 ms and 3 ms a sample."""
+    found = profile(nn.Sequential(Napper(0.009), Napper(0.003)), torch.randn(8, 4), "cpu", sizes=[1, 2])
+    return {
+        "forward": [[c.forward_s(n) for n in (1, 2, 4)] for c in found.costs],
+        "backward": [[c.backward_s(n) for n in (1, 2, 4)] for c in found.costs],
+        "samples": found.samples,
+    }
+
+
+@case
+def scaled_to_the_whole() -> Any:
+    """Segments that measure twice as slow as the model in one go are scaled to it."""
+    original = Subject.whole
+
+    def half(self: Any, samples: int) -> tuple[float, float]:
+        forward, backward = original(self, samples)
+        return forward / 2, backward / 2
+
+    Subject.whole = half  # type: ignore[method-assign]
+    try:
+        found = profile(nn.Sequential(Napper(0.018), Napper(0.006)), torch.randn(8, 4), "cpu", sizes=[1])
+    finally:
+        Subject.whole = original  # type: ignore[method-assign]
+    return {"forward": [c.forward_s(1) for c in found.costs]}
+
+
+@case
+def bytes_of_layers() -> Any:
+    """Floats of 4 bytes; one bias without a gradient."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8), nn.BatchNorm1d(8))
+    model[0].bias.requires_grad_(False)
+    found = profile(model, torch.randn(12, 16), "cpu,cpu", sizes=[4, 8], timed=False, optimizer_copies=2)
+    return {
+        "names": [c.name for c in found.costs],
+        "parameters": [c.parameter_bytes for c in found.costs],
+        "gradients": [c.gradient_bytes for c in found.costs],
+        "optimizer": [c.optimizer_bytes for c in found.costs],
+        "buffers": [c.buffer_bytes for c in found.costs],
+        "kept": [c.activation_bytes(4) for c in found.costs],
+        "output": [c.output_bytes(4) for c in found.costs],
+        "at 12": found.costs[1].activation_bytes(12),
+        "seconds": [c.forward_s(4) + c.backward_s(4) for c in found.costs],
+    }
+
+
+@case
+def shared_counts_once() -> Any:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    model[2].weight = model[0].weight
+    found = profile(model, torch.randn(4, 8), "cpu", timed=False)
+    return {"parameters": [c.parameter_bytes for c in found.costs]}
+
+
+@case
+def left_alone() -> Any:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
+    model[0].weight.grad = torch.ones(8, 8)
+    model[1].eval()
+    x = torch.randn(16, 8)
+    before, kept = state_of(model), x.clone()
+    threads, intra_op = set(threading.enumerate()), torch.get_num_threads()
+    profile(model, x, "cpu,cpu")
+    return {
+        "same": before == state_of(model) and torch.equal(x, kept),
+        "threads": [t.name for t in threading.enumerate() if t not in threads],
+        "intra_op": torch.get_num_threads() == intra_op,
+    }
+
+
+@case
+def sizes_that_fail() -> Any:
+    """Batch norm over one value is refused by PyTorch."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    found = profile(model, torch.randn(8, 8), "cpu", sizes=[1, 2])
+    try:
+        profile(model, torch.randn(8, 8), "cpu", sizes=[1])
+    except ConfigError as error:
+        return {"samples": found.samples, "error": str(error)}
+    return {"samples": found.samples, "error": ""}
+
+
+@case
+def contention() -> Any:
+    """Naps do not disturb each other; those that hold one lock do."""
+    free, locked = (
+        profile(nn.Sequential(Napper(0.004, lock), Napper(0.004, lock)), torch.randn(2, 4), "cpu,cpu", sizes=[2])
+        for lock in (None, LOCK)
+    )
+    return {"free": free.pools["cpu"].speeds, "locked": locked.pools["cpu"].speeds, "devices": len(free.devices)}
+
+
+@case
+def on_disk() -> Any:
+    found = profile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 8), "cpu,cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        found.save(path)
+        same = Profile.load(path) == found
+        path.write_text(path.read_text()[:-20])
+        try:
+            Profile.load(path)
+        except ConfigError as error:
+            return {"same": same, "error": str(error)}
+    return {"same": same, "error": ""}
+
+
+@case
+def after_a_split() -> Any:
+    """Segments of a model that lies on its stages already can be measured as well."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    parts = segments(model, torch.randn(8, 8))
+    build_stages(model, parts, [2, 2], ["cpu", "cpu"])
+    return {"segments": len(profile(parts, torch.randn(8, 8), "cpu", sizes=[8]).costs)}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or CASES:
+        try:
+            found = CASES[name]()
+        except Exception:
+            found = {"failed": traceback.format_exc()}
+        print(json.dumps({"case": name, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

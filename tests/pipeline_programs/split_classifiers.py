@@ -1,0 +1,96 @@
+"""torchvision's classifiers as chains: bit for bit the unsplit model's output, cut at every place.
+
+Usage: split_classifiers.py [--all] [MODEL ...]: a JSON line a model. Without arguments, the smallest of each family.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hvdtrain.pipeline._segments import segments
+from hvdtrain.pipeline._stage import Stage, build_stages
+from hvdtrain.pipeline._trace import all_training
+
+SMALL = (
+    "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3",
+    "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small",
+    "regnet_x_400mf", "regnet_y_400mf", "resnet18", "resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5",
+    "shufflenet_v2_x1_0", "squeezenet1_0", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11_bn", "vit_b_16",
+)  # fmt: skip
+TWIN = "resnet18"
+SIZES = {"inception_v3": 96, "alexnet": 64, "googlenet": 64, "squeezenet1_0": 64, "squeezenet1_1": 64, "maxvit_t": 224}
+
+
+def make(name: str) -> tuple[nn.Module, torch.Tensor]:
+    size = SIZES.get(name, 32)
+    options: dict[str, Any] = {"num_classes": 10}
+    if name in ("googlenet", "inception_v3"):
+        # inception's auxiliary head needs pictures of 299
+        options |= {"init_weights": False, "aux_logits": name == "googlenet"}
+    if name.startswith("vit"):
+        size = options["image_size"] = 28 if name == "vit_h_14" else 32
+    return torchvision.models.get_model(name, weights=None, **options), torch.randn(
+        1 if size == 224 else 2, 3, size, size
+    )
+
+
+def equal(a: Any, b: Any) -> bool:
+    (one, how), (other, also) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return how == also and all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def compared(name: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, x = make(name)
+    started = time.perf_counter()
+    parts = segments(model, x)
+    found: dict[str, Any] = {"segments": len(parts), "seconds": round(time.perf_counter() - started, 2)}
+    used = {id(p) for part in parts for p in part.parameters()}
+    found["unused"] = [path for path, p in model.named_parameters() if id(p) not in used]
+    stages = build_stages(model, parts, [1] * len(parts), ["cpu"] * len(parts))
+    found["proxies"] = sum(len(stage.proxies) for stage in stages)
+    found["most_crossing"] = 0
+    for training in (True, False):
+        with all_training(model, training), torch.no_grad():
+            torch.manual_seed(1)
+            wanted = model(x)
+            torch.manual_seed(1)
+            output, found["most_crossing"] = run(stages, x)
+            found["training" if training else "evaluation"] = equal(wanted, output)
+            found["finite"] = all(torch.isfinite(leaf).all().item() for leaf in pytree.tree_leaves(wanted))
+    if name == TWIN:  # one number of one weight is another one: the comparison must see it
+        next(stages[0].parameters()).data.view(-1)[0] += 1e-2
+        with torch.no_grad():
+            found["twin"] = equal(wanted, run(stages, x)[0])
+    return found
+
+
+def run(stages: Sequence[Stage], x: torch.Tensor) -> tuple[Any, int]:
+    """The output, and the most values that cross a cut."""
+    values: tuple[Any, ...] = (x,)
+    most = 0
+    for stage in stages:
+        values = stage(values)
+        most = max(most, len(values))
+    return values[0], most
+
+
+def main() -> None:
+    names = [name for name in sys.argv[1:] if name != "--all"]
+    if "--all" in sys.argv:
+        names = torchvision.models.list_models(torchvision.models)
+    for name in names or SMALL:
+        print(json.dumps({"case": name, **compared(name)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
