@@ -62,6 +62,19 @@ def test_with_a_slow_network_one_node_is_enough():
     assert (best.stages, best.replicas) == (4, 1)
 
 
+def test_unequal_devices():
+    """Replicas wait for the slowest, and are as large as the smallest allows; one alone is on the best."""
+    unequal = (Device("old", 1.0, 25_000), Device("new", 3.0, 50_000))
+    found = {
+        (plan.stages, plan.replicas): plan
+        for plan in plans(CHAIN, batch=16, cluster=Cluster(unequal))
+        if plan.accumulate == 1 and plan.remat == "never"
+    }
+    assert found[1, 1].step_s == pytest.approx(16 * 0.08 / 3) and found[1, 1].limit_bytes == (50_000,)
+    assert found[1, 2].step_s == pytest.approx(8 * 0.08) and found[1, 2].limit_bytes == (25_000,)
+    assert found[2, 1].sizes == (2, 6) and found[2, 1].limit_bytes == (25_000, 50_000)
+
+
 def test_what_does_not_fit_comes_last_and_says_why():
     """3,000 bytes a segment, 24,000 in all: no device holds the model, two hold half each."""
     found = plans(CHAIN, batch=8, cluster=Cluster(node(2, 12_500)))

@@ -15,7 +15,6 @@ from hvdtrain.pipeline.plan import (
     Remat,
     Schedule,
     SegmentCost,
-    StageCost,
     micro_batch_sizes,
     stage_costs,
     total,
@@ -251,10 +250,10 @@ class _Search:
     def _tried(self, plan: Plan) -> Plan:
         """With its times and memory; or with a reason."""
         try:
-            cut = self._cut(plan, self.cluster.devices[: plan.stages], "time")
+            cut = self._cut(plan, self._devices(plan), "time")
         except ConfigError as error:
             return replace(plan, reason=error.came)
-        stages = self._stages(cut)
+        stages = stage_costs(self.costs, cut.sizes, self._devices(plan))
         links, pools = self.cluster.between(plan.stages), self._pools(plan)
         sizes = micro_batch_sizes(plan.part, plan.micro_batches)
         step = simulate(stages, sizes=sizes, schedule=plan.schedule, remat=plan.remat, links=links, pools=pools)
@@ -268,8 +267,16 @@ class _Search:
             remat=plan.remat, links=self.cluster.between(plan.stages), balance=balance,
         )  # fmt: skip
 
-    def _stages(self, cut: Partition) -> list[StageCost]:
-        return stage_costs(self.costs, cut.sizes, self.cluster.devices[: len(cut.sizes)])
+    def _devices(self, plan: Plan) -> list[Device]:
+        """Of a pipeline's stages. One pipeline takes the fastest neighbours; several wait for the slowest of them, and
+        all are cut alike."""
+        devices, count = self.cluster.devices, plan.stages
+        blocks = [devices[at : at + count] for at in range(0, len(devices) - count + 1, count)]
+        if plan.replicas == 1:
+            return list(max(blocks, key=lambda block: (min(one.speed for one in block), min(map(_memory, block)))))
+        return [
+            replace(min(same, key=_memory), speed=min(one.speed for one in same)) for same in zip(*blocks, strict=True)
+        ]
 
     def _pools(self, plan: Plan) -> dict[str, Pool]:
         """With more replicas in a node, each pass runs beside as many others of its kind."""
@@ -300,7 +307,7 @@ class _Search:
 
     def _least_memory(self, plan: Plan) -> Plan:
         """Cut so that the fullest device is as little overfull as possible."""
-        devices = [replace(one, memory_bytes=None) for one in self.cluster.devices[: plan.stages]]
+        devices = [replace(one, memory_bytes=None) for one in self._devices(plan)]
         cut = self._cut(plan, devices, "memory")
         plan = self._filled_in(plan, cut)
         pairs = zip(devices, plan.memory_bytes, plan.limit_bytes, strict=True)
@@ -308,15 +315,18 @@ class _Search:
         return replace(plan, reason="; ".join(over) or "no cut fits all devices")
 
     def _filled_in(self, plan: Plan, cut: Partition, **numbers: float) -> Plan:
-        limits = [one.memory_bytes for one in self.cluster.devices[: plan.stages]]
         ends = [sum(cut.sizes[:n]) for n in range(plan.stages + 1)]
         return replace(
             plan,
             sizes=tuple(sum(self.widths[a:b]) for a, b in zip(ends, ends[1:], strict=False)),
             memory_bytes=cut.stage_bytes,
-            limit_bytes=tuple(math.inf if limit is None else limit for limit in limits),
+            limit_bytes=tuple(map(_memory, self._devices(plan))),
             **numbers,  # type: ignore[arg-type]
         )
+
+
+def _memory(device: Device) -> float:
+    return math.inf if device.memory_bytes is None else device.memory_bytes
 
 
 def _overflow(plan: Plan) -> float:
