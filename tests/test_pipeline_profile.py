@@ -79,5 +79,13 @@ def test_on_disk_and_back(found: dict[str, Any]) -> None:
     assert "Profile.save" in found["on_disk"]["error"]
 
 
+def test_copies_on_another_device(found: dict[str, Any]) -> None:
+    case = found["copies"]
+    here, at_once, in_turn = case["kept"]
+    assert here == at_once == in_turn and sum(here) > 0
+    assert case["timed"] == [True, True, True]
+    assert case["wholes"] == 1, "what does not fit is not tried again"
+
+
 def test_parts_of_a_split_model(found: dict[str, Any]) -> None:
     assert found["after_a_split"]["segments"] == 4

@@ -79,6 +79,7 @@ class Subject:
         self._clock = Clock(device)
         self._is_here = device_of(self._chain.program.model) == device
         self.fits = True
+        self._copies: Copies | None = None  # the latest
         self._calls, self._whole = self._bind(range(len(segments)))
 
     def _bind(self, indices: Sequence[int]) -> tuple[list[Call], Call]:
@@ -87,7 +88,7 @@ class Subject:
         if self._is_here:
             bind, moved = default_binder(chain.program), None
         else:
-            copies = Copies(chain, self._device)
+            self._copies = copies = Copies(chain, self._device)
             bind, moved = copies.bind, (copies.traced_on, self._device)
         calls = [chain.function(index, index + 1, bind, self._segments[index].name, moved) for index in indices]
         whole = chain.function(0, len(self._segments), bind, "whole", moved) if len(indices) > 1 else calls[0]
@@ -112,7 +113,7 @@ class Subject:
         except Exception as error:
             if self._is_here or not self.fits or not is_out_of_memory(error):
                 raise
-        self.fits, self._calls = False, []
+        self.fits, self._calls, self._copies = False, [], None
         self._whole = None  # type: ignore[assignment]
         return self._seconds(samples)
 
@@ -163,8 +164,8 @@ class Subject:
             given = map_tensors(torch.clone, values) if segment.mutates else values
             with saved_storages(alive) as saved:
                 outputs = call(*given)
-            if not self._is_here:
-                own |= self._copied(call)
+            if self._copies is not None:
+                own |= {tensor.untyped_storage().data_ptr() for tensor in self._copies.tensors()}
             mine = {pointer: size for pointer, size in saved.items() if pointer not in own}
             if kept:
                 for pointer in {t.untyped_storage().data_ptr() for t in tensors_of(values)} & mine.keys():
@@ -175,15 +176,6 @@ class Subject:
         found.kept = [sum(storages.values()) for storages in kept]
         found.output[-1] = 0
         return found
-
-    @staticmethod
-    def _copied(call: Call) -> set[int]:
-        """The storages of the copies that a function works with."""
-        names = getattr(call, "__globals__", {}).values()
-        modules = [value for value in names if isinstance(value, torch.nn.Module)]
-        tensors = [value for value in names if isinstance(value, Tensor)]
-        tensors += [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def as_leaf(tensor: Tensor) -> Tensor:

@@ -80,16 +80,21 @@ class Stage:
         """The buffers it uses, each once."""
         seen: set[int] = set()
         for node in self._chain.used(self._first, self._end):
-            value = self._objects.bind(node)[0]
-            if node.op == "get_attr":
-                value = attribute(self._chain.program, str(node.target))
-                found = [value] if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else []
+            target = str(node.target)
+            if node.op == "call_module":
+                found = list(self._objects.bind(node)[0].buffers())
+            elif target in self._chain.program.attributes:
+                continue
             else:
-                found = list(value.buffers())
+                found = [t for t in [attribute(self._chain.program, target)] if not isinstance(t, nn.Parameter)]
             for buffer in found:
                 if id(buffer) not in seen:
                     seen.add(id(buffer))
                     yield buffer
+
+    def changing_buffers(self) -> Iterator[Tensor]:
+        """Those of its buffers that a pass in training mode changes, as the example's did: not masks and tables."""
+        return (buffer for buffer in self.buffers() if id(buffer) in self._chain.facts.changed)
 
     def refresh(self) -> None:
         """Takes over the values of what other stages own; before a step."""
@@ -214,6 +219,10 @@ class Copies(_Objects):
 
     def _is_mine(self, tensor: Tensor) -> bool:
         return False
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every copy that was made."""
+        return iter(self._tensors.values())
 
 
 def build_stages(

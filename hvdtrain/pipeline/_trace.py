@@ -40,6 +40,7 @@ _MAKERS = (
 )  # fmt: skip
 _FACTORIES = {getattr(torch, name) for name in _MAKERS}
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
 
@@ -86,12 +87,7 @@ def trace(model: nn.Module, example: tuple[Any, ...]) -> Program:
     Raises:
         ConfigError: the model's own forward cannot be traced.
     """
-    if any(getattr(model, name) for name in _HOOKS):
-        raise ConfigError(
-            "a pipeline runs the parts of a model, so hooks of the model itself would not be called",
-            f"{type(model).__name__} has forward or backward hooks",
-            "remove them, put them on a submodule, or register them on the pipeline that split() returns",
-        )
+    _refuse(model)
     leaves: dict[str, str] = {}
     while True:
         runs = {}
@@ -110,6 +106,22 @@ def trace(model: nn.Module, example: tuple[Any, ...]) -> Program:
         graphs = {True: runs[True].graph, False: runs[False].graph if differing else runs[True].graph}
         partners = partners_of(graphs[True], graphs[False])
         return Program(model, graphs, partners, runs[False].attributes | runs[True].attributes, leaves)
+
+
+def _refuse(model: nn.Module) -> None:
+    """What is around a model and would be lost."""
+    if any(getattr(model, name) for name in _HOOKS):
+        raise ConfigError(
+            "a pipeline runs the parts of a model, so hooks of the model itself would not be called",
+            f"{type(model).__name__} has forward or backward hooks",
+            "remove them, put them on a submodule, or register them on the pipeline that split() returns",
+        )
+    if isinstance(model, _WRAPPERS) or type(model).__module__.startswith("torch._dynamo"):
+        raise ConfigError(
+            "a plain model is split",
+            type(model).__name__,
+            "split what is inside; each rank drives a pipeline of its own with hvdtrain.torch.prepare(pipe, ...)",
+        )
 
 
 def _make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module, line: str = "") -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import plan
+from hvdtrain.pipeline._cutting import batch_size
 from hvdtrain.pipeline._devices import parse_devices
-from hvdtrain.pipeline._facts import batch_of
 from hvdtrain.pipeline._segments import Segment, from_modules, segments
 from hvdtrain.pipeline._stage import build_stages
 from hvdtrain.pipeline.plan_partition import Partition, partition
@@ -62,7 +62,7 @@ def split(
     """
     places = parse_devices(devices)
     _check_words(schedule, remat, batch_norm, balance)
-    batch = batch_of(example if isinstance(example, tuple) else (example,))
+    batch = batch_size(example if isinstance(example, tuple) else (example,))
     if micro_batches != "auto":
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
             raise ConfigError("micro_batches is a number or 'auto'", repr(micro_batches))

@@ -27,7 +27,7 @@ SMALL = (
     "shufflenet_v2_x1_0", "squeezenet1_0", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11_bn", "vit_b_16",
 )  # fmt: skip
 TWIN = "resnet18"
-SIZES = {"inception_v3": 96, "alexnet": 64, "googlenet": 64, "squeezenet1_0": 64, "squeezenet1_1": 64, "maxvit_t": 224}
+SIZES = {"inception_v3": 96, "alexnet": 64, "googlenet": 64, "squeezenet1_0": 64, "squeezenet1_1": 64}
 
 
 def make(name: str) -> tuple[nn.Module, torch.Tensor]:
