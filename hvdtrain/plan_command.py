@@ -107,7 +107,7 @@ def _given(args: argparse.Namespace, devices: tuple[Device, ...]) -> Basis:
         flops = TRAINING_FLOPS * forward_flops(model, example) / len(example)
         sample_s = flops / (args.tflops * 1e12)
         what = f"{args.tflops:g} TFLOP/s on one device ({flops / 1e9:.1f} GFLOP a sample: {1 / sample_s:.0f} samples/s)"
-    speed = Speed.of(profile.costs, sample_s, samples, 0.0 if args.samples_per_s else args.launch_us * 1e-6)
+    speed = Speed.of(profile.costs, sample_s, samples, args.launch_us * 1e-6)
     network, link = _network(args), Link(args.latency_us * 1e-6, (args.link_gbps or LINK_GBPS) * GIGABIT)
     basis = Basis(speed.costs(profile.costs), Cluster(devices, args.nodes, link, network))
     basis.measured.append(f"bytes, and each part's share of the time, of {len(profile.costs)} parts on this processor")
