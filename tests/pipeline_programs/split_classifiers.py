@@ -15,6 +15,7 @@ import torch
 import torchvision
 from torch import nn
 from torch.utils import _pytree as pytree
+from torchvision.models.maxvit import MaxVit
 
 from hvdtrain.pipeline._segments import segments
 from hvdtrain.pipeline._stage import Stage, build_stages
@@ -38,9 +39,10 @@ def make(name: str) -> tuple[nn.Module, torch.Tensor]:
         options |= {"init_weights": False, "aux_logits": name == "googlenet"}
     if name.startswith("vit"):
         size = options["image_size"] = 28 if name == "vit_h_14" else 32
-    return torchvision.models.get_model(name, weights=None, **options), torch.randn(
-        1 if size == 224 else 2, 3, size, size
-    )
+    x = torch.randn(2, 3, size, size)
+    if name == "maxvit_t":  # of its own size, 224, it takes as long as all the others together
+        return MaxVit((64, 64), 8, 2, [8, 16, 24, 32], [1, 1, 2, 1], 8, 0.2, num_classes=10), torch.randn(2, 3, 64, 64)
+    return torchvision.models.get_model(name, weights=None, **options), x
 
 
 def equal(a: Any, b: Any) -> bool:
