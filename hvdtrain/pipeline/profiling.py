@@ -190,10 +190,11 @@ def _costs(parts: Sequence[Segment], found: Found, optimizer_copies: float) -> t
 
 
 def _scaled(repeats: Sequence[Seconds]) -> tuple[list[float], list[float]]:
-    """Medians of each segment's forward and backward, scaled to the whole model's."""
+    """Medians of each segment's forward and backward, scaled to the whole model's best: what else the machine does can
+    only make a pass slower."""
     forward = [statistics.median(column) for column in zip(*(r.forward for r in repeats), strict=True)]
     backward = [statistics.median(column) for column in zip(*(r.backward for r in repeats), strict=True)]
-    whole = [statistics.median(r.whole_forward for r in repeats), statistics.median(r.whole_backward for r in repeats)]
+    whole = [min(r.whole_forward for r in repeats), min(r.whole_backward for r in repeats)]
     return tuple(  # type: ignore[return-value]
         [seconds * (all_of_it / sum(each) if all_of_it else 1.0) for seconds in each]
         for each, all_of_it in zip((forward, backward), whole, strict=True)
@@ -234,7 +235,7 @@ def _pools(subject: Subject, places: Sequence[torch.device], size: int) -> dict[
 
 
 def _seconds_together(subject: Subject, some: Sequence[Any], size: int) -> float:
-    """Median seconds of a pass while all of these lanes run one after the other."""
+    """Seconds of a pass while all of these lanes run one after the other: the lower quartile, as others may disturb."""
     ready, enough = threading.Barrier(len(some)), threading.Event()
 
     def work() -> list[float]:
@@ -248,7 +249,8 @@ def _seconds_together(subject: Subject, some: Sequence[Any], size: int) -> float
                 enough.set()  # the others end as well: none goes on alone
         return taken
 
-    return statistics.median(seconds for taken in together(some, [work] * len(some)) for seconds in taken)
+    passes = sorted(seconds for taken in together(some, [work] * len(some)) for seconds in taken)
+    return passes[len(passes) // 4]
 
 
 def _link(a: torch.device, b: torch.device) -> Link:
