@@ -54,6 +54,7 @@ SEGMENTS = {
     "Constants": 8, "Made": 4, "InPlace": 4, "View": 3, "Frozen": 4, "OwnBackward": 2, "Checkpointed": 3,
     "ModeBelow": 3, "ModeAtRoot": 4, "Leaves": 4, "DictOut": 3, "OrderedOut": 3, "FixedArguments": 2, "Draws": 4,
     "Transformer": 8, "Padded": 3, "Hooked": 2,
+    "AsksForTypes": 5,
 }  # fmt: skip
 
 
@@ -79,6 +80,8 @@ def test_what_a_trace_would_get_wrong_is_called_instead(hard: Lines) -> None:
     assert "'calls'" in leaves["counts"] and "'seen'" in leaves["remembers"]
     assert hard["ModeBelow"]["leaves"].keys() == {"only", "wire"}
     assert hard["Checkpointed"]["leaves"].keys() == {"middle"}
+    assert hard["AsksForTypes"]["leaves"].keys() == {"typed"}
+    assert "other results" in hard["AsksForTypes"]["leaves"]["typed"]
     assert hard["Padded"]["leaves"] == {} and hard["ModeAtRoot"]["leaves"] == {}
 
 

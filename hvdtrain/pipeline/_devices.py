@@ -32,7 +32,7 @@ def _device(word: str | torch.device) -> torch.device:
         raise ConfigError("a device is named like cpu or cuda:0", repr(word), 'for example "cpu,cpu"') from error
     gpus = torch.cuda.device_count()
     if device.type == "cuda":
-        index = device.index or 0
+        index = device.index if device.index is not None else torch.cuda.current_device() if gpus else 0
         if index >= gpus:
             there = ", ".join([*(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(gpus)), "cpu"])
             raise ConfigError(

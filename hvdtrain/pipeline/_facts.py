@@ -40,26 +40,42 @@ class Facts:
     changed: set[int] = field(default_factory=set)
 
 
+class Different(Exception):
+    """A program does not do what its model does."""
+
+
 def look(program: Program, example: tuple[Any, ...]) -> Facts:
     """Runs the program on a few samples of the example, in both modes where they differ.
 
     Buffers, random state, training modes and gradients end as they were.
 
     Raises:
-        ConfigError: it cannot be run.
+        ConfigError: the model itself does not take the example.
+        Different: the program cannot be run.
     """
     try:
         return _look(program, a_few(example))
     except Exception as error:
-        cause = error
-    try:  # a model may want batches of a certain size
-        return _look(program, example)
+        first = error
+    model, device = program.model, device_of(program.model)
+    try:
+        with left_alone(model, device), torch.no_grad():
+            model(*to_device(example, device))
     except Exception as error:
         raise ConfigError(
-            "the model, or its parts in a row, take the example",
-            f"{type(error).__name__}: {str(error).strip()[:600]}",
+            "the model takes the example",
+            told(error),
             "an example like the batches of training: shapes, types, devices; a tuple for several arguments",
-        ) from cause
+        ) from error
+    try:  # a model may want batches of a certain size
+        return _look(program, example)
+    except Exception:
+        raise Different(told(first)) from first
+
+
+def told(error: BaseException) -> str:
+    """An error in a line or some."""
+    return f"{type(error).__name__}: {str(error).strip()[:600]}"
 
 
 def _look(program: Program, example: tuple[Any, ...]) -> Facts:

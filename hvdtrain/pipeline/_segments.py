@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import _code
 from hvdtrain.pipeline._cuts import Cut, find_cuts
-from hvdtrain.pipeline._facts import Facts, attribute, device_of, left_alone, look, module_of, to_device
+from hvdtrain.pipeline._facts import Different, Facts, attribute, device_of, left_alone, look, module_of, to_device
+from hvdtrain.pipeline._modes import innermost
 from hvdtrain.pipeline._trace import Program, all_training, trace
 
 _DULL = {"getitem", "getattr", "_check_fixed", "size", "OrderedDict"}  # names that do not tell where a segment is
@@ -165,9 +166,16 @@ def segments(model: nn.Module, example: Any) -> list[Segment]:
         ConfigError: it cannot be traced, does not take the example, or a trace does not do what the model does.
     """
     arguments = example if isinstance(example, tuple) else (example,)
-    program = trace(model, arguments)
-    facts = look(program, arguments)
-    return _segments(Chain(program, facts, find_cuts(program, facts)))
+    leaves: dict[str, str] = {}
+    while True:
+        program = trace(model, arguments, leaves)
+        try:
+            return _checked(program, arguments)
+        except Different as error:
+            # for example it asks whether its argument is a tensor, which a stand-in is not: call instead, from inside
+            if not program.doubtful:
+                raise _not_the_same(error) from error
+            leaves |= dict.fromkeys(innermost(program.doubtful), f"a trace does something else: {error}")
 
 
 def from_modules(modules: Sequence[nn.Module | str], model: nn.Module, example: Any) -> list[Segment]:
@@ -199,8 +207,10 @@ def from_modules(modules: Sequence[nn.Module | str], model: nn.Module, example: 
     graph.output(values[0])
     program.graphs = {True: graph, False: graph}
     program.partners = {node: node for node in graph.nodes}
-    facts = look(program, arguments)
-    return _segments(Chain(program, facts, find_cuts(program, facts, everywhere=True)))
+    try:
+        return _checked(program, arguments, everywhere=True)
+    except Different as error:
+        raise _not_the_same(error) from error
 
 
 def _part(given: nn.Module | str, model: nn.Module) -> nn.Module:
@@ -213,9 +223,19 @@ def _part(given: nn.Module | str, model: nn.Module) -> nn.Module:
         raise ConfigError("modules=[...] names submodules of the model", given, f"it has {names}") from error
 
 
-def _segments(chain: Chain) -> list[Segment]:
+def _checked(program: Program, arguments: tuple[Any, ...], *, everywhere: bool = False) -> list[Segment]:
+    facts = look(program, arguments)
+    chain = Chain(program, facts, find_cuts(program, facts, everywhere=everywhere))
     _check(chain)
     return [Segment(chain, index) for index in range(len(chain.cuts) - 1)]
+
+
+def _not_the_same(error: Different) -> ConfigError:
+    return ConfigError(
+        "the parts of a model in a row compute what the model computes",
+        str(error),
+        "list all parts, in the order in which the model calls them: modules=[...]",
+    )
 
 
 def default_binder(program: Program) -> _code.Binder:
@@ -264,7 +284,7 @@ def span_name(labels: Sequence[str]) -> str:
 
 
 def _check(chain: Chain) -> None:
-    """Right or refused: in both modes the chain computes what the model computes."""
+    """Right or refused: in both modes the chain computes what the model computes; raises `Different`."""
     model = chain.program.model
     device = device_of(model)
     few = chain.facts.example
@@ -276,11 +296,8 @@ def _check(chain: Chain) -> None:
             with left_alone(model, device):
                 came = whole(*to_device(few, device))[0]
         if not same(wanted, came):
-            raise ConfigError(
-                "the parts of a model in a row compute what the model computes",
-                f"other results in {'training' if training else 'evaluation'} mode, for the example's first samples",
-                "list all parts, in the order in which the model calls them: modules=[...]",
-            )
+            mode = "training" if training else "evaluation"
+            raise Different(f"other results in {mode} mode, for the example's first samples")
 
 
 def same(a: Any, b: Any) -> bool:

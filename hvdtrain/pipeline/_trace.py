@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline._modes import Call, dependent, differently_wired, key, partners_of, skeleton
+from hvdtrain.pipeline._modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
 
 # make a tensor without being given one
 _MAKERS = (
@@ -63,6 +63,7 @@ class Program:
         partners: evaluation node -> training node, for those that are in both.
         attributes: what `get_attr` and `call_module` targets name and the model does not.
         leaves: paths of modules that were not opened, and why.
+        doubtful: paths of modules that were, but for PyTorch's own.
     """
 
     model: nn.Module
@@ -70,6 +71,7 @@ class Program:
     partners: dict[fx.Node, fx.Node]
     attributes: dict[str, Any] = field(default_factory=dict)
     leaves: dict[str, str] = field(default_factory=dict)
+    doubtful: set[str] = field(default_factory=set)
 
     @property
     def is_one(self) -> bool:
@@ -77,18 +79,18 @@ class Program:
         return self.graphs[True] is self.graphs[False]
 
 
-def trace(model: nn.Module, example: tuple[Any, ...]) -> Program:
+def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str]) -> Program:
     """Traces a model in both modes; it ends as it was.
 
     Args:
         model: any module; its hooks must be empty (the trace starts inside of them).
         example: the arguments; only what is no tensor is looked at (None, True and strings are fixed).
+        leaves: path -> reason, of modules that are not to be opened; those that cannot be are added.
 
     Raises:
         ConfigError: the model's own forward cannot be traced.
     """
     _refuse(model)
-    leaves: dict[str, str] = {}
     while True:
         runs = {}
         try:
@@ -105,7 +107,10 @@ def trace(model: nn.Module, example: tuple[Any, ...]) -> Program:
             continue
         graphs = {True: runs[True].graph, False: runs[False].graph if differing else runs[True].graph}
         partners = partners_of(graphs[True], graphs[False])
-        return Program(model, graphs, partners, runs[False].attributes | runs[True].attributes, leaves)
+        attributes = runs[False].attributes | runs[True].attributes
+        followed = opened(runs[True].calls) | opened(runs[False].calls)
+        doubtful = {path for path in followed if not type(model.get_submodule(path)).__module__.startswith("torch.nn.")}
+        return Program(model, graphs, partners, attributes, leaves, doubtful)
 
 
 def _refuse(model: nn.Module) -> None:

@@ -379,6 +379,27 @@ class Padded(nn.Module):
         return self.last(self.encoder(self.first(x)[:, None], src_key_padding_mask=padding))
 
 
+class Typed(nn.Module):
+    """Asks what it is given; a stand-in is not a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Tensor:
+        return self.inner(x) if isinstance(x, Tensor) else x
+
+
+@case()
+class AsksForTypes(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.typed, self.block = Typed(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.block(self.typed(self.a(x))))
+
+
 class Hooked(Base):
     """A hook of a submodule is called each time."""
 
