@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +11,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline._trace import Program, all_training, attributes_of, restored
+from hvdtrain.pipeline._state import all_training, left_alone
+from hvdtrain.pipeline._trace import Program
 
 FEW = 2  # samples: what an operation does it does to any number of them
 _SIMPLE = (int, float, bool, complex, str, torch.dtype)
@@ -125,34 +124,6 @@ def resized(example: tuple[Any, ...], samples: int) -> tuple[Any, ...]:
 def to_device(values: Any, device: torch.device) -> Any:
     """Copies, always: a pass may change its input in place."""
     return pytree.tree_map(lambda v: v.detach().to(device, copy=True) if isinstance(v, Tensor) else v, values)
-
-
-@contextmanager
-def left_alone(model: nn.Module, *devices: torch.device) -> Iterator[None]:
-    """Whatever runs inside: buffers, modules' attributes, gradients and random state end as they were."""
-    attributes = attributes_of(model)
-    buffers = [
-        (module, name, tensor, tensor.detach().clone())
-        for module in model.modules()
-        for name, tensor in module._buffers.items()
-        if tensor is not None
-    ]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    draws = random.getstate()
-    gpus = sorted({torch.cuda._utils._get_device_index(d, optional=True) for d in devices if d.type == "cuda"})
-    with torch.random.fork_rng(gpus):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            random.setstate(draws)
-            restored(attributes)
-            for module, name, tensor, value in buffers:
-                module._buffers[name] = tensor
-                tensor.data.copy_(value)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
 
 class _Watch:

@@ -15,9 +15,10 @@ from torch.utils import _pytree as pytree
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import _code
 from hvdtrain.pipeline._cuts import Cut, find_cuts
-from hvdtrain.pipeline._facts import Different, Facts, attribute, device_of, left_alone, look, module_of, to_device
+from hvdtrain.pipeline._facts import Different, Facts, attribute, device_of, look, module_of, to_device
 from hvdtrain.pipeline._modes import innermost
-from hvdtrain.pipeline._trace import Program, all_training, trace
+from hvdtrain.pipeline._state import all_training, left_alone
+from hvdtrain.pipeline._trace import Program, trace
 
 _DULL = {"getitem", "getattr", "_check_fixed", "size", "OrderedDict"}  # names that do not tell where a segment is
 

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline._modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
+from hvdtrain.pipeline._state import all_training, attributes_of, restored
 
 # make a tensor without being given one
 _MAKERS = (
@@ -330,19 +331,6 @@ def _recording(tracer: _Tracer) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def all_training(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """Every module in this mode (None: as it is), without calling `train()`, which models override; then as it was."""
-    before = {module: module.training for module in model.modules()}
-    try:
-        for module in before:
-            module.training = module.training if training is None else training
-        yield
-    finally:
-        for module, was in before.items():
-            module.training = was
-
-
 def _check_fixed(value: Any, fixed: Any, index: int) -> None:
     if value is not fixed and value != fixed:
         raise ConfigError(
@@ -366,25 +354,6 @@ def _encoder_mask(src: Tensor, mask: Any, is_causal: bool | None, batch_first: b
     """What `nn.TransformerEncoder.forward` makes of its mask, by the library's own functions."""
     mask = F._canonical_mask(mask, "mask", None, "", src.dtype, check_other=False)
     return mask, transformer._detect_is_causal_mask(mask, is_causal, transformer._get_seq_len(src, batch_first))
-
-
-def attributes_of(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
-    """What each module holds, to be `restored`."""
-    return {module: dict(module.__dict__) for module in model.modules()}
-
-
-def restored(before: dict[nn.Module, dict[str, Any]]) -> tuple[nn.Module, str] | None:
-    """Undoes what was set on modules since; returns the last of them, and the attribute."""
-    found = None
-    for module, was in before.items():
-        now = module.__dict__
-        changed = [name for name in {*was, *now} if name != "training" and now.get(name) is not was.get(name)]
-        if changed:
-            training = module.training
-            now.clear()
-            now.update(was, training=training)
-            found = (module, changed[0])
-    return found
 
 
 def _autocast_state() -> tuple[Any, ...]:

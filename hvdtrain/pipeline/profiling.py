@@ -18,11 +18,11 @@ from torch import nn
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline._devices import CPU_POOL, kind_of, parse_devices, planned
-from hvdtrain.pipeline._facts import batch_of, left_alone
+from hvdtrain.pipeline._facts import batch_of
 from hvdtrain.pipeline._lanes import lanes
 from hvdtrain.pipeline._measure import Bytes, Clock, Seconds, Subject, on_lane, together
 from hvdtrain.pipeline._segments import Segment, segments
-from hvdtrain.pipeline._trace import all_training
+from hvdtrain.pipeline._state import all_training, left_alone
 from hvdtrain.pipeline.plan import ZERO, Curve, Device, Link, Pool, SegmentCost
 
 BUDGET_S = 8.0  # for the repeats of one size: one at least is always taken

@@ -21,7 +21,7 @@ from hvdtrain.pipeline import _segments, _stage
 from hvdtrain.pipeline._cutting import map_tensors, tensors_of
 from hvdtrain.pipeline._segments import Segment, segments
 from hvdtrain.pipeline._stage import Stage, build_stages
-from hvdtrain.pipeline._trace import all_training
+from hvdtrain.pipeline._state import all_training
 
 TOLERANCE = 1e-12
 

@@ -19,7 +19,7 @@ from torchvision.models.maxvit import MaxVit
 
 from hvdtrain.pipeline._segments import segments
 from hvdtrain.pipeline._stage import Stage, build_stages
-from hvdtrain.pipeline._trace import all_training
+from hvdtrain.pipeline._state import all_training
 
 SMALL = (
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3",

@@ -1,0 +1,71 @@
+"""A model that is looked at ends as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def all_training(model: nn.Module, training: bool | None) -> Iterator[None]:
+    """Every module in this mode (None: as it is), without calling `train()`, which models override; then as it was."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        for module in before:
+            module.training = module.training if training is None else training
+        yield
+    finally:
+        for module, was in before.items():
+            module.training = was
+
+
+def attributes_of(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """What each module holds, to be `restored`."""
+    return {module: dict(module.__dict__) for module in model.modules()}
+
+
+def restored(before: dict[nn.Module, dict[str, Any]]) -> tuple[nn.Module, str] | None:
+    """Undoes what was set on modules since; returns the last of them, and the attribute."""
+    found = None
+    for module, was in before.items():
+        now = module.__dict__
+        changed = [name for name in {*was, *now} if name != "training" and now.get(name) is not was.get(name)]
+        if changed:
+            training = module.training
+            now.clear()
+            now.update(was, training=training)
+            found = (module, changed[0])
+    return found
+
+
+@contextmanager
+def left_alone(model: nn.Module, *devices: torch.device) -> Iterator[None]:
+    """Whatever runs inside: buffers, modules' attributes, gradients and random state end as they were."""
+    attributes = attributes_of(model)
+    buffers = [
+        (module, name, tensor, tensor.detach().clone())
+        for module in model.modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None
+    ]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    draws = random.getstate()
+    gpus = sorted({torch.cuda._utils._get_device_index(d, optional=True) for d in devices if d.type == "cuda"})
+    with torch.random.fork_rng(gpus):
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+        finally:
+            random.setstate(draws)
+            restored(attributes)
+            for module, name, tensor, value in buffers:
+                module._buffers[name] = tensor
+                tensor.data.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
