@@ -31,7 +31,7 @@ BUSY = 0.5  # load a core, from which a note says so
 SIZES = [1, 3, 5, 8, 10, 12, 20, 40, 60]
 TUTORIAL = Settings(120, 128, 1000, 3, 10, "mse", None, micro_batches=6)  # split size 20
 ON_GPU = Settings(120, 128, 1000, 3, 10, "mse", 600.0, micro_batches=None)
-ON_CPU = Settings(32, 96, 1000, 1, 10, "mse", 150.0, micro_batches=None)  # a few minutes on 2 cores
+ON_CPU = Settings(32, 128, 1000, 1, 10, "mse", 180.0, micro_batches=None)  # a few minutes on 2 cores
 
 
 def explore(args: argparse.Namespace) -> None:
