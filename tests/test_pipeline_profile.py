@@ -87,5 +87,12 @@ def test_copies_on_another_device(found: dict[str, Any]) -> None:
     assert case["wholes"] == 1, "what does not fit is not tried again"
 
 
+def test_ctrl_c_ends_a_measurement_and_its_threads(found: dict[str, Any]) -> None:
+    told = found["interrupted"]["told"]
+    assert len(told) == 2
+    assert all(one["threads"] == 0 for one in told)
+    assert all(one["after"] <= 8 for one in told), "passes after the interrupt"
+
+
 def test_parts_of_a_split_model(found: dict[str, Any]) -> None:
     assert found["after_a_split"]["segments"] == 4

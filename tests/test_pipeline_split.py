@@ -93,6 +93,11 @@ def test_parameters_of_several_stages_have_proxies(hard: Lines) -> None:
     assert hard["TwoCross"]["proxies"] == 0
 
 
+def test_buffers_that_training_changes_are_known(hard: Lines) -> None:
+    assert hard["SharedNorm"]["buffers"] == [3, 3]
+    assert hard["Constants"]["buffers"] == [1, 0]
+
+
 def test_segments_that_draw_are_known(hard: Lines) -> None:
     assert hard["Draws"]["draws"] == [0, 2]
     assert all(hard[name]["draws"] == [] for name in SEGMENTS if name != "Draws")

@@ -42,6 +42,10 @@ class Bytes:
     output: list[int] = field(default_factory=list)
 
 
+class Stopped(Exception):
+    """The caller was interrupted."""
+
+
 class Clock:
     """Times on a device: of the processor, or of the GPU's own stream."""
 
@@ -79,6 +83,7 @@ class Subject:
         self._clock = Clock(device)
         self._is_here = device_of(self._chain.program.model) == device
         self.fits = True
+        self.stopped = threading.Event()  # ends what is being measured
         self._copies: Copies | None = None  # the latest
         self._calls, self._whole = self._bind(range(len(segments)))
 
@@ -104,6 +109,8 @@ class Subject:
         return batch_of(self._example)
 
     def _call(self, index: int) -> Call:
+        if self.stopped.is_set():
+            raise Stopped
         return self._calls[index] if self.fits else self._bind([index])[0][0]
 
     def seconds(self, samples: int) -> Seconds:
@@ -139,6 +146,8 @@ class Subject:
 
     def whole(self, samples: int) -> tuple[float, float]:
         """Seconds of one forward and one backward pass through all segments."""
+        if self.stopped.is_set():
+            raise Stopped
         clock, values = self._clock, self.batch(samples)
         start = clock.now()
         outputs = self._whole(*values)
@@ -205,13 +214,17 @@ def saved_storages(alive: list[Any]) -> Iterator[dict[int, int]]:
         yield found
 
 
-def on_lane(lane: Lane, work: Callable[[], Any]) -> Any:
+def on_lane(lane: Lane, work: Callable[[], Any], stop: threading.Event) -> Any:
     """Runs `work` in a thread of its own that has what a stage's thread has; raises what it raises."""
-    return together([lane], [work])[0]
+    return together([lane], [work], stop)[0]
 
 
-def together(lanes: Sequence[Lane], works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Runs each in a thread on its lane, at the same time; no thread outlives the call, Ctrl-C included."""
+def together(lanes: Sequence[Lane], works: Sequence[Callable[[], Any]], stop: threading.Event) -> list[Any]:
+    """Runs each in a thread on its lane, at the same time; no thread outlives the call.
+
+    Args:
+        stop: set when one fails, or at Ctrl-C: then the works have to end.
+    """
     results: list[Any] = [None] * len(lanes)
     failures: list[BaseException] = []
     news: SimpleQueue[None] = SimpleQueue()
@@ -225,6 +238,7 @@ def together(lanes: Sequence[Lane], works: Sequence[Callable[[], Any]]) -> list[
                 results[index] = works[index]()
         except BaseException as error:
             failures.append(error)
+            stop.set()
         finally:
             news.put(None)
 
@@ -239,6 +253,7 @@ def together(lanes: Sequence[Lane], works: Sequence[Callable[[], Any]]) -> list[
             left -= 1
         except BaseException as error:
             failures.append(error)
+            stop.set()
     for thread in threads:
         _see_off(thread)
     torch.set_num_threads(intra_op)  # a thread's number is also what later ones start with

@@ -25,7 +25,7 @@ from hvdtrain.pipeline._segments import Segment, segments
 from hvdtrain.pipeline._state import all_training, left_alone
 from hvdtrain.pipeline.plan import ZERO, Curve, Device, Link, Pool, SegmentCost
 
-BUDGET_S = 8.0  # for the repeats of one size: one at least is always taken
+BUDGET_S = 5.0  # for the repeats of one size: one at least is always taken
 CONTENTION_S = 0.3  # how long several stages are watched at the same time
 TRANSFERS_BYTES = (2**14, 2**24)
 
@@ -118,7 +118,7 @@ def profile(
     with left_alone(whole, *places), all_training(whole, None if whole.training else True):
         subject = Subject(parts, arguments, places[0])
         lane = lanes(places)[0]
-        found = on_lane(lane, lambda: _by_size(subject, wanted, repeats, timed))
+        found = on_lane(lane, lambda: _by_size(subject, wanted, repeats, timed), subject.stopped)
         costs = _costs(parts, found, optimizer_copies)
         if not timed:
             return Profile(costs, tuple(map(planned, places)), (Link(),) * (len(places) - 1), {}, tuple(found))
@@ -210,8 +210,8 @@ def _speeds(
         if kind_of(place) in speeds:
             continue
         subject, lane = Subject(parts, arguments, place), lanes(places)[index]
-        ours = on_lane(lanes(places)[0], lambda: _pass_seconds(first, size))
-        theirs = on_lane(lane, lambda s=subject: _pass_seconds(s, size))  # type: ignore[misc]
+        ours = on_lane(lanes(places)[0], lambda: _pass_seconds(first, size), first.stopped)
+        theirs = on_lane(lane, lambda s=subject: _pass_seconds(s, size), subject.stopped)  # type: ignore[misc]
         speeds[kind_of(place)] = ours / theirs
     return speeds
 
@@ -239,9 +239,13 @@ def _seconds_together(subject: Subject, some: Sequence[Any], size: int) -> float
     ready, enough = threading.Barrier(len(some)), threading.Event()
 
     def work() -> list[float]:
-        subject.whole(size)
         taken: list[float] = []
-        ready.wait(timeout=60)
+        try:
+            subject.whole(size)
+        except BaseException:
+            ready.abort()  # the others do not wait for this one
+            raise
+        ready.wait()
         start = time.perf_counter()
         while not enough.is_set():
             taken.append(sum(subject.whole(size)))
@@ -249,7 +253,7 @@ def _seconds_together(subject: Subject, some: Sequence[Any], size: int) -> float
                 enough.set()  # the others end as well: none goes on alone
         return taken
 
-    passes = sorted(seconds for taken in together(some, [work] * len(some)) for seconds in taken)
+    passes = sorted(seconds for taken in together(some, [work] * len(some), subject.stopped) for seconds in taken)
     return passes[len(passes) // 4]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import tempfile
 import threading
@@ -199,6 +201,34 @@ def copies() -> Any:
         "timed": [all(c.forward_s(4) > 0 < c.backward_s(4) for c in p.costs) for p in (here, at_once, in_turn)],
         "wholes": len(wholes),
     }
+
+
+class Presses(nn.Module):
+    """Ctrl-C in its `at`-th pass."""
+
+    passes, at = 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.005 * (len(x.tolist()) > 0))
+        Presses.passes += 1  # of the class: what is set on a module is undone
+        if Presses.passes == Presses.at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return x * 1
+
+
+@case
+def interrupted() -> Any:
+    """Ctrl-C while it measures; once in the middle of a segment, once while two stages are watched together."""
+    told = []
+    for at in (4, 40):
+        parts = segments(nn.Sequential(nn.Linear(4, 4), Presses(), nn.Linear(4, 4)), torch.randn(4, 4))
+        Presses.passes, Presses.at, threads = 0, at, set(threading.enumerate())
+        try:
+            profile(parts, torch.randn(4, 4), "cpu,cpu", sizes=[2], repeats=10)
+        except KeyboardInterrupt:
+            told.append({"after": Presses.passes - at, "threads": len(set(threading.enumerate()) - threads)})
+        Presses.at = 0
+    return {"told": told}
 
 
 @case

@@ -90,6 +90,7 @@ def compared(name: str, *, change: Callable[[list[Segment]], None] | None = None
         change(parts)
     stages = build_stages(model, parts, [1] * len(parts), ["cpu"] * len(parts))
     one = build_stages(model, parts, [len(parts)], ["cpu"])
+    found["buffers"] = [len(list(one[0].buffers())), len(list(one[0].changing_buffers()))]
     found["proxies"] = sum(len(stage.proxies) for stage in stages)
     for training in (True, False):
         for subject, its in (("parts", stages), ("one", one)):
