@@ -54,7 +54,7 @@ SEGMENTS = {
     "Constants": 8, "Made": 4, "InPlace": 4, "View": 3, "Frozen": 4, "OwnBackward": 2, "Checkpointed": 3,
     "ModeBelow": 3, "ModeAtRoot": 4, "Leaves": 4, "DictOut": 3, "OrderedOut": 3, "FixedArguments": 2, "Draws": 4,
     "Transformer": 8, "Padded": 3, "Hooked": 2,
-    "AsksForTypes": 5,
+    "AsksForTypes": 5, "SharedInstanceNorm": 4,
 }  # fmt: skip
 
 
@@ -95,6 +95,7 @@ def test_parameters_of_several_stages_have_proxies(hard: Lines) -> None:
 
 def test_buffers_that_training_changes_are_known(hard: Lines) -> None:
     assert hard["SharedNorm"]["buffers"] == [3, 3]
+    assert hard["SharedInstanceNorm"]["buffers"] == [3, 2]
     assert hard["Constants"]["buffers"] == [1, 0]
 
 

@@ -142,7 +142,8 @@ class _Watch:
     def run(self, *inputs: Any) -> None:
         last = _last_uses(self._graph)
         given = iter(inputs)
-        buffers = [(id(b), b, b._version) for b in self._program.model.buffers()]
+        # by value as well: batch norm's own function does not count its changes of the running statistics
+        buffers = [(b, b._version, b.clone()) for b in self._program.model.buffers()]
         state = [get() for get in self._generators]
         for place, node in enumerate(self._graph.nodes):
             if node.op == "output":
@@ -158,7 +159,9 @@ class _Watch:
                 self._versions.pop(done, None)
         kept = {id(b) for b in self._program.model.buffers()}
         self._facts.changed |= {
-            name for name, buffer, before in buffers if buffer._version != before or name not in kept
+            id(buffer)
+            for buffer, version, value in buffers
+            if id(buffer) not in kept or buffer._version != version or not torch.equal(buffer, value)
         }
 
     def _call(self, node: fx.Node) -> Any:

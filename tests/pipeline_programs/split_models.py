@@ -126,6 +126,20 @@ class SharedNorm(Base):
 
 
 @case()
+class SharedInstanceNorm(Base):
+    """As before, by a layer that does not count its changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([self.a(x), self.b(x)], dim=2)
+        x = self.norm(self.c(self.norm(x).mT).mT)
+        return self.d(x.sum(2))
+
+
+@case()
 class Constants(Base):
     """A buffer that every layer uses, a tensor that is none, and a parameter of the root."""
 
