@@ -314,7 +314,7 @@ def tune(job: Job) -> int:
     import hvdtrain.pipeline
 
     swept = job.result.get("sweep")
-    budget_s = 0.9 * SHARE * swept["spent_s"] if swept else None
+    budget_s = 0.95 * SHARE * swept["spent_s"] if swept else None
     tuning = hvdtrain.pipeline.tune(job.pipe, *job.batches[0], job.loss, budget_s=budget_s)
     job.result["tune"] = tuning.as_dict()
     print(f"\ntune: {tuning.spent_s:.1f} s", *tuning.trials, sep="\n  ")
