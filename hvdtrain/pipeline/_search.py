@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 6  # with fewer than 3 runs an interval says nothing
 CLOSE_ENOUGH = 1.03  # times the fastest: what lies below may be chosen instead
+TRUSTED = 1.25  # a prediction whose errors differ by more says nothing about the order
 REFERENCE = 0  # the key of what the candidates are compared with; candidates are counts, from 1
 
 
@@ -115,7 +116,7 @@ class Search:
     def find(self) -> int:
         """Runs the rounds; returns the candidate to take (see `settled`)."""
         self._active = self._around(min(self._order, key=self.predicted.__getitem__))
-        for turn in range(MOST_ROUNDS + len(self._order)):
+        for turn in range(MOST_ROUNDS + LEAST_ROUNDS * len(self._order)):
             if turn and self._something_runs() and not self._time_for_a_round():
                 break
             self._round(turn)
@@ -132,7 +133,20 @@ class Search:
     def leader(self) -> int:
         """The fastest so far."""
         tried = [one for one in self._active if self.seconds.get(one)]
-        return min([one for one in tried if one not in self._slower] or tried, key=self._estimate)
+        return min([one for one in tried if one not in self._slower] or tried, key=self._believed)
+
+    def _believed(self, one: int) -> float:
+        """The estimate of a candidate; what it lacks in rounds the prediction stands in for, as far as it goes: at the
+        level of what was measured. So one quick run does not make a winner, and a wrong prediction does not stay."""
+        runs, seconds = len(self.seconds[one]), self._estimate(one)
+        if runs >= LEAST_ROUNDS or seconds == math.inf:
+            return seconds
+        known = [self._estimate(its) / self.predicted[its] for its in self._active if self.seconds.get(its)]
+        known = [ratio for ratio in known if ratio < math.inf]
+        if max(known) > TRUSTED * min(known):
+            return seconds
+        scale = statistics.fmean(known)
+        return (runs * seconds + (LEAST_ROUNDS - runs) * scale * self.predicted[one]) / LEAST_ROUNDS
 
     def compared(self, one: int, other: int) -> Interval | None:
         """The time of one candidate (or the reference) over that of another."""
