@@ -308,7 +308,7 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
             told = _kept(off <= PREDICTION_TARGET)
             lines.append(f"prediction {what}: at most {off:.1%} off (target <= {PREDICTION_TARGET:.0%}: {told})")
     ratio = stats.ratio_of_medians(seconds[best], seconds[ALL_CORES], paired=True)
-    lines.append(f"{best} / {ALL_CORES}: {ratio} (no target: on one CPU, cutting a model that fits is no gain over 1)")
+    lines.append(f"{best} / {ALL_CORES}: {ratio} (no target: one process with all cores)")
     return lines
 
 
