@@ -5,16 +5,24 @@ from __future__ import annotations
 from harness import run_ranks
 
 PROGRAM = """
-import resource, torch
+import resource, threading, torch
 from hvdtrain.allocator import keep_freed_memory
 
-def steps():
+def work():
     for _ in range(10):
-        tensors = [torch.zeros(3_000_000) for _ in range(6)]
+        tensors = [torch.zeros(3_000_000) for _ in range(6)] + [torch.zeros(10_000_000)]
         del tensors
 
+def steps():
+    for target in (work, work):  # threads of a pipeline's stages come and go
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    work()
+
 kept = keep_freed_memory()
-steps()
+for _ in range(4):  # until every heap that threads have taken turns with has grown
+    steps()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 steps()
 print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.allocator import keep_freed_memory
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import _random
 from hvdtrain.pipeline._batchnorm import Pooled
@@ -76,8 +75,6 @@ class Pipeline(nn.Module):
         self._finishing = [False] * len(self.stages)
         self._drawing: dict[int, frozenset[Any]] = {}  # functions that draw, by segment
         self._busy = threading.Lock()
-        if any(device.type == "cpu" for device in self.devices):
-            keep_freed_memory()
 
     # -- one batch -------------------------------------------------------------------------------------------
     def step(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
+from hvdtrain.allocator import keep_freed_memory
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import plan
 from hvdtrain.pipeline._cutting import batch_size
@@ -67,6 +68,8 @@ def split(
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
             raise ConfigError("micro_batches is a number or 'auto'", repr(micro_batches))
         plan.micro_batch_sizes(batch, micro_batches)
+    if any(place.type == "cpu" for place in places):
+        keep_freed_memory()  # before there are threads
     parts = segments(model, example) if modules is None else from_modules(modules, model, example)
     wishes = _Wishes(batch, micro_batches, balance, schedule, remat)
     sizes, count, measured = wishes.settled(parts, example, places)
