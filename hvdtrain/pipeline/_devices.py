@@ -36,7 +36,9 @@ def _device(word: str | torch.device) -> torch.device:
         if index >= gpus:
             there = ", ".join([*(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(gpus)), "cpu"])
             raise ConfigError(
-                "a device of a pipeline exists", f"{word}; there is {there}", "CUDA_VISIBLE_DEVICES hides others"
+                "a device of a pipeline exists",
+                f"{word}; there is {there}",
+                "name one that is there (CUDA_VISIBLE_DEVICES may hide some)",
             )
         return torch.device("cuda", index)
     if device.type != "cpu":
