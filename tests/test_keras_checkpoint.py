@@ -15,7 +15,7 @@ PROGRAMS = Path(__file__).parent / "keras_programs"
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module", params=["tensorflow", "torch"])
+@pytest.fixture(scope="module", params=["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs four epochs at once, and two and two in separate jobs; all state of every rank is stored."""
     folder = tmp_path_factory.mktemp("resume")

@@ -166,7 +166,7 @@ def check_in_plain_keras(saved: Path, tmp_path: Path, ended: dict[str, Any]) -> 
     [
         ("none", 1, ()),
         ("mpirun", 2, ("--compression", "fp16")),
-        ("horovodrun", 4, ("--no-epochs-divided", "--watch-every", "3")),
+        pytest.param("horovodrun", 4, ("--no-epochs-divided", "--watch-every", "3"), marks=pytest.mark.thorough),
         ("none", 1, ("--backend", "torch")),
         ("horovodrun", 2, ("--backend", "torch")),
     ],

@@ -193,7 +193,12 @@ FORMS = [
     ("torchrun", 2, ("--engine", "deepspeed", "--schedule", "cosine")),
     ("horovodrun", 2, ("--pipeline", "cpu,cpu", "--micro-batches", "2", "--accumulate", "2", "--watch-every", "2")),
     ("none", 1, ("--plan", "auto", "--pipeline", "cpu,cpu")),
-    ("horovodrun", 4, ("--channels-last", "--watch-every", "2", "--label-smoothing", "0.1")),
+    pytest.param(
+        "horovodrun",
+        4,
+        ("--channels-last", "--watch-every", "2", "--label-smoothing", "0.1"),
+        marks=pytest.mark.thorough,
+    ),
 ]
 
 
