@@ -38,7 +38,7 @@ def found() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("model", [*SMALL, *LARGE])
 def test_equal_to_the_unsplit_model(found: dict[str, Any], model: str) -> None:
     came = found[model]
-    assert came["combinations"] == 120 if model in SMALL else came["combinations"] >= 2
+    assert came["combinations"] == 120 if model in SMALL else came["combinations"] >= 3
     assert came["segments"] >= 4
     for what in ("loss", "gradients", "buffers", "outputs"):
         assert came[what] <= TOLERANCE, f"{what} off by {came[what]:.3g}"
