@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import errno
 import fcntl
-import importlib.metadata
 import os
 import platform
 import socket
@@ -15,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from hvdtrain import stats
 from hvdtrain.errors import ConfigError
 from hvdtrain.records import end_last_line, plain, read_run, to_json, write_json
 from hvdtrain.tensorboard import ScalarWriter, available
@@ -77,7 +77,7 @@ class RunWriter:
                 "status": "running",
                 "started": earlier.get("started", attempts[-1]["started"]),
                 "ended": None,
-                "versions": _versions(),
+                "versions": {"python": platform.python_version()} | stats.versions(*_TOLD_VERSIONS),
                 "launcher": world.launcher,
                 "world": {"size": world.size, "local_size": world.local_size, "engine": world.engine,
                           "devices": world.devices, "seed": world.seed},
@@ -232,16 +232,6 @@ def _effective_batch(config: Mapping[str, Any], size: int) -> int | None:
     if "per_rank_batch" in config:
         return config["per_rank_batch"] * size * (config.get("accumulate") or 1)
     return None
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in _TOLD_VERSIONS:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _now() -> str:
