@@ -54,6 +54,24 @@ system_packages() {
     apt-get install -y -q --no-install-recommends "${missing[@]}"
 }
 
+# What only the tests need: hosts made of network namespaces, with an sshd each, and a Slurm. Where they cannot be
+# installed, or where systemd would start the packages' services at once, the tests that need them say so and skip.
+test_packages() {
+  local missing=()
+  [ -x /usr/sbin/sshd ] || missing+=(openssh-server)
+  command -v ssh >/dev/null || missing+=(openssh-client)
+  [ -x /usr/sbin/ip ] || [ -x /sbin/ip ] || missing+=(iproute2)
+  [ -x /usr/sbin/slurmctld ] || missing+=(slurmctld slurmd slurm-client munge)
+  [ ${#missing[@]} -gt 0 ] || return 0
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || [ -d /run/systemd/system ]; then
+    say "some tests will be skipped without: ${missing[*]} (apt-get install them; their services need not run)"
+    return 0
+  fi
+  step "reading the package lists (about 10 s)" apt-get update -q
+  step "installing ${missing[*]} for the tests (about 30 s)" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -q --no-install-recommends "${missing[@]}"
+}
+
 # Everything the environment depends on; when it changes, set-up looks again.
 fingerprint() {
   cat setup.cfg pyproject.toml hvdtrain/horovod_build/*.py scripts/setup.sh | sha256sum | cut -c1-16
