@@ -86,7 +86,9 @@ def train(args: argparse.Namespace, world: World) -> None:
     x_train, x_test = images.x_train[..., None], images.x_test[..., None]
     plan = Settings.of(args, world.size, images.name, samples=len(x_train))
     data = images.fingerprint()
-    run_dir = world.on_main(startup.choose_run_dir, args.run_dir, "keras_mnist", resume=args.resume, data_sha256=data)
+    run_dir, args.resume = world.on_main(
+        startup.choose_run, args.run_dir, "keras_mnist", resume=args.resume, data_sha256=data
+    )
     config = {**vars(args), **vars(plan), "data": images.note, "data_sha256": data}
     with hvdtrain.RunLog(run_dir, world, config=config, resume=args.resume) as run:
         if world.is_main:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from hvdtrain import stats
 from hvdtrain.errors import ConfigError
 from hvdtrain.records import end_last_line, plain, read_run, to_json, write_json
+from hvdtrain.restart import job_of
 from hvdtrain.tensorboard import ScalarWriter, available
 from hvdtrain.world import World
 
@@ -70,7 +71,10 @@ class RunWriter:
     def start(self, world: World, config: dict[str, Any], *, progress: bool, tensorboard: bool) -> None:
         earlier = self._earlier or {}
         attempts = list(earlier.get("attempts", []))
-        attempts.append({"started": _now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname()})
+        attempts.append(
+            {"started": _now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname(),
+             "job": job_of(os.environ)}
+        )  # fmt: skip
         self.run = plain(
             {
                 "format": 1,

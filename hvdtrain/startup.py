@@ -31,6 +31,7 @@ from hvdtrain.errors import (
 )
 from hvdtrain.launchers import Detected, detect
 from hvdtrain.records import read_run
+from hvdtrain.restart import job_of, restarts
 
 # ---- flags
 
@@ -272,8 +273,7 @@ def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256:
         ConfigError: nothing to resume, or a run on other data; ``runs`` cannot be written.
     """
     root = Path("runs")
-    numbers = [path.name.removeprefix(f"{stem}-") for path in root.glob(f"{stem}-*")]
-    newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    newest = max((int(path.name.removeprefix(f"{stem}-")) for path in _numbered(stem)), default=0)
     if resume:
         run_dir = wanted or root / f"{stem}-{newest}"
         _check_resumable(run_dir, data_sha256)
@@ -290,6 +290,42 @@ def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256:
         except OSError as error:
             came = f"{root.absolute()}: {error.strerror}"
             raise ConfigError("a run needs a directory to write to", came, "name one: --run-dir DIR") from error
+
+
+def _numbered(stem: str) -> list[Path]:
+    """The directories ``runs/<stem>-N``, by number."""
+    numbers = [path.name.removeprefix(f"{stem}-") for path in Path("runs").glob(f"{stem}-*")]
+    return [Path("runs") / f"{stem}-{n}" for n in sorted((n for n in numbers if n.isdecimal()), key=int)]
+
+
+def choose_run(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str) -> tuple[Path, bool]:
+    """The directory of this run, and whether to go on with what is in it; call it on rank 0.
+
+    As `choose_run_dir`; and a job that was started again (`hvdtrain.restart`) goes on with the run that it made
+    earlier, without `resume`. If it had not come so far as to make one, it starts.
+
+    Raises:
+        ConfigError: as `choose_run_dir`; or the job has made several runs, so that it takes a name to tell which.
+    """
+    if not resume and restarts(os.environ):
+        own = [run_dir for run_dir in ([wanted] if wanted else _numbered(stem)) if goes_on(run_dir)]
+        if len(own) > 1 and job_of(os.environ):
+            came = f"restart {restarts(os.environ)} of {job_of(os.environ)}, which made {', '.join(map(str, own))}"
+            raise ConfigError("a job that is started again goes on with its run", came, "name it: --run-dir DIR")
+        if own:
+            wanted, resume = own[-1], True
+    return choose_run_dir(wanted, stem, resume=resume, data_sha256=data_sha256), resume
+
+
+def goes_on(run_dir: Path) -> bool:
+    """Whether this process belongs to a job that was started again, and `run_dir` holds the run that it made earlier.
+
+    Where nothing names the job, whatever run is there is taken for its own.
+    """
+    if not restarts(os.environ):
+        return False
+    earlier, job = read_run(run_dir), job_of(os.environ)
+    return earlier is not None and any(job in (None, attempt.get("job")) for attempt in earlier.get("attempts", [{}]))
 
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
@@ -310,7 +346,7 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
         came = f"{run_dir}: not writable by user {os.getuid()}"
         raise ConfigError("a run directory is one that this user can write", came, "name another: --run-dir DIR")
     status = (earlier or {}).get("status", "running")
-    if status != "running" and not resume:  # one that says "running" may be alive: RunLog knows
+    if status != "running" and not (resume or goes_on(run_dir)):  # one that says "running" may be alive: RunLog knows
         came = f"{run_dir} holds a run that is {status}"
         raise ConfigError("a run directory holds one run", came, "name another: --run-dir DIR, or add --resume")
 

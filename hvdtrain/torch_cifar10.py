@@ -46,8 +46,9 @@ def train(args: argparse.Namespace, world: World) -> None:
     model, optimizer = hvt.prepare(model, optimizer, batches, lr=rate, amp=args.amp)  # +
     checkpoints = hvdtrain.Checkpointer(args.run_dir / "checkpoints", best="top1", mode="max")  # +
 
-    with hvdtrain.RunLog(args.run_dir, world, config={**vars(args), "lr": rate}, resume=args.resume) as run:  # +
-        if args.resume:
+    resume = args.resume or world.on_main(startup.goes_on, args.run_dir)  # + preempted, and started again
+    with hvdtrain.RunLog(args.run_dir, world, config={**vars(args), "lr": rate}, resume=resume) as run:  # +
+        if resume:
             checkpoints.restore(hvt.model_state(model, optimizer, batches))  # +
         for epoch in batches.epochs(args.epochs):  # + instead of range(epochs)
             began = time.perf_counter()

@@ -49,8 +49,8 @@ def train(args: argparse.Namespace, world: World) -> None:
     network = image_models.build(args.model, data.classes, image_size=data.image_size, stem=recipe.stem)
     pipe, plan = image_pipeline.apply(args, plan, network, data.image_size, world)
     check_batches(args, plan, data, network, world, pipe)
-    run_dir = world.on_main(
-        startup.choose_run_dir, args.run_dir, "torch_resnet", resume=args.resume, data_sha256=data.sha256
+    run_dir, args.resume = world.on_main(
+        startup.choose_run, args.run_dir, "torch_resnet", resume=args.resume, data_sha256=data.sha256
     )
     config = {**vars(args), **vars(plan), "data": data.note, "data_sha256": data.sha256}
     config["stages"] = None if pipe is None else pipe.extra_repr()
@@ -167,12 +167,11 @@ def make_optimizer(plan: Settings, network: torch.nn.Module) -> torch.optim.Opti
 
 def restore(args: argparse.Namespace, plan: Settings, job: Job, world: World) -> None:
     """Goes on where a run stopped, or starts from another run's weights."""
-    if args.resume:
-        progress = job.checkpoints.restore(job.state())
-        if world.is_main:
-            seen = progress.samples_seen if progress else 0
-            print(f"resuming after {seen:,} of {plan.total_samples:,} samples", flush=True)
-    elif args.weights is not None:
+    progress = job.checkpoints.restore(job.state()) if args.resume else None
+    if args.resume and world.is_main:
+        seen = progress.samples_seen if progress else 0
+        print(f"resuming after {seen:,} of {plan.total_samples:,} samples", flush=True)
+    if progress is None and args.weights is not None:  # a job may be started again before its first checkpoint
         weights = {name: part for name, part in job.state().items() if name == "model.safetensors"}
         job.checkpoints.restore(weights, which=args.weights)
         if world.is_main:

@@ -22,8 +22,8 @@ import hvdtrain
 PACKAGE = "hvdtrain"
 CORE = {
     "errors", "launchers", "engines", "world", "lr", "shard", "checkpoint", "manifest", "transfer", "telemetry",
-    "slurm", "records", "run_writer", "tensorboard", "verdict", "cores", "stats", "allocator", "pipeline.plan",
-    "pipeline.plan_simulate", "pipeline.plan_partition", "pipeline.plan_search",
+    "slurm", "records", "restart", "run_writer", "tensorboard", "verdict", "cores", "stats", "allocator",
+    "pipeline.plan", "pipeline.plan_simulate", "pipeline.plan_partition", "pipeline.plan_search",
 }  # fmt: skip
 ADAPTERS = {
     "torch": {"torch", "torchvision", "deepspeed"},

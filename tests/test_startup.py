@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import startup
+from hvdtrain import restart, startup
 from hvdtrain.errors import ConfigError, LauncherError
 from hvdtrain.launchers import ALONE, Detected
 
@@ -188,3 +188,89 @@ def test_run_directory_is_checked_early(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="user can write"):
         startup.check_run_dir(tmp_path / "file" / "run", resume=False)
+
+
+# ---- a job that was started again
+
+
+def put_own_run(folder: Path, job: str | None, **config: object) -> None:
+    put_run(folder, **config)
+    run = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(run | {"attempts": [{"job": "before"}, {"job": job}]}))
+
+
+@pytest.fixture
+def started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLURM_RESTART_COUNT", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("HVDTRAIN_JOB", "ours")
+    monkeypatch.setenv("HVDTRAIN_RESTART", "1")
+    return monkeypatch
+
+
+def choose_again(wanted: Path | None = None) -> tuple[Path, bool]:
+    return startup.choose_run(wanted, "prog", resume=False, data_sha256="d")
+
+
+def test_a_restarted_job_goes_on_with_its_own_run(started_again: pytest.MonkeyPatch) -> None:
+    put_own_run(Path("runs/prog-9"), "ours", data_sha256="d")
+    put_own_run(Path("runs/prog-10"), "theirs", data_sha256="d")
+    assert choose_again() == (Path("runs/prog-9"), True)
+    assert choose_again(Path("runs/prog-9")) == (Path("runs/prog-9"), True)
+    startup.check_run_dir(Path("runs/prog-9"), resume=False)
+    with pytest.raises(ConfigError, match="holds a run that is finished"):
+        startup.check_run_dir(Path("runs/prog-10"), resume=False)
+    started_again.setenv("HVDTRAIN_RESTART", "0")  # the first time it is a new run
+    assert choose_again() == (Path("runs/prog-11"), False)
+    with pytest.raises(ConfigError, match="holds a run that is finished"):
+        startup.check_run_dir(Path("runs/prog-9"), resume=False)
+
+
+def test_a_job_restarted_before_it_had_a_run_starts_one(started_again: pytest.MonkeyPatch) -> None:
+    assert choose_again() == (Path("runs/prog-1"), False)
+    assert choose_again(Path("own")) == (Path("own"), False)
+    put_run(Path("before"), data_sha256="d")  # by an hvdtrain that did not record the job
+    assert choose_again(Path("before")) == (Path("before"), False)  # which RunLog refuses
+
+
+def test_a_restarted_job_with_several_runs_must_say_which(started_again: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        put_own_run(Path(f"runs/prog-{number}"), "ours", data_sha256="d")
+    with pytest.raises(ConfigError) as caught:
+        choose_again()
+    assert "runs/prog-1, runs/prog-2" in caught.value.came and "--run-dir" in caught.value.remedy
+    assert choose_again(Path("runs/prog-2")) == (Path("runs/prog-2"), True)
+
+
+def test_a_restarted_job_without_a_name_takes_the_newest(started_again: pytest.MonkeyPatch) -> None:
+    started_again.setenv("HVDTRAIN_JOB", "")
+    put_run(Path("runs/prog-9"), data_sha256="d")
+    put_own_run(Path("runs/prog-10"), "theirs", data_sha256="d")
+    assert choose_again() == (Path("runs/prog-10"), True)
+
+
+def test_a_restarted_job_on_other_data_is_refused(started_again: pytest.MonkeyPatch) -> None:
+    put_own_run(Path("own"), "ours", data_sha256="e", data="cats")
+    with pytest.raises(ConfigError, match="trained on other data: cats"):
+        choose_again(Path("own"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "count", "job"),
+    [
+        ({}, 0, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "big"}, 0, "slurm-big-7"),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, 2, "slurm-cluster-7"),
+        ({"SLURM_JOB_ID": "7", "HVDTRAIN_JOB": "ours", "HVDTRAIN_RESTART": "3", "SLURM_RESTART_COUNT": "2"}, 3, "ours"),
+        ({"HVDTRAIN_JOB": "", "HVDTRAIN_RESTART": ""}, 0, None),
+    ],
+)
+def test_what_the_environment_says_of_restarts(environ: dict[str, str], count: int, job: str | None) -> None:
+    assert (restart.restarts(environ), restart.job_of(environ)) == (count, job)
+
+
+@pytest.mark.parametrize("text", ["-1", "x", "1.5", "\u0663"])
+def test_a_restart_count_that_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(LauncherError, match="HVDTRAIN_RESTART"):
+        restart.restarts({"HVDTRAIN_RESTART": text})
