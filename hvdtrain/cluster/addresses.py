@@ -1,0 +1,193 @@
+"""Which address and interface each host talks through: chosen by address, because names differ from host to host.
+
+Horovod's launcher wants one interface name that all hosts share (upstream issues 1724, 2568, 2831); Gloo and NCCL take
+a name on each host. So the address is found first, then the name that it has there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+
+from hvdtrain.errors import ConfigError
+
+Interfaces = Mapping[str, Sequence[IPv4Interface]]
+_FIX = "name the network: --network 10.0.0.0/24 (or one address in it); hvdtrain doctor -H ... shows what each host has"
+
+# rtnetlink(7): linux/netlink.h, linux/rtnetlink.h, linux/if_addr.h, linux/if.h
+_HEADER, _ADDRESS, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("=HH")
+_RTM_GETADDR, _RTM_NEWADDR, _REQUEST_DUMP, _DONE, _ERROR = 22, 20, 0x301, 3, 2
+_IFA_ADDRESS, _IFA_LOCAL = 1, 2
+_SIOCGIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8913, 0x1, 0x40
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What one host talks through: its interface's name there, and its address."""
+
+    interface: str
+    address: str
+
+
+def interfaces() -> dict[str, list[IPv4Interface]]:
+    """Return this machine's interfaces that are up and have a carrier, each with its IPv4 addresses and networks."""
+    found: dict[str, list[IPv4Interface]] = {}
+    for index, address in _addresses():
+        with contextlib.suppress(OSError):  # it may be gone since
+            name = socket.if_indextoname(index)
+            if _is_up(name):
+                found.setdefault(name, []).append(address)
+    return found
+
+
+def source_towards(address: str) -> str | None:
+    """Return this machine's address on the way to `address`, as its routes say; None without a route. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+def choose(
+    hosts: Mapping[str, Interfaces], network: str | None = None, reached: Mapping[str, str] | None = None
+) -> dict[str, Chosen]:
+    """Return what each host shall talk through; pure.
+
+    One host alone uses its loopback. Several use the network that is asked for; or else the addresses they are reached
+    by (the names the user gave are a choice of network, also where routers are between), or a network all have.
+
+    Args:
+        hosts: every host's interfaces.
+        network: "10.0.0.0/24", or an address in the network.
+        reached: the address of each host that the connection to it ended at, as far as known.
+
+    Raises:
+        ConfigError: no such addresses, or two hosts with the same; every host's are told.
+    """
+    if network is not None:
+        return _in_asked(hosts, network)
+    if len(hosts) == 1:
+        return {name: _loopback(its) for name, its in hosts.items()}
+    usable = {name: dict(_usable(its)) for name, its in hosts.items()}
+    known = {
+        name: IPv4Address(address)
+        for name, address in (reached or {}).items()
+        if IPv4Address(address) in usable.get(name, {})
+    }
+    shared = [found for found in _networks(usable) if _distinct(_within(usable, found))]
+    shared.sort(key=lambda found: -sum(address in found for address in known.values()))
+    picked: Mapping[str, IPv4Address] = known
+    if shared and all(address in shared[0] for address in known.values()):
+        picked = _within(usable, shared[0]) | known
+    if len(picked) == len(hosts) and _distinct(picked):
+        return {name: Chosen(usable[name][address][0], str(address)) for name, address in picked.items()}
+    raise ConfigError("the hosts need a network that all of them have", _listed(hosts), _FIX)
+
+
+def _in_asked(hosts: Mapping[str, Interfaces], network: str) -> dict[str, Chosen]:
+    try:
+        asked = IPv4Network(network, strict=False)
+    except ValueError as error:
+        raise ConfigError("--network is an IPv4 network or address", str(error), "--network 10.0.0.0/24") from None
+    everything = {
+        name: {its.ip: (own, its) for own, list_ in all_.items() for its in list_} for name, all_ in hosts.items()
+    }
+    if asked.prefixlen == 32:  # one address: the network of the interface that has it
+        owners = [its.network for all_ in everything.values() for ip, (_, its) in all_.items() if ip in asked]
+        if not owners:
+            raise ConfigError(f"--network {network} is an address of one of the hosts", _listed(hosts), _FIX)
+        asked = owners[0]
+    found = {name: [ip for ip in all_ if ip in asked] for name, all_ in everything.items()}
+    without = [name for name, its in found.items() if not its]
+    if without:
+        raise ConfigError(f"every host has an address in {asked}", f"not {', '.join(without)}\n{_listed(hosts)}", _FIX)
+    chosen = {name: its[0] for name, its in found.items()}
+    if not _distinct(chosen):
+        raise ConfigError(f"every host has an address of its own in {asked}", _listed(hosts), _FIX)
+    return {name: Chosen(everything[name][ip][0], str(ip)) for name, ip in chosen.items()}
+
+
+def _loopback(its: Interfaces) -> Chosen:
+    for name, addresses in its.items():
+        for address in addresses:
+            if address.ip.is_loopback:
+                return Chosen(name, str(address.ip))
+    raise ConfigError("a host has a loopback interface that is up", _listed({"it": its}), "ip link set lo up")
+
+
+def _usable(its: Interfaces) -> Iterator[tuple[IPv4Address, tuple[str, IPv4Interface]]]:
+    for name, addresses in its.items():
+        for address in addresses:
+            if not address.ip.is_loopback and not address.ip.is_link_local:
+                yield address.ip, (name, address)
+
+
+_Usable = Mapping[str, Mapping[IPv4Address, tuple[str, IPv4Interface]]]
+
+
+def _networks(usable: _Usable) -> list[IPv4Network]:
+    """The networks that every host has an address in, in the order of the first host."""
+    first, *others = usable.values()
+    networks = dict.fromkeys(its.network for _, its in first.values())
+    return [net for net in networks if all(any(its.network == net for _, its in all_.values()) for all_ in others)]
+
+
+def _within(usable: _Usable, network: IPv4Network) -> dict[str, IPv4Address]:
+    return {name: next(ip for ip, (_, its) in all_.items() if its.network == network) for name, all_ in usable.items()}
+
+
+def _distinct(addresses: Mapping[str, IPv4Address]) -> bool:
+    """Bridges of containers and virtual machines have the same address everywhere: no network between the hosts."""
+    return len(set(addresses.values())) == len(addresses)
+
+
+def _listed(hosts: Mapping[str, Interfaces]) -> str:
+    return "\n".join(
+        f"{name}: " + (", ".join(f"{own} {ip}" for own, its in all_.items() for ip in its) or "no interface is up")
+        for name, all_ in hosts.items()
+    )
+
+
+def _addresses() -> Iterator[tuple[int, IPv4Interface]]:
+    """Yield (interface's index, address) of all IPv4 addresses, second ones of an interface as well."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+        length = _HEADER.size + _ADDRESS.size
+        kernel.send(_HEADER.pack(length, _RTM_GETADDR, _REQUEST_DUMP, 1, 0) + _ADDRESS.pack(socket.AF_INET, 0, 0, 0, 0))
+        while True:
+            data = kernel.recv(1 << 16)
+            while data:
+                length, kind, *_ = _HEADER.unpack_from(data)
+                if kind in (_DONE, _ERROR):
+                    return
+                if kind == _RTM_NEWADDR:
+                    yield from _address(data[_HEADER.size : length])
+                data = data[length + 3 & ~3 :]
+
+
+def _address(message: bytes) -> Iterator[tuple[int, IPv4Interface]]:
+    family, prefix, _, _, index = _ADDRESS.unpack_from(message)
+    if family != socket.AF_INET:
+        return
+    attributes, rest = {}, message[_ADDRESS.size :]
+    while len(rest) >= _ATTRIBUTE.size:
+        length, kind = _ATTRIBUTE.unpack_from(rest)
+        attributes[kind] = rest[_ATTRIBUTE.size : length]
+        rest = rest[max(length, _ATTRIBUTE.size) + 3 & ~3 :]
+    local = attributes.get(_IFA_LOCAL, attributes.get(_IFA_ADDRESS))  # of a tunnel, ADDRESS is the other end
+    if local is not None:
+        yield index, ipaddress.IPv4Interface((local, prefix))
+
+
+def _is_up(name: str) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("16s24x", name.encode()[:15]))
+    flags = struct.unpack_from("=H", answer, 16)[0]
+    return bool(flags & _IFF_UP and flags & _IFF_RUNNING)

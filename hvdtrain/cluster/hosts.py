@@ -1,0 +1,145 @@
+"""Which hosts take part, with how many ranks each, and which rank runs where: text in, values out."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.errors import ConfigError
+
+# Names reach `ssh` as an argument and files as a part of their names: nothing else than what host names are made of,
+# and no leading "-", which would make an option of them.
+_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9_][A-Za-z0-9._-]*")
+_HOSTS = 'hosts are written as "host1:4,host2:4" (slots; 1 if left out), names of letters, digits, ".", "_" and "-"'
+_FIX = "-H host1:4,host2:4; several users: user@host1:4; addresses: 10.0.0.1:4"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine that ranks run on.
+
+    Attributes:
+        name: as the user wrote it, perhaps with "user@" in front: what ssh is called with.
+        slots: how many ranks it takes.
+    """
+
+    name: str
+    slots: int = 1
+
+    @property
+    def address(self) -> str:
+        """The name without a user: what the resolver knows."""
+        return self.name.rpartition("@")[2]
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One rank's place in the job, counted as Horovod counts.
+
+    Attributes:
+        host: where it runs.
+        rank, size: among all ranks.
+        local_rank, local_size: among those of its host.
+        cross_rank, cross_size: among the ranks of all hosts that have the same local rank.
+    """
+
+    host: Host
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Return the hosts in "host1:4,host2:4,host3"; pure.
+
+    Raises:
+        ConfigError: a name with other characters than those of host names, slots below 1, a host named twice.
+    """
+    return _distinct([_host(*_split(piece.strip(), text)) for piece in text.split(",")])
+
+
+def read_hostfile(path: str | Path) -> list[Host]:
+    """Return the hosts in a file: a line each, "host1 slots=4" or "host1:4"; "#" starts a comment.
+
+    Raises:
+        ConfigError: it cannot be read, or a line has another form (its number is told).
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("a host file must be readable text", f"{path}: {error}", "correct --hostfile") from error
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots\s*=\s*(\S+)", text)
+        name, slots = (match[1], match[2]) if match else _split(text, f"{path}, line {number}: {text}")
+        try:
+            hosts.append(_host(name, slots))
+        except ConfigError as error:
+            raise ConfigError(error.rule, f"{path}, line {number}: {error.came}", error.remedy) from None
+    if not hosts:
+        raise ConfigError("a host file names at least one host", f"{path}: none", "a line each: host1 slots=4")
+    return _distinct(hosts)
+
+
+def assign(hosts: Sequence[Host], np: int) -> list[Slot]:
+    """Return the places of `np` ranks: hosts in their order, each filled before the next, as horovodrun does; pure.
+
+    Raises:
+        ConfigError: fewer slots than ranks (the counts are told), or no ranks.
+    """
+    slots = sum(host.slots for host in hosts)
+    if not 1 <= np <= slots:
+        came = f"-np {np}, {slots} slot(s): {', '.join(map(str, hosts))}"
+        raise ConfigError("a job has at least 1 rank and a slot for each", came, f"-np {max(slots, 1)}, or more slots")
+    local_sizes, left = [], np
+    for host in hosts:
+        local_sizes.append(min(host.slots, left))
+        left -= local_sizes[-1]
+    cross_sizes = [sum(size > local for size in local_sizes) for local in range(max(local_sizes))]
+    met: collections.Counter[int] = collections.Counter()
+    found: list[Slot] = []
+    for host, local_size in zip(hosts, local_sizes, strict=True):
+        for local in range(local_size):
+            found.append(Slot(host, len(found), np, local, local_size, met[local], cross_sizes[local]))
+            met[local] += 1
+    return found
+
+
+def _split(piece: str, whole: str) -> tuple[str, str]:
+    name, colon, slots = piece.rpartition(":")
+    if not colon:
+        name, slots = piece, "1"
+    if not name:
+        raise ConfigError(_HOSTS, repr(whole), _FIX)
+    return name, slots
+
+
+def _host(name: str, slots: str) -> Host:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(_HOSTS, repr(name), _FIX)
+    if not re.fullmatch(r"[0-9]{1,6}", slots) or int(slots) < 1:
+        raise ConfigError("a host has a whole number of slots, at least 1", f"{name}: {slots!r}", _FIX)
+    return Host(name, int(slots))
+
+
+def _distinct(hosts: list[Host]) -> list[Host]:
+    counts = collections.Counter(host.address for host in hosts)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        remedy = "name each once, with all its slots: " + ",".join(
+            f"{name}:{sum(host.slots for host in hosts if host.address == name)}" for name in twice
+        )
+        raise ConfigError("a host is named once", f"{', '.join(twice)} more than once", remedy)
+    return hosts
