@@ -61,6 +61,11 @@ def core_blocks(stages: int) -> list[tuple[int, ...]]:
     return [tuple(cores[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
 
 
+def usable_cores() -> int:
+    """How many CPU stages of this process can work at once: each has at least one thread of its own."""
+    return len(os.sched_getaffinity(0))
+
+
 class CpuLane:
     """Operations are done when they return.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.pipeline._cutting import batch_size, cut
+from hvdtrain.pipeline._lanes import usable_cores
 from hvdtrain.pipeline._worker import StageError
 from hvdtrain.pipeline.plan import Curve, Device, Link, Pool, StageCost, stage_costs
 from hvdtrain.pipeline.plan_simulate import simulate
@@ -57,9 +58,10 @@ class Prediction:
 def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
     """Times a few short steps, of 3 micro-batches of few samples each, and tells what other steps will take.
 
-    On CPUs the stages' own passes are timed, while they work side by side. On GPUs, where a pass has only been asked
-    for when its call returns, the costs are those of ``pipe.profile``; without one, whole steps are timed, and the
-    stages taken to be alike.
+    On CPUs the stages' own passes are timed, while they work side by side. Where that tells little the costs are those
+    of ``pipe.profile``, if there is one: on GPUs, where a pass has only been asked for when its call returns (without
+    a profile, whole steps are timed, and the stages taken to be alike), and for more CPU stages than cores, where a
+    pass waits as long as other stages happen to work.
 
     Args:
         pipe, x, y, loss: as in `Pipeline.step`.
@@ -68,7 +70,7 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
         StageError: no step could be run.
     """
     on_cpu = all(device.type == "cpu" for device in pipe.devices)
-    known = None if on_cpu else from_profile(pipe)
+    known = None if on_cpu and len(pipe.devices) <= usable_cores() else from_profile(pipe)
     if known is not None:
         return known
     with left_as_it_is(pipe):

@@ -19,7 +19,7 @@ from torch import nn
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline._devices import CPU_POOL, kind_of, parse_devices, planned
 from hvdtrain.pipeline._facts import batch_of
-from hvdtrain.pipeline._lanes import lanes
+from hvdtrain.pipeline._lanes import lanes, usable_cores
 from hvdtrain.pipeline._measure import Bytes, Clock, Seconds, Subject, on_lane, together
 from hvdtrain.pipeline._segments import Segment, segments
 from hvdtrain.pipeline._state import all_training, left_alone
@@ -228,8 +228,11 @@ def _pools(subject: Subject, places: Sequence[torch.device], size: int) -> dict[
     if len(on_cpu) < 2 or places[0].type != "cpu":
         return {}
     alone = _seconds_together(subject, on_cpu[:1], size)
+    cores = usable_cores()
     speeds = [1.0] + [
-        min(1.0, alone / _seconds_together(subject, on_cpu[:count], size)) for count in range(2, len(on_cpu) + 1)
+        # no more can be had than all cores together give; what is measured is a quartile, which flatters a crowd
+        min(1.0, cores / count, alone / _seconds_together(subject, on_cpu[:count], size))
+        for count in range(2, len(on_cpu) + 1)
     ]
     return {CPU_POOL: Pool(tuple(speeds))}
 

@@ -47,7 +47,7 @@ def split(
             the stages' devices, as `model.to()` would move them; the model itself is not to be called any more.
         example: a batch of the size that will be trained with: a tensor [batch, ...], or a tuple of arguments.
         devices: one for each stage: ["cuda:0", "cuda:1"] or "cuda:0,cuda:1"; "cpu,cpu" is two stages on the CPU, each
-            with its share of the cores.
+            with its share of the cores (`hvdtrain.init` before the model is built: see `hvdtrain.allocator`).
         micro_batches: parts that a batch is cut into; "auto": what the measured costs predict to be fastest.
         balance: which segments a stage gets: "time" measures them and makes the slowest stage as fast as possible,
             "memory" makes the fullest stage as small as possible; or the number of segments of each stage.
