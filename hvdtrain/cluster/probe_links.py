@@ -1,0 +1,219 @@
+"""What a host's network does to other hosts, and the loop that answers requests. Sent after `probe`, as text: only the
+standard library, only ASCII, Python 3.6.
+
+Ports are opened on the addresses asked for, never on all of them, and answer only to those who know the job's token.
+"""
+
+import errno
+import hmac
+import json
+import os
+import socket
+import sys
+import threading
+import time
+
+MARK = "HVDTRAIN-PROBE "  # before every reply: a shell's start-up files print before it
+LIFE_S = 120.0  # then this process ends itself, whatever became of the one that started it
+CHUNK_BYTES = 1 << 18
+ECHOES = 30
+SOCKET_LIMIT_S = 10.0
+MARKER = ".hvdtrain-doctor-%s-%d"
+MARKER_BYTES = 1 << 20
+
+_token = b""
+_markers = []  # type: list
+
+
+def listen(request):
+    """Opens a port on each address: {"ports": {address: port}, "errors": {address: text}}."""
+    global _token
+    _token = request["token"].encode()
+    reply = {"ports": {}, "errors": {}}  # type: dict
+    for address in request["addresses"]:
+        try:
+            server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            server.bind((address, 0))
+            server.listen(256)
+        except OSError as error:
+            reply["errors"][address] = str(error)
+            continue
+        threading.Thread(target=_accept, args=(server,), daemon=True).start()
+        reply["ports"][address] = server.getsockname()[1]
+    return reply
+
+
+def _accept(server):
+    while True:
+        connection, _ = server.accept()
+        threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+
+
+def _answer(connection):
+    """One visitor: the token, then E (send back what comes) or S (count what comes)."""
+    try:
+        connection.settimeout(SOCKET_LIMIT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not hmac.compare_digest(_exactly(connection, len(_token)), _token):
+            return
+        if _exactly(connection, 1) == b"E":
+            while True:
+                connection.sendall(_exactly(connection, 1))
+        _count(connection)
+    except OSError:
+        return  # the visitor went away: it tells what it saw
+    finally:
+        connection.close()
+
+
+def _exactly(connection, count):
+    data = b""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise OSError("closed by the other side")
+        data += piece
+    return data
+
+
+def _count(connection):
+    """Receives until the sender has sent all, and tells it how much came in how many seconds."""
+    buffer, total, start = bytearray(CHUNK_BYTES), 0, None
+    while True:
+        count = connection.recv_into(buffer)
+        start = start or time.monotonic()
+        total += count
+        if not count:
+            break
+    seconds = time.monotonic() - (start or 0)
+    connection.sendall(json.dumps({"bytes": total, "seconds": seconds}).encode())
+
+
+def reach(request):
+    """Connects to every peer at once: {"reach": {name: {"seconds", "source"} or {"error", "text"}}}."""
+    found = {}
+
+    def visit(name, address, port):
+        found[name] = _visit(address, port, request["token"].encode(), request["timeout_s"])
+
+    threads = [threading.Thread(target=visit, args=peer, daemon=True) for peer in request["peers"]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(request["timeout_s"] * 2 + 1)
+    missing = {"error": "timeout", "text": "no answer in {:g} s".format(request["timeout_s"])}
+    return {"reach": {peer[0]: found.get(peer[0], missing) for peer in request["peers"]}}
+
+
+def _visit(address, port, token, timeout_s):
+    """Connects, and measures the shortest time of a byte there and back."""
+    connected = False
+    try:
+        with socket.create_connection((address, port), timeout_s) as connection:
+            connected = True
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(token + b"E")
+            times = []
+            for _ in range(ECHOES):
+                start = time.perf_counter()
+                connection.sendall(b".")
+                _exactly(connection, 1)
+                times.append(time.perf_counter() - start)
+            return {"seconds": min(times), "source": connection.getsockname()[0]}
+    except OSError as error:
+        return {"error": _kind(error, connected), "text": str(error)}
+
+
+def _kind(error, connected):
+    if isinstance(error, socket.timeout):
+        return "silent" if connected else "timeout"
+    if connected:
+        return "other"
+    kinds = {  # 0: an error without a number
+        0: "other", errno.ECONNREFUSED: "refused", errno.EHOSTUNREACH: "no route", errno.ENETUNREACH: "no route",
+        errno.EACCES: "forbidden", errno.EPERM: "forbidden", errno.ETIMEDOUT: "timeout", errno.EINVAL: "no route",
+    }  # fmt: skip
+    return kinds.get(error.errno or 0, "other")
+
+
+def send(request):
+    """Sends to one peer for a while: {"bytes", "seconds"} as the receiver counted, or {"error", "text"}."""
+    address, port = request["peer"]
+    chunk = memoryview(bytearray(CHUNK_BYTES))
+    try:
+        with socket.create_connection((address, port), request["timeout_s"]) as connection:
+            connection.sendall(request["token"].encode() + b"S")
+            connection.settimeout(request["timeout_s"])
+            end = time.monotonic() + request["seconds"]
+            while time.monotonic() < end:
+                connection.sendall(chunk)
+            connection.shutdown(socket.SHUT_WR)
+            data = b""
+            while True:
+                piece = connection.recv(4096)
+                if not piece:
+                    return json.loads(data.decode())
+                data += piece
+    except socket.timeout:  # noqa: UP041 - they became one in Python 3.10
+        return {"error": "silent", "text": "nothing went through for {:g} s".format(request["timeout_s"])}
+    except (OSError, ValueError) as error:
+        return {"error": "other", "text": str(error)}
+
+
+def clock(request):
+    """The time here: {"time": seconds since 1970}."""
+    return {"time": time.time()}
+
+
+def mark(request):
+    """Writes this host's file into a folder, to the disk: {} or {"error": text, "errno": number}."""
+    path = os.path.join(request["folder"], MARKER % (request["token"], request["index"]))
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        _markers.append(path)
+        try:
+            view = memoryview(b"\0" * MARKER_BYTES)
+            while view:  # a disk that is nearly full takes a part, and refuses the next
+                view = view[os.write(handle, view) :]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        return {"error": error.strerror, "errno": errno.errorcode.get(error.errno or 0, "")}
+    return {}
+
+
+def see(request):
+    """Which hosts' files are seen in a folder here: {"seen": [index]}."""
+    paths = [os.path.join(request["folder"], MARKER % (request["token"], index)) for index in range(request["count"])]
+    return {"seen": [index for index, path in enumerate(paths) if os.path.exists(path)]}
+
+
+def unmark(request):
+    """Removes what `mark` wrote."""
+    while _markers:
+        try:
+            os.unlink(_markers.pop())
+        except FileNotFoundError:
+            continue
+    return {}
+
+
+def serve(answers):
+    """Answers requests (one line of JSON each) until standard input ends; then nothing is left."""
+    end = threading.Timer(LIFE_S, os._exit, [3])
+    end.daemon = True
+    end.start()
+    answers = dict(answers, listen=listen, reach=reach, send=send, clock=clock, mark=mark, see=see, unmark=unmark)
+    try:
+        for line in iter(sys.stdin.readline, ""):
+            request = json.loads(line)
+            try:
+                reply = answers[request["do"]](request)
+            except Exception as error:  # the reply says so; the next request may still be answered
+                reply = {"error": "failed", "text": f"{type(error).__name__}: {error}"}
+            sys.stdout.write(MARK + json.dumps(reply) + "\n")
+            sys.stdout.flush()
+    finally:
+        unmark({})
+        os._exit(0)  # threads may wait for a dead disk or driver
