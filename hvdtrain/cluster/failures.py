@@ -1,0 +1,107 @@
+"""Why a job failed: of the ranks that ended, the one to blame; and how that is told."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SETTLE_S = 0.5  # after the first rank that fails: others that failed before it may still be on their way here
+CONSEQUENCE_SETTLE_S = 5.0  # if what it says is that another failed: time for that one's interpreter to end
+HOST_LOST = 255  # the exit code for a host that is gone, as ssh's own
+
+# what ranks say when another one left them: Gloo, Horovod, NCCL, torch.distributed, hvdtrain
+_CONSEQUENCE = re.compile(
+    r"HorovodInternalError|Horovod has been shut down|Connection closed by peer|Connection reset by peer"
+    r"|connectFullMesh failed|remote process exited or there was a network error|rank \d+: ended with rank 0"
+)
+_LOOK_AT_LINES = 15
+_KILLED = {
+    signal.SIGKILL: "; out of memory is the usual reason: dmesg | grep -i 'out of memory' on {host}",
+    signal.SIGBUS: "; a full /dev/shm is a usual reason: df /dev/shm on {host}",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What made a job end.
+
+    Attributes:
+        rank: who failed; None: its host.
+        host: where.
+        code: the job's exit code: the rank's, 128+N when signal N ended it, 255 for a host that is lost.
+        why: in words.
+        lines: the rank's last ones.
+        after_s: since the ranks were started.
+    """
+
+    rank: int | None
+    host: str
+    code: int
+    why: str
+    lines: tuple[str, ...] = ()
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended.
+
+    Attributes:
+        rank, host: who.
+        code: negative for a signal.
+        at_s: when, by the launcher's clock.
+        cried_s: when the first line of a traceback came from it; None: never.
+        lines: its last ones.
+    """
+
+    rank: int
+    host: str
+    code: int
+    at_s: float
+    cried_s: float | None = None
+    lines: tuple[str, ...] = ()
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether its last words are that another rank left it."""
+        return self.code > 0 and any(_CONSEQUENCE.search(line) for line in self.lines[-_LOOK_AT_LINES:])
+
+
+def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """Return the rank to blame, None if all ended well; pure.
+
+    The order of exits is not that of failures: a rank that raises first shuts Horovod down on its way out, which ends
+    the others, perhaps before itself. So what ranks say counts before when they ended.
+    """
+    failed = [end for end in ends if end.code != 0]
+    return min(failed, key=lambda end: (end.is_consequence, end.cried_s or end.at_s, end.rank), default=None)
+
+
+def settled(ends: Sequence[RankEnd], now_s: float) -> bool:
+    """Return whether the first failure can be named: what is still on its way would have come."""
+    failed = [end for end in ends if end.code != 0]
+    wait_s = CONSEQUENCE_SETTLE_S if all(end.is_consequence for end in failed) else SETTLE_S
+    return bool(failed) and now_s - min(end.at_s for end in failed) >= wait_s
+
+
+def described(code: int, host: str) -> str:
+    """Return a rank's end in words.
+
+    Args:
+        code: negative for a signal, as `subprocess` has it.
+        host: where the rank ran.
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        number = signal.Signals(-code)
+    except ValueError:
+        return f"ended by signal {-code}"
+    return f"ended by {number.name}{_KILLED.get(number, '').format(host=host)}"
+
+
+def as_exit_code(code: int) -> int:
+    """Return a rank's end as a shell tells it: 128+N for signal N."""
+    return 128 - code if code < 0 else code

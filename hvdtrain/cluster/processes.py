@@ -1,0 +1,74 @@
+"""Processes of this machine as the kernel shows them: who descends from whom, who is stopped, who dies with whom."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+# linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded here, not after a fork
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies, so that none is out of reach."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(number: int) -> None:
+    """Let the kernel send this process a signal when its parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Return the processes below `ancestor` that still run; zombies are left out."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    zombies = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and (found := _stat(int(entry))):
+            state, parent = found
+            children[parent].append(int(entry))
+            if state in "ZX":
+                zombies.add(int(entry))
+    found_all, waiting = [], list(children[ancestor])
+    while waiting:
+        pid = waiting.pop()
+        waiting += children[pid]
+        if pid not in zombies:
+            found_all.append(pid)
+    return found_all
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped by a signal; one that a debugger holds is not."""
+    found = _stat(pid)
+    return found is not None and found[0] == "T"
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """Send a signal to processes, some of which may be gone. One that is stopped is woken, so that it can end."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            if number != signal.SIGKILL:
+                os.kill(pid, signal.SIGCONT)
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """The state's letter and the parent of a process, proc(5); None: it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, parent, *_ = text.rpartition(")")[2].split()  # the name before may hold anything
+    return state, int(parent)

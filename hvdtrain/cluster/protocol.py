@@ -1,0 +1,62 @@
+"""What the launcher and the agent on a host say to each other: JSON, a line each, over the agent's stdin and stdout.
+
+A message starts with the record separator (RFC 7464), so that what a login script prints is told from it. Each is an
+object whose "type" is one of these.
+
+To the agent:
+  settings    lost_s stopped_s                        how long silence and a stop are borne
+  rendezvous  address places                          serve Horovod's rendezvous there (first host only)
+  start       argv cwd env defaults ranks             `env` wins over the agent's own environment, which wins over
+                                                      `defaults`; ranks: [{rank, env}]
+  signal      number                                  pass it to the ranks
+  end         signal grace_s                          end everything and yourself
+  beat                                                I am alive
+From the agent:
+  hello       python version host interfaces reached cores
+  rendezvous  port
+  failed      rank what                               it could not be started (rank null: the rendezvous)
+  out         rank stream lines                       "stdout" or "stderr"
+  exit        rank code ago_s                         code as `subprocess` has it: negative for a signal
+  stopped     rank for_s                              by SIGSTOP; told once
+  ended                                               nothing of the job is left on this host
+  beat
+Either side that hears nothing for `lost_s` takes the other for dead; an end of file means the same at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+BEAT_S = 1.0
+_MARK = b"\x1e"
+
+Message = Mapping[str, Any]
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    """Return one message as a line."""
+    return _MARK + json.dumps({"type": kind, **fields}, separators=(",", ":")).encode() + b"\n"
+
+
+class Decoder:
+    """Turns received bytes into messages; keeps what is not one (`noise`), for when no message ever comes."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.noise = b""
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Return the messages that are complete with `data`."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        messages = []
+        for line in lines:
+            noise, mark, text = line.partition(_MARK)
+            try:
+                messages += [json.loads(text)] if mark else []
+            except ValueError:
+                noise += mark + text
+            if noise:
+                self.noise = (self.noise + noise + b"\n")[-4096:]
+        return messages

@@ -1,0 +1,300 @@
+"""Runs one job on many hosts: an agent on each, their ranks started together, watched, and ended together.
+
+`run` is what `hvdtrain launch`, `doctor` and `verify` start ranks with. It returns when nothing of the job is left, as
+far as hosts can still be reached; what cannot be reached ends itself (hvdtrain.cluster.agent).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+
+from hvdtrain.cluster import environment
+from hvdtrain.cluster.agents import Agents, OnLine
+from hvdtrain.cluster.connection import Connection
+from hvdtrain.cluster.failures import HOST_LOST, Failure, RankEnd, as_exit_code, described, first_failure, settled
+from hvdtrain.cluster.job import Job, Plan, Timeouts, make_plan, used_hosts
+from hvdtrain.cluster.protocol import Message
+from hvdtrain.errors import LauncherError
+from hvdtrain.slurm import port_of
+
+__all__ = ["Failure", "Job", "Outcome", "Plan", "Timeouts", "look", "run"]
+
+_TICK_S = 0.1
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_NOT_STARTED = 127  # as a shell says it of a command that is not there
+
+
+@dataclass
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        exit_code: 0; the first failing rank's; 128+N when signal N ended the launcher's run.
+        failed: what made it end; None if every rank ended well, or the user ended it.
+        interrupted: the signal by which the user ended it.
+        outputs: each rank's output, both streams, if it was to be kept.
+        seconds: from the ranks' start to the end of the last.
+    """
+
+    exit_code: int
+    failed: Failure | None = None
+    interrupted: int | None = None
+    outputs: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class _Interrupted(Exception):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def run(
+    job: Job,
+    *,
+    on_line: OnLine | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+    keep_output: bool = False,
+) -> Outcome:
+    """Run a job to its end.
+
+    SIGINT, SIGTERM and SIGHUP end it (the ranks get the signal, then, after the grace, SIGKILL; a second one kills at
+    once); SIGUSR1 and SIGUSR2 are passed on to the ranks. Only in the main thread, as signals are its.
+
+    Args:
+        job: what to run.
+        on_line: gets each line a rank writes: rank, "stdout" or "stderr", line. Called in a thread of its own; when it
+            waits, so do the ranks. What it raises ends the job, and is raised here.
+        on_plan: gets the plan before the ranks start.
+        keep_output: whether `Outcome.outputs` holds what the ranks wrote.
+
+    Raises:
+        ConfigError: fewer slots than ranks; no network that the hosts share.
+        LauncherError: hosts that cannot be reached, or that lack what the job needs; each is named.
+    """
+    hosts = used_hosts(job)
+    outputs: defaultdict[int, list[str]] = defaultdict(list)
+
+    def take(rank: int, stream: str, line: str) -> None:
+        if keep_output:
+            outputs[rank].append(line + "\n")
+        if on_line is not None:
+            on_line(rank, stream, line)
+
+    with _signals() as received:
+        agents = Agents(job, hosts, take)
+        running = _Running(job, agents, received)
+        try:
+            outcome = running.run(on_plan)
+        except _Interrupted as interrupted:
+            outcome = Outcome(128 + interrupted.number, interrupted=interrupted.number)
+        finally:
+            agents.close(wait_s=running.patience_s())
+    if agents.failed is not None:
+        raise agents.failed
+    outcome.outputs = {rank: "".join(lines) for rank, lines in sorted(outputs.items())}
+    return outcome
+
+
+def look(job: Job) -> Plan:
+    """Return the plan for a job, for which the hosts are asked; nothing is started there but the agents.
+
+    Raises:
+        ConfigError, LauncherError: as `run`.
+    """
+    agents = Agents(job, used_hosts(job), None)
+    try:
+        agents.meet(lambda: None)
+        return make_plan(job, {its.host.name: its.hello or {} for its in agents.connections}, agents.reached())
+    finally:
+        agents.close(wait_s=2.0)
+
+
+class _Running:
+    """One job from the agents' hello to its end."""
+
+    def __init__(self, job: Job, agents: Agents, received: list[int]) -> None:
+        self._job, self._agents, self._received = job, agents, received
+        self._ends: dict[int, RankEnd] = {}
+        self._failure: Failure | None = None
+        self._interrupted: int | None = None
+        self._deadline_s: float | None = None  # of the end, once it has begun
+        self._seen = 0  # of the received signals
+        self._started_s = time.monotonic()
+        self._host_of: dict[int, Connection] = {}
+
+    def run(self, on_plan: Callable[[Plan], None] | None) -> Outcome:
+        """Start the ranks, watch them, and end them."""
+        agents, job = self._agents, self._job
+        agents.meet(self._stop_if_asked)
+        plan = make_plan(job, {its.host.name: its.hello or {} for its in agents.connections}, agents.reached())
+        if on_plan is not None:
+            on_plan(plan)
+        port = self._rendezvous(plan) if job.horovod else None
+        self._start(plan, port)
+        while not all(its.ended or its.closed for its in agents.connections):
+            self._look_at_signals()
+            if (event := agents.next(_TICK_S)) is not None:
+                self._take(*event)
+            self._look_at_ranks()
+            if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+                break
+        return self._outcome()
+
+    def patience_s(self) -> float:
+        """Return how long to wait for agents that are let go: they end their ranks before they end."""
+        return 2.0 if all(its.ended for its in self._agents.connections) else self._job.timeouts.grace_s + 2.0
+
+    # ---- the start
+
+    def _rendezvous(self, plan: Plan) -> int:
+        """Have the first host serve Horovod's rendezvous; returns its port."""
+        first = self._agents.connections[0]
+        places = [
+            (s.host.address, s.rank, s.local_rank, s.cross_rank, s.size, s.local_size, s.cross_size) for s in plan.slots
+        ]
+        first.send("rendezvous", address=plan.chosen[first.host.name].address, places=places)
+        deadline = time.monotonic() + self._job.timeouts.start_s
+        while time.monotonic() < deadline:
+            self._stop_if_asked()
+            connection, message = self._agents.next(_TICK_S) or (None, None)
+            if message is not None and message["type"] == "rendezvous":
+                return int(message["port"])
+            if message is not None and message["type"] == "failed":
+                rule = f"Horovod's rendezvous must start on {first.host.name}, the first host"
+                raise LauncherError(
+                    rule, message["what"], "hvdtrain build-horovod --install there; hvdtrain doctor -H ..."
+                )
+            if connection is not None and message is None:
+                rule, problem = f"{connection.host.name} must stay reachable", connection.problem()
+                raise LauncherError(rule, problem.what, problem.fix)
+        raise LauncherError("Horovod's rendezvous must start in time", f"{first.host.name}: not after"
+                            f" {self._job.timeouts.start_s:g} s", "hvdtrain doctor -H ...")  # fmt: skip
+
+    def _start(self, plan: Plan, port: int | None) -> None:
+        master_port = port_of(uuid.uuid4().hex)
+        self._started_s = time.monotonic()
+        for its in self._agents.connections:
+            slots = plan.of_host(its.host)
+            self._host_of |= dict.fromkeys((slot.rank for slot in slots), its)
+            its.send(
+                "start", argv=list(self._job.argv), cwd=self._job.cwd, defaults=plan.defaults(its.host),
+                env=plan.variables(its.host, port, master_port),
+                ranks=[{"rank": slot.rank, "env": environment.of_rank(slot)} for slot in slots],
+            )  # fmt: skip
+
+    # ---- while it runs
+
+    def _take(self, connection: Connection | None, message: Message | None) -> None:
+        if connection is None:
+            self._end(signal.SIGTERM)
+            return
+        host = connection.host.name
+        if message is None:
+            if not connection.ended:
+                self._host_is_lost(connection, connection.problem().what)
+            return
+        kind = message["type"]
+        if kind == "exit":
+            rank = message["rank"]
+            self._ends[rank] = RankEnd(
+                rank, host, message["code"], time.monotonic() - message["ago_s"], self._agents.cried_s.get(rank),
+                tuple(self._agents.tails[rank]),
+            )  # fmt: skip
+        elif kind == "failed":
+            self._fail(message["rank"], host, _NOT_STARTED, f"could not be started: {message['what']}")
+        elif kind == "stopped":
+            why = f"stopped by a signal (SIGSTOP) for {message['for_s']:.0f} s"
+            self._fail(message["rank"], host, 128 + signal.SIGSTOP, why)
+
+    def _look_at_ranks(self) -> None:
+        now, ends = time.monotonic(), list(self._ends.values())
+        for its in self._agents.connections:
+            if not (its.ended or its.closed) and its.silent_s() > self._job.timeouts.lost_s:
+                self._host_is_lost(its, f"{its.host.name} said nothing for {its.silent_s():.0f} s")
+        if self._deadline_s is not None:
+            return
+        if settled(ends, now) or (len(ends) == self._job.np and any(end.code for end in ends)):
+            first = first_failure(ends)
+            assert first is not None
+            self._fail(first.rank, first.host, as_exit_code(first.code), described(first.code, first.host))
+        elif len(ends) == self._job.np:
+            self._end(signal.SIGTERM)
+
+    def _host_is_lost(self, connection: Connection, why: str) -> None:
+        connection.closed = True  # it ends itself; waiting for it would only be waiting
+        ranks = sorted(rank for rank, its in self._host_of.items() if its is connection and rank not in self._ends)
+        if ranks or self._deadline_s is None:
+            named = f"with rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: " if ranks else ""
+            self._fail(None, connection.host.name, HOST_LOST, f"lost, {named}{why}")
+
+    def _fail(self, rank: int | None, host: str, code: int, why: str) -> None:
+        """Note why the job ends, unless it is ending already, and end it."""
+        if self._deadline_s is not None:
+            return
+        lines = tuple(self._agents.tails[rank]) if rank is not None else ()
+        self._failure = Failure(rank, host, code, why, lines, time.monotonic() - self._started_s)
+        self._end(signal.SIGTERM)
+
+    # ---- the end
+
+    def _end(self, number: int, *, grace_s: float | None = None) -> None:
+        grace_s = self._job.timeouts.grace_s if grace_s is None else grace_s
+        self._agents.send("end", signal=number, grace_s=grace_s)
+        stages = 2 if number == signal.SIGINT else 1
+        deadline = time.monotonic() + stages * grace_s + 5.0
+        self._deadline_s = min(deadline, self._deadline_s or deadline)
+
+    def _look_at_signals(self) -> None:
+        while self._seen < len(self._received):
+            number = self._received[self._seen]
+            self._seen += 1
+            if number in _PASSED_ON:
+                self._agents.send("signal", number=int(number))
+            elif self._interrupted is not None:
+                self._end(signal.SIGTERM, grace_s=0.0)
+            else:
+                self._interrupted = number
+                self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    def _stop_if_asked(self) -> None:
+        ending = [number for number in self._received if number in _ENDING]
+        if ending:
+            raise _Interrupted(ending[0])
+
+    def _outcome(self) -> Outcome:
+        seconds = time.monotonic() - self._started_s
+        if self._failure is not None:
+            return Outcome(self._failure.code, self._failure, self._interrupted, seconds=seconds)
+        if self._interrupted is not None:
+            return Outcome(128 + self._interrupted, interrupted=self._interrupted, seconds=seconds)
+        return Outcome(0, seconds=seconds)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect the signals that end a job or are passed on, instead of what they do otherwise."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (*_ENDING, *_PASSED_ON):
+            # `nohup`, or a shell that starts in the background: what is ignored stays so
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
