@@ -142,13 +142,31 @@ def test_other_archives_are_refused(tmp_path):
         build.unpack(other, tmp_path / "b")
 
 
-def test_an_archive_that_escapes_its_folder_is_refused(tmp_path):
+@pytest.mark.parametrize("filters", [True, False], ids=["with filters", "Python 3.11.2"])
+def test_an_archive_that_escapes_its_folder_is_refused(tmp_path, monkeypatch, filters):
+    if not filters:
+        monkeypatch.delattr(tarfile, "data_filter")
     evil = tmp_path / "evil.tar.gz"
     with tarfile.open(evil, "w:gz") as tar:
         tar.add(__file__, "../escaped.py")
     with pytest.raises(HvdtrainError):
         build.unpack(evil, tmp_path / "target")
     assert not (tmp_path / "escaped.py").exists()
+
+
+def test_a_python_without_extraction_filters_unpacks_and_refuses_links(tmp_path, monkeypatch):
+    monkeypatch.delattr(tarfile, "data_filter")
+    good, link = tmp_path / "good.tar.gz", tarfile.TarInfo("horovod-0.28.1/setup.cfg")
+    with tarfile.open(good, "w:gz") as tar:
+        tar.add(__file__, "horovod-0.28.1/setup.py")
+    assert (build.unpack(good, tmp_path / "good") / "setup.py").is_file()
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    evil = tmp_path / "evil.tar.gz"
+    with tarfile.open(evil, "w:gz") as tar:
+        tar.add(__file__, "horovod-0.28.1/setup.py")
+        tar.addfile(link)
+    with pytest.raises(HvdtrainError, match="no plain file"):
+        build.unpack(evil, tmp_path / "evil")
 
 
 def test_a_failed_step_shows_the_end_of_its_log(tmp_path):

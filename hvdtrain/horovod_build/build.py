@@ -222,7 +222,7 @@ def unpack(archive: Path, target: Path) -> Path:
     """
     try:
         with tarfile.open(archive) as tar:
-            tar.extractall(target, filter="data")
+            _extract(tar, target)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise HvdtrainError(
             rule="the source distribution must be a readable .tar.gz", came=f"{archive}: {error}",
@@ -237,6 +237,22 @@ def unpack(archive: Path, target: Path) -> Path:
             remedy=f"pass horovod-{HOROVOD_VERSION}.tar.gz",
         )
     return top
+
+
+def _extract(tar: tarfile.TarFile, target: Path) -> None:
+    """Extract into ``target``, whatever the archive says about where.
+
+    Debian 12's Python is 3.11.2 and has no extraction filters (PEP 706: 3.11.4): with it, an archive may hold plain
+    files and folders inside its own folder, as Horovod's does, and nothing else.
+    """
+    if hasattr(tarfile, "data_filter"):
+        tar.extractall(target, filter="data")
+        return
+    for member in tar:
+        inside = (target / member.name).resolve().is_relative_to(target.resolve())
+        if not inside or not (member.isreg() or member.isdir()):
+            raise tarfile.TarError(f"{member.name} is no plain file inside the archive's folder")
+    tar.extractall(target)
 
 
 def _build_variables(environment: Environment, cuda: str, cache: Path, jobs: int | None, run: Steps) -> dict[str, str]:
