@@ -34,7 +34,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster_disks import build_clock, folder_for_disks, furnish, program, sshd_command
-from harness import REPOSITORY, clean_environment
+from harness import REPOSITORY, Result, clean_environment
 
 ROOM = Path(__file__).with_name("cluster_room.py")
 ROOM_PROGRAM = [sys.executable, "-I", "-S", str(ROOM)]
@@ -50,26 +50,6 @@ while True:
 
 class ClusterError(AssertionError):
     """A host did not do what a test took for granted."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a command in a host ended, and what it wrote."""
-
-    returncode: int
-    out: str
-    err: str
-    seconds: float
-
-    def check(self) -> Done:
-        """Return self when it ended well; fail the test with the whole output otherwise."""
-        assert self.returncode == 0, f"exit code {self.returncode}\n{self.text}"
-        return self
-
-    @property
-    def text(self) -> str:
-        """Everything written, for messages and searches."""
-        return f"--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
 @dataclass
@@ -103,7 +83,7 @@ class Cluster:
         timeout_s: float = 60,
         stdin: str = "",
         user: str = "root",
-    ) -> Done:
+    ) -> Result:
         """Run a command in a host to its end.
 
         Raises:
@@ -127,12 +107,8 @@ class Cluster:
             seconds = time.monotonic() - start
             out.seek(0)
             err.seek(0)
-            done = Done(
-                process.returncode,
-                out.read().decode("utf-8", "replace"),
-                err.read().decode("utf-8", "replace"),
-                seconds,
-            )
+            wrote = (file.read().decode("utf-8", "replace") for file in (out, err))
+            done = Result(process.returncode, *wrote, seconds)
         if late:
             self.end_all()
             raise ClusterError(
