@@ -72,7 +72,7 @@ ACCEPTED = [
 ]
 
 
-@pytest.fixture(scope="module", params=["tensorflow", "torch"])
+@pytest.fixture(scope="module", params=["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("catches")
     run_ranks([PROGRAM, folder], 2, env={"KERAS_BACKEND": request.param}, timeout_s=240).check()
