@@ -33,7 +33,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_disks import build_clock, folder_for_disks, furnish, program, sshd_command
+from cluster_disks import build_clock, folder_for_disks, furnish, program
+from cluster_procfs import command_of, is_zombie_or_sshd, listening, namespace, serves_port_22
 from harness import REPOSITORY, Result, clean_environment
 
 ROOM = Path(__file__).with_name("cluster_room.py")
@@ -173,17 +174,17 @@ class Cluster:
         """What runs on a host besides its first process and sshd (process ids as seen from outside); zombies, which
         the host's first process has not seen yet, left out."""
         first = self.hosts[host].pid
-        if first is None or (inside := _process_namespace(first)) is None:
+        if first is None or (inside := namespace(first)) is None:
             return []
         return [
             process
             for process in psutil.process_iter()
-            if process.pid != first and _process_namespace(process.pid) == inside and not _is_zombie_or_sshd(process)
+            if process.pid != first and namespace(process.pid) == inside and not is_zombie_or_sshd(process)
         ]
 
     def running(self) -> list[str]:
         """What runs on all hosts, in words: "host1: 123 python train.py"."""
-        return [f"{host}: {process.pid} {_command(process)}" for host in self.hosts for process in self.pids(host)]
+        return [f"{host}: {process.pid} {command_of(process)}" for host in self.hosts for process in self.pids(host)]
 
     def left_after(self, grace_s: float) -> list[str]:
         """What still runs on any host after the grace; returns at once when there is nothing."""
@@ -197,13 +198,7 @@ class Cluster:
 
     def listening(self, host: str) -> set[tuple[str, int]]:
         """The (address, port) pairs on which TCP connections to this host are accepted, IPv6 as in "::"."""
-        found = set()
-        for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-            for line in Path(f"/proc/{self._pid(host)}/net/{name}").read_text().splitlines()[1:]:
-                local, state = line.split()[1], line.split()[3]
-                if state == "0A":
-                    found.add((_address(family, local.split(":")[0]), int(local.split(":")[1], 16)))
-        return found
+        return listening(self._pid(host))
 
     # ---- what can happen to a host
 
@@ -249,13 +244,13 @@ class Cluster:
     def sshd(self, host: str, action: str) -> ExitStack:
         """ "stop" it (connections are refused), let it "hang" (accepted, never answered), or "start" the real one."""
         for process in psutil.process_iter():
-            if _process_namespace(process.pid) == _process_namespace(self._pid(host)) and _serves_port_22(process):
+            if namespace(process.pid) == namespace(self._pid(host)) and serves_port_22(process):
                 process.kill()
         self._wait_for_port_22(host, open_=False)
         if action == "hang":
             self._background(host, [sys.executable, "-I", "-S", "-c", HANGING_SSHD, "sshd-hang"])
         elif action == "start":
-            self.run(host, sshd_command(self.folder / host)).check()
+            self.run(host, sshdcommand_of(self.folder / host)).check()
         if action != "stop":
             self._wait_for_port_22(host, open_=True)
         return _undo(self.sshd, host, "start")
@@ -420,36 +415,3 @@ def _undo(function: Callable[..., object], *args: object) -> ExitStack:
     stack = ExitStack()
     stack.callback(function, *args)
     return stack
-
-
-def _process_namespace(pid: int) -> int | None:
-    with contextlib.suppress(OSError):  # gone meanwhile
-        return os.stat(f"/proc/{pid}/ns/pid").st_ino
-    return None
-
-
-def _is_zombie_or_sshd(process: psutil.Process) -> bool:
-    try:
-        return process.name().startswith("sshd") or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _serves_port_22(process: psutil.Process) -> bool:
-    try:
-        return process.name() == "sshd" or process.cmdline()[-1:] == ["sshd-hang"]
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())[:200]
-    except psutil.NoSuchProcess:
-        return "(just ended)"
-
-
-def _address(family: int, hexadecimal: str) -> str:
-    """An address as /proc/net/tcp has it: 32-bit words, each in the machine's order of bytes."""
-    words = [int(hexadecimal[start : start + 8], 16) for start in range(0, len(hexadecimal), 8)]
-    return socket.inet_ntop(family, b"".join(word.to_bytes(4, sys.byteorder) for word in words))

@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 NAMESPACES = {"ipc": 0x08000000, "uts": 0x04000000, "net": 0x40000000, "pid": 0x20000000, "mnt": 0x00020000}
 MS_NOSUID_NODEV_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2 | 0x4 | 0x8, 0x1000, 0x4000, 0x40000
@@ -114,34 +115,34 @@ def enter(pid: str, folder: str, *command: str) -> None:
     places = {name: os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in NAMESPACES}
     for name, place in places.items():
         checked(f"setns {name}", libc.setns(place, NAMESPACES[name]))
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    waited_for = {*FORWARDED, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
         end_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, waited_for)
         try:
             os.chdir(folder)
             os.execvp(command[0], command)
         except OSError as error:
             print(f"{command[0]}: {error}", file=sys.stderr, flush=True)
         os._exit(127)
-
-    def forward(number: int, _: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            (os.killpg if number == signal.SIGINT else os.kill)(child, number)
-
     with contextlib.suppress(PermissionError, ProcessLookupError):  # it was faster, and runs its command, or is gone
         os.setpgid(child, child)
+    while True:
+        number = signal.sigwait(waited_for)
+        if number == signal.SIGCHLD:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                end_as(status)
+        else:
+            (os.killpg if number == signal.SIGINT else os.kill)(child, number)
 
-    for number in FORWARDED:
-        signal.signal(number, forward)
+
+def end_as(status: int) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    end_as(os.waitpid(child, 0)[1])
-
-
-def end_as(status: int) -> None:
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         number = os.WTERMSIG(status)
