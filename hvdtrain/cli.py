@@ -14,6 +14,8 @@ from .errors import HvdtrainError
 
 # name -> (module with add_arguments(parser) and run(args) -> exit code, one line of help)
 COMMANDS = {
+    "launch": ("hvdtrain.cluster.launch", "run a command on N ranks of many hosts, and end them together"),
+    "doctor": ("hvdtrain.cluster.doctor", "say what is wrong with this machine or cluster, and the fix"),
     "build-horovod": (
         "hvdtrain.horovod_build",
         "build a Horovod wheel for the frameworks installed here, and prove it",

@@ -29,10 +29,11 @@ _SIOCGIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8913, 0x1, 0x40
 
 @dataclass(frozen=True)
 class Chosen:
-    """What one host talks through: its interface's name there, and its address."""
+    """What one host talks through: its interface's name there, its address, and its network ("10.0.0.0/24")."""
 
     interface: str
     address: str
+    network: str
 
 
 def interfaces() -> dict[str, list[IPv4Interface]]:
@@ -88,7 +89,7 @@ def choose(
     if shared and all(address in shared[0] for address in known.values()):
         picked = _within(usable, shared[0]) | known
     if len(picked) == len(hosts) and _distinct(picked):
-        return {name: Chosen(usable[name][address][0], str(address)) for name, address in picked.items()}
+        return {name: _chosen(*usable[name][address]) for name, address in picked.items()}
     raise ConfigError("the hosts need a network that all of them have", _listed(hosts), _FIX)
 
 
@@ -112,14 +113,18 @@ def _in_asked(hosts: Mapping[str, Interfaces], network: str) -> dict[str, Chosen
     chosen = {name: its[0] for name, its in found.items()}
     if not _distinct(chosen):
         raise ConfigError(f"every host has an address of its own in {asked}", _listed(hosts), _FIX)
-    return {name: Chosen(everything[name][ip][0], str(ip)) for name, ip in chosen.items()}
+    return {name: _chosen(*everything[name][ip]) for name, ip in chosen.items()}
+
+
+def _chosen(interface: str, address: IPv4Interface) -> Chosen:
+    return Chosen(interface, str(address.ip), str(address.network))
 
 
 def _loopback(its: Interfaces) -> Chosen:
     for name, addresses in its.items():
         for address in addresses:
             if address.ip.is_loopback:
-                return Chosen(name, str(address.ip))
+                return _chosen(name, address)
     raise ConfigError("a host has a loopback interface that is up", _listed({"it": its}), "ip link set lo up")
 
 

@@ -25,7 +25,7 @@ from hvdtrain.cluster.protocol import Message
 from hvdtrain.errors import LauncherError
 from hvdtrain.slurm import port_of
 
-__all__ = ["Failure", "Job", "Outcome", "Plan", "Timeouts", "look", "run"]
+__all__ = ["Failure", "Job", "Outcome", "Plan", "Timeouts", "look", "run", "used_hosts"]
 
 _TICK_S = 0.1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,0 +1,42 @@
+"""The command lines of other launchers that a job stands for; pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from hvdtrain.cluster.job import Job, Plan
+
+
+def horovodrun(job: Job, plan: Plan) -> str:
+    """Return the horovodrun command that starts the same ranks; where it cannot, that is said after it."""
+    words = ["horovodrun", "--gloo", "-np", str(job.np), "-H", _hosts(plan)]
+    words += ["--ssh-port", str(job.ssh.port)] if job.ssh.port is not None else []
+    words += ["--ssh-identity-file", job.ssh.identity] if job.ssh.identity is not None else []
+    names = list(dict.fromkeys(plan.chosen[host.name].interface for host in plan.hosts))
+    if len(names) == 1:
+        return shlex.join([*words, "--network-interfaces", names[0], *job.argv])
+    differing = ", ".join(f"{plan.chosen[host.name].interface} on {host.name}" for host in plan.hosts)
+    return f"{shlex.join([*words, *job.argv])}   # horovodrun itself needs one interface name, here: {differing}"
+
+
+def mpirun(job: Job, plan: Plan) -> str:
+    """Return the mpirun command (Open MPI) that starts the same ranks, through the same network."""
+    words = ["mpirun", "-np", str(job.np), "-H", _hosts(plan), "--bind-to", "none", "--map-by", "slot"]
+    networks = dict.fromkeys(plan.chosen[host.name].network for host in plan.hosts)
+    for parameter in ("btl_tcp_if_include", "oob_tcp_if_include"):
+        words += ["--mca", parameter, ",".join(networks)]
+    ssh = _ssh_words(job)
+    words += ["--mca", "plm_rsh_args", shlex.join(ssh)] if ssh else []
+    for name in sorted(plan.env):
+        words += ["-x", name]
+    return shlex.join([*words, *job.argv])
+
+
+def _ssh_words(job: Job) -> Sequence[str]:
+    words = ["-p", str(job.ssh.port)] if job.ssh.port is not None else []
+    return words + (["-i", job.ssh.identity] if job.ssh.identity is not None else [])
+
+
+def _hosts(plan: Plan) -> str:
+    return ",".join(f"{host.name}:{len(plan.of_host(host))}" for host in plan.hosts)

@@ -1,0 +1,234 @@
+"""``hvdtrain launch``: runs a command as N ranks on many hosts, for Horovod, and ends every one of them with the job.
+
+Checks the hosts first, finds the network by address (interface names may differ), starts an agent a host over ssh, and
+through it the ranks. The first rank that fails ends all, and its last words are shown last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import restart, startup
+from hvdtrain.cluster import command_lines, doctor, environment, findings, starter
+from hvdtrain.cluster.hosts import Host, parse_hosts, read_hostfile
+from hvdtrain.cluster.output import Display, Logs, failure_block, say
+from hvdtrain.cluster.ssh import Ssh
+from hvdtrain.cluster.starter import Job, Outcome, Plan, Timeouts
+from hvdtrain.errors import EXIT_CODE, ConfigError, LauncherError
+from hvdtrain.slurm import job_hosts
+
+EPILOG = """\
+examples:
+  hvdtrain launch -np 4 -- python train.py                                    4 ranks on this machine
+  hvdtrain launch -np 16 -H host1:4,host2:4,host3:4,host4:4 -- python train.py
+  hvdtrain launch -np 16 --hostfile hosts --max-restarts 3 -- python -m hvdtrain.torch_resnet --data /data
+  hvdtrain launch -H host1:4,host2:4 --dry-run -- python train.py             what would run, and with what
+
+exit code: that of the first rank that failed, 128+N if signal N ended it, 255 if a host was lost; 130 for Ctrl-C;
+2 if the job was refused
+"""
+_LOOK_AGAIN_S = 2.0  # at hosts, until they pass the checks for a restart
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``hvdtrain launch``."""
+    parser.description, parser.epilog = __doc__, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "hvdtrain launch [flags] -- COMMAND ..."
+    count, limits = startup.whole(1), Timeouts()
+    add = parser.add_argument
+    # fmt: off
+    add("-np", "--np", type=count, metavar="N", help="ranks (default: one a slot)")
+    add("-H", "--hosts", metavar="LIST", help="host1:4,host2:4: names and slots (default: those of the Slurm job this"
+        " runs in, else this machine)")
+    add("--hostfile", type=Path, metavar="FILE", help="lines like: host1 slots=4")
+    add("-x", dest="variables", action="append", default=[], metavar="NAME[=VALUE]", help="pass this variable to the"
+        " ranks, too; those that concern training are passed, names that look secret only so")
+    add("--network", metavar="NET", help="to talk through: 10.0.0.0/24, or an address in it (default: chosen)")
+    add("--quiet", action="store_true", help="show rank 0's output only, unmarked")
+    add("--log-dir", type=Path, metavar="DIR", help="a log a rank goes there (default: the next runs/launch-N)")
+    add("--max-restarts", type=startup.whole(0), default=0, metavar="N",
+        help="start the job again, up to N times, when it failed (default: 0)")
+    add("--restart-wait", type=startup.at_least_0, default=60.0, metavar="S",
+        help="that hosts have until they pass the checks for a restart (default: %(default)g)")
+    add("--grace", type=startup.at_least_0, default=limits.grace_s, metavar="S",
+        help="that ranks have to end when asked to, before they are killed (default: %(default)g)")
+    add("--lost-after", type=startup.positive, default=limits.lost_s, metavar="S",
+        help="a host that says nothing for so long is lost (default: %(default)g)")
+    add("--stopped-after", type=startup.positive, default=limits.stopped_s, metavar="S",
+        help="a rank that is stopped (SIGSTOP) for so long ends the job (default: %(default)g)")
+    add("--start-timeout", type=startup.positive, default=limits.start_s, metavar="S",
+        help="that hosts have to answer (default: %(default)g)")
+    add("--python", default=sys.executable, metavar="PATH",
+        help="the interpreter with hvdtrain on the hosts (default: this one)")
+    add("--ssh-port", type=count, metavar="N", help="of the hosts' sshd (default: as ssh is configured)")
+    add("--identity", metavar="FILE", help="a private key (default: as ssh is configured)")
+    add("--no-checks", action="store_true", help="start without looking at the hosts first")
+    add("--dry-run", action="store_true", help="print what would run where, with what, and end")
+    add("argv", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="what every rank runs")
+    # fmt: on
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job, again if it fails and may; returns the exit code."""
+    job = job_of(args, os.environ)
+    if args.dry_run:
+        print(_dry_run(job, starter.look(job)))
+        return 0
+    if not args.no_checks:
+        _check(job)
+    logs = Logs(args.log_dir)
+    attempts: list[dict[str, Any]] = []
+    facts = {"format": 1, "command": "launch", "argv": list(job.argv), "hosts": [str(host) for host in job.hosts],
+             "np": job.np, "job": job.env[restart.JOB], "attempts": attempts}  # fmt: skip
+    try:
+        while True:
+            started = time.time()
+            outcome = _run_once(_numbered(job, len(attempts)), logs, quiet=args.quiet)
+            attempts.append(_told(outcome, started))
+            logs.record(facts)
+            if outcome.failed is None:
+                return outcome.exit_code
+            say(failure_block(outcome.failed, logs))
+            if len(attempts) > args.max_restarts or outcome.failed.code == EXIT_CODE:  # refused: it would be again
+                return outcome.exit_code
+            say(f"restart {len(attempts)} of {args.max_restarts}, as soon as the hosts pass the checks")
+            _wait_until_ready(job, args, host_lost=outcome.failed.rank is None)
+    finally:
+        logs.close()
+
+
+def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
+    """Return the job that the flags, and the Slurm job around, ask for.
+
+    Raises:
+        ConfigError: no command, hosts given twice, or not in their form.
+    """
+    argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
+    if not argv:
+        raise ConfigError("hvdtrain launch runs a command", "none", "hvdtrain launch -np 4 -- python train.py")
+    hosts = _hosts(args, environ)
+    ours = {restart.JOB: restart.job_of(environ) or uuid.uuid4().hex[:12]}
+    return Job(
+        argv=argv, hosts=hosts, np=args.np or sum(host.slots for host in hosts),
+        env=environment.passed(environ, args.variables) | ours, python=args.python,
+        ssh=Ssh(args.ssh_port, args.identity), network=args.network,
+        timeouts=Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace),
+    )  # fmt: skip
+
+
+def _hosts(args: argparse.Namespace, environ: Mapping[str, str]) -> list[Host]:
+    if args.hosts and args.hostfile:
+        raise ConfigError("hosts come from -H or from --hostfile", "both", "give one of them")
+    if args.hostfile:
+        return read_hostfile(args.hostfile)
+    given = args.hosts or job_hosts(environ)
+    return parse_hosts(given) if given else [Host("localhost", args.np or 1)]
+
+
+def _numbered(job: Job, attempt: int) -> Job:
+    """The job with the number of its restart, by which programs know to go on with the run they had begun."""
+    before = restart.restarts(os.environ)
+    number = {restart.RESTART: str(before + attempt)} if before + attempt else {}
+    return Job(**{**vars(job), "env": {**job.env, **number}})
+
+
+def _run_once(job: Job, logs: Logs, *, quiet: bool) -> Outcome:
+    display: list[Display] = []
+
+    def begin(plan: Plan) -> None:
+        display.append(Display(plan.slots, logs, quiet=quiet))
+        say(f"like: {command_lines.horovodrun(job, plan)}")
+        say(f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}")
+
+    return starter.run(job, on_plan=begin, on_line=lambda rank, stream, line: display[0].line(rank, stream, line))
+
+
+def _places(plan: Plan) -> str:
+    return ", ".join(
+        f"{host.name}: {len(plan.of_host(host))} ({plan.chosen[host.name].interface} {plan.chosen[host.name].address})"
+        for host in plan.hosts
+    )
+
+
+def _told(outcome: Outcome, started: float) -> dict[str, Any]:
+    failed = outcome.failed
+    failure = failed and {"rank": failed.rank, "host": failed.host, "why": failed.why}
+    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
+    return {"started": began, "seconds": round(outcome.seconds, 3), "exit_code": outcome.exit_code, "failure": failure}
+
+
+# ---- checks
+
+
+def _check(job: Job) -> None:
+    """Look at the hosts; warnings are told.
+
+    Raises:
+        LauncherError: what would keep the job from starting, or make it wrong.
+    """
+    starter.used_hosts(job)  # more ranks than slots are refused before anything is asked
+    found = findings.worst_first(doctor.fast(job.hosts, np=job.np, ssh=job.ssh, python=job.python, cwd=job.cwd))
+    errors = [finding for finding in found if finding.severity == "error"]
+    warnings = [finding for finding in found if finding.severity == "warning"]
+    if warnings:
+        say(findings.text(warnings))
+    if errors:
+        rule = "the hosts must pass the checks that come before a job (hvdtrain doctor looks at more; --no-checks)"
+        raise LauncherError(rule, findings.text(errors))
+
+
+def _wait_until_ready(job: Job, args: argparse.Namespace, *, host_lost: bool) -> None:
+    """Wait until the hosts pass the checks.
+
+    Raises:
+        LauncherError: they do not in time; says why.
+    """
+    now = time.monotonic()
+    # a host that was lost ends its ranks as late as this one noticed, and then grants them their grace
+    ready_s = now + (job.timeouts.grace_s + 2.0 if host_lost else 0.0)
+    while True:
+        try:
+            if args.no_checks:
+                starter.look(job)
+            else:
+                _check(job)
+        except LauncherError:
+            if time.monotonic() - now > args.restart_wait:
+                raise
+            time.sleep(_LOOK_AGAIN_S)
+            continue
+        if time.monotonic() >= ready_s:
+            return
+        time.sleep(min(_LOOK_AGAIN_S, max(0.0, ready_s - time.monotonic())))
+
+
+# ---- what would run
+
+
+def _dry_run(job: Job, plan: Plan) -> str:
+    lines = [
+        "horovodrun:", f"  {command_lines.horovodrun(job, plan)}", "mpirun:", f"  {command_lines.mpirun(job, plan)}",
+        "", f"command, in {job.cwd} on every host:", f"  {shlex.join(job.argv)}",
+    ]  # fmt: skip
+    for host in plan.hosts:
+        chosen, ranks = plan.chosen[host.name], ", ".join(str(slot.rank) for slot in plan.of_host(host))
+        lines += ["", f"{host.name}: rank(s) {ranks} through {chosen.interface} {chosen.address},"
+                  f" {plan.cores[host.name]:g} cores"]  # fmt: skip
+        lines += [f"  {name}={value}" for name, value in sorted(environment.of_host(chosen).items())]
+        unless = sorted(set(plan.defaults(host).items()) - {(name, value) for name, value in plan.env.items()})
+        lines += [f"  {name}={value}   (unless set there)" for name, value in unless if name not in plan.env]
+    lines += ["", "every rank, besides its HOROVOD_RANK, _SIZE, _LOCAL_RANK, ...:"]
+    job_wide = environment.of_job(plan.chosen[plan.slots[0].host.name], 0, 0)
+    shown = {name: "(free port)" if name.endswith("_PORT") else value for name, value in job_wide.items()} | {
+        name: "(not shown)" if environment.SECRET.search(name) else value for name, value in plan.env.items()
+    }
+    return "\n".join([*lines, *(f"  {name}={value}" for name, value in sorted(shown.items()))])

@@ -1,0 +1,120 @@
+"""What a job's user sees: lines marked with their rank, a log a rank, and the first rank's error last."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from hvdtrain.cluster.failures import Failure
+from hvdtrain.cluster.hosts import Slot
+from hvdtrain.errors import ConfigError
+
+
+def say(text: str) -> None:
+    """Tell the user something of the launcher's own, apart from what ranks write."""
+    print(f"hvdtrain launch: {text}", file=sys.stderr, flush=True)
+
+
+class Logs:
+    """A folder with a log a rank, both its streams in the order they came, and `launch.json`.
+
+    Attributes:
+        folder: where.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """Make the folder: the given one, or the next free runs/launch-N.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        try:
+            self.folder = folder or _next_folder(Path("runs"))
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            came = f"{error.filename}: {error.strerror}"
+            raise ConfigError("the ranks' logs need a folder to write to", came, "name one: --log-dir DIR") from error
+        self._files: dict[int, IO[str]] = {}
+        self._broken = False
+
+    def path(self, rank: int) -> Path:
+        """Return the file of one rank."""
+        return self.folder / f"rank-{rank:04d}.log"
+
+    def write(self, rank: int, line: str) -> None:
+        """Add a line. A disk that is full costs the logs, not the job."""
+        if self._broken:
+            return
+        try:
+            if rank not in self._files:
+                # line by line, so that a log is up to date while the job runs
+                self._files[rank] = self.path(rank).open("a", encoding="utf-8", buffering=1)
+            self._files[rank].write(line + "\n")
+        except OSError as error:
+            self._broken = True
+            say(f"no more logs: {self.path(rank)}: {error.strerror}")
+
+    def record(self, facts: dict[str, Any]) -> None:
+        """Write `launch.json` anew."""
+        try:
+            partial = self.folder / "launch.json.partial"
+            partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            os.replace(partial, self.folder / "launch.json")
+        except OSError as error:
+            say(f"no launch.json: {self.folder}: {error.strerror}")
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            try:
+                file.close()
+            except OSError as error:
+                say(f"a log is not complete: {file.name}: {error.strerror}")
+        self._files.clear()
+
+
+class Display:
+    """Marks lines with their rank, and with its host where there are several."""
+
+    def __init__(self, slots: Sequence[Slot], logs: Logs, *, quiet: bool) -> None:
+        several = len({slot.host for slot in slots}) > 1
+        self._marks = {s.rank: f"[{s.rank} {s.host.address}] " if several else f"[{s.rank}] " for s in slots}
+        self._logs, self._quiet = logs, quiet
+
+    def line(self, rank: int, stream: str, line: str) -> None:
+        """Log a line, and show it.
+
+        Raises:
+            OSError: whoever reads this process's output is gone.
+        """
+        self._logs.write(rank, line)
+        if self._quiet and rank != 0:
+            return
+        mark = "" if self._quiet else self._marks[rank]
+        print(f"{mark}{line}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+
+
+def failure_block(failure: Failure, logs: Logs) -> str:
+    """Return what is shown last when a job failed: who failed first, how, its last words, and where the others are."""
+    who = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else f"host {failure.host}"
+    lines = [f"{who} failed first, after {failure.after_s:.1f} s: {failure.why}"]
+    if failure.lines:
+        lines += ["  its last lines:", *(f"  | {line}" for line in failure.lines)]
+    lines.append(f"  logs: {logs.path(failure.rank) if failure.rank is not None else logs.folder}")
+    return "\n".join(lines)
+
+
+def _next_folder(root: Path) -> Path:
+    numbers = [path.name.removeprefix("launch-") for path in root.glob("launch-*")]
+    number = max((int(text) for text in numbers if text.isdecimal()), default=0)
+    while True:
+        number += 1
+        try:
+            (root / f"launch-{number}").mkdir(parents=True)  # ours now: another launcher takes the next
+            return root / f"launch-{number}"
+        except FileExistsError:
+            continue
