@@ -250,7 +250,7 @@ class Cluster:
         if action == "hang":
             self._background(host, [sys.executable, "-I", "-S", "-c", HANGING_SSHD, "sshd-hang"])
         elif action == "start":
-            self.run(host, sshdcommand_of(self.folder / host)).check()
+            self.run(host, sshd_command(self.folder / host)).check()
         if action != "stop":
             self._wait_for_port_22(host, open_=True)
         return _undo(self.sshd, host, "start")
