@@ -36,10 +36,14 @@ class Known:
         """Return a fact of every host that could tell it."""
         return {name: facts[fact] for name, facts in self.facts.items() if known(facts, fact) is not None}
 
+    def is_local(self, host: str) -> bool:
+        """Return whether a host is the machine that this runs on."""
+        return bool(self.facts.get(host, {}).get("local"))
+
     def on(self, host: str, *command: str) -> str:
         """Return a command line that runs a command on a host."""
         line = shlex.join(command)
-        return line if self.facts.get(host, {}).get("local") else shlex.join(["ssh", host, line])
+        return line if self.is_local(host) else shlex.join(["ssh", host, line])
 
     def all_on(self, hosts: Sequence[str], *command: str) -> str:
         """Return command lines that run a command on each of some hosts, three of them at most."""

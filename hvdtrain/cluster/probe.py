@@ -97,8 +97,8 @@ def package_folder(name):
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
         return None
-    places = list(spec.submodule_search_locations or []) if spec else []
-    return places[0] if places else None
+    # a folder without __init__.py has no origin: the leftovers of a package are none
+    return os.path.dirname(spec.origin) if spec and spec.origin and spec.submodule_search_locations else None
 
 
 def _text(path, pattern):
@@ -201,7 +201,7 @@ def _tools():
     return found
 
 
-def _gpu_count():
+def gpu_count():
     """Devices that this process may use, without asking the driver's tools: for the quick checks."""
     nodes = [name for name in os.listdir("/dev") if re.match(r"^nvidia\d+$", name)]
     return visible(len(nodes), os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -340,7 +340,7 @@ def _other_ranks():
 
 
 QUICK = {"system": _system, "python": _python, "packages": _packages, "code": _code, "horovod": _horovod,
-         "gpu_count": _gpu_count, "cores": _cores, "interfaces": interfaces,
+         "gpu_count": gpu_count, "cores": _cores, "interfaces": interfaces,
          "reached": _reached}  # fmt: skip
 THOROUGH = {"torch": _torch, "mpi": _mpi, "tools": _tools, "gpus": _gpus, "memory": _memory, "limits": _limits,
             "temporary": _temporary, "variables": _variables, "other_ranks": _other_ranks}  # fmt: skip
