@@ -33,7 +33,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_disks import build_clock, folder_for_disks, furnish, program
+from cluster_disks import build_clock, folder_for_disks, furnish, program, sshd_command
 from cluster_procfs import command_of, is_zombie_or_sshd, listening, namespace, serves_port_22
 from harness import REPOSITORY, Result, clean_environment
 
