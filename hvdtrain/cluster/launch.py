@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import restart, startup
-from hvdtrain.cluster import command_lines, doctor, environment, findings, starter
+from hvdtrain.cluster import command_lines, environment, starter
 from hvdtrain.cluster.hosts import Host, parse_hosts, read_hostfile
 from hvdtrain.cluster.output import Display, Logs, failure_block, say
 from hvdtrain.cluster.ssh import Ssh
@@ -175,6 +175,8 @@ def _check(job: Job) -> None:
     Raises:
         LauncherError: what would keep the job from starting, or make it wrong.
     """
+    from hvdtrain.cluster import doctor, findings
+
     starter.used_hosts(job)  # more ranks than slots are refused before anything is asked
     found = findings.worst_first(doctor.fast(job.hosts, np=job.np, ssh=job.ssh, python=job.python, cwd=job.cwd))
     errors = [finding for finding in found if finding.severity == "error"]
