@@ -10,6 +10,7 @@ from typing import Any
 
 Facts = Mapping[str, Any]
 MIB, GIB = 1 << 20, 1 << 30
+FULL_BYTES = 64 * MIB  # a disk with less room than that is full: a checkpoint does not fit
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.cluster.checks import GIB, MIB, Facts, Known, bytes_text, known, odd_ones
+from hvdtrain.cluster.checks import FULL_BYTES, GIB, MIB, Facts, Known, bytes_text, known, odd_ones
 from hvdtrain.cluster.findings import Finding, Severity
 
 # the oldest driver that runs programs of a CUDA version (NVIDIA, "CUDA Compatibility", minor version compatibility)
@@ -12,7 +12,7 @@ _DRIVERS = {13: 580, 12: 525, 11: 450}
 # NCCL maps about 10 MiB for each pair of ranks of a host; loaders of data hand batches over in it; Docker gives 64 MiB
 _SHARED_BYTES, _SHARED_PER_RANK_BYTES, _SHARED_LEAST_BYTES = 64 * MIB, 64 * MIB, 8 * MIB
 _MEMORY_PER_RANK_BYTES = GIB  # a framework alone takes half of it
-_ROOM_BYTES, _ROOM_LEAST_BYTES = GIB, 64 * MIB
+_ROOM_BYTES = GIB
 _TEMPORARY_BYTES, _TEMPORARY_LEAST_BYTES = 256 * MIB, 16 * MIB
 # connections to every other rank, and files of the program's own
 _FILES_PER_RANK, _FILES = 4, 256
@@ -210,7 +210,7 @@ def _disks(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
                 f"{cluster.on(host, 'mount', '-o', 'remount,rw', temporary['nearest'])}, or set TMPDIR there",
             )  # fmt: skip
     if run_dir is not None:
-        yield from _room(cluster, host, "run directory", run_dir, _ROOM_BYTES, _ROOM_LEAST_BYTES,
+        yield from _room(cluster, host, "run directory", run_dir, _ROOM_BYTES, FULL_BYTES,
                          "a checkpoint that does not fit ends the job")  # fmt: skip
 
 

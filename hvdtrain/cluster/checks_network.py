@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.cluster.addresses import Chosen
-from hvdtrain.cluster.checks import Facts, Known, known, listed, odd_ones
+from hvdtrain.cluster.checks import FULL_BYTES, Facts, Known, known, listed, odd_ones
 from hvdtrain.cluster.findings import Finding, Severity
 from hvdtrain.errors import ConfigError
 
@@ -145,12 +145,12 @@ def _interfaces(cluster: Known, links: Links) -> Iterator[Finding]:
 
 
 _REACH: dict[str, tuple[str, str]] = {
-    "no route": ("no-route", "has no route to, or a firewall there says so"),
-    "refused": ("closed-port", "is refused by a firewall of"),
-    "timeout": ("closed-port", "gets no answer (packets are dropped) from"),
-    "forbidden": ("closed-port", "is not allowed (by its own firewall) to connect to"),
-    "silent": ("silent-network", "connects, but data does not pass, to"),
-    "other": ("closed-port", "cannot talk to"),
+    "no route": ("no-route", "{} has no route to {}, or a firewall says so"),
+    "refused": ("closed-port", "{} is refused by {}: a firewall, as a port was open"),
+    "timeout": ("closed-port", "{} gets no answer from {}: packets are dropped"),
+    "forbidden": ("closed-port", "{} may not connect to {}: its own firewall"),
+    "silent": ("silent-network", "{} connects to {}, but data does not pass"),
+    "other": ("closed-port", "{} cannot talk to {}"),
 }
 _WHY_REACH = "every rank connects to every other one, on ports that the kernel picks: a job would hang at its start"
 
@@ -163,12 +163,12 @@ def _unreached(cluster: Known, links: Links) -> Iterator[Finding]:
         for end, reply in replies.items()
         if "error" in reply
     }
+    # whoever has no way to a host cannot answer it either
+    failed -= {(end, start, "timeout") for start, end, kind in failed if kind in ("no route", "forbidden")}
     while failed:
         counts = Counter(host for start, end, _ in failed for host in (start, end))
         order = list(cluster.facts)
-        # the host most of them have in common; of two that only miss each other, the one that is not reached
-        ends = Counter(end for _, end, _ in failed)
-        culprit = max(counts, key=lambda host: (counts[host], ends[host], -order.index(host)))
+        culprit = max(counts, key=lambda host: (counts[host], -order.index(host)))
         mine = {item for item in failed if culprit in item[:2]}
         failed -= mine
         kinds = sorted({kind for _, _, kind in mine}, key=list(_REACH).index)
@@ -182,7 +182,7 @@ def _no_way(cluster: Known, links: Links, culprit: str, kind: str, pairs: list[t
     start, end = pairs[0]
     address = links.chosen[end].address
     told = "; ".join(
-        f"{one} {words} {other} ({links.chosen[other].address}: {links.reach[one][other]['text']})"
+        f"{words.format(one, other)} ({links.chosen[other].address}: {links.reach[one][other]['text']})"
         for one, other in pairs[:4]
     ) + (f"; and {len(pairs) - 4} more" if len(pairs) > 4 else "")
     others = ",".join(sorted(chosen.address for host, chosen in links.chosen.items() if host != end))
@@ -261,6 +261,9 @@ def folder(cluster: Known, found: Folder) -> Iterator[Finding]:
         severity: Severity = "error" if host == first else "warning"
         who = "rank 0 writes checkpoints and the run's record there" if host == first else "programs may write there"
         if reply.get("errno") in ("ENOSPC", "EDQUOT"):
+            room = known(cluster.facts[host], "run_dir") or {}
+            if room.get("free_bytes", FULL_BYTES) < FULL_BYTES:
+                continue  # told with its figures
             yield Finding(
                 "full-disk", severity, (host,), f"the run directory {found.path} takes no more: {reply['error']}", who,
                 f"remove what is not needed: {cluster.on(host, 'df', '-h', found.path)}",

@@ -10,7 +10,6 @@ import contextlib
 import json
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,12 +55,11 @@ class Session:
         host: its name; this machine's own runs the probe without ssh.
         python: the interpreter there.
         ssh: how to reach it.
-        local: the probe runs here, whatever the name.
     """
 
-    def __init__(self, host: str, python: str, ssh: Ssh, *, local: bool = False) -> None:
+    def __init__(self, host: str, python: str, ssh: Ssh) -> None:
         self.host, self.ssh = host, ssh
-        self.local = local or is_this_machine(host)
+        self.local = is_this_machine(host)
         text = source()
         argv = [python, "-c", _START, str(len(text))]
         try:
@@ -175,13 +173,12 @@ class Sessions:
         self.alive: dict[str, Session] = {}
         self.lost: dict[str, SshProblem] = {}
 
-    def open(self, names: Sequence[str], python: str, ssh: Ssh, *, local: str | None = None) -> None:
-        """Starts the sessions, all at once; `local` names the one that is this machine's in any case."""
+    def open(self, names: Sequence[str], python: str, ssh: Ssh) -> None:
+        """Starts the sessions, all at once."""
 
         def start(name: str) -> Session | SshProblem:
             try:
-                # this machine's own probe needs no other Python than the one that runs here
-                return Session(name, sys.executable if name == local else python, ssh, local=name == local)
+                return Session(name, python, ssh)
             except Lost as error:
                 return error.problem
 
