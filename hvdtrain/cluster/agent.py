@@ -31,6 +31,7 @@ from hvdtrain.cores import cgroup_quota
 
 TICK_S = 0.1
 MOST_BUFFERED_BYTES = 1 << 20  # of output that the launcher has not taken yet; then the ranks wait
+GRACE_S = 5.0  # that ranks have to end when it is not the launcher that ends them
 LAST_WORDS_S = 2.0  # how long the agent tries to deliver what is left to say
 
 
@@ -49,13 +50,14 @@ class Agent:
         self._stages: list[tuple[float, int]] = []  # (when, signal) still to come of the end
         self._kill_s = float("inf")
         self._asked: set[int] = set()  # processes that ranks left behind, and that were asked to end
+        self._signalled: int | None = None
         self._ending = self._told = False
 
     def run(self) -> int:
         """Serve the launcher until it, or the connection to it, ends the job; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             # handlers and not SIG_IGN, which the ranks would inherit
-            signal.signal(number, lambda *_: self._end(signal.SIGTERM, 5.0))
+            signal.signal(number, self._note_signal)
         for descriptor in (self._inward, self._outward):
             os.set_blocking(descriptor, False)
         self._selector.register(self._inward, selectors.EVENT_READ, self._hear)
@@ -66,6 +68,9 @@ class Agent:
             self._tick()
         self._deliver_last_words()
         return 0
+
+    def _note_signal(self, number: int, frame: object) -> None:
+        self._signalled = number  # acted on in the loop: a handler may run in the middle of anything
 
     # ---- the launcher
 
@@ -98,7 +103,7 @@ class Agent:
             data = b""
         if not data:
             self._selector.unregister(self._inward)
-            self._end(signal.SIGTERM, 5.0)
+            self._end(signal.SIGTERM, GRACE_S)
             return
         self._heard_s = time.monotonic()
         for message in self._decoder.feed(data):
@@ -175,8 +180,11 @@ class Agent:
             self._beaten_s = now
             if not self._out:  # else what waits there is a sign of life as well
                 self._say("beat")
+        if self._signalled is not None and not self._ending:
+            self._say("leaving", why=f"its agent was ended by {signal.Signals(self._signalled).name}")
+            self._end(signal.SIGTERM, GRACE_S)
         if now - self._heard_s > self._settings["lost_s"]:
-            self._end(signal.SIGTERM, 5.0)
+            self._end(signal.SIGTERM, GRACE_S)
         if self._ending:
             self._go_on_ending(now)
 

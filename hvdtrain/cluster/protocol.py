@@ -18,6 +18,7 @@ From the agent:
   out         rank stream lines                       "stdout" or "stderr"
   exit        rank code ago_s                         code as `subprocess` has it: negative for a signal
   stopped     rank for_s                              by SIGSTOP; told once
+  leaving     why                                     it ends the job here without having been told to
   ended                                               nothing of the job is left on this host
   beat
 Either side that hears nothing for `lost_s` takes the other for dead; an end of file means the same at once.

@@ -211,6 +211,8 @@ class _Running:
             )  # fmt: skip
         elif kind == "failed":
             self._fail(message["rank"], host, _NOT_STARTED, f"could not be started: {message['what']}")
+        elif kind == "leaving":
+            self._host_is_lost(connection, message["why"])
         elif kind == "stopped":
             why = f"stopped by a signal (SIGSTOP) for {message['for_s']:.0f} s"
             self._fail(message["rank"], host, 128 + signal.SIGSTOP, why)
@@ -230,7 +232,7 @@ class _Running:
             self._end(signal.SIGTERM)
 
     def _host_is_lost(self, connection: Connection, why: str) -> None:
-        connection.closed = True  # it ends itself; waiting for it would only be waiting
+        connection.closed = True  # it ends by itself; waiting for it would only be waiting
         ranks = sorted(rank for rank, its in self._host_of.items() if its is connection and rank not in self._ends)
         if ranks or self._deadline_s is None:
             named = f"with rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: " if ranks else ""

@@ -1,0 +1,74 @@
+"""A rank without a framework: `toy.py RANK:ACTION[:VALUE] ...`, what this rank does, one after the other.
+
+"*" is every rank. A rank with nothing (more) to do ends well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+RANK = os.environ["HOROVOD_RANK"]
+SLEEPER = "import signal, time; {} time.sleep(300)"
+
+
+def note(name: str) -> None:
+    """Let a signal write a word, and go on."""
+    number = signal.Signals[name]
+    signal.signal(number, lambda *_: print(f"got {name}", flush=True))
+
+
+def end_at(name: str) -> None:
+    """Let a signal end the rank in its own way."""
+
+    def end(*_: object) -> None:
+        print(f"ending at {name}", flush=True)
+        sys.exit(0)
+
+    signal.signal(signal.Signals[name], end)
+
+
+def orphan(kind: str) -> None:
+    """Start a process that leaves this one's session and parent; "stubborn" ones ignore SIGTERM."""
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if kind == "stubborn" else ""
+    program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPER.format(ignore)!r}])"
+    subprocess.run([sys.executable, "-c", program], start_new_session=True, stdout=subprocess.DEVNULL, check=True)
+
+
+def many(count: str) -> None:
+    """Write many lines, to both streams."""
+    for number in range(int(count)):
+        print(f"line {number} of rank {RANK}", file=sys.stderr if number % 2 else sys.stdout)
+
+
+def fail_first(times: str) -> None:
+    """Fail in the first attempts of a job."""
+    if int(os.environ.get("HVDTRAIN_RESTART", "0")) < int(times):
+        raise RuntimeError("not yet")
+
+
+ACTIONS = {
+    "say": lambda text: print(text, flush=True),
+    "show": lambda name: print(f"{name}={os.environ.get(name)}", flush=True),
+    "partial": lambda text: (sys.stdout.write(text), sys.stdout.flush()),
+    "bytes": lambda text: os.write(1, bytes.fromhex(text)),
+    "sleep": lambda seconds: time.sleep(float(seconds)),
+    "wait": lambda seconds: (print("waiting", flush=True), time.sleep(float(seconds))),
+    "exit": lambda code: sys.exit(int(code)),
+    "raise": lambda text: (_ for _ in ()).throw(ValueError(text)),
+    "kill": lambda name: os.kill(os.getpid(), signal.Signals[name]),
+    "note": note,
+    "end_at": end_at,
+    "ignore": lambda name: signal.signal(signal.Signals[name], signal.SIG_IGN),
+    "orphan": orphan,
+    "many": many,
+    "fail_first": fail_first,
+}
+
+for argument in sys.argv[1:]:
+    who, action, *value = argument.split(":", 2)
+    if who in ("*", RANK):
+        ACTIONS[action](*value)
