@@ -140,10 +140,14 @@ def test_the_recipes_part_of_the_sources_is_enough_for_it(tmp_path: Path) -> Non
             else:
                 goal.mkdir(exist_ok=True)
                 shutil.copy(source, goal)
-    for module in ("hvdtrain.horovod_build.prove_rank", "hvdtrain.horovod_build.build", "hvdtrain.cli"):
-        code = f"import {module} as module; print(module.__file__)"
+    (tmp_path / "hvdtrain" / "__init__.py").touch()
+    for module in ("prove_rank", "build", "environment", "__main__"):
+        code = f"import hvdtrain.horovod_build.{module} as module; print(module.__file__)"
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
         assert done.stdout.startswith(str(tmp_path)), done.stderr
+    command = [sys.executable, "-m", "hvdtrain.horovod_build", "--edits"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "horovod/torch/CMakeLists.txt" in done.stdout, done.stderr
 
 
 # ---- requirements
