@@ -17,6 +17,8 @@ PASSED = re.compile(
     r"|PYTHON[A-Z]*|PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_PREFIX|LANG|LC_[A-Z]+|TZ"
 )
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+# what belongs to one job only, this one or one around it
+_OF_A_JOB = re.compile(r"HOROVOD_(HOSTNAME|RANK|SIZE|(LOCAL|CROSS)_(RANK|SIZE)|GLOO_RENDEZVOUS_.*)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # how long a rank waits for others that still import their framework; Horovod's own 30 s are short for a cold file
@@ -41,7 +43,11 @@ def passed(environ: Mapping[str, str], asked: Sequence[str] = ()) -> dict[str, s
     Raises:
         ConfigError: "NAME" is not set, or is no name.
     """
-    found = {name: value for name, value in environ.items() if PASSED.fullmatch(name) and not SECRET.search(name)}
+    found = {
+        name: value
+        for name, value in environ.items()
+        if PASSED.fullmatch(name) and not SECRET.search(name) and not _OF_A_JOB.fullmatch(name)
+    }
     for text in asked:
         name, equals, value = text.partition("=")
         if not _VARIABLE.fullmatch(name):

@@ -94,12 +94,9 @@ class Plan:
         """Return the variables that all ranks of a host get."""
         first = self.chosen[self.slots[0].host.name]
         job = environment.of_job(first, rendezvous_port, master_port)
-        return {**environment.of_host(self.chosen[host.name]), **job, **self.env, **_only(job)}
-
-
-def _only(job: Mapping[str, str]) -> dict[str, str]:
-    """What the user's own variables must not change: Horovod's rendezvous of another job would be a wrong one."""
-    return {name: value for name, value in job.items() if name.startswith("HOROVOD_")}
+        horovod = {name: value for name, value in job.items() if name.startswith("HOROVOD_")}
+        # the user's word counts, but not on where this job's rendezvous is
+        return {**environment.of_host(self.chosen[host.name]), **job, **self.env, **horovod}
 
 
 def used_hosts(job: Job) -> list[Host]:

@@ -1,0 +1,324 @@
+"""The parts of hvdtrain.cluster that need no processes: hosts, addresses, ssh's errors, variables, lines, failures."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from ipaddress import IPv4Interface
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.cluster import command_lines, environment
+from hvdtrain.cluster.addresses import Chosen, choose, interfaces, source_towards
+from hvdtrain.cluster.failures import RankEnd, as_exit_code, described, first_failure, settled
+from hvdtrain.cluster.hosts import Host, assign, parse_hosts, read_hostfile
+from hvdtrain.cluster.job import Job, make_plan
+from hvdtrain.cluster.lines import LONGEST_BYTES, LineSplitter
+from hvdtrain.cluster.protocol import Decoder, encode
+from hvdtrain.cluster.ssh import Ssh, explain, is_this_machine
+from hvdtrain.errors import ConfigError
+
+# ---- hosts
+
+
+def test_hosts_are_parsed():
+    assert parse_hosts("host1:4, me@host2.example:2,10.0.0.3") == [
+        Host("host1", 4), Host("me@host2.example", 2), Host("10.0.0.3", 1),
+    ]  # fmt: skip
+    assert parse_hosts("me@host2:1")[0].address == "host2"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ",", ":4", "a:0", "a:-1", "a:x", "a:1:2", "a b:1", "a;reboot:1", "$(id):1", "`id`", "a|b", "a&", "a>b", "a'b",
+     'a"b', "a\nb", "-oProxyCommand=id:1", "me@-x:1", "@a:1", "a@b@c:1", "a/b", "a\\b", "a*:1", "a:１", "ä:1"],
+)  # fmt: skip
+def test_what_is_no_host_is_refused(text):
+    with pytest.raises(ConfigError) as error:
+        parse_hosts(text)
+    assert error.value.remedy
+
+
+@given(st.text("aZ09._-@: \t\n;|&<>$`'\"\\/*?~!#(){}[]=,%é１", max_size=8))
+def test_no_accepted_name_means_anything_to_a_shell_or_to_ssh(text):
+    try:
+        host = parse_hosts(text)[0]
+    except ConfigError:
+        return
+    assert shlex.quote(host.name) == host.name and not host.name.startswith("-")
+
+
+def test_a_host_is_named_once():
+    with pytest.raises(ConfigError) as error:
+        parse_hosts("a:2,b:1,me@a:3")
+    assert "a:5" in error.value.remedy
+
+
+def test_host_files(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# ours\nhost1 slots=4\n\nhost2:2  # the new one\nhost3\n")
+    assert read_hostfile(path) == [Host("host1", 4), Host("host2", 2), Host("host3", 1)]
+    path.write_text("host1 slots=4\nhost2 slots=many\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        read_hostfile(path)
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="none"):
+        read_hostfile(path)
+    with pytest.raises(ConfigError, match="missing"):
+        read_hostfile(tmp_path / "missing")
+
+
+def test_more_ranks_than_slots_are_refused():
+    with pytest.raises(ConfigError, match="-np 5, 4 slot"):
+        assign(parse_hosts("a:2,b:2"), 5)
+
+
+def test_ranks_are_assigned_as_horovodrun_does():
+    """Compared with Horovod's own function, in a process of its own."""
+    shapes = [([2, 2], 4), ([2, 2], 3), ([3, 1, 2], 6), ([3, 1, 2], 5), ([1, 1, 1, 1], 4), ([4], 2), ([1, 4, 2], 7)]
+    program = (
+        "import json, sys\n"
+        "from horovod.runner.common.util.hosts import HostInfo, get_host_assignments\n"
+        "for slots, np in json.loads(sys.argv[1]):\n"
+        "    hosts = [HostInfo(f'h{i}', count) for i, count in enumerate(slots)]\n"
+        "    print(json.dumps([vars(slot) for slot in get_host_assignments(hosts, np, np)]))\n"
+    )
+    command = [sys.executable, "-c", program, json.dumps(shapes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    for (slots, np), line in zip(shapes, done.stdout.splitlines(), strict=True):
+        ours = assign([Host(f"h{index}", count) for index, count in enumerate(slots)], np)
+        keys = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+        assert [{"hostname": slot.host.name, **{key: getattr(slot, key) for key in keys}} for slot in ours] == [
+            {"hostname": theirs["hostname"], **{key: theirs[key] for key in keys}} for theirs in json.loads(line)
+        ]
+
+
+# ---- addresses
+
+
+def its(**named: str) -> dict[str, list[IPv4Interface]]:
+    found = {name: [IPv4Interface(text) for text in texts.split()] for name, texts in named.items()}
+    return {"lo": [IPv4Interface("127.0.0.1/8")], **found}
+
+
+DOCKER = "172.17.0.1/16"
+ONE = its(docker0=DOCKER, eth0="10.0.0.1/24", ib0="10.1.0.1/24")
+TWO = its(docker0=DOCKER, ens5="10.0.0.2/24", ib1="10.1.0.2/24")
+
+
+def test_interfaces_are_those_of_the_machine():
+    expected = {
+        (name, address.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        if psutil.net_if_stats()[name].isup
+        for address in addresses
+        if address.family.name == "AF_INET"
+    }
+    assert {(name, str(address.ip)) for name, all_ in interfaces().items() for address in all_} <= expected
+    assert ("lo", "127.0.0.1") in expected and source_towards("127.0.0.1") == "127.0.0.1"
+
+
+def test_one_host_talks_to_itself():
+    assert choose({"a": ONE}) == {"a": Chosen("lo", "127.0.0.1", "127.0.0.0/8")}
+
+
+def test_networks_are_found_by_address_where_names_differ():
+    chosen = choose({"a": ONE, "b": TWO})
+    assert [(its.interface, its.address) for its in chosen.values()] == [("eth0", "10.0.0.1"), ("ens5", "10.0.0.2")]
+
+
+def test_an_address_that_every_host_has_is_no_network():
+    with pytest.raises(ConfigError, match=r"docker0 172\.17\.0\.1"):
+        choose({"a": its(docker0=DOCKER), "b": its(docker0=DOCKER)})
+
+
+def test_the_network_of_the_names_given_wins():
+    chosen = choose({"a": ONE, "b": TWO}, reached={"b": "10.1.0.2"})
+    assert [(its.interface, its.address) for its in chosen.values()] == [("ib0", "10.1.0.1"), ("ib1", "10.1.0.2")]
+
+
+def test_hosts_behind_routers():
+    hosts = {"a": its(docker0=DOCKER, eth0="10.0.1.1/24"), "b": its(docker0=DOCKER, ens5="10.0.2.1/24")}
+    chosen = choose(hosts, reached={"a": "10.0.1.1", "b": "10.0.2.1"})
+    assert [(its.interface, its.network) for its in chosen.values()] == [
+        ("eth0", "10.0.1.0/24"),
+        ("ens5", "10.0.2.0/24"),
+    ]
+    with pytest.raises(ConfigError):
+        choose(hosts, reached={"b": "10.0.2.1"})
+
+
+@pytest.mark.parametrize("network", ["10.1.0.0/24", "10.1.0.0/16", "10.1.0.2", "10.1.0.9/24"])
+def test_a_network_that_is_asked_for(network):
+    chosen = choose({"a": ONE, "b": TWO}, network, {"a": "10.0.0.1", "b": "10.0.0.2"})
+    assert [its.address for its in chosen.values()] == ["10.1.0.1", "10.1.0.2"]
+
+
+@pytest.mark.parametrize("network", ["10.2.0.0/24", "10.2.0.1", "172.17.0.0/16", "ib0"])
+def test_a_network_that_is_not_there(network):
+    with pytest.raises(ConfigError):
+        choose({"a": ONE, "b": TWO}, network)
+
+
+# ---- ssh
+
+
+def test_ssh_never_asks_and_never_waives_host_keys():
+    command = Ssh(port=2222, identity="/k ey").command("me@host1", ["python", "-c", "print('a b')"])
+    assert command[-2:] == ["me@host1", "python -c 'print('\"'\"'a b'\"'\"')'"] and command[-3] == "--"
+    assert shlex.split(command[-1]) == ["python", "-c", "print('a b')"]
+    assert "BatchMode=yes" in command and not any("StrictHostKeyChecking" in word for word in command)
+    assert command[command.index("-p") + 1] == "2222" and command[command.index("-i") + 1] == "/k ey"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("unreachable", "ssh: connect to host host2 port 22: No route to host"),
+        ("unreachable", "ssh: connect to host host2 port 22: Connection timed out"),
+        ("unreachable", "kex_exchange_identification: read: Connection reset by peer\r\nConnection reset by 10.0.0.2"),
+        ("refused", "ssh: connect to host host2 port 22: Connection refused"),
+        ("unknown_name", "ssh: Could not resolve hostname host2: Name or service not known"),
+        ("unknown_host_key", "No ED25519 host key is known for host2 and you have requested strict checking.\r\n"
+         "Host key verification failed."),
+        ("changed_host_key", "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed."),
+        ("denied", "root@host2: Permission denied (publickey,password)."),
+        ("timeout", "Connection timed out during banner exchange\r\nConnection to 10.0.0.2 port 22 timed out"),
+        ("no_python", "bash: line 1: /opt/venv/bin/python: No such file or directory"),
+        ("no_python", "bash: line 1: python3.11: command not found"),
+        ("no_hvdtrain", "/usr/bin/python3: Error while finding module specification for 'hvdtrain.cluster.agent'"
+         " (ModuleNotFoundError: No module named 'hvdtrain')"),
+        ("other", "something new"),
+    ],
+)  # fmt: skip
+def test_what_ssh_says_is_explained(kind, said):
+    problem = explain("host2", 255, said)
+    assert problem.kind == kind and "host2" in problem.what and problem.fix
+
+
+def test_a_host_that_accepts_and_never_answers():
+    assert explain("host2", None, "").kind == "timeout"
+
+
+def test_this_machine():
+    assert is_this_machine("localhost") and is_this_machine("127.0.0.1")
+    assert not is_this_machine("192.0.2.77") and not is_this_machine("somebody-else@localhost")
+
+
+# ---- variables
+
+
+def test_secrets_are_passed_only_when_asked_for():
+    environ = {"HVDTRAIN_A": "1", "HOROVOD_SECRET_KEY": "x", "NCCL_DEBUG": "INFO", "AWS_SECRET_ACCESS_KEY": "x",
+               "HVDTRAIN_TOKEN": "x", "HOME": "/root", "PATH": "/bin", "PYTHONPATH": "/p", "WANDB_API_KEY": "w",
+               "HOROVOD_RANK": "3", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}  # fmt: skip
+    assert set(environment.passed(environ)) == {"HVDTRAIN_A", "NCCL_DEBUG", "PATH", "PYTHONPATH"}
+    assert environment.passed(environ, ["WANDB_API_KEY", "X=a=b"]).items() >= {("WANDB_API_KEY", "w"), ("X", "a=b")}
+    for wrong in ("MISSING", "a b=1", "=1", "A;B=1"):
+        with pytest.raises(ConfigError):
+            environment.passed(environ, [wrong])
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, "4"), (2, 4, "1"), (2.5, 1, "2"), (0.5, 1, "1")])
+def test_cores_are_shared(cores, ranks, threads):
+    assert environment.defaults(cores, ranks)["OMP_NUM_THREADS"] == threads
+
+
+def two_hosts(**fields):
+    job = Job(argv=["python", "a b.py"], hosts=parse_hosts("h1:2,me@h2:2"), np=4, **fields)
+    hello = {"cores": 4, "interfaces": {"eth0": ["10.0.0.1/24"]}}
+    hellos = {"h1": hello, "me@h2": hello | {"interfaces": {"ens5": ["10.0.0.2/24"]}}}
+    return job, make_plan(job, hellos, {"me@h2": "10.0.0.2"})
+
+
+def test_a_plan_for_two_hosts():
+    job, plan = two_hosts(env={"HOROVOD_GLOO_RENDEZVOUS_PORT": "1", "MASTER_PORT": "77", "NCCL_SOCKET_IFNAME": "mine"})
+    variables = plan.variables(plan.hosts[1], 4321, 29500)
+    assert variables["HOROVOD_GLOO_IFACE"] == "ens5" and variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.1"
+    assert variables["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "4321", "another job's rendezvous is never ours"
+    assert variables["MASTER_PORT"] == "77" and variables["NCCL_SOCKET_IFNAME"] == "mine", "the user's word wins"
+    assert "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in plan.variables(plan.hosts[0], None, 1)
+    assert environment.of_rank(plan.slots[3])["HOROVOD_HOSTNAME"] == "h2"
+
+
+def test_the_lines_of_other_launchers():
+    job, plan = two_hosts(ssh=Ssh(port=2222), env={"A": "secret"})
+    line = command_lines.horovodrun(job, plan)
+    assert line.startswith("horovodrun --gloo -np 4 -H h1:2,me@h2:2 --ssh-port 2222 python 'a b.py'")
+    assert "eth0 on h1, ens5 on me@h2" in line
+    line = command_lines.mpirun(job, plan)
+    assert "--mca btl_tcp_if_include 10.0.0.0/24" in line and "-x A" in line and "secret" not in line
+
+
+# ---- lines and messages
+
+
+def split(*pieces: bytes, step_s: float = 0.0) -> list[str]:
+    splitter = LineSplitter()
+    lines = [line for index, piece in enumerate(pieces) for line in splitter.feed(piece, index * step_s)]
+    return lines + splitter.close()
+
+
+def test_lines_over_pieces():
+    assert split(b"a\nb", b"c\n\nlast") == ["a", "bc", "", "last"]
+    assert split(b"windows\r", b"\nunix\n") == ["windows", "unix"]
+
+
+def test_a_progress_bar_shows_life_and_its_end():
+    bar = [f"\r{percent:3d} %".encode() for percent in range(0, 101, 10)]
+    assert split(*bar, b"\n", step_s=0.1)[-1] == "100 %"
+    assert len(split(*bar, b"\n", step_s=0.1)) <= 3
+    assert 5 <= len(split(*bar, b"\n", step_s=3.0)) <= 7
+
+
+def test_a_line_without_end_does_not_grow():
+    lines = split(b"x" * (3 * LONGEST_BYTES + 5))
+    assert [len(line) for line in lines] == [LONGEST_BYTES] * 3 + [5]
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=5))
+def test_lines_do_not_depend_on_how_the_bytes_come(data, cuts):
+    data = data.replace(b"\r", b"")
+    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    assert split(*(data[a:b] for a, b in zip(bounds, bounds[1:], strict=False))) == split(data)
+
+
+def test_messages_survive_what_a_login_script_prints():
+    decoder = Decoder()
+    stream = b"Welcome!\nno newline" + encode("hello", text="a\nb\x1e") + encode("beat") + b"\x1e{broken\n"
+    messages = [message for index in range(len(stream)) for message in decoder.feed(stream[index : index + 1])]
+    assert messages == [{"type": "hello", "text": "a\nb\x1e"}, {"type": "beat"}]
+    assert b"Welcome!" in decoder.noise and b"no newline" in decoder.noise
+
+
+# ---- failures
+
+
+def test_the_rank_to_blame():
+    gone = ("...", "HorovodInternalError: Horovod has been shut down")
+    ends = [
+        RankEnd(0, "a", 1, at_s=10.0, cried_s=9.0, lines=gone),
+        RankEnd(1, "b", 1, at_s=10.5, cried_s=9.2, lines=("ValueError: x",)),
+        RankEnd(2, "b", 0, at_s=1.0),
+        RankEnd(3, "b", -15, at_s=11.0),
+    ]
+    assert first_failure(ends) == ends[1]
+    assert first_failure(ends[2:3]) is None
+    assert first_failure([ends[0], ends[3]]) == ends[3], "a consequence never comes first"
+
+
+def test_consequences_give_the_cause_time_to_arrive():
+    gone = RankEnd(0, "a", 1, at_s=10.0, lines=("Connection closed by peer [10.0.0.2]:1",))
+    own = RankEnd(0, "a", 1, at_s=10.0, lines=("ValueError",))
+    assert not settled([gone], 11.0) and settled([gone], 15.1)
+    assert settled([own], 11.0) and not settled([own], 10.1) and not settled([], 99.0)
+
+
+def test_ends_in_words_and_codes():
+    assert (as_exit_code(-9), as_exit_code(3), as_exit_code(0)) == (137, 3, 0)
+    assert "SIGKILL" in described(-9, "h") and "memory" in described(-9, "h") and described(3, "h") == "exit code 3"
