@@ -257,6 +257,7 @@ def test_a_command_that_is_not_there(tmp_path):
 def test_control_c(tmp_path):
     with launched(tmp_path, "*:end_at:SIGINT", "*:wait:60") as job:
         job.until("[0] waiting", "[1] waiting")
+        job.process.send_signal(signal.SIGTSTP)  # Ctrl-Z must not make the hosts think that the launcher is dead
         job.process.send_signal(signal.SIGINT)
         ended = job.end(15)
         assert ended.code == 130, ended.text

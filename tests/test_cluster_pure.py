@@ -193,6 +193,7 @@ def test_ssh_never_asks_and_never_waives_host_keys():
         ("no_python", "bash: line 1: python3.11: command not found"),
         ("no_hvdtrain", "/usr/bin/python3: Error while finding module specification for 'hvdtrain.cluster.agent'"
          " (ModuleNotFoundError: No module named 'hvdtrain')"),
+        ("no_python", "Unknown option: -P\nusage: /usr/bin/python3 [option] ..."),
         ("other", "something new"),
     ],
 )  # fmt: skip

@@ -49,10 +49,11 @@ class Connection:
         self.ended = self.closed = self._waiting = False
         self._decoder, self._unsent, self._said = Decoder(), bytearray(), bytearray()
         self._heard_s = time.monotonic()
+        # `-m` looks in the working directory first. Elsewhere that is the user's home, where a random.py may lie: -P.
+        # Here it makes the agent of this very hvdtrain run, also from a checkout that is not installed.
         agent = [python, "-m", AGENT]
-        command: Sequence[str] = agent if self.local else ssh.command(host.name, agent)
-        # a session of its own: a Ctrl-C in the terminal is the launcher's to handle. The agent here is found even
-        # where hvdtrain is used from a checkout: `-m` looks in the working directory.
+        command: Sequence[str] = agent if self.local else ssh.command(host.name, [python, "-P", "-m", AGENT])
+        # a session of its own: a Ctrl-C in the terminal is the launcher's to handle
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
             start_new_session=True, cwd=_PACKAGES if self.local else None,

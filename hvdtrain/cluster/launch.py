@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 import time
 import uuid
@@ -21,7 +22,7 @@ from hvdtrain.cluster import command_lines, environment, starter
 from hvdtrain.cluster.hosts import Host, parse_hosts, read_hostfile
 from hvdtrain.cluster.output import Display, Logs, failure_block, say
 from hvdtrain.cluster.ssh import Ssh
-from hvdtrain.cluster.starter import Job, Outcome, Plan, Timeouts
+from hvdtrain.cluster.starter import Failure, Job, Outcome, Plan, Timeouts
 from hvdtrain.errors import EXIT_CODE, ConfigError, LauncherError
 from hvdtrain.slurm import job_hosts
 
@@ -90,18 +91,24 @@ def run(args: argparse.Namespace) -> int:
     facts = {"format": 1, "command": "launch", "argv": list(job.argv), "hosts": [str(host) for host in job.hosts],
              "np": job.np, "job": job.env[restart.JOB], "attempts": attempts}  # fmt: skip
     try:
+        failed: Failure | None = None
         while True:
             started = time.time()
-            outcome = _run_once(_numbered(job, len(attempts)), logs, quiet=args.quiet)
+            if failed is None:
+                outcome = _run_once(job, 0, logs, args)
+            else:
+                outcome = _run_again(job, len(attempts), logs, args, host_lost=failed.rank is None)
             attempts.append(_told(outcome, started))
             logs.record(facts)
-            if outcome.failed is None:
+            failed = outcome.failed
+            if failed is None:
+                if outcome.interrupted is not None:
+                    say(f"ended by {signal.Signals(outcome.interrupted).name}, with every rank")
                 return outcome.exit_code
-            say(failure_block(outcome.failed, logs))
-            if len(attempts) > args.max_restarts or outcome.failed.code == EXIT_CODE:  # refused: it would be again
+            say(failure_block(failed, logs))
+            if len(attempts) > args.max_restarts or failed.code == EXIT_CODE:  # refused: it would be again
                 return outcome.exit_code
             say(f"restart {len(attempts)} of {args.max_restarts}, as soon as the hosts pass the checks")
-            _wait_until_ready(job, args, host_lost=outcome.failed.rank is None)
     finally:
         logs.close()
 
@@ -141,11 +148,14 @@ def _numbered(job: Job, attempt: int) -> Job:
     return Job(**{**vars(job), "env": {**job.env, **number}})
 
 
-def _run_once(job: Job, logs: Logs, *, quiet: bool) -> Outcome:
+def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> Outcome:
+    job = _numbered(job, attempt)
     display: list[Display] = []
 
     def begin(plan: Plan) -> None:
-        display.append(Display(plan.slots, logs, quiet=quiet))
+        display.append(Display(plan.slots, logs, quiet=args.quiet))
+        for rank in range(job.np if attempt else 0):
+            logs.write(rank, f"--- restart {attempt}")
         say(f"like: {command_lines.horovodrun(job, plan)}")
         say(f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}")
 
@@ -188,29 +198,27 @@ def _check(job: Job) -> None:
         raise LauncherError(rule, findings.text(errors))
 
 
-def _wait_until_ready(job: Job, args: argparse.Namespace, *, host_lost: bool) -> None:
-    """Wait until the hosts pass the checks.
+def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, *, host_lost: bool) -> Outcome:
+    """Run the job once more, as soon as the hosts pass the checks.
 
     Raises:
         LauncherError: they do not in time; says why.
     """
-    now = time.monotonic()
+    began = time.monotonic()
     # a host that was lost ends its ranks as late as this one noticed, and then grants them their grace
-    ready_s = now + (job.timeouts.grace_s + 2.0 if host_lost else 0.0)
+    rest_s = job.timeouts.grace_s + 2.0 if host_lost else 0.0
     while True:
         try:
             if args.no_checks:
                 starter.look(job)
             else:
                 _check(job)
+            if time.monotonic() - began >= rest_s:
+                return _run_once(job, attempt, logs, args)
         except LauncherError:
-            if time.monotonic() - now > args.restart_wait:
+            if time.monotonic() - began > args.restart_wait:
                 raise
-            time.sleep(_LOOK_AGAIN_S)
-            continue
-        if time.monotonic() >= ready_s:
-            return
-        time.sleep(min(_LOOK_AGAIN_S, max(0.0, ready_s - time.monotonic())))
+        time.sleep(_LOOK_AGAIN_S)
 
 
 # ---- what would run

@@ -119,8 +119,9 @@ class RendezvousChild:
     """
 
     def __init__(self, address: str, places: Sequence[Sequence[Any]]) -> None:
+        safe = ["-P"] if sys.flags.safe_path else []  # as the agent itself was started
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hvdtrain.cluster.rendezvous"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, *safe, "-m", "hvdtrain.cluster.rendezvous"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             start_new_session=True, preexec_fn=_end_with_the_agent,
         )  # fmt: skip
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -172,6 +172,10 @@ _PROBLEMS: tuple[tuple[Kind, str, str, str], ...] = (
         "install it there at the same path, or name the Python that has it: --python PATH",
     ),
     (
+        "no_python", r"Unknown option: -P",
+        "the Python called on {host} is older than 3.11", "name a newer one, with hvdtrain: --python PATH",
+    ),
+    (
         "no_python", r"(?i)(command not found|no such file or directory|not found|cannot execute|permission denied)",
         "no such Python on {host}: {last}", "install it there at the same path, or name another: --python PATH",
     ),

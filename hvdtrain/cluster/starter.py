@@ -30,6 +30,7 @@ __all__ = ["Failure", "Job", "Outcome", "Plan", "Timeouts", "look", "run", "used
 _TICK_S = 0.1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_BORNE = signal.SIGTSTP  # Ctrl-Z: hosts would take a launcher that is suspended for dead
 _NOT_STARTED = 127  # as a shell says it of a command that is not there
 
 
@@ -67,7 +68,8 @@ def run(
     """Run a job to its end.
 
     SIGINT, SIGTERM and SIGHUP end it (the ranks get the signal, then, after the grace, SIGKILL; a second one kills at
-    once); SIGUSR1 and SIGUSR2 are passed on to the ranks. Only in the main thread, as signals are its.
+    once); SIGUSR1 and SIGUSR2 are passed on to the ranks; SIGTSTP (Ctrl-Z) does nothing. Only in the main thread, as
+    signals are its.
 
     Args:
         job: what to run.
@@ -259,6 +261,8 @@ class _Running:
         while self._seen < len(self._received):
             number = self._received[self._seen]
             self._seen += 1
+            if number == _BORNE:
+                continue
             if number in _PASSED_ON:
                 self._agents.send("signal", number=int(number))
             elif self._interrupted is not None:
@@ -291,7 +295,7 @@ def _signals() -> Iterator[list[int]]:
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (*_ENDING, *_PASSED_ON):
+        for number in (*_ENDING, *_PASSED_ON, _BORNE):
             # `nohup`, or a shell that starts in the background: what is ignored stays so
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, note)
