@@ -345,6 +345,15 @@ def refused(*arguments: str) -> str:
     return done.stderr
 
 
+def test_a_refused_job_leaves_no_folder(tmp_path):
+    done = subprocess.run(
+        [*LAUNCH[:-1], "--network", "198.51.100.0/24", "--", "true"], cwd=tmp_path,
+        env=clean_environment(), capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 2 and "every host has an address in" in done.stderr, done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -352,7 +361,6 @@ def refused(*arguments: str) -> str:
         (["-np", "3", "-H", "localhost:2", "--", "true"], "-np 3, 2 slot(s)"),
         (["-H", "a;reboot:2", "--", "true"], "'a;reboot'"),
         (["-H", "localhost:2", "--hostfile", "hosts", "--", "true"], "give one of them"),
-        (["--no-checks", "--network", "198.51.100.0/24", "--", "true"], "every host has an address in"),
         (["-x", "NOT_SET_ANYWHERE", "--", "true"], "NOT_SET_ANYWHERE"),
     ],
 )

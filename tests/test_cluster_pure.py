@@ -20,7 +20,7 @@ from hvdtrain.cluster.hosts import Host, assign, parse_hosts, read_hostfile
 from hvdtrain.cluster.job import Job, make_plan
 from hvdtrain.cluster.lines import LONGEST_BYTES, LineSplitter
 from hvdtrain.cluster.protocol import Decoder, encode
-from hvdtrain.cluster.ssh import Ssh, explain, is_this_machine
+from hvdtrain.cluster.ssh import Ssh, explain, is_this_machine, problem_of
 from hvdtrain.errors import ConfigError
 
 # ---- hosts
@@ -204,6 +204,12 @@ def test_what_ssh_says_is_explained(kind, said):
 
 def test_a_host_that_accepts_and_never_answers():
     assert explain("host2", None, "").kind == "timeout"
+
+
+def test_what_cannot_be_run_here():
+    python = problem_of(FileNotFoundError(2, "No such file", "/nope/python"), "host1")
+    ssh = problem_of(FileNotFoundError(2, "No such file", "ssh"), "host2")
+    assert (python.kind, ssh.kind) == ("no_python", "no_ssh") and "/nope/python" in python.what
 
 
 def test_this_machine():

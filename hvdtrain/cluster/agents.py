@@ -153,7 +153,7 @@ class Agents:
 
 
 def _unreached(problems: Sequence[tuple[Host, SshProblem]]) -> LauncherError:
-    came = "\n".join(f"{host.name}: {problem.what}" for host, problem in problems)
+    came = "\n".join(problem.what for _, problem in problems)
     fix = "\n".join(dict.fromkeys(problem.fix for _, problem in problems))
     rule = f"the agent must start on every host (from {socket.gethostname()})"
     return LauncherError(rule, came, fix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -68,7 +69,10 @@ class Logs:
             say(f"no launch.json: {self.folder}: {error.strerror}")
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files. Without any, nothing was started: the folder goes, if it is empty."""
+        if not self._files:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
         for file in self._files.values():
             try:
                 file.close()

@@ -187,6 +187,9 @@ def problem_of(error: Exception, host: str, ssh: Ssh | None = None) -> SshProble
     if isinstance(error, subprocess.TimeoutExpired):
         said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else (error.stderr or "")
         return explain(host, None, said, ssh)
+    if isinstance(error, OSError) and error.filename not in (None, "ssh"):  # this machine's own agent
+        what = f"{host} is this machine, and {error.filename} cannot be run here: {error.strerror}"
+        return SshProblem("no_python", what, "name the Python that has hvdtrain: --python PATH")
     if isinstance(error, FileNotFoundError):
         return SshProblem("no_ssh", f"no ssh on this machine to reach {host}", "apt-get install openssh-client")
     return SshProblem("other", f"ssh to {host} failed: {error}", f"try: ssh {host}")
