@@ -1,0 +1,501 @@
+"""The doctor's checks on what hosts said, its probe by itself, and its sessions; no ssh, no second host."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.cluster import checks_machine, checks_network, checks_software, examine, findings, probe, probe_links
+from hvdtrain.cluster.addresses import Chosen
+from hvdtrain.cluster.checks import Known, odd_ones
+from hvdtrain.cluster.checks_network import Folder, Links
+from hvdtrain.cluster.findings import Finding
+from hvdtrain.cluster.session import Lost, Session, source
+from hvdtrain.cluster.ssh import Ssh
+from hvdtrain.errors import ConfigError
+
+GIB = 1 << 30
+ROOM = {"nearest": "/data", "total_bytes": 900 * GIB, "free_bytes": 500 * GIB, "free_inodes": 10**7}
+EXTENSION = {"mpi": True, "gloo": True, "nccl": True, "needs": ["libmpi.so.40"], "missing": [], "for_this_python": True}
+GPU = {"name": "NVIDIA H100", "memory_bytes": 80 * GIB, "used_bytes": 0}
+# what a host with 4 GPUs said, shortened
+HOST: dict[str, Any] = {
+    "system": {"hostname": "host", "boot_id": "b", "machine": "x86_64", "uid": 1000},
+    "python": {"executable": "/opt/v/bin/python", "version": "3.11.7", "suffix": ".cpython-311-x86_64-linux-gnu.so"},
+    "packages": {"hvdtrain": "0.1.0", "horovod": "0.28.1", "torch": "2.12.1+cu130", "tensorflow-cpu": "2.21.0",
+                 "keras": "3.15.1", "numpy": "2.4.6", "nvidia-nccl-cu13": "2.29.7"},
+    "code": {"folder": "/opt/v/hvdtrain", "sha256": "aa"},
+    "horovod": {"folder": "/opt/v/horovod", "built_for": {"torch": "2.12.1+cu130", "tensorflow": "2.21.0"},
+                "extensions": {"torch": EXTENSION, "tensorflow": EXTENSION | {"nccl": False}}},
+    "gpu_count": 4,
+    "gpus": {"cards": 4, "driver": "580.95", "error": None,
+             "devices": [GPU] * 4},
+    "torch": {"cuda": "13.0", "hip": None},
+    "cores": {"usable": 32, "quota": None, "load": 0.1, "flags": ["avx", "avx2", "f16c", "fma"]},
+    "memory": {"MemTotal": 512 * GIB, "MemAvailable": 500 * GIB},
+    "limits": {"nofile": [65536, 65536], "memlock": [None, None], "as": [None, None]},
+    "shared_memory": {"nearest": "/dev/shm", "total_bytes": 256 * GIB, "free_bytes": 256 * GIB, "free_inodes": -1},
+    "temporary": ROOM | {"path": "/tmp", "nearest": "/tmp", "error": None},
+    "run_dir": ROOM | {"path": "/data/runs"},
+    "cwd": {"path": "/data", "exists": True},
+    "variables": {}, "other_ranks": [], "reached": "10.0.0.1", "tools": {"c++": "12.2", "cmake": "3.25", "nvcc": None},
+    "interfaces": [{"name": "lo", "address": "127.0.0.1", "prefix": 8, "mtu": 65536, "up": True},
+                   {"name": "eth0", "address": "10.0.0.1", "prefix": 24, "mtu": 1500, "up": True}],
+    "local": False,
+}  # fmt: skip
+
+
+def host(number: int = 1, /, **changes: Any) -> dict[str, Any]:
+    """A healthy host's facts, some of them changed; "a__b=value" changes b within a."""
+    facts = copy.deepcopy(HOST)
+    facts["system"] |= {"hostname": f"host{number}", "boot_id": f"boot{number}"}
+    facts["interfaces"][1]["address"] = f"10.0.0.{number}"
+    for path, value in changes.items():
+        *folders, last = path.split("__")
+        place = facts
+        for name in folders:
+            place = place[name]
+        place[last] = value
+    return facts
+
+
+def cluster(*hosts: dict[str, Any], ranks: int = 4) -> Known:
+    named = {f"host{number}": facts for number, facts in enumerate(hosts, 1)}
+    return Known(named, dict.fromkeys(named, ranks), "/opt/v/bin/python")
+
+
+def everything(known: Known) -> list[Finding]:
+    modules = (checks_network.distinct, checks_software.quick, checks_machine.quick, checks_machine.thorough)
+    return [finding for check in modules for finding in check(known)]
+
+
+def named(found: list[Finding]) -> dict[str, tuple[str, ...]]:
+    return {finding.id: finding.hosts for finding in found}
+
+
+# -- what hosts are -------------------------------------------------------------------------------------------
+def test_healthy_hosts_have_nothing_to_say() -> None:
+    assert everything(cluster(host(1), host(2), host(3))) == []
+
+
+NO_GPU = {"gpu_count": 0, "gpus": {"cards": 0, "driver": None, "error": None, "devices": []}}
+OTHER_GPU = [GPU | {"name": "NVIDIA A10", "memory_bytes": 24 * GIB}] * 4
+
+
+@pytest.mark.parametrize(
+    ("id_", "severity", "fix", "changes"),
+    [
+        ("slots-over-gpus", "error", "host2:2", {"gpu_count": 2}),
+        ("slots-over-cores", "warning", "host2:2", {"cores__usable": 2}),
+        ("slots-over-cores", "warning", "host2:3", {"cores__quota": 3.0}),
+        ("driver-too-old", "error", "newer driver", {"gpus__driver": "535.104"}),
+        ("gpus-hidden", "warning", "unset CUDA_VISIBLE_DEVICES",
+         {"gpu_count": 0, "variables": {"CUDA_VISIBLE_DEVICES": ""}}),
+        ("gpu-in-use", "warning", "nvidia-smi", {"gpus__devices": [GPU | {"used_bytes": 9 * GIB}]}),
+        ("gpus-differ", "warning", "leave them out", {"gpus__devices": OTHER_GPU}),
+        ("torch-without-cuda", "warning", "pip install --upgrade torch", {"torch__cuda": None}),
+        ("horovod-without-nccl", "warning", "--gpu nccl", {"horovod__extensions__torch": EXTENSION | {"nccl": False}}),
+        ("horovod-library-missing", "error", "nvidia-nccl-cu13",
+         {"horovod__extensions__torch": EXTENSION | {"missing": ["libnccl.so.2"]}}),
+        ("horovod-other-python", "error", "build-horovod --install",
+         {"horovod__extensions__torch": EXTENSION | {"for_this_python": False}}),
+        ("horovod-other-tensorflow", "error", "build-horovod", {"horovod__built_for__tensorflow": "2.20.0"}),
+        ("horovod-without-tensorflow", "warning", "build-horovod", {"horovod__extensions": {"torch": EXTENSION}}),
+        ("keras-differs", "error", "pip install keras==3.15.1", {"packages__keras": "3.14.0"}),
+        ("numpy-differs", "error", "numpy==2.4.6", {"packages__numpy": "1.26.4"}),
+        ("hvdtrain-differs", "error", "hvdtrain==0.1.0", {"packages__hvdtrain": "0.0.9"}),
+        ("hvdtrain-differs", "error", "rsync -a --delete /opt/v/hvdtrain/ host2:/opt/v/hvdtrain/",
+         {"code__sha256": "bb"}),
+        ("processor-differs", "warning", "build-horovod", {"cores__flags": ["avx", "fma"]}),
+        ("little-memory", "warning", "ps aux", {"memory__MemAvailable": 2 * GIB}),
+        ("small-shared-memory", "warning", "--shm-size", {"shared_memory__free_bytes": 64 << 20}),
+        ("small-shared-memory", "error", "--shm-size", {"shared_memory__free_bytes": 8 << 20}),
+        ("few-open-files", "warning", "limits.conf", {"limits__nofile": [256, 4096]}),
+        ("limited-address-space", "warning", "unlimited", {"limits__as": [GIB, None]}),
+        ("temporary-folder", "error", "TMPDIR", {"temporary__error": "not writable"}),
+        ("full-disk", "warning", "du -xhd1 /data", {"run_dir__free_bytes": GIB // 2}),
+        ("full-disk", "error", "du -xhd1 /data", {"run_dir__free_inodes": 3}),
+        ("no-folder", "error", "mkdir -p /data", {"cwd__exists": False}),
+        ("unanswered", "warning", "df /data/runs",
+         {"run_dir": {"unanswered": "no answer in 3 s", "path": "/data/runs"}}),
+        ("no-such-interface", "warning", "start-up files", {"variables": {"NCCL_SOCKET_IFNAME": "=ib0,eth"}}),
+        ("launcher-variables", "warning", "unset HOROVOD_RANK", {"variables": {"HOROVOD_RANK": "0"}}),
+        ("other-ranks", "note", "ps -o pid,etime,args -p 17,18", {"other_ranks": [17, 18]}),
+    ],
+)  # fmt: skip
+def test_one_thing_wrong(id_: str, severity: str, fix: str, changes: dict[str, Any]) -> None:
+    found = everything(cluster(host(1), host(2, **changes), host(3)))
+    assert named(found) == {id_: ("host2",)}
+    assert found[0].severity == severity
+    assert fix in found[0].fix and found[0].why
+
+
+def test_no_driver_for_the_cards() -> None:
+    without = host(2, **NO_GPU) | {"gpus": {"cards": 4, "driver": None, "error": "Driver mismatch", "devices": []}}
+    found = named(everything(cluster(host(1), without, host(3))))
+    assert found == {"no-gpu-driver": ("host2",), "gpus-differ": ("host2",)}
+
+
+def test_horovod_without_gloo_or_mpi_anywhere() -> None:
+    """Without MPI on all hosts is a choice; without Gloo nothing starts."""
+    bare = dict.fromkeys(("torch", "tensorflow"), EXTENSION | {"mpi": False, "gloo": False})
+    found = everything(cluster(host(1, horovod__extensions=bare), host(2, horovod__extensions=bare)))
+    assert {finding.id: finding.severity for finding in found} == {
+        "horovod-without-gloo": "error", "horovod-without-mpi": "note",
+    }  # fmt: skip
+
+
+def test_a_build_of_the_same_release_fits() -> None:
+    """Metadata of an older build says 2.12.1, the package 2.12.1+cu130, or the other way round: both load."""
+    same = host(1, packages__torch="2.12.1", horovod__built_for__torch="2.12.1+cu130")
+    assert everything(cluster(same, copy.deepcopy(same) | {"system": {"hostname": "b", "boot_id": "b"}})) == []
+
+
+def test_a_host_that_lacks_everything() -> None:
+    bare = host(2, packages={}, horovod=None, code=None, tools={"c++": None, "cmake": None, "nvcc": None})
+    found = {finding.id: finding for finding in everything(cluster(host(1), bare))}
+    assert {"no-hvdtrain", "no-framework"} <= set(found) and "no-horovod" not in found
+    bare["packages"] = {"torch": "2.12.1+cu130"}
+    found = {finding.id: finding for finding in everything(cluster(host(1), bare))}
+    assert found["no-horovod"].fix.startswith("ssh host2 'apt-get install -y g++ cmake'\nssh host2 '/opt/v/bin/python")
+
+
+def test_facts_that_could_not_be_told_are_not_judged() -> None:
+    """Each fact alone may be missing: told once, never an exception."""
+    for fact in set(HOST) - {"local", "system", "interfaces"}:
+        found = everything(cluster(host(1), host(2, **{fact: {"unanswered": "no answer in 3 s"}})))
+        assert named(found).get("unanswered") == ("host2",), fact
+
+
+def test_names() -> None:
+    twins = cluster(host(1), host(2, system__hostname="host1"), host(3))
+    assert named(everything(twins)) == {"duplicate-names": ("host1", "host2")}
+    same = cluster(host(1), host(2), host(2))
+    found = everything(same)
+    assert named(found) == {"same-machine": ("host2", "host3")} and "-H host2:8" in found[0].fix
+
+
+def test_the_odd_one_is_the_minority() -> None:
+    assert odd_ones({"a": 1, "b": 2, "c": 2}) == (2, {"a": 1})
+    assert odd_ones({"a": 1, "b": 2}) == (1, {"b": 2})  # a tie: the first is right
+    assert odd_ones({}) == (None, {})
+
+
+def test_commands_are_quoted() -> None:
+    assert cluster(host(1)).on("host1", "ls", "a b; rm") == "ssh host1 'ls '\"'\"'a b; rm'\"'\"''"
+    assert cluster(host(1, local=True)).on("host1", "ls", "a b") == "ls 'a b'"
+
+
+# -- what the network does ------------------------------------------------------------------------------------
+def links(count: int = 3, **changes: Any) -> Links:
+    names = [f"host{number}" for number in range(1, count + 1)]
+    found = Links(
+        chosen={name: Chosen("eth0", f"10.0.0.{number}", "10.0.0.0/24") for number, name in enumerate(names, 1)},
+        reach={one: {two: {"seconds": 1e-4, "source": ""} for two in names if two != one} for one in names},
+        flows={pair: {"bytes": 10**9, "seconds": 1.0} for pair in examine.ring(names)},
+        clocks={name: (0.001, 0.002) for name in names[1:]},
+    )
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+def network(found: Links) -> list[Finding]:
+    return list(checks_network.network(cluster(*(host(n) for n in range(1, len(found.chosen) + 1))), found))
+
+
+def test_a_healthy_network() -> None:
+    assert network(links()) == []
+
+
+def failing(pairs: dict[tuple[int, int], str], count: int = 4) -> dict[str, tuple[str, ...]]:
+    found = links(count)
+    for (one, two), kind in pairs.items():
+        found.reach[f"host{one}"][f"host{two}"] = {"error": kind, "text": "why"}
+    return named(network(found))
+
+
+def test_ways_that_are_closed() -> None:
+    everyone_to_3 = {(n, 3): "timeout" for n in (1, 2, 4)}
+    assert failing(everyone_to_3) == {"closed-port": ("host3", "host1", "host2", "host4")}
+    assert failing({(2, 4): "refused"}) == {"closed-port": ("host2", "host4")}
+    assert failing({(2, 4): "silent"}) == {"silent-network": ("host2", "host4")}
+    # whoever has no way to a host cannot answer it: one finding, not two
+    assert failing({(2, 4): "no route", (4, 2): "timeout"}) == {"no-route": ("host2", "host4")}
+    # two faults are two findings
+    assert failing({**everyone_to_3, (1, 2): "no route"}).keys() == {"closed-port", "no-route"}
+
+
+def test_speed() -> None:
+    one_slow = links()
+    one_slow.flows["host2", "host3"] = {"bytes": 2 * 10**7, "seconds": 1.0}
+    assert named(network(one_slow)) == {"slow-link": ("host2", "host3")}
+    all_slow = links(flows={pair: {"bytes": 10**7, "seconds": 1.0} for pair in links().flows})
+    assert [finding.id for finding in network(all_slow)] == ["slow-link"] * 3
+    # half of a fast network is still fast
+    uneven = links()
+    uneven.flows["host2", "host3"] = {"bytes": 3 * 10**8, "seconds": 1.0}
+    assert network(uneven) == []
+    stalled = links()
+    stalled.flows["host2", "host3"] = {"error": "silent", "text": "nothing went through for 2 s"}
+    assert named(network(stalled)) == {"bulk-stalls": ("host2", "host3")}
+    far = links()
+    far.reach["host1"]["host3"] = {"seconds": 0.03, "source": ""}
+    assert named(network(far)) == {"slow-answers": ("host1", "host3")}
+
+
+def test_clocks_count_beyond_what_the_reading_leaves_open() -> None:
+    assert named(network(links(clocks={"host2": (-1.5, 0.1)}))) == {"clock-skew": ("host2",)}
+    assert network(links(clocks={"host2": (1.5, 0.7)})) == []
+
+
+def test_interfaces() -> None:
+    other_name = links()
+    other_name.chosen = dict(other_name.chosen) | {"host3": Chosen("ens5", "10.0.0.3", "10.0.0.0/24")}
+    assert {finding.id: finding.severity for finding in network(other_name)} == {"interface-names": "note"}
+    assert named(network(links(unbound={"host2": "Cannot assign"}))) == {"no-port": ("host2",)}
+    none = links(no_network=ConfigError("rule", "came", "remedy"), chosen={}, reach={}, flows={}, clocks={})
+    found = list(checks_network.network(cluster(host(1), host(2)), none))
+    assert named(found) == {"no-common-network": ()} and found[0].fix == "remedy"
+
+
+def test_run_directory() -> None:
+    def check(found: Folder) -> dict[str, tuple[str, ...]]:
+        return named(list(checks_network.folder(cluster(host(1), host(2), host(3)), found)))
+
+    names = ["host1", "host2", "host3"]
+    shared = Folder("/data/runs", {name: {} for name in names}, {name: names for name in names})
+    assert check(shared) == {}
+    apart = Folder("/data/runs", shared.written, {name: [name] for name in names})
+    assert check(apart) == {"run-dir-not-shared": ("host2", "host3")}
+    read_only = {"error": "Read-only file system", "errno": "EROFS"}
+    assert check(Folder("/d", {"host1": read_only, "host2": {}, "host3": {}}, shared.seen)) == {
+        "run-dir-not-writable": ("host1",)
+    }
+    full = {"error": "Disk quota exceeded", "errno": "EDQUOT"}
+    assert check(Folder("/d", {"host1": {}, "host2": {}, "host3": full}, {name: names[:2] for name in names})) == {
+        "full-disk": ("host3",)
+    }
+
+
+@given(st.integers(1, 20))
+def test_flows_that_are_measured_together_do_not_share_a_host(count: int) -> None:
+    pairs = examine.ring([str(number) for number in range(count)])
+    groups = examine.disjoint(pairs)
+    assert sorted(pair for group in groups for pair in group) == sorted(pairs)
+    assert all(len({name for pair in group for name in pair}) == 2 * len(group) for group in groups)
+    assert len(groups) <= 3
+
+
+# -- findings -------------------------------------------------------------------------------------------------
+def test_the_exit_code_says_the_worst() -> None:
+    def finding(severity: findings.Severity) -> Finding:
+        return Finding("x", severity, ("host1",), "what", "why", "fix")
+
+    note, warning, error = finding("note"), finding("warning"), finding("error")
+    assert [findings.exit_code(its) for its in ([], [note], [note, warning], [warning, error, note])] == [0, 0, 1, 2]
+    assert findings.worst_first([note, error, warning, error]) == [error, warning, note]
+    assert json.loads(json.dumps(findings.as_json([error])))[0]["hosts"] == ["host1"]
+
+
+def test_what_is_to_be_typed_can_be_copied() -> None:
+    """Long words are not cut, and a line is not broken in them."""
+    command = "ssh host2 /opt/" + "very-long-folder/" * 12 + "python"
+    shown = findings.text([Finding("x", "error", ("host2",), "what " * 60, "why", f"first line\n{command}")])
+    assert command.split()[-1] in shown
+    assert all(len(line) <= findings.WIDTH for line in shown.splitlines() if "very-long" not in line)
+
+
+# -- the probe by itself --------------------------------------------------------------------------------------
+def interpreters() -> dict[str, str]:
+    """Every Python of this machine that the probe must run under."""
+    found = {f"{sys.version_info[0]}.{sys.version_info[1]}": sys.executable}
+    for minor in range(6, 16):
+        version = f"3.{minor}"
+        places = [*Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), shutil.which(f"python{version}")]
+        for place in filter(None, places):
+            done = subprocess.run(
+                [place, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True
+            )
+            if done.stdout.strip() == str(minor):
+                found.setdefault(version, str(place))
+    return found
+
+
+def test_the_probe_runs_under_old_and_new_pythons() -> None:
+    for version, place in interpreters().items():
+        session = Session("localhost", place, Ssh())
+        try:
+            facts = session.ask({"do": "facts", "cwd": "/", "run_dir": "/tmp/none"}, 20)
+            assert session.ask({"do": "clock"}, 5)["time"] == pytest.approx(time.time(), abs=5)
+        finally:
+            session.close()
+        assert facts["python"]["version"].startswith(version + ".")
+        unanswered = {name: value for name, value in facts.items() if isinstance(value, dict) and "unanswered" in value}
+        assert unanswered == {}, version
+
+
+def test_the_probe_is_plain_old_python() -> None:
+    """It is sent as ASCII, and its parts must not import each other or us."""
+    text = source()
+    assert text.isascii() and "hvdtrain." not in text.replace(".hvdtrain-doctor", "").split("Sent after")[0]
+    assert "import probe" not in text and "from hvdtrain" not in text
+
+
+def test_facts_agree_with_what_is_here() -> None:
+    facts = probe.facts({"cwd": os.getcwd(), "run_dir": "/nowhere/runs", "paths": []})
+    assert facts["cores"]["usable"] == len(os.sched_getaffinity(0))
+    assert facts["cwd"] == {"path": os.getcwd(), "exists": True}
+    assert facts["run_dir"]["nearest"] == "/"
+    assert {"name": "lo", "address": "127.0.0.1"}.items() <= facts["interfaces"][0].items()
+    assert facts["packages"]["hvdtrain"] == __import__("hvdtrain").__version__
+    assert facts["system"]["hostname"] == socket.gethostname()
+
+
+def test_a_fact_that_never_comes_is_given_up() -> None:
+    release = threading.Event()
+
+    def fails() -> None:
+        raise PermissionError("no")
+
+    started = time.monotonic()
+    answers = probe.ask({"hangs": release.wait, "fails": fails, "works": lambda: 7}, 0.2)
+    release.set()
+    assert time.monotonic() - started < 5
+    assert answers == {
+        "hangs": {"unanswered": "no answer in 0.2 s"}, "fails": {"unanswered": "PermissionError: no"}, "works": 7,
+    }  # fmt: skip
+
+
+def test_variables_that_look_secret_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_SECRET_KEY", "s3cret")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HOME_OF_NOBODY", "x")
+    facts = probe.facts({"cwd": "/", "run_dir": "/"})
+    assert facts["variables"]["NCCL_DEBUG"] == "INFO"
+    assert "s3cret" not in json.dumps(facts) and "HOME_OF_NOBODY" not in json.dumps(facts)
+
+
+@pytest.mark.parametrize(
+    ("count", "mask", "left"),
+    [(4, None, 4), (4, "", 0), (4, "0,2", 2), (4, "-1", 0), (4, "1,9,2", 1), (4, "GPU-a1b2,GPU-c3d4", 2), (0, "0", 0)],
+)
+def test_visible_gpus(count: int, mask: str | None, left: int) -> None:
+    assert probe.visible(count, mask) == left
+
+
+def test_what_horovod_was_built_with_is_read_from_its_extension(tmp_path: Path) -> None:
+    folder = tmp_path / "horovod" / "torch"
+    folder.mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "libnccl.so.2").touch()
+    file = folder / "mpi_lib_v2.so"
+    file.write_bytes(
+        b"\x7fELF\0libmpi.so.4711\0libnccl.so.2\0$ORIGIN/../../here:$ORIGIN/../../there\0"
+        b"_ZTSN7horovod6common13MPIControllerE\0_ZTSN7horovod6common13NCCLAllreduceE\0"
+    )
+    assert probe.extension_facts(str(file)) == {
+        "mpi": True, "gloo": False, "nccl": True, "needs": ["libmpi.so.4711", "libnccl.so.2"],
+        "missing": ["libmpi.so.4711"],
+    }  # fmt: skip
+
+
+# -- sessions -------------------------------------------------------------------------------------------------
+@pytest.fixture
+def session() -> Iterator[Session]:
+    made = Session("localhost", sys.executable, Ssh())
+    yield made
+    made.close()
+
+
+def test_ports_are_open_where_asked_and_for_those_who_know_the_token(session: Session) -> None:
+    reply = session.ask({"do": "listen", "addresses": ["127.0.0.1", "192.0.2.77"], "token": "t" * 32}, 5)
+    assert list(reply["errors"]) == ["192.0.2.77"]
+    port = reply["ports"]["127.0.0.1"]
+    process = psutil.Process().children()[0]
+    assert {item.laddr.ip for item in process.net_connections("tcp")} == {"127.0.0.1"}
+    with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+        stranger.sendall(b"x" * 32)
+        assert stranger.recv(10) == b"", "a stranger is turned away"
+    peer = ["127.0.0.1", port]
+    visit = {"do": "reach", "peers": [["me", *peer]], "token": "t" * 32, "timeout_s": 2}
+    assert session.ask(visit, 5)["reach"]["me"]["seconds"] < 2
+    assert session.ask(visit | {"token": "u" * 32}, 5)["reach"]["me"]["error"] == "other"
+    flow = session.ask({"do": "send", "peer": peer, "token": "t" * 32, "seconds": 0.05, "timeout_s": 2}, 5)
+    assert flow["bytes"] >= probe_links.CHUNK_BYTES and flow["seconds"] > 0
+
+
+def test_markers_are_gone_with_the_session(tmp_path: Path) -> None:
+    session = Session("localhost", sys.executable, Ssh())
+    place = {"folder": str(tmp_path), "token": "abc"}
+    try:
+        assert session.ask({"do": "mark", "index": 1, **place}, 5) == {}
+        assert session.ask({"do": "see", "count": 3, **place}, 5) == {"seen": [1]}
+        assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()] == [0o600]
+    finally:
+        session.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_that_fails_is_answered(session: Session) -> None:
+    assert session.ask({"do": "nonsense"}, 5) == {"error": "failed", "text": "KeyError: 'nonsense'"}
+    assert session.ask({"do": "clock"}, 5).keys() == {"time"}
+
+
+def script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_host_that_hangs_costs_its_time_and_leaves_nothing(tmp_path: Path) -> None:
+    session = Session("localhost", script(tmp_path, "exec sleep 1000"), Ssh())
+    started = time.monotonic()
+    with pytest.raises(Lost) as lost:
+        session.ask({"do": "clock"}, 0.5)
+    assert lost.value.problem.kind == "timeout" and time.monotonic() - started < 3
+    session.kill()
+    session.close()
+    assert not psutil.Process().children()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "what"),
+    [
+        ("echo 'this is Python 2.7.18' >&2; exit 1", "no_python", "2.7.18: too old"),
+        ("echo \"No module named 'hvdtrain'\" >&2; exit 1", "no_hvdtrain", "no hvdtrain"),
+        ("exit 3", "other", "exit code 3"),
+    ],
+)
+def test_a_session_that_ends_says_why(tmp_path: Path, text: str, kind: str, what: str) -> None:
+    session = Session("localhost", script(tmp_path, text), Ssh())
+    try:
+        for _ in range(2):  # the second question is told the same, at once
+            with pytest.raises(Lost) as lost:
+                session.ask({"do": "clock"}, 10)
+            assert lost.value.problem.kind == kind and what in lost.value.problem.what
+    finally:
+        session.close()
+
+
+def test_an_interpreter_that_is_not_there() -> None:
+    with pytest.raises(Lost) as lost:
+        Session("localhost", "/nowhere/python", Ssh())
+    assert lost.value.problem.kind == "no_python"
