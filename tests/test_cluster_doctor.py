@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster_hosts import Cluster, cluster
 from harness import REPOSITORY
@@ -261,10 +263,7 @@ def python_of(c: Cluster, host: str, interpreter: str) -> Iterator[None]:
         yield
 
 
-@broken({"python-differs": ["host2"], "python-unsupported": ["host2"], "no-framework": ["host2"],
-         "torch-differs": ["host2"], "tensorflow-cpu-differs": ["host2"], "keras-differs": ["host2"],
-         "numpy-differs": ["host2"]},
-        "same path", "--python", "{folder}/python")  # fmt: skip
+@broken({"python-differs": ["host2"]}, "same path", "--python", "{folder}/python")
 def older_python(c: Cluster) -> Iterator[None]:
     with python_of(c, "host2", other_python(lambda version: (3, 6) <= version < (3, 11))):
         yield
@@ -293,6 +292,13 @@ def other_torch(c: Cluster) -> Iterator[None]:
 def no_horovod(c: Cluster) -> Iterator[None]:
     with own_copy(c, "host3", SITE_PACKAGES):
         sh(c, "host3", f"rm -r {SITE_PACKAGES}/horovod {SITE_PACKAGES}/horovod-*")
+        yield
+
+
+@broken({"no-hvdtrain": ["host3"]}, "--python PATH", "--fast")
+def no_hvdtrain(c: Cluster) -> Iterator[None]:
+    with own_copy(c, "host3", REPOSITORY / "hvdtrain"):
+        sh(c, "host3", f"rm -r {REPOSITORY}/hvdtrain/*")
         yield
 
 
@@ -456,6 +462,24 @@ def test_interface_names_are_noted(c: Cluster) -> None:
         sh(c, "host3", rename.format("ens5", "eth0"))
     assert (report.code, report.found) == (0, {})
     assert "host3 ens5" in report.of("interface-names")["what"]
+
+
+def test_ctrl_c_ends_it_everywhere(c: Cluster) -> None:
+    with c.sshd("host3", "hang"):
+        command = [sys.executable, "-m", "hvdtrain.cli", "doctor", "-H", HOSTS, "--timeout", "60"]
+        process = c.popen("host1", command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 20
+            while not c.pids("host2"):  # until the probe is there
+                assert time.monotonic() < deadline, c.running()
+            process.send_signal(signal.SIGINT)
+            started = time.monotonic()
+            assert process.wait(20) == 130
+            assert time.monotonic() - started < 5, "it waited for a host that hangs"
+        finally:
+            process.kill()
+            process.wait()
+        assert psutil.wait_procs(c.pids("host2"), timeout=5)[1] == []
 
 
 def test_what_only_the_all_reduce_sees(c: Cluster) -> None:

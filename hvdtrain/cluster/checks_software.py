@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hvdtrain.cluster.checks import Facts, Known, known, listed, odd_ones
 from hvdtrain.cluster.findings import Finding, Severity
@@ -19,24 +19,28 @@ _WHY_SAME = (
 
 def quick(cluster: Known) -> Iterator[Finding]:
     """What must hold before a job starts."""
-    yield from _same_python(cluster)
-    for host, facts in cluster.facts.items():
-        yield from _python(cluster, host, facts)
-        if known(facts, "packages") is not None:
-            yield from _installed(cluster, host, facts)
+    minor = {host: ".".join(found["version"].split(".")[:2]) for host, found in cluster.of("python").items()}
+    usual, others = odd_ones(minor)
+    if others:
+        yield _other_python(cluster, usual, others)
+        # another Python has other packages: what differs in them is a consequence
+        facts = {host: its for host, its in cluster.facts.items() if host not in others}
+        cluster = Known(facts, {host: cluster.ranks[host] for host in facts}, cluster.python)
+    for host, its in cluster.facts.items():
+        yield from _python(cluster, host, its)
+        if known(its, "packages") is not None:
+            yield from _installed(cluster, host, its)
     yield from _same_packages(cluster)
     yield from _same_code(cluster)
     yield from _horovod(cluster)
 
 
 # -- Python ---------------------------------------------------------------------------------------------------
-def _same_python(cluster: Known) -> Iterator[Finding]:
-    versions = {host: found["version"] for host, found in cluster.of("python").items()}
-    usual, others = odd_ones(versions)
-    if not others:
-        return
-    yield Finding(
-        "python-differs", "error", tuple(others), f"Python {listed(others)}; {_of_the_others(cluster, others)} {usual}",
+def _other_python(cluster: Known, usual: str, others: Mapping[str, str]) -> Finding:
+    told = {host: f"{its['version']} ({its['executable']})" for host, its in cluster.of("python").items()}
+    return Finding(
+        "python-differs", "error", tuple(others),
+        f"Python {listed({host: told[host] for host in others})}; {_of_the_others(cluster, others)} {usual}",
         "compiled packages (Horovod, PyTorch, TensorFlow) fit one Python only, and what ranks send each other is"
         " pickled",
         f"install Python {usual} and the same packages at the same path there, or name one that all have: --python"
@@ -64,23 +68,20 @@ def _installed(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "no-hvdtrain", "error", (host,), f"{python} finds no hvdtrain",
             "every host's ranks are started by hvdtrain's agent there",
-            f"install it there, or copy this environment to the same path; or: {_other_python()}",
+            "install it there, or copy this environment to the same path; or name the Python that has it: --python"
+            " PATH",
         )  # fmt: skip
     if not any(name in packages for name in ("torch", *_TENSORFLOW)):
         yield Finding(
             "no-framework", "error", (host,), f"{python} has neither torch nor tensorflow", "there is nothing to train",
             cluster.on(host, python, "-m", "pip", "install", "hvdtrain[torch,keras,build]"),
         )  # fmt: skip
-    elif "horovod" not in packages and known(facts, "horovod") is None:
+    elif "horovod" not in packages:
         yield Finding(
             "no-horovod", "error", (host,), f"{python} has no horovod",
             "ranks average their gradients through it; no wheels are published for today's frameworks",
             _tools_first(cluster, host, facts) + _build(cluster, host, python),
         )  # fmt: skip
-
-
-def _other_python() -> str:
-    return "name the Python that has it: --python PATH"
 
 
 def _build(cluster: Known, host: str, python: str, *flags: str) -> str:
@@ -114,7 +115,7 @@ def _same_packages(cluster: Known) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _of_the_others(cluster: Known, odd: dict[str, str]) -> str:
+def _of_the_others(cluster: Known, odd: Mapping[str, str]) -> str:
     rest = [host for host in cluster.facts if host not in odd]
     return f"{rest[0]} has" if len(rest) == 1 else f"the other {len(rest)} have"
 

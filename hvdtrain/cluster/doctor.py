@@ -28,6 +28,7 @@ from hvdtrain.cluster.hosts import Host, parse_hosts, read_hostfile
 from hvdtrain.cluster.session import Sessions, sessions
 from hvdtrain.cluster.ssh import Ssh
 from hvdtrain.errors import ConfigError
+from hvdtrain.slurm import job_hosts
 
 TIMEOUT_S = 6.0
 FAST_TIMEOUT_S = 6.0
@@ -47,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     # fmt: off
-    add("-H", "--hosts", metavar="LIST", help="host1:4,host2:4: names and slots (default: this machine)")
+    add("-H", "--hosts", metavar="LIST", help="host1:4,host2:4: names and slots (default: those of the Slurm job"
+        " this runs in, else this machine)")
     add("--hostfile", type=Path, metavar="FILE", help="lines like: host1 slots=4")
     add("-np", "--np", type=startup.whole(1), metavar="N", help="ranks of the job (default: one a slot)")
     add("--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="that runs are written to (default: runs)")
@@ -75,8 +77,8 @@ def _question(args: argparse.Namespace) -> Question:
         raise ConfigError("hosts come from -H or from --hostfile", "both", "give one of them")
     if args.hostfile:
         hosts = read_hostfile(args.hostfile)
-    elif args.hosts:
-        hosts = parse_hosts(args.hosts)
+    elif listed := args.hosts or job_hosts(os.environ):
+        hosts = parse_hosts(listed)
     else:
         hosts = [Host("localhost", args.np or max(1, probe.gpu_count()))]
     return Question(

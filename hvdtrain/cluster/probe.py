@@ -81,6 +81,9 @@ def _packages():
             name = re.sub(r"[-_.]+", "-", match.group(1)).lower()
             if name in PACKAGES:
                 found.setdefault(name, match.group(2))
+    for name in ("hvdtrain", "horovod", "torch"):
+        if package_folder(name) is None:
+            found.pop(name, None)  # metadata of what is gone
     code = package_folder("hvdtrain")
     if code:  # a checkout on PYTHONPATH has no metadata
         found["hvdtrain"] = _text(os.path.join(code, "__init__.py"), r'__version__ = "([^"]+)"') or "unknown"

@@ -201,14 +201,20 @@ class Sessions:
         names = [name for name in requests if name in self.alive]
         replies: dict[str, Reply] = {}
         with ThreadPoolExecutor(max(1, len(names))) as pool:
-            for name, result in zip(names, pool.map(one, names), strict=True):
-                if isinstance(result, SshProblem):
-                    self.lost[name] = result
-                    session = self.alive.pop(name)
+            try:
+                results = dict(zip(names, pool.map(one, names), strict=True))
+            except BaseException:  # Ctrl-C: nobody waits for answers any more
+                for session in self.alive.values():
                     session.kill()
-                    session.close()
-                else:
-                    replies[name] = result
+                raise
+        for name, result in results.items():
+            if isinstance(result, SshProblem):
+                self.lost[name] = result
+                session = self.alive.pop(name)
+                session.kill()
+                session.close()
+            else:
+                replies[name] = result
         return replies
 
     def close(self) -> None:
