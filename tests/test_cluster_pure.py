@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster import command_lines, environment
+from hvdtrain.cluster import command_lines, environment, launch
 from hvdtrain.cluster.addresses import Chosen, choose, interfaces, source_towards
 from hvdtrain.cluster.failures import RankEnd, as_exit_code, described, first_failure, settled
 from hvdtrain.cluster.hosts import Host, assign, parse_hosts, read_hostfile
@@ -260,6 +261,25 @@ def test_the_lines_of_other_launchers():
     assert "eth0 on h1, ens5 on me@h2" in line
     line = command_lines.mpirun(job, plan)
     assert "--mca btl_tcp_if_include 10.0.0.0/24" in line and "-x A" in line and "secret" not in line
+
+
+def job_from(*words: str, environ: dict[str, str] | None = None) -> Job:
+    parser = argparse.ArgumentParser()
+    launch.add_arguments(parser)
+    return launch.job_of(parser.parse_args(list(words)), environ or {})
+
+
+def test_hosts_are_those_given_or_of_the_slurm_job_or_this_machine(tmp_path):
+    (tmp_path / "hosts").write_text("h3 slots=3\n")
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)",
+             "SLURM_RESTART_COUNT": "1"}  # fmt: skip
+    assert job_from("-H", "h1:2", "--", "true", environ=slurm).hosts == [Host("h1", 2)]
+    assert job_from("--hostfile", str(tmp_path / "hosts"), "true", environ=slurm).hosts == [Host("h3", 3)]
+    job = job_from("true", environ=slurm)
+    assert (job.hosts, job.np) == ([Host("gpu1", 2), Host("gpu2", 2)], 4)
+    assert job.env["HVDTRAIN_JOB"].endswith("-7")
+    assert job_from("-np", "3", "--", "true").hosts == [Host("localhost", 3)]
+    assert job_from("-np", "2", "python", "-c", "--lr", "--", "x").argv == ["python", "-c", "--lr", "--", "x"]
 
 
 # ---- lines and messages

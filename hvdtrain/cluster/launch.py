@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             failed = outcome.failed
             if failed is None:
                 if outcome.interrupted is not None:
-                    say(f"ended by {signal.Signals(outcome.interrupted).name}, with every rank")
+                    say(f"ended by {signal.Signals(outcome.interrupted).name}")
                 return outcome.exit_code
             say(failure_block(failed, logs))
             if len(attempts) > args.max_restarts or failed.code == EXIT_CODE:  # refused: it would be again
@@ -159,7 +159,14 @@ def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> O
         say(f"like: {command_lines.horovodrun(job, plan)}")
         say(f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}")
 
-    return starter.run(job, on_plan=begin, on_line=lambda rank, stream, line: display[0].line(rank, stream, line))
+    def interrupted(number: int) -> None:
+        display[0].calm()
+        say(f"{signal.Signals(number).name}: ending every rank (a second one kills them)")
+
+    def show(rank: int, stream: str, line: str) -> None:
+        display[0].line(rank, stream, line)
+
+    return starter.run(job, on_plan=begin, on_line=show, on_interrupt=interrupted)
 
 
 def _places(plan: Plan) -> str:

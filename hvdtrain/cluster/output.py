@@ -87,7 +87,11 @@ class Display:
     def __init__(self, slots: Sequence[Slot], logs: Logs, *, quiet: bool) -> None:
         several = len({slot.host for slot in slots}) > 1
         self._marks = {s.rank: f"[{s.rank} {s.host.address}] " if several else f"[{s.rank}] " for s in slots}
-        self._logs, self._quiet = logs, quiet
+        self._logs, self._quiet, self._calm = logs, quiet, False
+
+    def calm(self) -> None:
+        """From now on, log errors of ranks other than 0 only: after a Ctrl-C each would show its traceback."""
+        self._calm = True
 
     def line(self, rank: int, stream: str, line: str) -> None:
         """Log a line, and show it.
@@ -96,7 +100,7 @@ class Display:
             OSError: whoever reads this process's output is gone.
         """
         self._logs.write(rank, line)
-        if self._quiet and rank != 0:
+        if rank != 0 and (self._quiet or self._calm and stream == "stderr"):
             return
         mark = "" if self._quiet else self._marks[rank]
         print(f"{mark}{line}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)

@@ -63,6 +63,7 @@ def run(
     *,
     on_line: OnLine | None = None,
     on_plan: Callable[[Plan], None] | None = None,
+    on_interrupt: Callable[[int], None] | None = None,
     keep_output: bool = False,
 ) -> Outcome:
     """Run a job to its end.
@@ -76,6 +77,7 @@ def run(
         on_line: gets each line a rank writes: rank, "stdout" or "stderr", line. Called in a thread of its own; when it
             waits, so do the ranks. What it raises ends the job, and is raised here.
         on_plan: gets the plan before the ranks start.
+        on_interrupt: gets the signal that ends the job, when it does.
         keep_output: whether `Outcome.outputs` holds what the ranks wrote.
 
     Raises:
@@ -93,7 +95,7 @@ def run(
 
     with _signals() as received:
         agents = Agents(job, hosts, take)
-        running = _Running(job, agents, received)
+        running = _Running(job, agents, received, on_interrupt or (lambda number: None))
         try:
             outcome = running.run(on_plan)
         except _Interrupted as interrupted:
@@ -123,8 +125,8 @@ def look(job: Job) -> Plan:
 class _Running:
     """One job from the agents' hello to its end."""
 
-    def __init__(self, job: Job, agents: Agents, received: list[int]) -> None:
-        self._job, self._agents, self._received = job, agents, received
+    def __init__(self, job: Job, agents: Agents, received: list[int], on_interrupt: Callable[[int], None]) -> None:
+        self._job, self._agents, self._received, self._on_interrupt = job, agents, received, on_interrupt
         self._ends: dict[int, RankEnd] = {}
         self._failure: Failure | None = None
         self._interrupted: int | None = None
@@ -269,6 +271,7 @@ class _Running:
                 self._end(signal.SIGTERM, grace_s=0.0)
             else:
                 self._interrupted = number
+                self._on_interrupt(number)
                 self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def _stop_if_asked(self) -> None:
