@@ -214,6 +214,8 @@ class Cluster:
     def power_off(self, host: str) -> None:
         """Everything on the host is gone at once, and nobody is told."""
         pid = self._pid(host)
+        # first the cables: connections of processes that are killed would be closed, which the others would hear
+        self._ip("".join(f"link delete {port}\n" for port in self._ports(host)))
         handle = os.pidfd_open(pid)
         try:
             os.kill(pid, signal.SIGKILL)
@@ -222,8 +224,6 @@ class Cluster:
         finally:
             os.close(handle)
         self.hosts[host].pid = None
-        # the kernel removes a network some time after its last process, and the ports' names are needed again
-        self._ip("".join(f"link delete {port}\n" for port in self._ports(host)))
 
     def boot(self, *names: str) -> None:
         """Start hosts that are off, with what is on their disks (/etc, home); returns when their sshd listens."""
