@@ -280,18 +280,22 @@ def test_run_directory() -> None:
         return named(list(checks_network.folder(cluster(host(1), host(2), host(3)), found)))
 
     names = ["host1", "host2", "host3"]
-    shared = Folder("/data/runs", {name: {} for name in names}, {name: names for name in names})
+    shared = Folder("/data/runs", True, {name: {} for name in names}, {name: names for name in names})
     assert check(shared) == {}
-    apart = Folder("/data/runs", shared.written, {name: [name] for name in names})
+    apart = Folder("/data/runs", True, shared.written, {name: [name] for name in names})
     assert check(apart) == {"run-dir-not-shared": ("host2", "host3")}
+    apart.asked = False  # the default folder is each host's own where nothing is shared
+    assert [finding.severity for finding in checks_network.folder(cluster(host(1), host(2), host(3)), apart)] == [
+        "note"
+    ]
     read_only = {"error": "Read-only file system", "errno": "EROFS"}
-    assert check(Folder("/d", {"host1": read_only, "host2": {}, "host3": {}}, shared.seen)) == {
+    assert check(Folder("/d", True, {"host1": read_only, "host2": {}, "host3": {}}, shared.seen)) == {
         "run-dir-not-writable": ("host1",)
     }
     full = {"error": "Disk quota exceeded", "errno": "EDQUOT"}
-    assert check(Folder("/d", {"host1": {}, "host2": {}, "host3": full}, {name: names[:2] for name in names})) == {
-        "full-disk": ("host3",)
-    }
+    assert check(
+        Folder("/d", True, {"host1": {}, "host2": {}, "host3": full}, {name: names[:2] for name in names})
+    ) == {"full-disk": ("host3",)}
 
 
 @given(st.integers(1, 20))

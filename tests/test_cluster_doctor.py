@@ -452,6 +452,14 @@ def test_ranks_of_another_job_are_noted(c: Cluster) -> None:
     assert (report.code, report.found, report.of("other-ranks")["hosts"]) == (0, {}, ["host2"])
 
 
+def test_one_other_host(c: Cluster) -> None:
+    """Its clock is compared as well, and a network of one host is none."""
+    with c.clock("host2", 90):
+        report = examine(c, hosts="host2:1")
+    assert report.found == {"clock-skew": ["host2"]}
+    assert report.data["network"]["reach"] == {}
+
+
 def test_interface_names_are_noted(c: Cluster) -> None:
     """hvdtrain launch goes by addresses, so the job will run."""
     rename = "ip link set {0} down; ip link set {0} name {1}; ip link set {1} up"

@@ -58,11 +58,13 @@ class Folder:
 
     Attributes:
         path: of the run directory.
+        asked: whether the user named it: then it is taken to be shared.
         written: what each host said to its own file: {} or {"error", "errno"}.
         seen: the hosts whose files each host sees there.
     """
 
     path: str
+    asked: bool = True
     written: dict[str, Facts] = field(default_factory=dict)
     seen: dict[str, list[str]] = field(default_factory=dict)
 
@@ -279,7 +281,8 @@ def folder(cluster: Known, found: Folder) -> Iterator[Finding]:
     blind = [host for host, seen in found.seen.items() if first in wrote and first not in seen]
     if apart := [host for host in cluster.facts if host in alone or host in blind]:
         yield Finding(
-            "run-dir-not-shared", "warning", tuple(apart), f"{found.path} is not the same folder as on {first}",
+            "run-dir-not-shared", "warning" if found.asked else "note", tuple(apart),
+            f"{found.path} is not the same folder as on {first}",
             f"checkpoints and records are on {first} only: a job that goes on elsewhere does not find them",
             f"put it on a file system that all hosts mount (NFS): --run-dir DIR; or always start on {first} first",
         )  # fmt: skip

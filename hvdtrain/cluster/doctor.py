@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " this runs in, else this machine)")
     add("--hostfile", type=Path, metavar="FILE", help="lines like: host1 slots=4")
     add("-np", "--np", type=startup.whole(1), metavar="N", help="ranks of the job (default: one a slot)")
-    add("--run-dir", type=Path, default=Path("runs"), metavar="DIR", help="that runs are written to (default: runs)")
+    add("--run-dir", type=Path, metavar="DIR", help="that runs are written to, and that hosts share (default: runs,"
+        " which they need not)")
     add("--network", metavar="NET", help="that ranks shall use: 10.0.0.0/24, or an address in it (default: chosen)")
     add("--fast", action="store_true", help="only what hvdtrain launch checks before it starts a job")
     add("--no-live", action="store_true", help="no all-reduce, which imports a framework on every host")
@@ -197,7 +198,7 @@ def _thorough(talk: Sessions, found: Examined) -> list[Finding]:
     """What takes measurements; a host that stops answering meanwhile is left out of the rest."""
     cluster, before = found.cluster, time.monotonic()
     everything = [*checks_machine.thorough(cluster)]
-    if len(cluster.facts) > 1:
+    if cluster.facts:
         found.links = examine.links(talk, found.question, cluster)
         everything += checks_network.network(cluster, found.links)
     found.spent["network"] = time.monotonic() - before

@@ -37,7 +37,7 @@ class Question:
         python: the interpreter on other hosts.
         ssh: how they are reached.
         network: that the ranks shall use; None: chosen.
-        run_dir: that runs are written to.
+        run_dir: that runs are written to; None: "runs", as programs take it.
         timeout_s: that a host may take to answer.
         cwd: the folder that ranks start in.
         paths: put in front of every host's `sys.path`, as PYTHONPATH is for ranks.
@@ -48,10 +48,15 @@ class Question:
     python: str = ""
     ssh: Ssh = field(default_factory=Ssh)
     network: str | None = None
-    run_dir: Path = Path("runs")
+    run_dir: Path | None = None
     timeout_s: float = 6.0
     cwd: str = field(default_factory=os.getcwd)
     paths: Sequence[str] = ()
+
+    @property
+    def run_folder(self) -> str:
+        """The run directory's whole path, as it is on every host."""
+        return os.path.join(self.cwd, self.run_dir or "runs")
 
     @property
     def slots(self) -> list[Slot]:
@@ -68,10 +73,8 @@ def facts(talk: Sessions, question: Question, *, fast: bool) -> Known:
     """Return what the hosts say about themselves; those that do not answer are in `talk.lost`."""
     names = list(question.taking_part)
     talk.open(names, question.python, question.ssh)
-    # a path as the user wrote it, whatever the host's own folder is
-    run_dir = os.path.join(question.cwd, question.run_dir)
     request = {
-        "do": "facts", "fast": fast, "cwd": question.cwd, "run_dir": run_dir, "paths": list(question.paths),
+        "do": "facts", "fast": fast, "cwd": question.cwd, "run_dir": question.run_folder, "paths": list(question.paths),
         "limit_s": min(FACT_LIMIT_S, question.timeout_s / 2),
     }  # fmt: skip
     replies = talk.ask(dict.fromkeys(names, request), question.timeout_s)
@@ -131,7 +134,7 @@ def disjoint(pairs: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
 def folder(talk: Sessions, question: Question, cluster: Known) -> Folder:
     """Return what happens when every host writes a file into the run directory; all are removed again."""
     places = {name: room["nearest"] for name, room in cluster.of("run_dir").items()}
-    found = Folder(os.path.join(question.cwd, question.run_dir))
+    found = Folder(question.run_folder, asked=question.run_dir is not None)
     names, token = list(places), secrets.token_hex(8)
     marks = {
         name: {"do": "mark", "folder": places[name], "token": token, "index": index}

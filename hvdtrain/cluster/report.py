@@ -45,7 +45,8 @@ def _hosts(found: Examined) -> str:
 def _column(found: Examined, host: str) -> dict[str, str]:
     facts = found.cluster.facts[host]
     packages: Facts = known(facts, "packages") or {}
-    chosen = found.links.chosen.get(host) if found.links else None
+    several = found.links is not None and len(found.links.chosen) > 1
+    chosen = found.links.chosen.get(host) if found.links is not None and several else None
     memory, shared = known(facts, "memory") or {}, known(facts, "shared_memory")
     tools = known(facts, "tools") or {}
     return {
