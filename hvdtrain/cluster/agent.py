@@ -32,7 +32,6 @@ from hvdtrain.cores import cgroup_quota
 TICK_S = 0.1
 MOST_BUFFERED_BYTES = 1 << 20  # of output that the launcher has not taken yet; then the ranks wait
 GRACE_S = 5.0  # that ranks have to end when it is not the launcher that ends them
-LAST_WORDS_S = 2.0  # how long the agent tries to deliver what is left to say
 
 
 class Agent:
@@ -66,8 +65,15 @@ class Agent:
             for key, _ in self._selector.select(TICK_S):
                 key.data()
             self._tick()
-        self._deliver_last_words()
+        while self._out and self._is_heard():  # however long its reader takes
+            for key, _ in self._selector.select(TICK_S):
+                key.data()
         return 0
+
+    def _is_heard(self) -> bool:
+        """Whether the launcher is alive."""
+        connected = self._inward in self._selector.get_map()
+        return connected and time.monotonic() - self._heard_s <= self._settings["lost_s"]
 
     def _note_signal(self, number: int, frame: object) -> None:
         self._signalled = number  # acted on in the loop: a handler may run in the middle of anything
@@ -102,8 +108,7 @@ class Agent:
         except OSError:
             data = b""
         if not data:
-            self._selector.unregister(self._inward)
-            self._end(signal.SIGTERM, GRACE_S)
+            self._selector.unregister(self._inward)  # which `_is_heard` sees
             return
         self._heard_s = time.monotonic()
         for message in self._decoder.feed(data):
@@ -116,7 +121,7 @@ class Agent:
         elif kind == "rendezvous":
             self._rendezvous = RendezvousChild(message["address"], message["places"])
             self._selector.register(self._rendezvous.output, selectors.EVENT_READ, self._rendezvous_answers)
-        elif kind == "start":
+        elif kind == "start" and not self._ending:
             self._start(message)
         elif kind == "signal":
             processes.send([rank.pid for rank in self._ranks.values() if rank.code is None], int(message["number"]))
@@ -183,7 +188,7 @@ class Agent:
         if self._signalled is not None and not self._ending:
             self._say("leaving", why=f"its agent was ended by {signal.Signals(self._signalled).name}")
             self._end(signal.SIGTERM, GRACE_S)
-        if now - self._heard_s > self._settings["lost_s"]:
+        if not self._is_heard():
             self._end(signal.SIGTERM, GRACE_S)
         if self._ending:
             self._go_on_ending(now)
@@ -247,12 +252,6 @@ class Agent:
                 self._say_the_end_of(rank, now)
         self._say("ended")
         self._told = True
-
-    def _deliver_last_words(self) -> None:
-        deadline = time.monotonic() + LAST_WORDS_S
-        while self._out and time.monotonic() < deadline:
-            self._selector.select(TICK_S)
-            self._flush()
 
 
 def hello() -> dict[str, Any]:

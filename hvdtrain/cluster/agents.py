@@ -22,7 +22,7 @@ from hvdtrain.errors import LauncherError
 OnLine = Callable[[int, str, str], None]  # rank, "stdout" or "stderr", line
 Event = tuple[Connection | None, Message | None]  # None, None: nobody reads the output any more
 TAIL_LINES = 40  # of each rank, kept for when it fails
-_WAITING_MESSAGES = 256  # with output that `on_line` has not taken; then the ranks wait
+_WAITING_MESSAGES = 32  # with output that `on_line` has not taken; then the ranks wait
 
 
 class Agents:

@@ -29,6 +29,7 @@ class Connection:
         hello: the agent's first message, once it came.
         ended: whether the agent said that nothing is left there.
         closed: whether no more can come.
+        waiting: whether what came waits for this side to take it: then its silence means nothing.
     """
 
     def __init__(self, host: Host, python: str, ssh: Ssh, hear: Callable[[Connection, Message | None], None]) -> None:
@@ -46,7 +47,7 @@ class Connection:
         self.host, self._ssh, self._hear = host, ssh, hear
         self.local = is_this_machine(host.name)
         self.hello: Message | None = None
-        self.ended = self.closed = self._waiting = False
+        self.ended = self.closed = self.waiting = False
         self._decoder, self._unsent, self._said = Decoder(), bytearray(), bytearray()
         self._heard_s = time.monotonic()
         # `-m` looks in the working directory first. Elsewhere that is the user's home, where a random.py may lie: -P.
@@ -94,7 +95,7 @@ class Connection:
 
     def silent_s(self) -> float:
         """Return for how long nothing came; 0 while it is this side that does not read on."""
-        return 0.0 if self._waiting else time.monotonic() - self._heard_s
+        return 0.0 if self.waiting else time.monotonic() - self._heard_s
 
     def problem(self) -> SshProblem:
         """Return why the agent did not say hello, or is gone."""
@@ -122,15 +123,14 @@ class Connection:
         for stop, patience_s in ((None, wait_s), (self._process.terminate, 1.0 if not self.local else 7.0)):
             if stop is not None:
                 stop()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience_s)
+            if self._waited(patience_s):
                 break
         else:
             self._process.kill()
             self._process.wait()
         reading, errors = self._threads
         reading.join(timeout=5.0)
-        while reading.is_alive() and self._waiting:  # for whoever reads the output: none of it may be lost
+        while reading.is_alive() and self.waiting:  # for whoever reads the output: none of it may be lost
             reading.join(timeout=1.0)
         errors.join(timeout=1.0)  # an ssh master in the background may hold standard error open
         for pipe in (self._process.stdout, self._process.stderr):
@@ -138,16 +138,26 @@ class Connection:
             if not any(thread.is_alive() for thread in self._threads):
                 pipe.close()
 
+    def _waited(self, patience_s: float) -> bool:
+        """Wait for the process; time in which it cannot end because nobody takes its output does not count."""
+        while True:
+            try:
+                self._process.wait(patience_s)
+                return True
+            except subprocess.TimeoutExpired:
+                if not self.waiting:
+                    return False
+
     def _read_messages(self) -> None:
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         while data := os.read(descriptor, 1 << 16):
             self._heard_s = time.monotonic()
-            self._waiting = True
+            self.waiting = True
             for message in self._decoder.feed(data):
                 self._hear(self, message)
             self._heard_s = time.monotonic()
-            self._waiting = False
+            self.waiting = False
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)  # so that its exit code tells why
         self._hear(self, None)

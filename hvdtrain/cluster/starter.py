@@ -149,6 +149,8 @@ class _Running:
             if (event := agents.next(_TICK_S)) is not None:
                 self._take(*event)
             self._look_at_ranks()
+            if any(its.waiting for its in agents.connections):
+                continue  # for whoever reads the output
             if self._deadline_s is not None and time.monotonic() > self._deadline_s:
                 break
         return self._outcome()

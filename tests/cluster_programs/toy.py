@@ -44,6 +44,12 @@ def many(count: str) -> None:
         print(f"line {number} of rank {RANK}", file=sys.stderr if number % 2 else sys.stdout)
 
 
+def wide(count: str) -> None:
+    """Write megabytes: lines of a thousand characters."""
+    for number in range(int(count)):
+        print(f"{number:1000d}")
+
+
 def fail_first(times: str) -> None:
     """Fail in the first attempts of a job."""
     if int(os.environ.get("HVDTRAIN_RESTART", "0")) < int(times):
@@ -65,6 +71,7 @@ ACTIONS = {
     "ignore": lambda name: signal.signal(signal.Signals[name], signal.SIG_IGN),
     "orphan": orphan,
     "many": many,
+    "wide": wide,
     "fail_first": fail_first,
 }
 
