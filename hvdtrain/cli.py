@@ -16,6 +16,7 @@ from .errors import HvdtrainError
 COMMANDS = {
     "launch": ("hvdtrain.cluster.launch", "run a command on N ranks of many hosts, and end them together"),
     "doctor": ("hvdtrain.cluster.doctor", "say what is wrong with this machine or cluster, and the fix"),
+    "verify": ("hvdtrain.cluster.verify", "train a toy on your cluster, and prove that it is trained right"),
     "build-horovod": (
         "hvdtrain.horovod_build",
         "build a Horovod wheel for the frameworks installed here, and prove it",

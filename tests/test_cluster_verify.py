@@ -1,0 +1,324 @@
+"""`hvdtrain verify`: what it concludes from numbers, and real ranks under launchers, also some that do not average."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.cluster import starter, verify, verify_toy
+from hvdtrain.cluster.starter import Failure, Outcome
+from hvdtrain.cluster.verify_checks import Check, checks
+from hvdtrain.cluster.verify_rank import MARK
+from hvdtrain.cluster.verify_toy import BATCH, INPUTS, OUTPUTS, STEPS, Measured, one_process, own_start, samples
+from hvdtrain.errors import ConfigError
+from tests.harness import Result, run_ranks, tool
+
+# ---- the reference
+
+
+def test_the_reference_descends_the_gradient_of_its_error() -> None:
+    """Against finite differences of the error itself."""
+    start = own_start(0).astype(np.float64)
+
+    def error(weights: np.ndarray) -> float:
+        parts = [(x[:BATCH], y[:BATCH]) for x, y in (samples(0), samples(1))]
+        gaps = [x @ weights[:-1] + weights[-1] - y for x, y in parts]
+        return float(np.mean(np.square(np.concatenate(gaps))))
+
+    moved = (start - one_process(start, range(2), 1)) / verify_toy.RATE
+    for place in ((0, 0), (INPUTS - 1, OUTPUTS - 1), (INPUTS, 1)):
+        step = np.zeros_like(start)
+        step[place] = 1e-5
+        assert moved[place] == pytest.approx((error(start + step) - error(start - step)) / 2e-5, rel=1e-5)
+
+
+# ---- the checks, on made-up ranks
+
+
+def ranks_of(size: int) -> list[Measured]:
+    """What `size` ranks on two hosts measure when all is right: the reference, rounded to float32."""
+    start, half = own_start(0), (size + 1) // 2
+    first, last = (one_process(start, range(size), steps).astype(np.float32) for steps in (1, STEPS))
+    found = []
+    for rank in range(size):
+        on_second = rank >= half
+        card = {
+            "rank": rank, "size": size, "local_rank": rank - half * on_second, "host": f"host{1 + on_second}",
+            "local_size": size - half if on_second else half, "pid": 100 + rank, "devices": [f"{rank} of all"],
+        }  # fmt: skip
+        skipped = one_process(start, [rank], 1).astype(np.float32)
+        found.append(Measured(card, own_start(rank), start.copy(), first.copy(), last.copy(), skipped, "", {}))
+    return found
+
+
+def by_name(found: Sequence[Check]) -> dict[str, Check]:
+    return {check.name: check for check in found}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 16])
+def test_what_is_right_passes(size: int) -> None:
+    found = checks(ranks_of(size), size)
+    assert [check.name for check in found] == ["ranks", "broadcast", "averaging", "training", "replicas"]
+    assert all(check.ok for check in found), found
+
+
+def skip_averaging(ranks: list[Measured]) -> None:
+    for its in ranks:
+        its.first = its.skipped
+
+
+def one_skips_averaging(ranks: list[Measured]) -> None:
+    ranks[-1].first = ranks[-1].skipped
+
+
+def sum_instead(ranks: list[Measured]) -> None:
+    for its in ranks:
+        its.first = its.start + len(ranks) * (its.first - its.start)
+
+
+def blind(ranks: list[Measured]) -> None:
+    for its in ranks:
+        its.skipped = its.first
+
+
+def not_a_number(ranks: list[Measured]) -> None:
+    ranks[1].first = np.full_like(ranks[1].first, np.nan)
+
+
+def no_broadcast(ranks: list[Measured]) -> None:
+    ranks[1].start = ranks[1].own_start
+
+
+def same_from_the_start(ranks: list[Measured]) -> None:
+    for its in ranks:
+        its.own_start = ranks[0].own_start
+
+
+def end_not_a_number(ranks: list[Measured]) -> None:
+    ranks[1].last = np.full_like(ranks[1].last, np.nan)
+
+
+def drift(ranks: list[Measured]) -> None:
+    ranks[-1].last = np.nextafter(ranks[-1].last, 9).astype(np.float32)
+
+
+def stop_early(ranks: list[Measured]) -> None:
+    for its in ranks:
+        its.last = its.first
+
+
+def card(**fields: Any) -> Callable[[list[Measured]], None]:
+    def change(ranks: list[Measured]) -> None:
+        ranks[1].card.update(fields)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "told"),
+    [
+        (skip_averaging, "averaging", "every rank used its own gradient"),
+        (one_skips_averaging, "averaging", "off the mean"),
+        (sum_instead, "averaging", "off the mean"),
+        (not_a_number, "averaging", "rank 1: nan"),
+        (blind, "averaging", "not seen"),
+        (no_broadcast, "broadcast", "rank(s) 1 did not begin"),
+        (same_from_the_start, "broadcast", "nothing could be seen"),
+        (stop_early, "training", "10 steps"),
+        (end_not_a_number, "training", "10 steps"),
+        (drift, "replicas", "rank(s) 3 ended"),
+        (card(size=1), "ranks", "rank 1 says 1 ranks"),
+        (card(rank=0), "ranks", "the ranks are [0, 0, 2, 3]"),
+        (card(pid=100), "ranks", "3 processes"),
+        (card(local_rank=0), "ranks", "on host1 the local ranks are [0, 0]"),
+        (card(local_size=4), "ranks", "on host1"),
+        (card(devices=["0 of all"]), "ranks", "ranks share GPUs"),
+    ],
+)
+def test_each_fault_is_seen(spoil: Callable[[list[Measured]], None], name: str, told: str) -> None:
+    ranks = ranks_of(4)
+    spoil(ranks)
+    found = by_name(checks(ranks))[name]
+    assert not found.ok and told in found.told, found
+
+
+def test_another_number_of_ranks_than_asked_for_is_seen() -> None:
+    assert not by_name(checks(ranks_of(1), 2))["ranks"].ok
+
+
+def test_gpus_that_a_launcher_hides_from_the_others_are_not_shared() -> None:
+    ranks = ranks_of(2)
+    for rank, its in enumerate(ranks):
+        its.card.update(host="host1", local_rank=rank, local_size=2, devices=[f"0 of {rank}"])
+    assert by_name(checks(ranks))["ranks"].ok
+
+
+# ---- the command, its ranks made up
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    verify.add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def test_flags_are_frozen() -> None:
+    parser = argparse.ArgumentParser()
+    verify.add_arguments(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    assert flags == {
+        "-h", "--help", "-np", "--np", "-H", "--hosts", "--hostfile", "--framework", "--limit", "--network", "--python",
+        "--ssh-port", "--identity", "--json",
+    }  # fmt: skip
+
+
+FINDINGS = {
+    "framework": "torch", "versions": {"torch": "2"}, "launcher": "horovodrun", "engine": "horovod", "ranks": [{}, {}],
+    "checks": [{"name": "averaging", "ok": True, "told": "off by 0"}], "proof": "", "ok": True,
+}  # fmt: skip
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> list[starter.Job]:
+    """Have the starter return `outcome`; returns the jobs it gets."""
+    jobs: list[starter.Job] = []
+
+    def run(job: starter.Job, **options: Any) -> Outcome:
+        jobs.append(job)
+        return outcome
+
+    monkeypatch.setattr(starter, "run", run)
+    for name in ("SLURM_JOB_ID", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return jobs
+
+
+def test_it_starts_its_ranks_on_the_hosts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = ended(monkeypatch, Outcome(0, outputs={0: f"noise\n{MARK}{json.dumps(FINDINGS)}\n"}))
+    flags = ["-H", "h1:2,h2:2", "--framework", "torch", "--limit", "7", "--network", "10.0.0.0/8", "--ssh-port", "3"]
+    assert verify.run(arguments(*flags)) == 0
+    (job,) = jobs
+    assert [str(host) for host in job.hosts] == ["h1:2", "h2:2"] and job.np == 4
+    assert list(job.argv[2:]) == ["hvdtrain.cluster.verify_rank", "torch", "7", "4"]
+    assert job.network == "10.0.0.0/8" and job.ssh.port == 3
+    assert "averaging  ok      off by 0" in capsys.readouterr().out
+
+
+def test_hosts_of_the_slurm_job_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = ended(monkeypatch, Outcome(0, outputs={0: MARK + json.dumps(FINDINGS)}))
+    for name, value in (("JOB_ID", "7"), ("JOB_NODELIST", "a[1-2]"), ("TASKS_PER_NODE", "3(x2)")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert verify.run(arguments("--framework", "torch")) == 0
+    assert [str(host) for host in jobs[0].hosts] == ["a1:3", "a2:3"]
+
+
+def test_what_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    check = {"name": "averaging", "ok": False, "told": "every rank used its own gradient"}
+    wrong = FINDINGS | {"ok": False, "checks": [check]}
+    failure = Failure(1, "h2", 1, "exit code 1", (), 3.0)
+    ended(monkeypatch, Outcome(1, failure, outputs={0: MARK + json.dumps(wrong)}))
+    assert verify.run(arguments("--framework", "torch")) == 1
+    assert "averaging  FAILED  every rank used its own gradient" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "why", "told"),
+    [(124, "exit code 124", "rank 1 on h2: not done in 120 s"), (2, "exit code 2", "rank 1 on h2: exit code 2")],
+)
+def test_ranks_that_fail_are_told(
+    code: int, why: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended(monkeypatch, Outcome(code, Failure(1, "h2", code, why, ("no torch",), 3.0)))
+    assert verify.run(arguments("--framework", "torch", "--json")) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"] and found["frameworks"]["torch"]["failed"] == told
+    assert found["frameworks"]["torch"]["lines"] == ["no torch"]
+
+
+def test_without_a_framework_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        verify.run(arguments())
+    assert "neither torch nor keras" in str(caught.value) and "pip install" in caught.value.remedy
+
+
+def test_hosts_given_twice_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ended(monkeypatch, Outcome(0))
+    assert cli.main(["verify", "-H", "a:1", "--hostfile", "b", "--framework", "torch"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+
+
+# ---- real ranks
+
+
+def holds(result: Result, *frameworks: str, launcher: str) -> dict[str, Any]:
+    lines = [line for text in (result.ranks_output.get(0, ""), result.out) for line in text.splitlines()]
+    found = json.loads(next(line for line in lines if line.startswith("{")))
+    assert found["ok"] and list(found["frameworks"]) == list(frameworks), result.text
+    for its in found["frameworks"].values():
+        assert its["launcher"] == launcher and len(its["ranks"]) == 2, result.text
+        assert all(check["ok"] for check in its["checks"]) and len(its["checks"]) == 5
+        assert "a step that skips the averaging is off by 0." in its["checks"][2]["told"]
+        assert "averaging proven: 2 ranks" in its["proof"]
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_alone_it_verifies_each_framework() -> None:
+    result = run_ranks(["-m", "hvdtrain.cli", "verify", "--json"], 1, launcher="none", timeout_s=200).check()
+    found = holds(result, "torch", "keras", launcher="horovodrun")
+    assert found["seconds"] < 120  # 60 on a machine with nothing else to do
+
+
+LAUNCHED = [
+    ("horovodrun", "horovodrun", ("torch",)),
+    pytest.param("horovodrun", "horovodrun", ("torch", "keras"), marks=pytest.mark.thorough),
+    pytest.param("mpirun", "mpirun", ("keras",), marks=pytest.mark.thorough),
+    pytest.param("torchrun", "torchrun", ("torch",), marks=pytest.mark.thorough),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("launcher", "detected", "frameworks"), LAUNCHED)
+def test_under_a_launcher_it_is_the_ranks(launcher: str, detected: str, frameworks: tuple[str, ...]) -> None:
+    flags = [flag for name in frameworks for flag in ("--framework", name)]
+    result = run_ranks([tool("hvdtrain"), "verify", "--json", *flags], 2, launcher=launcher, timeout_s=200).check()
+    holds(result, *frameworks, launcher=detected)
+
+
+# hvdtrain itself refuses to train so: what it prepared is replaced by plain PyTorch, after the broadcast
+BROKEN = """\
+import copy, sys, types
+import torch
+import hvdtrain.torch
+from hvdtrain.cluster import verify_rank, verify_toy
+prepare = hvdtrain.torch.prepare
+def plain(model, optimizer):
+    model, _ = prepare(model, optimizer)
+    model = copy.deepcopy(hvdtrain.torch.unwrap(model))
+    sgd = torch.optim.SGD(model.parameters(), lr=verify_toy.RATE)
+    return model, types.SimpleNamespace(zero_grad=sgd.zero_grad, step=sgd.step, backward=torch.Tensor.backward)
+hvdtrain.torch.prepare = plain
+hvdtrain.torch.verify = lambda model, optimizer: "left out"
+sys.exit(verify_rank.main())
+"""
+
+
+@pytest.mark.ranks
+def test_ranks_that_do_not_average_are_seen(tmp_path: Any) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    result = run_ranks([tmp_path / "broken.py", "torch", "60", "2"], 2, timeout_s=90)
+    assert result.returncode == 1, result.text
+    lines = result.ranks_output.get(0, "").splitlines()
+    line = next((line for line in lines if line.startswith(MARK)), None)
+    assert line is not None, result.text
+    found = {check["name"]: check for check in json.loads(line.removeprefix(MARK))["checks"]}
+    wrong = {name for name, check in found.items() if not check["ok"]}
+    assert wrong == {"averaging", "training", "replicas"}, found
+    assert "every rank used its own gradient" in found["averaging"]["told"]
