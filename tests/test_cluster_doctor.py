@@ -417,8 +417,11 @@ def slow_link(c: Cluster) -> Iterator[None]:
 
 @broken({"no-such-interface": ["host3"]}, "start-up files")
 def variables_of_another_cluster(c: Cluster) -> Iterator[None]:
-    """And a shell that greets: a note, as no answer may be lost in it."""
-    with changed(c.home("host3") / ".bashrc", lambda text: f"export NCCL_SOCKET_IFNAME=eth9\necho welcome\n{text}"):
+    """And a shell that greets, and a home folder with a module that has the name of one of Python's."""
+    with (
+        changed(c.home("host3") / ".bashrc", lambda text: f"export NCCL_SOCKET_IFNAME=eth9\necho welcome\n{text}"),
+        changed(c.home("host3") / "socket.py", lambda text: "raise ImportError('not the one')"),
+    ):
         yield
 
 

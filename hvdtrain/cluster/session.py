@@ -24,9 +24,11 @@ Request = Mapping[str, Any]
 Reply = dict[str, Any]
 
 OLDEST = "3.6"
-# Python 2 understands it as well, and says what it is
+# Python 2 understands it as well, and says what it is. The session starts in the home folder: a random.py there must
+# not be taken for Python's own.
 _START = (
-    "import sys; sys.version_info>=(3,6) or sys.exit('this is Python '+sys.version.split()[0]);"
+    "import sys; sys.path=[folder for folder in sys.path if folder];"
+    " sys.version_info>=(3,6) or sys.exit('this is Python '+sys.version.split()[0]);"
     " exec(compile(sys.stdin.read(int(sys.argv[1])),'probe','exec'))"
 )
 _STDERR_BYTES = 1 << 16
