@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes this container one host of a cluster: its user gets into the other hosts by ssh, and they into this one.
 #
-#   hvdtrain-ssh-host            serve: sets up, then runs sshd until the container is stopped
-#   hvdtrain-ssh-host setup      keys and settings only (every container does that first; without a key: nothing)
-#   hvdtrain-ssh-host answers    exit code 0 if no sshd was started here, or the one that was answers
+#   hvdtrain-ssh-host               serve: sets up, then runs sshd until the container is stopped
+#   hvdtrain-ssh-host setup         keys and settings only (every container does that first; without a key: nothing)
+#   hvdtrain-ssh-host answers [S]   exit code 0 if no sshd was started here, or the one that was answers, or did so in the
+#                                   last S seconds (each question is a line in its log)
 #
 # One private key is the cluster: whoever has it belongs to it. It comes from
 #   HVDTRAIN_SSH_KEY      a file, such as a mounted secret                     (default: /run/secrets/hvdtrain_ssh_key)
@@ -140,21 +141,27 @@ serve() {
   setup
   [ -e "$OWN/sshd_config" ] || die "this container has no cluster key" \
     "mount a private key at /run/secrets/hvdtrain_ssh_key, or a shared volume: -v cluster:/cluster -e HVDTRAIN_SSH_SHARED=/cluster"
+  rm -f "$OWN/answered"
   touch "$OWN/serving"
   # in the foreground, its log on stderr
   exec "$SSHD" -D -e -f "$OWN/sshd_config"
 }
 
-# sshd speaks first: its greeting is what shows that it lives, a port that accepts does not.
+# answers [SECONDS]. sshd speaks first: its greeting shows that it lives; a port that accepts does not.
 answers() {
   [ -e "$OWN/serving" ] || return 0
-  local address=${HVDTRAIN_SSH_ADDRESS:-127.0.0.1} greeting
+  local address=${HVDTRAIN_SSH_ADDRESS:-127.0.0.1} greeting answered=0
+  [ ! -e "$OWN/answered" ] || answered=$(<"$OWN/answered")
+  [ $((EPOCHSECONDS - answered)) -ge "${1:-0}" ] || return 0
   exec 3<>"/dev/tcp/${address%%,*}/$PORT"
+  # the greeting that is expected back: without it sshd reports an error
+  printf 'SSH-2.0-health\r\n' >&3
   IFS= read -r -t 5 greeting <&3
   [[ $greeting == SSH-2.0-* ]]
+  printf '%s\n' "$EPOCHSECONDS" >"$OWN/answered"
 }
 
 case ${1:-serve} in
-  setup | serve | answers) "${1:-serve}" ;;
+  setup | serve | answers) "${@:-serve}" ;;
   *) die "unknown command '$1'" "hvdtrain-ssh-host [setup|serve|answers]" ;;
 esac

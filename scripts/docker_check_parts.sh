@@ -85,6 +85,8 @@ check_cpu() {
   record cpu train_s "$(seconds_since "$started")"
   record cpu test_accuracy "$accuracy"
   say "cpu: test accuracy $accuracy"
+  logged doctor-cpu in_image cpu hvdtrain doctor
+  say "cpu: hvdtrain doctor finds nothing that is wrong"
 }
 
 # ---- the CUDA image: what can be seen of it without a GPU
@@ -108,10 +110,17 @@ check_cuda() {
 }
 
 check_doctor_cuda() {
-  # no GPU is here, so it finds something to say: its exit code is not 0
-  in_image cuda hvdtrain doctor >"$WORK/doctor.log" 2>&1 || [ $? -le 2 ]
-  grep -qi 'NCCL' "$WORK/doctor.log" && grep -qi 'CUDA' "$WORK/doctor.log" ||
-    die "hvdtrain doctor shows no NCCL or CUDA: $(cat "$WORK/doctor.log")"
+  local code=0
+  in_image cuda hvdtrain doctor --no-live --json >"$WORK/doctor.json" 2>"$WORK/doctor.log" || code=$?
+  [ $code -le 1 ] || die "hvdtrain doctor finds errors in the CUDA image: $(cat "$WORK/doctor.json" "$WORK/doctor.log")"
+  python3 - "$WORK/doctor.json" <<'PYTHON' || die "hvdtrain doctor shows no NCCL or CUDA: $(cat "$WORK/doctor.json")"
+import json, sys
+
+(host,) = json.load(open(sys.argv[1]))["hosts"].values()
+extension = host["horovod"]["extensions"]["torch"]
+assert extension["nccl"] and not extension["missing"], extension
+assert host["torch"]["cuda"] and host["packages"]["nvidia-nccl-cu13"], host["packages"]
+PYTHON
 }
 
 # ---- two containers
@@ -124,8 +133,7 @@ check_compose() {
   accuracy=$(accuracy_in "$WORK/compose.log")
   grep -q 'node2.*Accepted publickey for hvdtrain' "$WORK/compose.log" || die "node2's sshd saw no log-in"
   for node in node1 node2; do
-    docker inspect --format '{{.Config.User}}' "$PROJECT-$node-1" "${PROJECT}_${node}_1" 2>/dev/null | grep -q '^[1-9]' ||
-      die "$node runs as root"
+    docker inspect --format '{{.Config.User}}' "$(container_of "$node")" | grep -q '^[1-9]' || die "$node runs as root"
   done
   record compose train_s "$(seconds_since "$started")"
   record compose test_accuracy "$accuracy"
@@ -134,6 +142,11 @@ check_compose() {
   # the strict check of host keys is on: without the cluster's key in known_hosts node2 is refused
   compose_ends_with 0 'bash -c "ssh node2 true && ! ssh -o BatchMode=yes -o UserKnownHostsFile=/dev/null node2 true"'
   say "compose: the exit code is the command's; a host key that the cluster did not sign is refused"
+}
+
+# container_of SERVICE: both versions of compose label the containers that they make
+container_of() {
+  docker ps -aq --filter "label=com.docker.compose.project=$PROJECT" --filter "label=com.docker.compose.service=$1"
 }
 
 compose_ends_with() {

@@ -207,7 +207,7 @@ def test_compose_starts_two_hosts_without_rights_that_share_a_key_volume() -> No
 
 
 def test_composes_training_is_a_command_line_that_hvdtrain_takes() -> None:
-    launch = pytest.importorskip("hvdtrain.cluster.launch")
+    from hvdtrain.cluster import launch
     from hvdtrain.cluster.hosts import parse_hosts
 
     command = re.fullmatch(r"\$\{HVDTRAIN_COMMAND:-(.*)\}", compose()["services"]["node1"]["command"])
@@ -359,6 +359,7 @@ def test_the_health_check_sees_a_server_that_accepts_and_never_answers(
         # the kernel still accepts: ssh_host.sh waits 5 s for the greeting; here 1 s is enough
         answer = subprocess.run(["timeout", "1", str(SSH_HOST), "answers"], env=home.environment)
         assert answer.returncode != 0 and time.monotonic() - started < 5
+        assert home.call("answers", "60").returncode == 0  # it did a moment ago
     assert home.call("answers").returncode != 0  # and one that is gone
 
 
