@@ -187,16 +187,20 @@ def test_bytes_that_are_no_text_do_no_harm(tmp_path):
     assert ended.code == 0 and ended.of(0)[-1] == "after", ended.text
 
 
-@pytest.mark.parametrize("pause_s", [3.5, pytest.param(12, marks=pytest.mark.thorough)])
-def test_a_reader_that_pauses_holds_the_job_back_but_does_not_end_it(tmp_path, pause_s):
+@pytest.mark.parametrize(
+    ("lines", "pause_s"),
+    # as much as fits into what is on its way, so that the ranks are gone before; more, so that they must wait
+    [(2700, 3.5), pytest.param(8000, 12, marks=pytest.mark.thorough)],
+)
+def test_a_reader_that_pauses_holds_the_job_back_but_does_not_end_it(tmp_path, lines, pause_s):
     """Longer than a silent host is borne, and than the end may take: signs of life must not wait behind output."""
-    with launched(tmp_path, "--lost-after=1.5", "--grace=1", "0:wide:8000") as job:
+    with launched(tmp_path, "--lost-after=1.5", "--grace=1", f"0:wide:{lines}") as job:
         job.until(" 0\n")
         with pytest.raises(subprocess.TimeoutExpired):
             job.process.wait(timeout=pause_s)
         ended = job.end()
         assert ended.code == 0, ended.err[-2000:]
-        assert [int(line) for line in ended.of(0)][-7000:] == list(range(1000, 8000))
+        assert [int(line) for line in ended.of(0)][-lines // 2 :] == list(range(lines // 2, lines))
 
 
 def test_a_reader_that_goes_away_ends_the_job(tmp_path):
