@@ -17,6 +17,7 @@ from hvdtrain.cluster.verify_checks import Check, checks
 from hvdtrain.cluster.verify_rank import MARK
 from hvdtrain.cluster.verify_toy import BATCH, INPUTS, OUTPUTS, STEPS, Measured, one_process, own_start, samples
 from hvdtrain.errors import ConfigError
+from tests import cluster_hosts
 from tests.harness import Result, run_ranks, tool
 
 # ---- the reference
@@ -290,6 +291,18 @@ def test_under_a_launcher_it_is_the_ranks(launcher: str, detected: str, framewor
     flags = [flag for name in frameworks for flag in ("--framework", name)]
     result = run_ranks([tool("hvdtrain"), "verify", "--json", *flags], 2, launcher=launcher, timeout_s=200).check()
     holds(result, *frameworks, launcher=detected)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_over_two_hosts() -> None:
+    with cluster_hosts.cluster(2, interfaces=["eth0", "ens5"]) as c:
+        flags = ["verify", "-H", "host1:1,host2:1", "--json"]
+        done = c.run("host1", [tool("hvdtrain"), *flags], timeout_s=200).check()
+    found = holds(done, "torch", "keras", launcher="horovodrun")
+    for its in found["frameworks"].values():
+        assert [(rank["host"], rank["local_size"]) for rank in its["ranks"]] == [("host1", 1), ("host2", 1)]
 
 
 # hvdtrain itself refuses to train so: what it prepared is replaced by plain PyTorch, after the broadcast

@@ -201,3 +201,31 @@ def test_a_rank_that_fails_ends_the_job(queue: Slurm, waiting: Path) -> None:
     job.wait_for("FAILED")
     # srun ends with the largest code of all, which is that of a rank that it ended (128 + 15)
     assert "task 1: Exited with exit code 7" in job.text() and job.facts()["ExitCode"] == "143:0", job.told()
+
+
+RANKS = """\
+import os, sys
+from hvdtrain.launchers import detect
+me = detect(os.environ)
+print("launched", me.launcher, me.rank, "of", me.size, "on", me.node, "job", os.environ["HVDTRAIN_JOB"], flush=True)
+sys.exit(7 if me.rank == 1 and "fail" in sys.argv else 0)
+"""
+
+
+def test_without_pmix_the_script_starts_ranks_by_hvdtrain_launch(queue: Slurm, tmp_path: Path) -> None:
+    """Hosts and ranks are those of the job; the job ends with the code of the rank that failed."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+    job = queue.submit(tmp_path, "python", "ranks.py", "fail", HVDTRAIN_STARTER="launch")
+    job.wait_for("FAILED", limit_s=60)
+    for rank in (0, 1):
+        assert f"launched horovodrun {rank} of 2 on 0 job slurm-hvdtrain-test-{job.number}" in job.text(), job.told()
+    assert job.facts()["ExitCode"] == "7:0", job.told()
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_verify_under_srun(queue: Slurm, tmp_path: Path, framework: str) -> None:
+    job = queue.submit(tmp_path, "hvdtrain", "verify", "--framework", framework)
+    job.wait_for("COMPLETED", "FAILED", limit_s=120)
+    assert re.search(rf"^{framework}: ok in \d+ s, 2 rank\(s\) by srun and horovod", job.text(), re.M), job.told()
