@@ -178,7 +178,7 @@ have_base() {
   say "giving the builder stages this machine's certificates"
   mkdir "$WORK/certificates"
   cp "${PIP_CERT:-${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}}" "$WORK/certificates/machine.crt"
-  printf 'FROM %s\nCOPY machine.crt /usr/local/share/ca-certificates/\n' "$BASE_IMAGE" >"$WORK/certificates/Dockerfile"
+  printf 'FROM %s\nCOPY machine.crt /usr/local/share/ca-certificates/machine.crt\n' "$BASE_IMAGE" >"$WORK/certificates/Dockerfile"
   BUILD_IMAGE=$PROJECT-build
   logged certificates docker build -t "$BUILD_IMAGE" "$WORK/certificates"
   IMAGES+=("$BUILD_IMAGE")
