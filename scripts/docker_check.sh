@@ -81,7 +81,7 @@ clean_up() {
     [ -n "$KEEP" ] || [ ${#IMAGES[@]} -eq 0 ] || docker rmi "${IMAGES[@]}" >/dev/null 2>&1
   fi
   stop_engine
-  if [ "$code" != 0 ] && [ -n "$WORK" ]; then
+  if [ "$code" = 1 ] && [ -n "$WORK" ]; then
     mkdir -p "${TMPDIR:-/tmp}/$PROJECT-logs" && cp "$WORK"/*.log "${TMPDIR:-/tmp}/$PROJECT-logs/" 2>/dev/null
     say "logs: ${TMPDIR:-/tmp}/$PROJECT-logs"
   fi

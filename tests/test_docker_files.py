@@ -331,16 +331,20 @@ def test_private_keys_are_the_users_alone_and_half_a_key_is_never_seen(
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+# ecdsa, in PEM: what Kubeflow's MPI operator mounts
+@pytest.mark.parametrize("kind", ["-t ed25519", "-t ecdsa -b 521 -m PEM", "-t rsa -b 2048"])
 def test_a_mounted_key_is_used_and_the_users_own_settings_stay(
-    sshd: None, settings: dict[str, str], tmp_path: Path
+    sshd: None, settings: dict[str, str], homes: Path, tmp_path: Path, kind: str
 ) -> None:
     key = tmp_path / "secret"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-    home = Home(tmp_path / "host", {**settings, "HVDTRAIN_SSH_KEY": str(key)})
+    subprocess.run(["ssh-keygen", "-q", *kind.split(), "-N", "", "-f", str(key)], check=True)
+    home = Home(homes / "host", {**settings, "HVDTRAIN_SSH_KEY": str(key)})
     (home.folder / ".ssh").mkdir()
     (home.folder / ".ssh" / "config").write_text("Host elsewhere\n  Port 22\n")
-    for _ in range(2):  # a container that is started again
-        assert home.call("setup").returncode == 0
+    assert home.call("setup").returncode == 0
+    with home.serving():  # which sets up again, as a container does that is started again
+        inside = home.ssh("echo in")
+        assert inside.stdout == "in\n", inside.stderr
     assert (home.own / "id").read_bytes() == key.read_bytes()
     config = (home.folder / ".ssh" / "config").read_text()
     assert config.startswith("Host elsewhere") and config.count("Include hvdtrain/config") == 1
