@@ -244,14 +244,22 @@ def _gpus():
 
 
 def _cores():
-    quota = None
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            limit, period = file.read().split()
-        quota = None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        quota = None  # no limit is set, or the older control groups, whose limit few set
-    return {"usable": len(os.sched_getaffinity(0)), "quota": quota, "load": os.getloadavg()[0], "flags": _cpu_flags()}
+    return {
+        "usable": len(os.sched_getaffinity(0)),
+        "quota": _quota(),
+        "load": os.getloadavg()[0],
+        "flags": _cpu_flags(),
+    }
+
+
+def _quota():
+    """Cores that the control group (version 2, or 1) leaves; None: no limit."""
+    limit = _text("/sys/fs/cgroup/cpu.max", r"(\S+ \d+)")
+    if limit is None:
+        folder = "/sys/fs/cgroup/cpu/cpu.cfs_"
+        limit = "{} {}".format(*(_text(folder + name, r"(-?\d+)") for name in ("quota_us", "period_us")))
+    quota, period = limit.split()
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
 
 
 def _cpu_flags():
