@@ -13,6 +13,7 @@ import pytest
 from hvdtrain import restart, startup
 from hvdtrain.errors import ConfigError, LauncherError
 from hvdtrain.launchers import ALONE, Detected
+from tests.harness import run_ranks
 
 
 def test_flag_types() -> None:
@@ -274,3 +275,29 @@ def test_what_the_environment_says_of_restarts(environ: dict[str, str], count: i
 def test_a_restart_count_that_is_no_number_is_refused(text: str) -> None:
     with pytest.raises(LauncherError, match="HVDTRAIN_RESTART"):
         restart.restarts({"HVDTRAIN_RESTART": text})
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [
+        ("keras_mnist", ["--data", "digits"]),
+        ("torch_cifar10", ["--data", "digits"]),
+        ("torch_resnet", ["--model", "resnet18", "--data", "digits", "--save-every", "20"]),
+    ],
+)
+def test_programs_of_a_restarted_job_go_on(module: str, flags: list[str], tmp_path: Path) -> None:
+    """The same command line: refused as another job's, gone on with as its own."""
+    command = ["-m", f"hvdtrain.{module}", *flags, "--run-dir", str(tmp_path / "run"), "--epochs"]
+    first = run_ranks([*command, "1"], 1, launcher="none", env={"HVDTRAIN_JOB": "ours"}, timeout_s=200).check()
+    again = {"HVDTRAIN_JOB": "theirs", "HVDTRAIN_RESTART": "1"}
+    refused = run_ranks([*command, "2"], 1, launcher="none", env=again, timeout_s=200)
+    assert refused.returncode == 2 and "holds a run" in refused.err, refused.text
+    again |= {"HVDTRAIN_JOB": "ours"}
+    run_ranks([*command, "2"], 1, launcher="none", env=again, timeout_s=200).check()
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert [attempt["job"] for attempt in run["attempts"]] == ["ours", "ours"] and run["status"] == "finished"
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["epoch"] for event in events if event["kind"] == "epoch"] == [0, 1], first.text
