@@ -71,6 +71,7 @@ parse() {
 clean_up() {
   local code=$?
   trap - EXIT
+  trap '' INT TERM
   set +e
   [ -z "$CHILD" ] || kill -TERM -- "-$CHILD" 2>/dev/null
   if [ -n "${DOCKER_READY:-}" ]; then
@@ -81,7 +82,7 @@ clean_up() {
     [ -n "$KEEP" ] || [ ${#IMAGES[@]} -eq 0 ] || docker rmi "${IMAGES[@]}" >/dev/null 2>&1
   fi
   stop_engine
-  if [ "$code" = 1 ] && [ -n "$WORK" ]; then
+  if [ -n "$WORK" ] && [[ $code != 0 && $code != 130 && $code != 143 ]]; then
     mkdir -p "${TMPDIR:-/tmp}/$PROJECT-logs" && cp "$WORK"/*.log "${TMPDIR:-/tmp}/$PROJECT-logs/" 2>/dev/null
     say "logs: ${TMPDIR:-/tmp}/$PROJECT-logs"
   fi
