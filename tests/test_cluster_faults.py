@@ -13,13 +13,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 from cluster_hosts import Cluster, cluster
+from pictures import write_folder
+
+from hvdtrain.telemetry import read_events
 
 STEPS = Path(__file__).parent / "host_programs" / "steps.py"
 START_S = 120  # until ranks have imported their framework, on a busy machine
@@ -38,7 +41,7 @@ def hosts() -> Iterator[Cluster]:
 
 @dataclass
 class Launched:
-    """A job in its course: `steps.py` on one rank a host, started by `hvdtrain launch` on host1."""
+    """A job in its course: one rank a host, of `steps.py` as a rule, started by `hvdtrain launch` on host1."""
 
     c: Cluster
     folder: Path
@@ -94,23 +97,13 @@ def launch(hosts: Cluster, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """Start a job; it is ended with the test, however that ends."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(*flags: str, fault: str = "", limit_s: float | None = LIMIT_S) -> Launched:
-        limits = [] if limit_s is None else [
-            "--lost-after", str(limit_s), "--stopped-after", str(limit_s), "--grace", str(GRACE_S)
-        ]  # fmt: skip
-        line = [
-            "hvdtrain",
-            "launch",
-            "-np",
-            "2",
-            "-H",
-            "host1:1,host2:1",
-            "--log-dir",
-            tmp_path / "logs",
-            *limits,
-            *flags,
-        ]
-        program = [sys.executable, STEPS, tmp_path, *filter(None, [fault])]
+    def start(
+        *flags: str, fault: str = "", program: Sequence[str | Path] = (), limit_s: float | None = LIMIT_S
+    ) -> Launched:
+        limits = ["--lost-after", f"{limit_s}", "--stopped-after", f"{limit_s}", "--grace", f"{GRACE_S}"]
+        line = ["hvdtrain", "launch", "-np", "2", "-H", "host1:1,host2:1", "--log-dir", tmp_path / "logs", *flags]
+        line += [] if limit_s is None else limits
+        program = program or [sys.executable, STEPS, tmp_path, *filter(None, [fault])]
         with (tmp_path / "output").open("wb") as output:
             started.append(hosts.popen("host1", [*line, "--", *program], stdout=output, stderr=subprocess.STDOUT))
         return Launched(hosts, tmp_path, started[0])
@@ -148,6 +141,39 @@ def test_an_exception_ends_all_ranks_and_is_shown_last(launch: Callable[..., Lau
     assert "rank 1" in last_block(job.text) and "ValueError: no sense in step 5" in last_block(job.text)
 
 
+@pytest.mark.slow
+def test_a_rank_is_killed_and_training_goes_on_from_its_checkpoint(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    run_dir, epochs = tmp_path / "run", 3
+    flags = [
+        "--model",
+        "resnet18",
+        "--data",
+        write_folder(tmp_path / "pictures"),
+        "--image-size",
+        "40",
+        "--workers",
+        "0",
+    ]
+    flags += ["--per-rank-batch", "2", "--epochs", str(epochs), "--run-dir", run_dir]
+    job = launch("--max-restarts", "1", program=[sys.executable, "-m", "hvdtrain.torch_resnet", *flags])
+    job.wait_until(lambda: any((run_dir / "checkpoints").glob("epoch-*")), START_S)
+    (rank,) = (process for process in job.c.pids("host2") if "hvdtrain.torch_resnet" in process.cmdline())
+    rank.kill()
+    assert job.end(START_S) == 0, job.text
+    first, second = job.attempts()
+    assert (first["exit_code"], first["failure"]["rank"]) == (128 + signal.SIGKILL, 1)
+    assert "SIGKILL" in first["failure"]["why"] and second["exit_code"] == 0
+    run = json.loads((run_dir / "run.json").read_text())
+    assert run["status"] == "finished" and len(run["attempts"]) == 2
+    resumed = re.search(r"resuming after (\d+) of (\d+) samples", job.text)
+    assert resumed and 0 < int(resumed[1]) < int(resumed[2]), job.text
+    done = [event["epoch"] for event in read_events(run_dir) if event["kind"] == "epoch"]
+    assert sorted(set(done)) == list(range(epochs)) and len(done) <= epochs + 1, "at most one epoch is done again"
+
+
+@pytest.mark.thorough
 def test_a_killed_rank_is_named_and_the_job_goes_on_from_what_it_saved(launch: Callable[..., Launched]) -> None:
     job = launch("--max-restarts", "1")
     job.wait_for_steps()

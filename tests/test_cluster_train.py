@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cluster_hosts import Cluster, cluster
 from harness import Result
-from PIL import Image
+from pictures import write_folder
 
 from hvdtrain.datasets import digits
 
@@ -51,12 +51,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     folder = tmp_path_factory.mktemp("data")
     x_train, y_train, x_test, y_test = digits.load()
     np.savez(folder / "few.npz", x_train=x_train[:149], y_train=y_train[:149], x_test=x_test[:37], y_test=y_test[:37])
-    rng = np.random.default_rng(0)
-    for name in ("train/ant", "train/bee", "val/ant", "val/bee"):
-        (folder / name).mkdir(parents=True)
-        for number in range(9 if name.startswith("train") else 2):
-            Image.fromarray(rng.integers(0, 256, (40, 40, 3), np.uint8)).save(folder / name / f"{number}.jpg")
-    torch_flags = ["--model", "resnet18", "--data", str(folder), "--image-size", "40", "--per-rank-batch", "2"]
+    pictures = str(write_folder(folder / "pictures"))
+    torch_flags = ["--model", "resnet18", "--data", pictures, "--image-size", "40", "--per-rank-batch", "2"]
     return {
         "keras_mnist": ["hvdtrain.keras_mnist", "--data", f"{folder}/few.npz", "--epochs", "1"],
         "torch_resnet": ["hvdtrain.torch_resnet", *torch_flags, "--epochs", "1", "--workers", "0"],
