@@ -1,6 +1,7 @@
 """Errors a user can act on: the rule that was broken, what came instead, and what to type next.
 
-Programs print them without a traceback and end with exit code 2 (`exit_with`).
+Programs print them without a traceback and end with exit code 2, with anything else that fails with 1 (`exit_with`):
+so `hvdtrain launch --max-restarts` knows what would be refused again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import traceback as traceback_module
 from pathlib import Path
 from typing import NoReturn
 
-EXIT_CODE = 2
+EXIT_CODE = 2  # of what is refused
+FAULT_CODE = 1  # of what failed, as Python's own
 
 
 class HvdtrainError(RuntimeError):
@@ -114,7 +116,7 @@ def describe(program: str, error: BaseException, rank: int) -> str:
 
 
 def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
-    """Print one clear block on standard error and end this process with exit code 2.
+    """Print one clear block on standard error and end this process: with exit code 2 for an `HvdtrainError`, else 1.
 
     With a collective engine up the process ends at once (`os._exit`): the engine's exit hooks would wait for
     ranks that do not come, and the launcher ends the others when it sees this rank gone. Clean up (run log,
@@ -128,9 +130,10 @@ def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
     with contextlib.suppress(OSError):  # a reader that went away must not hide the error
         sys.stdout.flush()
     print(describe(program, error, rank), file=sys.stderr, flush=True)
+    code = EXIT_CODE if isinstance(error, HvdtrainError) else FAULT_CODE
     if _engine_is_up():
-        os._exit(EXIT_CODE)
-    sys.exit(EXIT_CODE)
+        os._exit(code)
+    sys.exit(code)
 
 
 def _engine_is_up() -> bool:

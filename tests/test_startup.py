@@ -131,6 +131,22 @@ def test_cores_are_shared_and_the_users_choice_kept(monkeypatch: pytest.MonkeyPa
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("rule"), 2), (OSError("no space left"), 1), (KeyboardInterrupt(), 2)]
+)
+def test_a_fault_and_a_refusal_end_with_different_codes(
+    error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher that starts jobs again must not do so with what would be refused again."""
+
+    def work(detected: Detected) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        startup.run_program("program", work)
+    assert ended.value.code == code and "program: rank 0: " in capsys.readouterr().err
+
+
 # ---- run directories
 
 
