@@ -149,6 +149,10 @@ def test_each_fault_is_seen(spoil: Callable[[list[Measured]], None], name: str, 
     assert not found.ok and told in found.told, found
 
 
+def test_every_check_has_a_fix() -> None:
+    assert verify._FIXES.keys() == {check.name for check in checks(ranks_of(2))}
+
+
 def test_another_number_of_ranks_than_asked_for_is_seen() -> None:
     assert not by_name(checks(ranks_of(1), 2))["ranks"].ok
 
@@ -224,7 +228,8 @@ def test_what_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, caps
     failure = Failure(1, "h2", 1, "exit code 1", (), 3.0)
     ended(monkeypatch, Outcome(1, failure, outputs={0: MARK + json.dumps(wrong)}))
     assert verify.run(arguments("--framework", "torch")) == 1
-    assert "averaging  FAILED  every rank used its own gradient" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "averaging  FAILED  every rank used its own gradient" in told and "fix: hvdtrain doctor" in told
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from hvdtrain.cluster import environment, starter
 from hvdtrain.cluster.hosts import Host, parse_hosts, read_hostfile
 from hvdtrain.cluster.ssh import Ssh
 from hvdtrain.cluster.verify_rank import FAILED, MARK, TOO_LATE
-from hvdtrain.errors import ConfigError, install_command
+from hvdtrain.errors import ConfigError, build_horovod_command, install_command
 from hvdtrain.launchers import Detected, detect
 from hvdtrain.slurm import job_hosts
 
@@ -200,6 +200,15 @@ def _nothing(seconds: float, why: str, lines: list[str]) -> dict[str, Any]:
 
 # ---- the report
 
+# what to do about a check that fails; where it is not one's own launch line, it is Horovod or what is below it
+_FIXES = {
+    "ranks": "start every rank through one launcher, and unset the variables of others; no host twice in -H",
+    "broadcast": f"hvdtrain doctor, with the same -H; then {build_horovod_command()} on every host",
+    "averaging": f"hvdtrain doctor, with the same -H; then {build_horovod_command()} on every host",
+    "training": "the first of the other checks that fails says why; if none does, please report it with --json",
+    "replicas": "the same frameworks, drivers and kinds of GPU on every host: hvdtrain doctor, with the same -H",
+}
+
 
 def told(found: Found) -> str:
     """Return the findings as a table."""
@@ -209,6 +218,7 @@ def told(found: Found) -> str:
         width = max((len(check["name"]) for check in its["checks"]), default=0)
         for check in its["checks"]:
             lines.append(f"  {check['name']:<{width}}  {'ok' if check['ok'] else 'FAILED':<6}  {check['told']}")
+            lines += [f"    fix: {_FIXES[check['name']]}"] * (not check["ok"])
         if "failed" in its:
             lines.append(f"  {its['failed']}")
             lines += [f"    {line}" for line in its["lines"]]
