@@ -51,19 +51,23 @@ def end_with_parent() -> None:
 
 
 def room(folder: str) -> None:
-    """Tells the room's process id on standard output, and removes the folder when the room has ended."""
+    """Tells the room's process id on standard output when it is ready; removes the folder when it has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     unshare("net", "mnt", "pid")
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    ready, done = os.pipe()
     first = os.fork()
     if first == 0:
         end_with_parent()
         mount("proc", "/proc", "proc", MS_NOSUID_NODEV_NOEXEC)
+        os.write(done, b"1")
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whoever loses its parent is reaped by the kernel
         sys.stdin.read()
         os._exit(0)
-    print(first, flush=True)
+    os.close(done)
+    if os.read(ready, 1):
+        print(first, flush=True)
     os.waitpid(first, 0)  # returns when every process of the room is gone
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -38,9 +38,17 @@ def code(text: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", text]
 
 
+SLEEPS = """
+import signal, subprocess
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+with subprocess.Popen(["sleep", "1000"]):
+    print(flush=True)
+"""
+
+
 def sleeps(hosts: Cluster, host: str) -> subprocess.Popen[bytes]:
-    """Start two processes there; returns when they run."""
-    running = hosts.popen(host, ["sh", "-c", "echo; sleep 1000; :"], stdout=subprocess.PIPE)
+    """Start two processes there; returns when both run."""
+    running = hosts.popen(host, code(SLEEPS), stdout=subprocess.PIPE)
     assert running.stdout is not None
     with running.stdout:
         running.stdout.readline()
