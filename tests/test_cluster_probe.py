@@ -1,0 +1,200 @@
+"""The doctor's probe, under every Python of this machine, and the sessions that talk with it; no ssh, no other host."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdtrain.cluster import probe, probe_links
+from hvdtrain.cluster.session import Lost, Session, source
+from hvdtrain.cluster.ssh import Ssh
+
+
+def interpreters() -> dict[str, str]:
+    """Every Python of this machine that the probe must run under."""
+    found = {f"{sys.version_info[0]}.{sys.version_info[1]}": sys.executable}
+    for minor in range(6, 16):
+        version = f"3.{minor}"
+        places = [*Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), shutil.which(f"python{version}")]
+        for place in filter(None, places):
+            done = subprocess.run(
+                [place, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True
+            )
+            if done.stdout.strip() == str(minor):
+                found.setdefault(version, str(place))
+    return found
+
+
+def test_the_probe_runs_under_old_and_new_pythons() -> None:
+    for version, place in interpreters().items():
+        session = Session("localhost", place, Ssh())
+        try:
+            facts = session.ask({"do": "facts", "cwd": "/", "run_dir": "/tmp/none"}, 20)
+            assert session.ask({"do": "clock"}, 5)["time"] == pytest.approx(time.time(), abs=5)
+        finally:
+            session.close()
+        assert facts["python"]["version"].startswith(version + ".")
+        unanswered = {name: value for name, value in facts.items() if isinstance(value, dict) and "unanswered" in value}
+        assert unanswered == {}, version
+
+
+def test_the_probe_is_plain_old_python() -> None:
+    """It is sent as ASCII, and its parts must not import each other or us."""
+    text = source()
+    assert text.isascii() and "hvdtrain." not in text.replace(".hvdtrain-doctor", "").split("Sent after")[0]
+    assert "import probe" not in text and "from hvdtrain" not in text
+
+
+def test_facts_agree_with_what_is_here() -> None:
+    facts = probe.facts({"cwd": os.getcwd(), "run_dir": "/nowhere/runs", "paths": []})
+    assert facts["cores"]["usable"] == len(os.sched_getaffinity(0))
+    assert facts["cwd"] == {"path": os.getcwd(), "exists": True}
+    assert facts["run_dir"]["nearest"] == "/"
+    assert {"name": "lo", "address": "127.0.0.1"}.items() <= facts["interfaces"][0].items()
+    assert facts["packages"]["hvdtrain"] == __import__("hvdtrain").__version__
+    assert facts["system"]["hostname"] == socket.gethostname()
+
+
+def test_a_fact_that_never_comes_is_given_up() -> None:
+    release = threading.Event()
+
+    def fails() -> None:
+        raise PermissionError("no")
+
+    started = time.monotonic()
+    answers = probe.ask({"hangs": release.wait, "fails": fails, "works": lambda: 7}, 0.2)
+    release.set()
+    assert time.monotonic() - started < 5
+    assert answers == {
+        "hangs": {"unanswered": "no answer in 0.2 s"}, "fails": {"unanswered": "PermissionError: no"}, "works": 7,
+    }  # fmt: skip
+
+
+def test_variables_that_look_secret_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_SECRET_KEY", "s3cret")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HOME_OF_NOBODY", "x")
+    facts = probe.facts({"cwd": "/", "run_dir": "/"})
+    assert facts["variables"]["NCCL_DEBUG"] == "INFO"
+    assert "s3cret" not in json.dumps(facts) and "HOME_OF_NOBODY" not in json.dumps(facts)
+
+
+@pytest.mark.parametrize(
+    ("count", "mask", "left"),
+    [(4, None, 4), (4, "", 0), (4, "0,2", 2), (4, "-1", 0), (4, "1,9,2", 1), (4, "GPU-a1b2,GPU-c3d4", 2), (0, "0", 0)],
+)
+def test_visible_gpus(count: int, mask: str | None, left: int) -> None:
+    assert probe.visible(count, mask) == left
+
+
+def test_what_horovod_was_built_with_is_read_from_its_extension(tmp_path: Path) -> None:
+    folder = tmp_path / "horovod" / "torch"
+    folder.mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "libnccl.so.2").touch()
+    file = folder / "mpi_lib_v2.so"
+    file.write_bytes(
+        b"\x7fELF\0libmpi.so.4711\0libnccl.so.2\0$ORIGIN/../../here:$ORIGIN/../../there\0"
+        b"_ZTSN7horovod6common13MPIControllerE\0_ZTSN7horovod6common13NCCLAllreduceE\0"
+    )
+    assert probe.extension_facts(str(file)) == {
+        "mpi": True, "gloo": False, "nccl": True, "needs": ["libmpi.so.4711", "libnccl.so.2"],
+        "missing": ["libmpi.so.4711"],
+    }  # fmt: skip
+
+
+# -- sessions -------------------------------------------------------------------------------------------------
+@pytest.fixture
+def session() -> Iterator[Session]:
+    made = Session("localhost", sys.executable, Ssh())
+    yield made
+    made.close()
+
+
+def test_ports_are_open_where_asked_and_for_those_who_know_the_token(session: Session) -> None:
+    reply = session.ask({"do": "listen", "addresses": ["127.0.0.1", "192.0.2.77"], "token": "t" * 32}, 5)
+    assert list(reply["errors"]) == ["192.0.2.77"]
+    port = reply["ports"]["127.0.0.1"]
+    process = psutil.Process().children()[0]
+    assert {item.laddr.ip for item in process.net_connections("tcp")} == {"127.0.0.1"}
+    with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+        stranger.sendall(b"x" * 32)
+        assert stranger.recv(10) == b"", "a stranger is turned away"
+    peer = ["127.0.0.1", port]
+    visit = {"do": "reach", "peers": [["me", *peer]], "token": "t" * 32, "timeout_s": 2}
+    assert session.ask(visit, 5)["reach"]["me"]["seconds"] < 2
+    assert session.ask(visit | {"token": "u" * 32}, 5)["reach"]["me"]["error"] == "other"
+    flow = session.ask({"do": "send", "peer": peer, "token": "t" * 32, "seconds": 0.05, "timeout_s": 2}, 5)
+    assert flow["bytes"] >= probe_links.CHUNK_BYTES and flow["seconds"] > 0
+
+
+def test_markers_are_gone_with_the_session(tmp_path: Path) -> None:
+    session = Session("localhost", sys.executable, Ssh())
+    place = {"folder": str(tmp_path), "token": "abc"}
+    try:
+        assert session.ask({"do": "mark", "index": 1, **place}, 5) == {}
+        assert session.ask({"do": "see", "count": 3, **place}, 5) == {"seen": [1]}
+        assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()] == [0o600]
+    finally:
+        session.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_that_fails_is_answered(session: Session) -> None:
+    assert session.ask({"do": "nonsense"}, 5) == {"error": "failed", "text": "KeyError: 'nonsense'"}
+    assert session.ask({"do": "clock"}, 5).keys() == {"time"}
+
+
+def script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_host_that_hangs_costs_its_time_and_leaves_nothing(tmp_path: Path) -> None:
+    session = Session("localhost", script(tmp_path, "exec sleep 1000"), Ssh())
+    started = time.monotonic()
+    with pytest.raises(Lost) as lost:
+        session.ask({"do": "clock"}, 0.5)
+    assert lost.value.problem.kind == "timeout" and time.monotonic() - started < 3
+    session.kill()
+    session.close()
+    assert not psutil.Process().children()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "what"),
+    [
+        ("echo 'this is Python 2.7.18' >&2; exit 1", "no_python", "2.7.18: too old"),
+        ("echo \"No module named 'hvdtrain'\" >&2; exit 1", "no_hvdtrain", "no hvdtrain"),
+        ("exit 3", "other", "exit code 3"),
+    ],
+)
+def test_a_session_that_ends_says_why(tmp_path: Path, text: str, kind: str, what: str) -> None:
+    session = Session("localhost", script(tmp_path, text), Ssh())
+    try:
+        for _ in range(2):  # the second question is told the same, at once
+            with pytest.raises(Lost) as lost:
+                session.ask({"do": "clock"}, 10)
+            assert lost.value.problem.kind == kind and what in lost.value.problem.what
+    finally:
+        session.close()
+
+
+def test_an_interpreter_that_is_not_there() -> None:
+    with pytest.raises(Lost) as lost:
+        Session("localhost", "/nowhere/python", Ssh())
+    assert lost.value.problem.kind == "no_python"
