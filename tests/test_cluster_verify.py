@@ -178,8 +178,8 @@ def test_flags_are_frozen() -> None:
     verify.add_arguments(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
     assert flags == {
-        "-h", "--help", "-np", "--np", "-H", "--hosts", "--hostfile", "--framework", "--limit", "--network", "--python",
-        "--ssh-port", "--identity", "--json",
+        "-h", "--help", "-np", "--np", "-H", "--hosts", "--hostfile", "--framework", "--limit", "--device", "--network",
+        "--python", "--ssh-port", "--identity", "--json",
     }  # fmt: skip
 
 
@@ -220,6 +220,26 @@ def test_hosts_of_the_slurm_job_are_taken(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert verify.run(arguments("--framework", "torch")) == 0
     assert [str(host) for host in jobs[0].hosts] == ["a1:3", "a2:3"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "ranks", "on_cpu"),
+    [
+        (0, (), 2, False),
+        (1, (), 2, True),  # two ranks cannot share it
+        (1, ("-np", "1"), 1, False),
+        (4, (), 4, False),
+        (4, ("--device", "cpu"), 2, True),
+    ],
+)
+def test_ranks_on_this_machine_are_as_many_as_gpus(
+    gpus: int, flags: tuple[str, ...], ranks: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "gpu_count", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    jobs = ended(monkeypatch, Outcome(0, outputs={0: MARK + json.dumps(FINDINGS)}))
+    assert verify.run(arguments("--framework", "torch", *flags)) == 0
+    assert jobs[0].np == ranks and (jobs[0].env.get("CUDA_VISIBLE_DEVICES") == "") == on_cpu
 
 
 def test_what_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

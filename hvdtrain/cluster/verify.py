@@ -30,6 +30,7 @@ from typing import Any
 from hvdtrain import startup
 from hvdtrain.cluster import environment, starter
 from hvdtrain.cluster.hosts import Host, parse_hosts, read_hostfile
+from hvdtrain.cluster.probe import gpu_count
 from hvdtrain.cluster.ssh import Ssh
 from hvdtrain.cluster.verify_rank import FAILED, MARK, TOO_LATE
 from hvdtrain.errors import ConfigError, build_horovod_command, install_command
@@ -50,13 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     # fmt: off
-    add("-np", "--np", type=startup.whole(1), metavar="N", help="ranks (default: one a slot; on this machine 2)")
+    add("-np", "--np", type=startup.whole(1), metavar="N", help="ranks (default: one a slot; on this machine one a GPU,"
+        " and 2 where there are fewer than 2)")
     add("-H", "--hosts", metavar="LIST", help="host1:4,host2:4: names and slots (default: those of the Slurm job this"
         " runs in, else this machine)")
     add("--hostfile", type=Path, metavar="FILE", help="lines like: host1 slots=4")
     add("--framework", action="append", choices=FRAMEWORKS, help="only this one (default: all that are installed here)")
     add("--limit", type=startup.positive, default=LIMIT_S, metavar="S",
         help="for one framework (default: %(default)g); cold file systems make imports slow")
+    add("--device", choices=["auto", "cpu"], default="auto", help="cpu: leave GPUs alone (default: auto; ranks that"
+        " share a GPU are refused)")
     add("--network", metavar="NET", help="to talk through: 10.0.0.0/24, or an address in it (default: chosen)")
     add("--python", default=sys.executable, metavar="PATH", help="on the hosts (default: this one)")
     add("--ssh-port", type=startup.whole(1), metavar="N", help="of the hosts' sshd (default: as ssh is configured)")
@@ -131,9 +135,10 @@ def _own_ranks(framework: str, args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks on the hosts; returns what rank 0 found, or why there is nothing."""
     hosts = _hosts(args)
     np = args.np or sum(host.slots for host in hosts)
+    no_gpus = {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
     job = starter.Job(
         argv=[args.python, "-m", _RANK, framework, f"{args.limit:g}", str(np)], hosts=hosts, np=np,
-        env=environment.passed(os.environ), python=args.python, ssh=Ssh(args.ssh_port, args.identity),
+        env=environment.passed(os.environ) | no_gpus, python=args.python, ssh=Ssh(args.ssh_port, args.identity),
         network=args.network,
     )  # fmt: skip
     started = time.perf_counter()
@@ -155,7 +160,13 @@ def _hosts(args: argparse.Namespace) -> list[Host]:
     if args.hostfile:
         return read_hostfile(args.hostfile)
     given = args.hosts or job_hosts(os.environ)
-    return parse_hosts(given) if given else [Host("localhost", args.np or 2)]
+    if given:
+        return parse_hosts(given)
+    gpus = 0 if args.device == "cpu" else gpu_count()
+    if args.np is None and gpus == 1:
+        args.device = "cpu"
+        print("hvdtrain verify: 1 GPU here, so 2 ranks on the CPU (one rank on the GPU: -np 1)", file=sys.stderr)
+    return [Host("localhost", args.np or max(2, gpus))]
 
 
 # ---- as one of the ranks of a launcher
@@ -168,7 +179,8 @@ def _as_rank(framework: str, args: argparse.Namespace, detected: Detected) -> di
     """
     started = time.perf_counter()
     command = [sys.executable, "-m", _RANK, framework, f"{args.limit:g}"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         out, _ = child.communicate()  # ends itself after the limit
     finally:
