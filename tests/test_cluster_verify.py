@@ -273,6 +273,22 @@ def test_without_a_framework_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     assert "neither torch nor keras" in str(caught.value) and "pip install" in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("launcher", "chosen", "tried"),
+    [
+        ("none", ["torch", "keras"], ["torch", "keras"]),
+        ("horovodrun", ["torch", "keras"], ["torch", "keras"]),
+        ("srun", ["torch", "keras"], ["torch"]),
+        ("mpirun", ["keras"], ["keras"]),
+        ("torchrun", ["torch", "keras"], ["torch"]),
+        ("torchrun", ["keras"], ["keras"]),  # and is refused, with the reason
+    ],
+)
+def test_what_a_launcher_cannot_try_is_left_out(launcher: str, chosen: list[str], tried: list[str]) -> None:
+    left_out = verify._left_out(chosen, launcher)
+    assert [name for name in chosen if name not in left_out] == tried
+
+
 def test_hosts_given_twice_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ended(monkeypatch, Outcome(0))
     assert cli.main(["verify", "-H", "a:1", "--hostfile", "b", "--framework", "torch"]) == 2
@@ -306,7 +322,7 @@ LAUNCHED = [
     ("horovodrun", "horovodrun", ("torch",)),
     pytest.param("horovodrun", "horovodrun", ("torch", "keras"), marks=pytest.mark.thorough),
     pytest.param("mpirun", "mpirun", ("keras",), marks=pytest.mark.thorough),
-    pytest.param("torchrun", "torchrun", ("torch",), marks=pytest.mark.thorough),
+    pytest.param("torchrun", "torchrun", (), marks=pytest.mark.thorough),
 ]
 
 
@@ -315,7 +331,7 @@ LAUNCHED = [
 def test_under_a_launcher_it_is_the_ranks(launcher: str, detected: str, frameworks: tuple[str, ...]) -> None:
     flags = [flag for name in frameworks for flag in ("--framework", name)]
     result = run_ranks([tool("hvdtrain"), "verify", "--json", *flags], 2, launcher=launcher, timeout_s=200).check()
-    holds(result, *frameworks, launcher=detected)
+    holds(result, *(frameworks or ("torch",)), launcher=detected)
 
 
 @pytest.mark.ranks

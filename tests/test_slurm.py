@@ -123,11 +123,11 @@ def test_preempted_it_is_requeued_and_resumes(queue: Slurm, few_pictures: Path, 
     command = ["python", "-m", "hvdtrain.keras_mnist", "--data", few_pictures, "--run-dir", "run"]
     job = queue.submit(tmp_path, *command, "--epochs", str(EPOCHS), "--per-rank-batch", "32")
     run_dir = tmp_path / "run"
-    queue.wait(lambda: sum(map(len, epochs_in(run_dir))) >= 2 or job.state == "FAILED", 90, job.told)
+    queue.wait(lambda: sum(map(len, epochs_in(run_dir))) >= 2 or job.state == "FAILED", 150, job.told)
     assert job.state == "RUNNING", job.told()
     queue.call("sbatch", "--partition=urgent", "--ntasks=2", "--output=/dev/null", "--wrap", "true")
     job.start_now()
-    job.wait_for("COMPLETED", limit_s=150)
+    job.wait_for("COMPLETED", limit_s=200)
 
     run = json.loads((run_dir / "run.json").read_text())
     assert run["status"] == "finished" and run["launcher"] == "srun" and run["world"]["size"] == 2

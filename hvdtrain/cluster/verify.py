@@ -43,6 +43,7 @@ _LINES = 15
 _RANK = "hvdtrain.cluster.verify_rank"
 # MPI is started once in a process that mpirun or srun counts: a second framework would need a second start
 _ONE_A_LAUNCH = ("mpirun", "mpijob", "srun")
+_NO_HOROVOD = ("torchrun", "openpai")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,11 +90,8 @@ def run(args: argparse.Namespace) -> int:
     """Verify each framework; returns the exit code."""
     started, found, detected = time.perf_counter(), Found(), detect(os.environ)
     chosen = _chosen(args.framework)
-    if detected.launcher in _ONE_A_LAUNCH:
-        for name in chosen[1:]:
-            found.left_out[name] = f"one framework a launch under {detected.launcher}: add --framework {name}"
-        chosen = chosen[:1]
-    for name in chosen:
+    found.left_out = _left_out(chosen, detected.launcher)
+    for name in (name for name in chosen if name not in found.left_out):
         if detected.rank == 0:
             print(f"hvdtrain verify: {name} ...", file=sys.stderr, flush=True)
         its = _own_ranks(name, args) if detected.launcher == "none" else _as_rank(name, args, detected)
@@ -108,6 +106,15 @@ def run(args: argparse.Namespace) -> int:
             print(told(found), file=sys.stderr, flush=True)
         time.sleep(startup.RANK_0_SPEAKS_FIRST_S)  # the first rank that ends takes the others with it
     return 0 if found.ok else FAILED
+
+
+def _left_out(chosen: Sequence[str], launcher: str) -> dict[str, str]:
+    """Which of several frameworks this launcher cannot try, and why; pure. One that is asked for alone is tried."""
+    if launcher in _NO_HOROVOD and len(chosen) > 1:
+        return {"keras": f"Keras trains on Horovod, whose ranks {launcher} does not start"}
+    if launcher in _ONE_A_LAUNCH:
+        return {name: f"one framework a launch under {launcher}: add --framework {name}" for name in chosen[1:]}
+    return {}
 
 
 def _chosen(wanted: Sequence[str] | None) -> list[str]:
