@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -307,12 +308,33 @@ def test_whoever_is_killed_nothing_is_left(tmp_path, who):
         assert job.left_after(8) == []
 
 
-def test_a_frozen_agent_is_a_lost_host(tmp_path):
+@pytest.mark.parametrize("who", ["guard", "agent"])
+def test_guard_and_agent_wake_each_other(tmp_path, who):
+    """A stopped one could not end the ranks."""
+    with launched(tmp_path, "*:wait:60") as job:
+        job.until("[0] waiting", "[1] waiting")
+        guard, agent, *_ = job.belonging("hvdtrain.cluster.agent")
+        stopped = {"guard": guard, "agent": agent}[who]
+        stopped.suspend()
+        job.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert job.end(15).code == 143
+        assert time.monotonic() - started < 6, "it had to be killed"
+
+
+@pytest.mark.thorough
+def test_a_frozen_host_is_lost_and_ends_its_ranks_when_it_thaws(tmp_path):
     with launched(tmp_path, "--lost-after=1.5", "*:wait:60") as job:
         job.until("[0] waiting", "[1] waiting")
-        job.belonging("hvdtrain.cluster.agent")[1].suspend()
+        frozen = job.belonging("hvdtrain.cluster.agent")[:2]
+        for process in frozen:
+            process.suspend()
         ended = job.end(30)
         assert ended.code == 255 and "said nothing" in ended.err, ended.text
+        assert job.left_after(0), "the ranks of a host that cannot be reached cannot be ended"
+        for process in frozen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 # ---- restarts

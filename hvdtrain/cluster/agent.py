@@ -68,6 +68,7 @@ class Agent:
         while self._out and self._is_heard():  # however long its reader takes
             for key, _ in self._selector.select(TICK_S):
                 key.data()
+        processes.send([os.getppid()], signal.SIGCONT)  # a guard that is stopped could not see the end
         return 0
 
     def _is_heard(self) -> bool:
@@ -185,6 +186,8 @@ class Agent:
             self._beaten_s = now
             if not self._out:  # else what waits there is a sign of life as well
                 self._say("beat")
+            if processes.is_stopped(os.getppid()):  # as the guard does for the agent
+                processes.send([os.getppid()], signal.SIGCONT)
         if self._signalled is not None and not self._ending:
             self._say("leaving", why=f"its agent was ended by {signal.Signals(self._signalled).name}")
             self._end(signal.SIGTERM, GRACE_S)
@@ -279,10 +282,12 @@ def guard(agent: int) -> int:
         signal.signal(number, lambda *_: processes.send([agent], signal.SIGTERM))
     while True:
         try:
-            pid, status = os.waitpid(-1, 0)
+            pid, status = os.waitpid(-1, os.WUNTRACED)
         except ChildProcessError:
             return 1
-        if pid == agent:
+        if os.WIFSTOPPED(status):  # stopped it could not end the ranks, whatever became of the launcher
+            processes.send([pid], signal.SIGCONT)
+        elif pid == agent:
             break
     while left := processes.descendants(os.getpid()):
         processes.send(left, signal.SIGKILL)

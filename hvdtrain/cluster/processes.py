@@ -60,7 +60,7 @@ def send(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-            if number != signal.SIGKILL:
+            if number not in (signal.SIGKILL, signal.SIGCONT):
                 os.kill(pid, signal.SIGCONT)
 
 
