@@ -27,6 +27,7 @@ class Connection:
         host: the host.
         local: whether it is this machine.
         hello: the agent's first message, once it came.
+        why_left: why the agent ends the job there by itself, if it does.
         ended: whether the agent said that nothing is left there.
         closed: whether no more can come.
         waiting: whether what came waits for this side to take it: then its silence means nothing.
@@ -47,6 +48,7 @@ class Connection:
         self.host, self._ssh, self._hear = host, ssh, hear
         self.local = is_this_machine(host.name)
         self.hello: Message | None = None
+        self.why_left: str | None = None
         self.ended = self.closed = self.waiting = False
         self._decoder, self._unsent, self._said = Decoder(), bytearray(), bytearray()
         self._heard_s = time.monotonic()
@@ -90,6 +92,8 @@ class Connection:
             self.closed = True
         elif message["type"] == "hello":
             self.hello = message
+        elif message["type"] == "leaving":
+            self.why_left = message["why"]
         elif message["type"] == "ended":
             self.ended = True
 

@@ -153,6 +153,7 @@ class _Running:
                 continue  # for whoever reads the output
             if self._deadline_s is not None and time.monotonic() > self._deadline_s:
                 break
+        self._look_at_ranks()  # hosts may all have left before
         return self._outcome()
 
     def patience_s(self) -> float:
@@ -228,6 +229,8 @@ class _Running:
         for its in self._agents.connections:
             if not (its.ended or its.closed) and its.silent_s() > self._job.timeouts.lost_s:
                 self._host_is_lost(its, f"{its.host.name} said nothing for {its.silent_s():.0f} s")
+            elif (its.ended or its.closed) and self._ranks_left(its):  # gone before its ranks were started
+                self._host_is_lost(its, its.why_left or its.problem().what)
         if self._deadline_s is not None:
             return
         if settled(ends, now) or (len(ends) == self._job.np and any(end.code for end in ends)):
@@ -239,10 +242,13 @@ class _Running:
 
     def _host_is_lost(self, connection: Connection, why: str) -> None:
         connection.closed = True  # it ends by itself; waiting for it would only be waiting
-        ranks = sorted(rank for rank, its in self._host_of.items() if its is connection and rank not in self._ends)
+        ranks = self._ranks_left(connection)
         if ranks or self._deadline_s is None:
             named = f"with rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: " if ranks else ""
             self._fail(None, connection.host.name, HOST_LOST, f"lost, {named}{why}")
+
+    def _ranks_left(self, connection: Connection) -> list[int]:
+        return sorted(rank for rank, its in self._host_of.items() if its is connection and rank not in self._ends)
 
     def _fail(self, rank: int | None, host: str, code: int, why: str) -> None:
         """Note why the job ends, unless it is ending already, and end it."""
