@@ -140,8 +140,9 @@ def test_threads_are_shared_unless_the_user_says_otherwise(tmp_path):
     assert f"[1] OMP_NUM_THREADS={share}" in with_default.stdout.splitlines(), with_default.stderr
 
 
+@pytest.mark.thorough
 def test_horovod_meets_at_the_rendezvous(tmp_path):
-    """The ranks' own Horovod, through our rendezvous, at the loopback address only."""
+    """The ranks' own Horovod, through our rendezvous; by default `hvdtrain verify`'s tests show it."""
     program = tmp_path / "sum.py"
     program.write_text(
         "import horovod.torch as hvd, torch\nhvd.init()\n"
@@ -352,6 +353,7 @@ def test_restarts_until_it_works(tmp_path):
     assert "restart 2 of 3" in ended.err and ended.log(1).count("RuntimeError: not yet") == 2
 
 
+@pytest.mark.thorough
 def test_restarts_are_counted(tmp_path):
     ended = launch(tmp_path, "--max-restarts=1", "*:exit:5")
     assert ended.code == 5 and ended.err.count("failed first") == 2, ended.text
