@@ -13,6 +13,9 @@ import sys
 from pathlib import Path
 
 DEFAULTS = {"cpu": "keras", "cuda": "torch,keras"}
+# Keras computes on PyTorch in a CUDA image: TensorFlow's build for CPUs would be of no use there, and a process that
+# imports it and then PyTorch 2.12's Triton ends with a segmentation fault.
+NOT_FOR_CUDA = "tensorflow"
 
 
 def requirements(setup_cfg: str, variant: str, frameworks: str, torch_index: str) -> list[str]:
@@ -43,6 +46,8 @@ def requirements(setup_cfg: str, variant: str, frameworks: str, torch_index: str
     lists = [setup["options"]["install_requires"], *(extras[name] for name in [*wanted, "build"])]
     lines = [line.strip() for text in lists for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
+    if variant == "cuda":
+        lines = [line for line in lines if not line.startswith(NOT_FOR_CUDA)]
     return [*([f"--extra-index-url {torch_index}"] if torch_index else []), *dict.fromkeys(lines)]
 
 

@@ -161,6 +161,8 @@ def test_each_variant_gets_the_pins_of_setup_cfg() -> None:
     for name, lines in {"keras": cpu, "build": cpu, "torch": cuda}.items():
         assert set(extras[name].split()) <= set(lines)
     assert not [line for line in cpu if line.startswith("torch")]
+    # Keras computes on PyTorch there
+    assert any(line.startswith("keras==") for line in cuda) and not [line for line in cuda if "tensorflow" in line]
     assert len(cuda) == len(set(cuda)) and not [line for line in cuda if line.startswith("#")]
 
 
