@@ -334,7 +334,10 @@ def test_private_keys_are_the_users_alone_and_half_a_key_is_never_seen(
 
 
 # ecdsa, in PEM: what Kubeflow's MPI operator mounts
-@pytest.mark.parametrize("kind", ["-t ed25519", "-t ecdsa -b 521 -m PEM", "-t rsa -b 2048"])
+@pytest.mark.parametrize(
+    "kind",
+    ["-t ed25519", "-t ecdsa -b 521 -m PEM", pytest.param("-t rsa -b 2048", marks=pytest.mark.thorough)],
+)
 def test_a_mounted_key_is_used_and_the_users_own_settings_stay(
     sshd: None, settings: dict[str, str], homes: Path, tmp_path: Path, kind: str
 ) -> None:
