@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -46,10 +47,21 @@ def _address(family: int, hexadecimal: str) -> str:
 
 def listening(pid: int) -> set[tuple[str, int]]:
     """The (address, port) pairs on which the network of a process accepts TCP connections."""
-    found = set()
+    return {local for local, _, state in _sockets(pid) if state == "0A"}
+
+
+def connected(pid: int) -> set[tuple[tuple[str, int], tuple[str, int]]]:
+    """The TCP connections in the network of a process: (address, port) of this end and of the other."""
+    return {(local, remote) for local, remote, state in _sockets(pid) if state == "01"}
+
+
+def _sockets(pid: int) -> Iterator[tuple[tuple[str, int], tuple[str, int], str]]:
     for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-            (address, port), state = line.split()[1].split(":"), line.split()[3]
-            if state == "0A":
-                found.add((_address(family, address), int(port, 16)))
-    return found
+            local, remote, state = line.split()[1:4]
+            yield _place(family, local), _place(family, remote), state
+
+
+def _place(family: int, text: str) -> tuple[str, int]:
+    address, port = text.split(":")
+    return _address(family, address), int(port, 16)
