@@ -133,3 +133,24 @@ def test_four_hosts_with_one_rank_each(mixed_hosts: Cluster, programs: dict[str,
     launch = [*LAUNCH, "-np", "4", "-H", everywhere, "--log-dir", tmp_path / "logs", "--", *program]
     done = mixed_hosts.run("host1", launch, timeout_s=240)
     check_training(done, run_dir, ON_FOUR_HOSTS, mixed_hosts)
+
+
+@pytest.mark.ranks
+@pytest.mark.xfail(
+    strict=True,
+    reason="Horovod 0.28.1: GlooContext::InitializeForProcessSet does not take over gloo_iface_, and listens at the"
+    " address of the host's own name",
+)
+def test_hosts_whose_own_names_mean_127_0_1_1_as_debian_installs_them(hosts: Cluster, tmp_path: Path) -> None:
+    before = {host: (hosts.etc(host) / "hosts").read_text() for host in hosts.hosts}
+    code = "import horovod.torch as hvd; hvd.init(); print('place:', hvd.rank()); hvd.shutdown()"
+    launch = [*LAUNCH, "--no-checks", "-H", "host1:1,host2:1", "--log-dir", tmp_path / "logs"]
+    try:
+        for host, text in before.items():
+            others = [line for line in text.splitlines() if not line.endswith(f" {host}")]
+            (hosts.etc(host) / "hosts").write_text("\n".join([f"127.0.1.1 {host}", *others, ""]))
+        done = hosts.run("host1", [*launch, "--", sys.executable, "-c", code], timeout_s=120)
+    finally:
+        for host, text in before.items():
+            (hosts.etc(host) / "hosts").write_text(text)
+    assert done.returncode == 0 and sorted(re.findall(r"place: (\d)", done.out)) == ["0", "1"], done.text
