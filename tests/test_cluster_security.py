@@ -128,11 +128,6 @@ def test_only_the_rendezvous_listens_and_only_on_the_chosen_network(seen: Seen, 
     assert seen.scanned == sorted([22, port])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Horovod 0.28.1: GlooContext::InitializeForProcessSet does not take over gloo_iface_, so that process sets,"
-    " that of all ranks too, listen and talk at the address of the host's name, whatever HOROVOD_GLOO_IFACE says",
-)
 def test_ranks_talk_through_the_chosen_network_alone(seen: Seen, hosts: Cluster) -> None:
     chosen = {hosts.address(host, 1) for host in hosts.hosts}
     assert seen.connections

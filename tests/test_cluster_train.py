@@ -136,11 +136,6 @@ def test_four_hosts_with_one_rank_each(mixed_hosts: Cluster, programs: dict[str,
 
 
 @pytest.mark.ranks
-@pytest.mark.xfail(
-    strict=True,
-    reason="Horovod 0.28.1: GlooContext::InitializeForProcessSet does not take over gloo_iface_, and listens at the"
-    " address of the host's own name",
-)
 def test_hosts_whose_own_names_mean_127_0_1_1_as_debian_installs_them(hosts: Cluster, tmp_path: Path) -> None:
     before = {host: (hosts.etc(host) / "hosts").read_text() for host in hosts.hosts}
     code = "import horovod.torch as hvd; hvd.init(); print('place:', hvd.rank()); hvd.shutdown()"

@@ -358,6 +358,13 @@ EDITS: tuple[Edit, ...] = (
         "long, or until it gets one; without it nothing changes",
     ),
     Edit(
+        "gloo-interface", "horovod/common/gloo/gloo_context.cc", "  assert(global_context.IsEnabled());\n",
+        "  assert(global_context.IsEnabled());\n  gloo_iface_ = global_context.gloo_iface_;\n",
+        why="process sets, that of all ranks among them, never got the interface that was chosen: ranks met at whatever "
+        "address their host's own name has, on another network than asked for, or, where /etc/hosts calls it 127.0.1.1 "
+        "(Debian's installer does), not at all",
+    ),
+    Edit(
         "zero-grad-set-to-none", "horovod/torch/optimizer.py", _ZERO_GRAD_OLD, _ZERO_GRAD_NEW,
         why="torch's zero_grad takes set_to_none; Horovod's override raised TypeError", upstream="3405", count=2,
     ),
