@@ -255,12 +255,14 @@ def test_a_plan_for_two_hosts():
 
 
 def test_the_lines_of_other_launchers():
-    job, plan = two_hosts(ssh=Ssh(port=2222), env={"A": "secret"})
+    variables = {"A": "secret", "B": "b b", "HVDTRAIN_JOB": "1234"}
+    job, plan = two_hosts(ssh=Ssh(port=2222), env=variables)
     line = command_lines.horovodrun(job, plan)
     assert line.startswith("horovodrun --gloo -np 4 -H h1:2,me@h2:2 --ssh-port 2222 python 'a b.py'")
     assert "eth0 on h1, ens5 on me@h2" in line
-    line = command_lines.mpirun(job, plan)
-    assert "--mca btl_tcp_if_include 10.0.0.0/24" in line and "-x A" in line and "secret" not in line
+    line = command_lines.mpirun(job, plan, {"A": "secret", "B": "other"})
+    assert "--mca btl_tcp_if_include 10.0.0.0/24" in line and "-x A -x 'B=b b' python" in line
+    assert "secret" not in line and "HVDTRAIN_JOB" not in line, "what is set where it is typed; what is launch's own"
 
 
 def job_from(*words: str, environ: dict[str, str] | None = None) -> Job:

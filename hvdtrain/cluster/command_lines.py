@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from hvdtrain import restart
 from hvdtrain.cluster.job import Job, Plan
 
 
@@ -20,16 +21,25 @@ def horovodrun(job: Job, plan: Plan) -> str:
     return f"{shlex.join([*words, *job.argv])}   # horovodrun itself needs one interface name, here: {differing}"
 
 
-def mpirun(job: Job, plan: Plan) -> str:
-    """Return the mpirun command (Open MPI) that starts the same ranks, through the same network."""
+def mpirun(job: Job, plan: Plan, environ: Mapping[str, str]) -> str:
+    """Return the mpirun command (Open MPI) that starts the same ranks, through the same network.
+
+    Args:
+        job, plan: what it stands for.
+        environ: the environment it would be typed in, whose variables need no value in the line. What names a job of
+            hvdtrain's launcher is left out.
+    """
     words = ["mpirun", "-np", str(job.np), "-H", _hosts(plan), "--bind-to", "none", "--map-by", "slot"]
     networks = dict.fromkeys(plan.chosen[host.name].network for host in plan.hosts)
     for parameter in ("btl_tcp_if_include", "oob_tcp_if_include"):
         words += ["--mca", parameter, ",".join(networks)]
     ssh = _ssh_words(job)
     words += ["--mca", "plm_rsh_args", shlex.join(ssh)] if ssh else []
-    for name in sorted(plan.env):
-        words += ["-x", name]
+    for name, value in sorted(plan.env.items()):
+        if environ.get(name) == value:
+            words += ["-x", name]
+        elif name not in (restart.JOB, restart.RESTART):
+            words += ["-x", f"{name}={value}"]
     return shlex.join([*words, *job.argv])
 
 

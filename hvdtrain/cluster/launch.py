@@ -233,7 +233,8 @@ def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, *, 
 
 def _dry_run(job: Job, plan: Plan) -> str:
     lines = [
-        "horovodrun:", f"  {command_lines.horovodrun(job, plan)}", "mpirun:", f"  {command_lines.mpirun(job, plan)}",
+        "horovodrun:", f"  {command_lines.horovodrun(job, plan)}",
+        "mpirun:", f"  {command_lines.mpirun(job, plan, os.environ)}",
         "", f"command, in {job.cwd} on every host:", f"  {shlex.join(job.argv)}",
     ]  # fmt: skip
     for host in plan.hosts:

@@ -17,7 +17,9 @@ def telling(framework: str, **options: Any) -> Any:
     world = init(framework, **options)  # type: ignore[arg-type]
     hvd = importlib.import_module(f"horovod.{'torch' if framework == 'torch' else 'tensorflow'}")
     place = f"local {hvd.local_rank()}/{hvd.local_size()} cross {hvd.cross_rank()}/{hvd.cross_size()}"
-    print(f"place: rank {hvd.rank()}/{hvd.size()} {place} on {socket.gethostname()}", flush=True)
+    # one write, that mpirun cannot put another rank's into the middle of
+    sys.stdout.write(f"place: rank {hvd.rank()}/{hvd.size()} {place} on {socket.gethostname()}\n")
+    sys.stdout.flush()
     return world
 
 
