@@ -19,6 +19,9 @@ from harness import run_ranks
 
 PROGRAM = Path(__file__).parent / "keras_programs" / "matrix.py"
 BACKENDS = ("tensorflow", "torch")
+AT_FOUR_RANKS = pytest.mark.parametrize(
+    "backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)], indirect=True, scope="module"
+)
 AT_FOUR = ["sgd", "adam", "accumulate_clip", "tail_17", "embedding_adam", "off"]
 
 EXACT = [
@@ -133,6 +136,7 @@ def test_two_ranks_equal_one_process(case: str, backend: str, one: Outcome, two:
     check_case(case, backend, one, two, TOLERANCE.get((case, backend), 1e-10))
 
 
+@AT_FOUR_RANKS
 @pytest.mark.parametrize("case", [case for case in AT_FOUR if case != "off"])
 def test_four_ranks_equal_one_process(case: str, backend: str, one: Outcome, four: Outcome) -> None:
     check_case(case, backend, one, four, 1e-10)
@@ -152,7 +156,8 @@ def test_without_averaging_the_parity_fails(case: str, backend: str, one: Outcom
     assert difference(one, two, case) > 1e-3
 
 
-def test_without_averaging_four_ranks_fail(one: Outcome, four: Outcome) -> None:
+@AT_FOUR_RANKS
+def test_without_averaging_four_ranks_fail(backend: str, one: Outcome, four: Outcome) -> None:
     assert not four.facts["off"]["equal"]
     assert difference(one, four, "off") > 1e-3
 
