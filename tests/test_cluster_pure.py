@@ -255,14 +255,15 @@ def test_a_plan_for_two_hosts():
 
 
 def test_the_lines_of_other_launchers():
-    variables = {"A": "secret", "B": "b b", "HVDTRAIN_JOB": "1234"}
+    variables = {"A": "there", "B": "b b", "HVDTRAIN_JOB": "1234", "MY_TOKEN": "hunter2"}
     job, plan = two_hosts(ssh=Ssh(port=2222), env=variables)
     line = command_lines.horovodrun(job, plan)
     assert line.startswith("horovodrun --gloo -np 4 -H h1:2,me@h2:2 --ssh-port 2222 python 'a b.py'")
     assert "eth0 on h1, ens5 on me@h2" in line
-    line = command_lines.mpirun(job, plan, {"A": "secret", "B": "other"})
-    assert "--mca btl_tcp_if_include 10.0.0.0/24" in line and "-x A -x 'B=b b' python" in line
-    assert "secret" not in line and "HVDTRAIN_JOB" not in line, "what is set where it is typed; what is launch's own"
+    line = command_lines.mpirun(job, plan, {"A": "there", "B": "other", "MY_TOKEN": "old"})
+    assert "--mca btl_tcp_if_include 10.0.0.0/24" in line and "-x A -x 'B=b b' -x MY_TOKEN python" in line
+    assert "there" not in line.split("#")[0] and "HVDTRAIN_JOB" not in line, "set where it is typed; launch's own"
+    assert "hunter2" not in line and line.endswith("   # with MY_TOKEN set where this is typed")
 
 
 def job_from(*words: str, environ: dict[str, str] | None = None) -> Job:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from hvdtrain import restart
+from hvdtrain.cluster import environment
 from hvdtrain.cluster.job import Job, Plan
 
 
@@ -26,7 +27,8 @@ def mpirun(job: Job, plan: Plan, environ: Mapping[str, str]) -> str:
 
     Args:
         job, plan: what it stands for.
-        environ: the environment it would be typed in, whose variables need no value in the line. What names a job of
+        environ: the environment it would be typed in, whose variables need no value in the line. Nor has a variable
+            whose name is a secret's, which is to be set there: that is said after the line. What names a job of
             hvdtrain's launcher is left out.
     """
     words = ["mpirun", "-np", str(job.np), "-H", _hosts(plan), "--bind-to", "none", "--map-by", "slot"]
@@ -35,12 +37,17 @@ def mpirun(job: Job, plan: Plan, environ: Mapping[str, str]) -> str:
         words += ["--mca", parameter, ",".join(networks)]
     ssh = _ssh_words(job)
     words += ["--mca", "plm_rsh_args", shlex.join(ssh)] if ssh else []
+    to_set = []
     for name, value in sorted(plan.env.items()):
         if environ.get(name) == value:
             words += ["-x", name]
+        elif environment.SECRET.search(name):
+            words += ["-x", name]
+            to_set.append(name)
         elif name not in (restart.JOB, restart.RESTART):
             words += ["-x", f"{name}={value}"]
-    return shlex.join([*words, *job.argv])
+    line = shlex.join([*words, *job.argv])
+    return f"{line}   # with {', '.join(to_set)} set where this is typed" if to_set else line
 
 
 def _ssh_words(job: Job) -> Sequence[str]:
