@@ -1,13 +1,13 @@
 """Every test leaves the process as it found it; quick tests run first.
 
-Frameworks are imported in child processes only: they start threads that never end, change the environment and
-    take
+Frameworks are imported in child processes only: they start threads that never end, change the environment and take
 seconds, and a test that needs one is a test of real ranks anyway (`harness.run_ranks`).
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +22,8 @@ FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod")
 # the machine may be busy, and a test that fails must fail again
 settings.register_profile("hvdtrain", deadline=None, derandomize=True, database=None)
 settings.load_profile("hvdtrain")
+# a shell that starts the tests in its background has them ignore Ctrl-C, and every program that they start as well
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest's own
 IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
 

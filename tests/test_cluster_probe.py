@@ -41,13 +41,16 @@ def test_the_probe_runs_under_old_and_new_pythons() -> None:
     for version, place in interpreters().items():
         session = Session("localhost", place, Ssh())
         try:
-            facts = session.ask({"do": "facts", "cwd": "/", "run_dir": "/tmp/none"}, 20)
+            for _ in range(3):  # a busy machine's tools may be late once, a Python that lacks something always
+                facts = session.ask({"do": "facts", "cwd": "/", "run_dir": "/tmp/none"}, 20)
+                unanswered = [name for name, its in facts.items() if isinstance(its, dict) and "unanswered" in its]
+                if not unanswered:
+                    break
             assert session.ask({"do": "clock"}, 5)["time"] == pytest.approx(time.time(), abs=5)
         finally:
             session.close()
         assert facts["python"]["version"].startswith(version + ".")
-        unanswered = {name: value for name, value in facts.items() if isinstance(value, dict) and "unanswered" in value}
-        assert unanswered == {}, version
+        assert not unanswered, (version, {name: facts[name] for name in unanswered})
 
 
 def test_the_probe_is_plain_old_python() -> None:

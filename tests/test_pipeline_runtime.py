@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -106,6 +107,12 @@ def test_micro_batches_held(found: dict[str, Any]) -> None:
 
 def test_the_schedule_is_what_is_done(found: dict[str, Any]) -> None:
     assert found["timeline"] == {"rows": True, "alone": True, "actions": 24}
+
+
+def test_passes_take_turns_on_too_few_cores(found: dict[str, Any]) -> None:
+    came = found["turns"]
+    assert came["most"] == dict([("1", 1), ("2", 2)][: len(os.sched_getaffinity(0))])
+    assert came["served"] == [0, 1, 2, 3, 4] and came["free"] == 1, "first come, first served, failures included"
 
 
 def test_gradient_hooks_know_the_last_pass(found: dict[str, Any]) -> None:

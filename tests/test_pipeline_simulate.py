@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from test_pipeline_plan import modes
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.pipeline._turns import Turns
 from hvdtrain.pipeline.plan import (
     REMATS,
     SCHEDULES,
@@ -101,6 +102,18 @@ def test_three_stages_on_two_cores():
     assert found.efficiency < 0.67 and found.busy_s[0] > 48  # stretched by the sharing
 
 
+def test_three_stages_take_turns_on_two_slots():
+    """First come, first served; at the same moment one that has just ended a pass is first."""
+    three, pools = [stage(1, 2, pool="cpu")] * 3, {"cpu": Pool((1.0, 1.0), slots=2)}
+    found = simulate(three, sizes=[1] * 3, schedule="gpipe", pools=pools)
+    starts = [[span.start_s for span in found.timeline if span.stage == at] for at in range(3)]
+    assert starts == [[0, 1, 2, 12, 14, 16], [1, 2, 3, 8, 10, 12], [3, 4, 5, 6, 8, 10]]
+    assert found.busy_s == (9, 9, 9), "a pass that waits is not busy"
+    assert simulate(three, sizes=[1] * 3, schedule="gpipe").step_s == 15 < found.step_s == 18
+    together = simulate(three, sizes=[1] * 3, pools=pools, overlap=False)
+    assert together.step_s == 27, "one at a time, slots or not"
+
+
 def test_pools_of_others_do_not_slow_down():
     apart = [stage(1, 2, pool="a"), stage(1, 2, pool="b")]
     pools = {"a": Pool((1.0, 0.5)), "b": Pool((1.0, 0.5))}
@@ -174,8 +187,9 @@ def test_it_equals_longest_paths(stages, batch, micro_batches, link, schedule, r
 class StubPipeline:
     """A thread a stage, and one for each direction of a link; their work is to wait on the clock."""
 
-    def __init__(self, stages, sizes, schedule, remat, link: Link) -> None:
+    def __init__(self, stages, sizes, schedule, remat, link: Link, slots: int) -> None:
         self.stages, self.sizes, self.link = stages, sizes, link
+        self.turns = Turns(slots or len(stages))
         self.orders = [actions(schedule, k, len(stages), len(sizes)) for k in range(len(stages))]
         self.again = [recomputed(remat, order) for order in self.orders]
         self.arrived = {(k, action): threading.Event() for k, order in enumerate(self.orders) for action in order}
@@ -209,8 +223,9 @@ class StubPipeline:
                 return
             size, forward = self.sizes[action.micro], action.kind == "forward"
             again = not forward and action.micro in self.again[k]
-            # not a wait for something: the sleep is the stage's work
-            time.sleep((one.forward_s(size) if forward or again else 0) + (0 if forward else one.backward_s(size)))
+            with self.turns.taken():
+                # not a wait for something: the sleep is the stage's work
+                time.sleep((one.forward_s(size) if forward or again else 0) + (0 if forward else one.backward_s(size)))
             to = k + (1 if forward else -1)
             if to == len(self.stages):
                 self.arrived[k, Action("backward", action.micro)].set()
@@ -225,32 +240,39 @@ class StubPipeline:
 
 
 STUBS = [
-    # stages (forward, backward, output), batch, micro-batches
-    ([(0.010, 0.020, 0)], 8, 4),
-    ([(0.010, 0.020, 1), (0.012, 0.018, 0)], 8, 1),
-    ([(0.010, 0.020, 1), (0.006, 0.015, 0)], 10, 4),
-    ([(0.012, 0.020, 1), (0.012, 0.020, 0)], 16, 16),
-    ([(0.010, 0.012, 2), (0.012, 0.020, 1), (0.009, 0.021, 0)], 11, 5),
-    ([(0.012, 0.024, 1), (0.010, 0.020, 2), (0.014, 0.020, 0)], 16, 16),
+    # stages (forward, backward, output), batch, micro-batches, slots
+    ([(0.010, 0.020, 0)], 8, 4, 0),
+    ([(0.010, 0.020, 1), (0.012, 0.018, 0)], 8, 1, 0),
+    ([(0.010, 0.020, 1), (0.006, 0.015, 0)], 10, 4, 0),
+    ([(0.012, 0.020, 1), (0.012, 0.020, 0)], 16, 16, 0),
+    ([(0.010, 0.012, 2), (0.012, 0.020, 1), (0.009, 0.021, 0)], 11, 5, 0),
+    ([(0.012, 0.024, 1), (0.010, 0.020, 2), (0.014, 0.020, 0)], 16, 16, 0),
+    ([(0.010, 0.021, 1), (0.012, 0.020, 1), (0.009, 0.023, 0)], 12, 6, 2),
+    ([(0.012, 0.024, 1), (0.010, 0.020, 2), (0.014, 0.020, 0)], 9, 9, 1),
 ]
 
 
 def settings_of_stubs():
-    for at, (spec, batch, micro_batches) in enumerate(STUBS):
-        one = [stage(*numbers) for numbers in spec]
-        yield one, micro_batch_sizes(batch, micro_batches), SCHEDULES[at % 2], REMATS[at % 3], Link(0.002, 500.0)
+    for at, (spec, batch, micro_batches, slots) in enumerate(STUBS):
+        one = [stage(*numbers, pool="cpu") for numbers in spec]
+        sizes = micro_batch_sizes(batch, micro_batches)
+        yield one, sizes, SCHEDULES[at % 2], REMATS[at % 3], Link(0.002, 500.0), slots
 
 
 def off_by(measured: float, predicted: float) -> float:
     return abs(measured / predicted - 1)
 
 
+def with_slots(slots: int) -> dict[str, Pool]:
+    return {"cpu": Pool((1.0,) * 3, slots)}
+
+
 def test_threads_take_as_long_as_simulated():
     """Within 5 %, for 1-3 stages and 1-16 micro-batches. A busy machine only makes threads late: the best of 3."""
     cases = list(settings_of_stubs())
     predicted = [
-        simulate(one, sizes=sizes, schedule=schedule, remat=remat, links=link).step_s
-        for one, sizes, schedule, remat, link in cases
+        simulate(one, sizes=sizes, schedule=schedule, remat=remat, links=link, pools=with_slots(slots)).step_s
+        for one, sizes, schedule, remat, link, slots in cases
     ]
     rounds = []
     with ThreadPoolExecutor(len(cases)) as pool:
@@ -261,9 +283,11 @@ def test_threads_take_as_long_as_simulated():
             if max(wrong) < 0.05:
                 break
     assert max(wrong) < 0.05, list(zip(measured, predicted, strict=True))
-    # negative twins: without the links, or without the recomputation, the prediction is off
-    for (one, sizes, schedule, remat, link), seconds in zip(cases, measured, strict=True):
-        other: list[dict] = [{"remat": "never", "links": link}] if remat == "all" else []
-        other += [{"remat": remat, "links": Link()}] if len(sizes) == 1 else []
+    # negative twins: without the links, the recomputation or the slots, the prediction is off
+    for (one, sizes, schedule, remat, link, slots), seconds in zip(cases, measured, strict=True):
+        right = {"remat": remat, "links": link, "pools": with_slots(slots)}
+        other: list[dict] = [{**right, "remat": "never"}] if remat == "all" else []
+        other += [{**right, "links": Link()}] if len(sizes) == 1 else []
+        other += [{**right, "pools": with_slots(0)}] if slots else []
         for changed in other:
             assert off_by(seconds, simulate(one, sizes=sizes, schedule=schedule, **changed).step_s) > 0.05

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hvdtrain.pipeline._cutting import map_tensors, tensors_of
+from hvdtrain.pipeline._turns import Turns
 from hvdtrain.world import current
 
 # What tells when a value that was sent is there; None where values are there at once.
@@ -25,6 +26,10 @@ class Lane(Protocol):
         """What the thread runs inside."""
         ...
 
+    def turn(self) -> AbstractContextManager[None]:
+        """What each pass runs inside."""
+        ...
+
     def mark(self) -> Mark:
         """After the last operation so far."""
         ...
@@ -35,12 +40,13 @@ class Lane(Protocol):
 
 
 def lanes(devices: Sequence[torch.device]) -> list[Lane]:
-    """A lane for each stage. Stages on the CPU share out the cores, if this process may use one for each."""
+    """A lane for each stage. Stages on the CPU share out the cores; with fewer cores than stages, passes take turns."""
     on_cpu = [index for index, device in enumerate(devices) if device.type == "cpu"]
     blocks = dict(zip(on_cpu, core_blocks(len(on_cpu)), strict=True)) if on_cpu else {}
-    alone = len(devices) == 1
+    alone, slots = len(devices) == 1, cpu_slots(len(on_cpu))
+    turns = Turns(slots) if slots else None
     return [
-        CudaLane(device) if device.type == "cuda" else CpuLane(device, None if alone else blocks.get(index, ()))
+        CudaLane(device) if device.type == "cuda" else CpuLane(device, None if alone else blocks.get(index, ()), turns)
         for index, device in enumerate(devices)
     ]
 
@@ -61,9 +67,14 @@ def core_blocks(stages: int) -> list[tuple[int, ...]]:
     return [tuple(cores[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
 
 
-def usable_cores() -> int:
-    """How many CPU stages of this process can work at once: each has at least one thread of its own."""
-    return len(os.sched_getaffinity(0))
+def cpu_slots(stages: int) -> int:
+    """How many of this process's CPU stages may be in a pass at once, if there are too few cores for all; else 0.
+
+    Each stage runs at least one thread. More of them than cores would displace each other's caches, and nobody could
+    tell how long a pass takes.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return cores if stages > cores else 0
 
 
 class CpuLane:
@@ -72,11 +83,13 @@ class CpuLane:
     Args:
         device: the CPU.
         cores: the stage's own; empty: one thread on any; None: it works in the caller's thread, as that is.
+        turns: that passes take with those of other stages; None: there are cores for all.
     """
 
-    def __init__(self, device: torch.device, cores: tuple[int, ...] | None) -> None:
+    def __init__(self, device: torch.device, cores: tuple[int, ...] | None, turns: Turns | None = None) -> None:
         self.device = device
         self.cores = cores
+        self._turns = turns
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -86,6 +99,9 @@ class CpuLane:
                 os.sched_setaffinity(0, self.cores)
             torch.set_num_threads(max(1, len(self.cores)))
         yield
+
+    def turn(self) -> AbstractContextManager[None]:
+        return self._turns.taken() if self._turns else nullcontext()
 
     def mark(self) -> Mark:
         return None
@@ -112,6 +128,9 @@ class CudaLane:
     def active(self) -> Iterator[None]:
         with torch.cuda.device(self.device), torch.cuda.stream(self._compute):
             yield
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the device's own queue sees to it
 
     def mark(self) -> Mark:
         event = torch.cuda.Event()

@@ -279,7 +279,7 @@ class _Worker:
             if call._stop.is_set():
                 raise _Stopped
             call.finishing[self.index] = bool(backward) and position == backward[-1]
-            with call.turn:
+            with call.turn, self._lane.turn():
                 started = time.perf_counter()
                 values = self._lane.bring(values, mark)
                 (self._forward if action.kind == "forward" else self._backward)(action.micro, values)

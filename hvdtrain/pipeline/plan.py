@@ -325,9 +325,12 @@ class Pool:
     Attributes:
         speeds: the relative speed of each of 1, 2, ... passes that run at the same time, as measured. More than were
             measured share what the most had together.
+        slots: no more passes than this run at the same time, the others wait in the order in which they came; 0: any
+            number runs.
     """
 
     speeds: tuple[float, ...] = (1.0,)
+    slots: int = 0
 
     def speed(self, running: int) -> float:
         """Of each of so many passes."""

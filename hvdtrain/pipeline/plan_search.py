@@ -282,7 +282,7 @@ class _Search:
         """With more replicas in a node, each pass runs beside as many others of its kind."""
         beside = min(plan.replicas, len(self.cluster.devices) // plan.stages)
         return {
-            name: Pool(tuple(pool.speed(beside * (n + 1)) for n in range(plan.stages)))
+            name: replace(pool, speeds=tuple(pool.speed(beside * (n + 1)) for n in range(plan.stages)))
             for name, pool in self.cluster.pools.items()
         }
 

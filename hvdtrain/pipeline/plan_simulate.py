@@ -60,7 +60,9 @@ def simulate(
     """One training step, every stage taking its actions in the schedule's order as soon as it can.
 
     A transfer runs beside the passes, one at a time for each direction of a link. A recomputed micro-batch's backward
-    takes its forward time more. Stages whose devices share a pool slow each other down while they run together.
+    takes its forward time more. Stages whose devices share a pool slow each other down while they run together, or
+    wait for each other where it has fewer slots. Of stages that come at the same moment, one that has just ended a
+    pass is first.
 
     Args:
         sizes: samples of each micro-batch (`plan.micro_batch_sizes`).
@@ -135,6 +137,8 @@ class _Run:
         self._overlap = overlap
         self._arrived = {(0, Action("forward", micro)) for micro in range(len(sizes))}
         self._running: dict[int, _Pass] = {}
+        self._waiting: dict[str, deque[int]] = {}  # by pool: stages that wait for a slot
+        self._just_ended: list[int] = []
         # (from, to) -> what is on its way there, with the seconds it needs: the first one moves
         self._lanes: dict[tuple[int, int], deque[tuple[Action, float]]] = {}
 
@@ -148,15 +152,27 @@ class _Run:
 
     def _start(self) -> None:
         """Every idle stage whose next action has what it needs takes it."""
-        for stage, todo in enumerate(self._todo):
+        for stage in dict.fromkeys([*self._just_ended, *range(len(self._todo))]):
+            todo = self._todo[stage]
             if stage in self._running or not todo or (stage, todo[0]) not in self._arrived:
                 continue
-            if not self._overlap and (self._running or self._lanes):
-                return
-            action = todo.popleft()
-            work_s = self._seconds[stage][action]
-            self.work_s += work_s
-            self._running[stage] = _Pass(action, work_s, self.now_s)
+            waiting = self._waiting.setdefault(self._pool_of[stage], deque())
+            if stage not in waiting:
+                waiting.append(stage)
+        self._just_ended = []
+        for name, waiting in self._waiting.items():
+            while waiting and self._may_start(name):
+                stage = waiting.popleft()
+                action = self._todo[stage].popleft()
+                work_s = self._seconds[stage][action]
+                self.work_s += work_s
+                self._running[stage] = _Pass(action, work_s, self.now_s)
+
+    def _may_start(self, name: str) -> bool:
+        if not self._overlap:
+            return not (self._running or self._lanes)
+        slots = self._pools[name].slots if name in self._pools else 0
+        return not slots or sum(self._pool_of[stage] == name for stage in self._running) < slots
 
     def _advance(self) -> None:
         """On to the next moment at which something ends."""
@@ -189,6 +205,7 @@ class _Run:
 
     def _finish(self, stage: int, one: _Pass) -> None:
         action = one.action
+        self._just_ended.append(stage)
         self.timeline.append(Span(stage, action.kind, action.micro, one.start_s, self.now_s))
         if action.kind == "forward" and stage < len(self._todo) - 1:
             self._send(stage, stage + 1, action, self._moves[stage][action.micro])

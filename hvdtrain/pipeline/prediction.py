@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hvdtrain.pipeline._cutting import batch_size, cut
-from hvdtrain.pipeline._lanes import usable_cores
+from hvdtrain.pipeline._devices import CPU_POOL
+from hvdtrain.pipeline._lanes import cpu_slots
 from hvdtrain.pipeline._worker import StageError
 from hvdtrain.pipeline.plan import Curve, Device, Link, Pool, StageCost, stage_costs
 from hvdtrain.pipeline.plan_simulate import simulate
@@ -58,10 +59,9 @@ class Prediction:
 def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
     """Times a few short steps, of 3 micro-batches of few samples each, and tells what other steps will take.
 
-    On CPUs the stages' own passes are timed, while they work side by side. Where that tells little the costs are those
-    of ``pipe.profile``, if there is one: on GPUs, where a pass has only been asked for when its call returns (without
-    a profile, whole steps are timed, and the stages taken to be alike), and for more CPU stages than cores, where a
-    pass waits as long as other stages happen to work.
+    On CPUs the stages' own passes are timed, while they work side by side. On GPUs, where a pass has only been asked
+    for when its call returns, the costs are those of ``pipe.profile``; without one, whole steps are timed, and the
+    stages taken to be alike.
 
     Args:
         pipe, x, y, loss: as in `Pipeline.step`.
@@ -70,17 +70,24 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
         StageError: no step could be run.
     """
     on_cpu = all(device.type == "cpu" for device in pipe.devices)
-    known = None if on_cpu and len(pipe.devices) <= usable_cores() else from_profile(pipe)
+    known = None if on_cpu else from_profile(pipe)
     if known is not None:
         return known
     with left_as_it_is(pipe):
         pipe.record = on_cpu
         timed = _ShortSteps(pipe, x, y, loss).all()
     stages = [
-        StageCost(Device(str(device)), _curve(timed, (stage, "forward")), _curve(timed, (stage, "backward")))
+        StageCost(
+            Device(str(device), pool=CPU_POOL if on_cpu else ""),
+            _curve(timed, (stage, "forward")),
+            _curve(timed, (stage, "backward")),
+        )
         for stage, device in enumerate(pipe.devices)
     ]
-    return Prediction(pipe, stages, min(overhead_s for _, _, overhead_s in timed), remat_is_in=True)
+    slots = cpu_slots(len(stages)) if on_cpu else 0
+    # the passes were timed beside others: those of the pool do not slow each other down once more
+    pools = {CPU_POOL: Pool((1.0,) * len(stages), slots)}
+    return Prediction(pipe, stages, min(overhead_s for _, _, overhead_s in timed), pools=pools, remat_is_in=True)
 
 
 def from_profile(pipe: Pipeline) -> Prediction | None:

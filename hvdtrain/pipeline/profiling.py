@@ -19,7 +19,7 @@ from torch import nn
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline._devices import CPU_POOL, kind_of, parse_devices, planned
 from hvdtrain.pipeline._facts import batch_of
-from hvdtrain.pipeline._lanes import lanes, usable_cores
+from hvdtrain.pipeline._lanes import cpu_slots, lanes
 from hvdtrain.pipeline._measure import Bytes, Clock, Seconds, Subject, on_lane, together
 from hvdtrain.pipeline._segments import Segment, segments
 from hvdtrain.pipeline._state import all_training, left_alone
@@ -65,7 +65,7 @@ class Profile:
                 costs=tuple(_cost(entry) for entry in data["costs"]),
                 devices=tuple(Device(**entry) for entry in data["devices"]),
                 links=tuple(Link(**entry) for entry in data["links"]),
-                pools={name: Pool(tuple(entry["speeds"])) for name, entry in data["pools"].items()},
+                pools={name: Pool(tuple(entry["speeds"]), entry["slots"]) for name, entry in data["pools"].items()},
                 samples=tuple(data["samples"]),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -227,14 +227,12 @@ def _pools(subject: Subject, places: Sequence[torch.device], size: int) -> dict[
     on_cpu = [lane for lane, place in zip(lanes(places), places, strict=True) if place.type == "cpu"]
     if len(on_cpu) < 2 or places[0].type != "cpu":
         return {}
-    alone = _seconds_together(subject, on_cpu[:1], size)
-    cores = usable_cores()
+    alone, slots = _seconds_together(subject, on_cpu[:1], size), cpu_slots(len(on_cpu))
     speeds = [1.0] + [
-        # no more can be had than all cores together give; what is measured is a quartile, which flatters a crowd
-        min(1.0, cores / count, alone / _seconds_together(subject, on_cpu[:count], size))
-        for count in range(2, len(on_cpu) + 1)
+        min(1.0, alone / _seconds_together(subject, on_cpu[:count], size))
+        for count in range(2, (slots or len(on_cpu)) + 1)
     ]
-    return {CPU_POOL: Pool(tuple(speeds))}
+    return {CPU_POOL: Pool(tuple(speeds), slots)}
 
 
 def _seconds_together(subject: Subject, some: Sequence[Any], size: int) -> float:

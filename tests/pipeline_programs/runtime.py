@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hvdtrain.pipeline
 from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline import _random, _worker
+from hvdtrain.pipeline import _lanes, _random, _worker
 from hvdtrain.pipeline.plan import actions
 from hvdtrain.pipeline.runtime import Pipeline, StageError
 
@@ -297,6 +297,55 @@ def timeline() -> dict[str, Any]:
     return {"rows": rows, "alone": all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "actions": len(spans)}
 
 
+def turns() -> dict[str, Any]:
+    """With fewer cores than stages no more passes run than there are cores; who waits is served in order."""
+
+    def at_once(spans: Sequence[tuple[float, float]]) -> int:
+        return max(sum(start <= at < end for start, end in spans) for at, _ in spans)
+
+    def nth_call(number: int, act: Callable[[float], Any]) -> Callable[[Tensor], None]:
+        calls = itertools.count(1)
+
+        def hook(_: Tensor) -> None:
+            if next(calls) == number:
+                act(20)
+
+        return hook
+
+    cores = os.sched_getaffinity(0)
+    net = model().train()
+    pipe = split(net, [1, 2, 2], micro_batches=6)
+    pipe.record = True
+    most = {}
+    for limit in (1, 2)[: len(cores)]:
+        if limit == 2:  # two passes have to meet: the first stage's second forward and the next stage's first
+            meeting = threading.Barrier(2)
+            net[0].hook, net[1].hook = nth_call(2, meeting.wait), nth_call(1, meeting.wait)
+        os.sched_setaffinity(0, sorted(cores)[:limit])
+        try:
+            pipe.step(X, Y, MSE)
+        finally:
+            os.sched_setaffinity(0, cores)
+        most[limit] = at_once([(start, end) for *_, start, end in pipe.timeline])
+    one = _lanes.Turns(1)
+    served: list[int] = []
+
+    def come(number: int) -> None:
+        with contextlib.suppress(ValueError), one.taken():
+            served.append(number)
+            raise ValueError
+
+    threads = [threading.Thread(target=come, args=(number,)) for number in range(5)]
+    with one.taken():
+        for number, thread in enumerate(threads):
+            thread.start()
+            while len(one._waiting) <= number:
+                os.sched_yield()
+    for thread in threads:
+        thread.join(timeout=20)
+    return {"most": most, "served": served, "free": one._free}
+
+
 def hooks() -> dict[str, Any]:
     """`finishing` is true in a gradient hook only in a stage's last backward pass; every parameter has one owner."""
     net = model().train()
@@ -348,7 +397,7 @@ def second_caller() -> dict[str, Any]:
 
 
 CHECKS = (
-    draws, masks, raising, backward_raising, interrupted, refusals, inference, autocast, memory, timeline, hooks,
+    draws, masks, raising, backward_raising, interrupted, refusals, inference, autocast, memory, timeline, turns, hooks,
     like_the_model, second_caller,
 )  # fmt: skip
 
