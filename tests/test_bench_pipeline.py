@@ -33,7 +33,7 @@ def made_up(**change: float) -> dict[str, Any]:
         "settings": {"model": "tiny", "batch": 32, "image_size": 64, "stages": 2},
         "machine": stats.machine(), "load_after": 0.0, "cut": [{"name": "a .. b", "segments": 3}] * 2,
         "seconds": {name: [value, value * 1.01] for name, value in seconds.items()},
-        "predicted_s": {name: 2.5 for name in seconds if name.startswith("hvdtrain")},
+        "predicted_s": {name: [2.5] for name in seconds if name.startswith("hvdtrain")},
         "predicted_by_profile_s": {},
     }  # fmt: skip
 
@@ -69,14 +69,43 @@ def test_within_the_noise_is_told() -> None:
 
 
 def test_more_stages_than_cores() -> None:
-    with pytest.raises(ConfigError, match="a core of its own"):
-        pipeline.run(arguments("--stages", str(len(os.sched_getaffinity(0)) + 1)))
+    for stages in (1, len(os.sched_getaffinity(0)) + 1):
+        with pytest.raises(ConfigError, match=r"a core of its own(.|\n)*--ours"):
+            pipeline.run(arguments("--stages", str(stages)))
 
 
 def test_place_for_the_result_is_checked_first(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--out"):
         pipeline.run(arguments("--out", str(tmp_path / "file" / "x.json")))
+
+
+def test_another_cut_is_judged_against_ours() -> None:
+    hand = f"hvdtrain, 1f1b, 8 micro-batches, {pipeline.BY_HAND} 8|8"
+    for seconds, told in ((2.5, "kept"), (2.3, "MISSED")):
+        text = pipeline.report(made_up(**{hand: seconds}))
+        assert f"hvdtrain, 1f1b, 8 micro-batches / {hand}: {2.4 / seconds:.3f}" in text
+        assert text.count("MISSED") == (told == "MISSED")
+
+
+@pytest.mark.slow
+def test_ours_alone_on_one_core(tmp_path: Path) -> None:
+    """More stages than cores, another cut, one micro-batch."""
+    out = tmp_path / "bench.json"
+    flags = ["--ours", "--model=resnet18", "--image-size=64", "--batch=4", "--rounds=1", "--micro-batches", "1", "2",
+             "--balance", "20", "15", "--against", "10", "25", f"--out={out}"]  # fmt: skip
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        done = run_ranks(["-m", "hvdtrain.cli", "bench", "pipeline", *flags], 1, launcher="none", timeout_s=240).check()
+    finally:
+        os.sched_setaffinity(0, cores)
+    result = json.loads(out.read_text())
+    ours = {f"hvdtrain, {schedule}, {count} micro-batches" for schedule in ("gpipe", "1f1b") for count in (1, 2)}
+    by_hand = {f"{name}, {pipeline.BY_HAND} 10|25" for name in ours}
+    assert set(result["seconds"]) == {pipeline.NAIVE, *ours, *by_hand} and set(result["predicted_s"]) == ours
+    assert all(len(its) == 1 and min(its) > 0 for its in result["predicted_s"].values())
+    assert "2 stage(s) on 1 core(s)" in done.out and "efficiency: 0" not in done.out, done.text
 
 
 @pytest.mark.slow
@@ -95,7 +124,7 @@ def test_a_tiny_bench(tmp_path: Path) -> None:
     assert set(result["seconds"]) == expected and set(result["predicted_s"]) == ours
     assert all(len(its) == 2 and min(its) > 0 for its in result["seconds"].values())
     for part in (
-        "2 stages of one core",
+        "2 stage(s) on 2 core(s)",
         "naive split",
         "efficiency: ",
         "conv1 .. layer3.0.relu (20 segments)",

@@ -1,7 +1,8 @@
 """A split model on CPU stages of one core each, against the naive split and other pipelines, in rounds that take turns.
 
 Every way trains the same model on the same batch, forward and backward, cut at the same place. Those that have no use
-for a core for each stage are also given all cores at once, as they would use them best.
+for a core for each stage are also given all cores at once, as they would use them best. `--ours` leaves out all but the
+pipeline: what its simulator tells of any number of stages, and (`--against`) what other cuts take.
 
 Prints a table and writes a JSON file with every sample. Give the machine nothing else to do.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import time
@@ -18,9 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain import stats
+from hvdtrain.allocator import keep_freed_memory
 from hvdtrain.bench.train import check_writable, tell
 from hvdtrain.errors import ConfigError
 from hvdtrain.launchers import detect
+from hvdtrain.pipeline.plan import SCHEDULES
 from hvdtrain.startup import share_cores, whole
 
 if TYPE_CHECKING:
@@ -30,8 +34,10 @@ if TYPE_CHECKING:
 
 # targets, as ratios of time; and of the time that the schedule's bubble leaves
 NAIVE_TARGET, RIVAL_TARGET, ONE_STAGE_TARGET, EFFICIENCY_TARGET, PREDICTION_TARGET = 1 / 1.6, 1.0, 1.02, 0.93, 0.10
+CUT_TARGET = 1.0
 NAIVE, PLAIN, ALL_CORES = "naive split", "plain model, 1 core", "plain model, all cores"
 ONE_STAGE = "pipeline of 1 stage, 1 core"
+BY_HAND = "cut by hand"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="resnet50", metavar="NAME", help="of torchvision (default: %(default)s)")
     add("--batch", type=count, default=64, metavar="N", help="pictures (default: %(default)s)")
     add("--image-size", type=count, default=128, metavar="N", help="(default: %(default)s)")
-    add("--stages", type=whole(2), default=2, metavar="N", help="(default: %(default)s)")
-    add("--micro-batches", type=whole(2), nargs="+", default=[4, 8], metavar="N", help="(default: 4 8)")
+    add("--stages", type=count, default=2, metavar="N", help="(default: %(default)s)")
+    add("--micro-batches", type=count, nargs="+", default=[4, 8], metavar="N", help="(default: 4 8)")
     add("--balance", type=count, nargs="+", metavar="N", help="segments of each stage (default: by measured time)")
+    add("--against", type=count, nargs="+", action="append", default=[], metavar="N",
+        help="another cut by hand, as for --balance, to compare with; may be given again")  # fmt: skip
+    add("--ours", action="store_true", help="only pipelines of hvdtrain; any number of stages")
     add("--rounds", type=count, default=6, metavar="N", help="(default: %(default)s)")
     add("--out", type=Path, default=Path("bench-pipeline.json"), metavar="FILE", help="(default: %(default)s)")
 
@@ -54,17 +63,20 @@ def run(args: argparse.Namespace) -> int:
     if detected.launcher != "none":
         raise ConfigError("this benchmark is one process", "started by a launcher", "hvdtrain bench pipeline")
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < args.stages:
-        came = f"{len(cores)} core(s) for {args.stages} stages"
-        raise ConfigError("each stage of this benchmark has a core of its own", came, f"--stages {len(cores)}")
+    used = cores[: args.stages]
+    if not args.ours and not 2 <= args.stages == len(used):
+        came = f"{len(cores)} core(s) for {args.stages} stage(s)"
+        remedy = f"--stages {len(cores)}, or --ours to leave out all but the pipeline"
+        raise ConfigError("each of several stages has a core of its own, as the others' have", came, remedy)
     check_writable(args.out)
     share_cores(detected)  # before PyTorch is imported
+    keep_freed_memory()  # before a model is built, as `hvdtrain.init` does for programs
     import torch
 
-    torch.set_num_threads(args.stages)
-    os.sched_setaffinity(0, cores[: args.stages])
+    torch.set_num_threads(len(used))
+    os.sched_setaffinity(0, used)
     try:
-        result = measure(args, cores[: args.stages])
+        result = measure(args, used)
     finally:
         os.sched_setaffinity(0, cores)
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -99,16 +111,19 @@ def measure(args: argparse.Namespace, cores: Sequence[int]) -> dict[str, Any]:
     result["cut"] = [{"name": stage.name, "segments": len(stage.segments)} for stage in pipe.stages]
     ways = all_ways(args, pipe, model, x, y, cores)
     tell(f"{len(ways)} ways, {args.rounds} rounds")
-    result["seconds"] = in_turns(ways, args.rounds)
     result["predicted_s"], result["predicted_by_profile_s"] = {}, {}
-    prediction, by_profile = predict(pipe, x, y, torch.nn.functional.cross_entropy), from_profile(pipe)
-    for schedule in ("gpipe", "1f1b"):
-        pipe.schedule = schedule
-        for count in args.micro_batches:
-            sizes = micro_batch_sizes(args.batch, count)
-            result["predicted_s"][pipeline_name(schedule, count)] = prediction(sizes)
+    by_profile = from_profile(pipe)
+
+    def foretell() -> None:
+        prediction = predict(pipe, x, y, torch.nn.functional.cross_entropy)
+        for schedule, count in itertools.product(SCHEDULES, args.micro_batches):
+            pipe.schedule, sizes = schedule, micro_batch_sizes(args.batch, count)
+            name = pipeline_name(schedule, count)
+            result["predicted_s"].setdefault(name, []).append(prediction(sizes))
             if by_profile:
-                result["predicted_by_profile_s"][pipeline_name(schedule, count)] = by_profile(sizes)
+                result["predicted_by_profile_s"][name] = [by_profile(sizes)]
+
+    result["seconds"] = in_turns(ways, args.rounds, foretell)
     result["load_after"] = round(os.getloadavg()[0], 2)
     return result
 
@@ -123,9 +138,6 @@ def all_ways(
     from hvdtrain.pipeline.unsplit import Unsplit
 
     loss = torch.nn.functional.cross_entropy
-    segments = len(pipe.segments)
-    one = hvdtrain.pipeline.split(copy.deepcopy(model), x, ["cpu"], micro_batches=1, balance=[segments])
-    alone, both = Unsplit(model, "cpu", cores=cores[:1]), Unsplit(model, "cpu", cores=cores)
 
     def stepping(model: Any, cores: Sequence[int] | None = None, **change: Any) -> Callable[[], Any]:
         from hvdtrain.pipeline.unsplit import on_cores
@@ -142,17 +154,24 @@ def all_ways(
 
         return step
 
-    ways = {
-        PLAIN: stepping(alone),
-        ONE_STAGE: stepping(one, cores[:1]),
-        ALL_CORES: stepping(both),
-        NAIVE: stepping(pipe, micro_batches=1, overlap=False),
-    }
-    for schedule in ("gpipe", "1f1b"):
-        for count in args.micro_batches:
-            change = {"micro_batches": count, "schedule": schedule, "overlap": True}
-            ways[pipeline_name(schedule, count)] = stepping(pipe, **change)
-    for count in args.micro_batches:
+    ways = {}
+    if not args.ours:
+        segments = len(pipe.segments)
+        one = hvdtrain.pipeline.split(copy.deepcopy(model), x, ["cpu"], micro_batches=1, balance=[segments])
+        alone, both = Unsplit(model, "cpu", cores=cores[:1]), Unsplit(model, "cpu", cores=cores)
+        ways = {PLAIN: stepping(alone), ONE_STAGE: stepping(one, cores[:1]), ALL_CORES: stepping(both)}
+    ways[NAIVE] = stepping(pipe, micro_batches=1, overlap=False)
+    for schedule, count in itertools.product(SCHEDULES, args.micro_batches):
+        change = {"micro_batches": count, "schedule": schedule, "overlap": True}
+        ways[pipeline_name(schedule, count)] = stepping(pipe, **change)
+    for balance in args.against:
+        other = hvdtrain.pipeline.split(
+            copy.deepcopy(model), x, ["cpu"] * args.stages, micro_batches=1, balance=balance
+        )  # fmt: skip
+        for schedule, count in itertools.product(SCHEDULES, args.micro_batches):
+            name = f"{pipeline_name(schedule, count)}, {BY_HAND} {'|'.join(map(str, balance))}"
+            ways[name] = stepping(other, micro_batches=count, schedule=schedule)
+    for count in () if args.ours else args.micro_batches:
         ways |= rivals(pipe, x, y, loss, count, cores)
     return ways
 
@@ -230,12 +249,19 @@ def gpipe(stages: Sequence[Any], count: int) -> Callable[[Any], Any]:
     return torchgpipe.GPipe(parts, [1] * len(stages), devices=["cpu"] * len(stages), chunks=count, checkpoint="never")
 
 
-def in_turns(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way by round; who comes first changes. One run of each before does not count."""
+def in_turns(
+    ways: Mapping[str, Callable[[], Any]], rounds: int, foretell: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Seconds of each way by round; who comes first changes. One run of each before does not count.
+
+    Args:
+        foretell: called before each round: a prediction is of the machine as it is then.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         way()
     for turn in range(rounds):
+        foretell()
         names = list(ways)
         for place in range(len(names)):
             name = names[(place + turn) % len(names)]
@@ -259,14 +285,15 @@ def report(result: Mapping[str, Any]) -> str:
         predicted, by_profile = (result[key].get(name) for key in ("predicted_s", "predicted_by_profile_s"))
         rows.append((
             name, stats.milliseconds(samples), str(ratio) if name != NAIVE else "1",
-            f"{predicted / stats.median(samples):.2f} x" if predicted else "",
-            f"{by_profile / stats.median(samples):.2f} x" if by_profile else "",
+            f"{stats.median(predicted) / stats.median(samples):.2f} x" if predicted else "",
+            f"{stats.median(by_profile) / stats.median(samples):.2f} x" if by_profile else "",
             f"{efficiency(result, name):.3f}" if predicted else "",
         ))  # fmt: skip
     return "\n\n".join(
         [
             f"{its['model']}, batch {its['batch']} of {its['image_size']}x{its['image_size']},"
-            f" {its['stages']} stages of one core: {cut}\n{machine['processor']}, {machine['cores_usable']} cores,"
+            f" {its['stages']} stage(s) on {min(its['stages'], machine['cores_usable'])} core(s): {cut}\n"
+            f"{machine['processor']}, {machine['cores_usable']} cores,"
             f" load {machine['load_1min']} before, {result['load_after']} after; {known}",
             stats.table(rows),
             "efficiency: (naive split / stages) / pipeline / (m / (m + stages - 1)), m micro-batches",
@@ -291,24 +318,32 @@ def count_of(name: str) -> int:
 def verdicts(result: Mapping[str, Any]) -> list[str]:
     """The targets, and whether they are kept."""
     seconds = result["seconds"]
-    ours = {name: its for name, its in seconds.items() if name.startswith("hvdtrain")}
+    ours = {name: its for name, its in seconds.items() if name.startswith("hvdtrain") and BY_HAND not in name}
     best = min(ours, key=lambda name: stats.median(ours[name]))
-    lines = [judged(f"{best} / {NAIVE}", seconds[best], seconds[NAIVE], NAIVE_TARGET)]
-    lines.append(judged(f"{ONE_STAGE} / {PLAIN}", seconds[ONE_STAGE], seconds[PLAIN], ONE_STAGE_TARGET))
+    lines = []
+    if not result["settings"].get("ours"):
+        lines.append(judged(f"{best} / {NAIVE}", seconds[best], seconds[NAIVE], NAIVE_TARGET))
+        lines.append(judged(f"{ONE_STAGE} / {PLAIN}", seconds[ONE_STAGE], seconds[PLAIN], ONE_STAGE_TARGET))
     for name, its in seconds.items():
+        if BY_HAND in name:
+            mine = name[: name.index(f", {BY_HAND}")]
+            lines.append(judged(f"{mine} / {name}", seconds[mine], its, CUT_TARGET))
         if name.startswith(("torchgpipe", "tutorial")):
             same = [n for n in ours if count_of(n) == count_of(name)]
             mine = min(same, key=lambda n: stats.median(ours[n]))
             lines.append(judged(f"{mine} / {name}", seconds[mine], its, RIVAL_TARGET))
-    reached = max(efficiency(result, name) for name in ours)
-    lines.append(f"efficiency: {reached:.3f} (target >= {EFFICIENCY_TARGET}: {_kept(reached >= EFFICIENCY_TARGET)})")
+    if not result["settings"].get("ours"):
+        reached = max(efficiency(result, name) for name in ours)
+        told = _kept(reached >= EFFICIENCY_TARGET)
+        lines.append(f"efficiency: {reached:.3f} (target >= {EFFICIENCY_TARGET}: {told})")
     for key, what in (("predicted_s", "from a few short steps"), ("predicted_by_profile_s", "from the profile")):
         if result[key]:
-            off = max(abs(s / stats.median(seconds[name]) - 1) for name, s in result[key].items())
+            off = max(abs(stats.median(its) / stats.median(seconds[name]) - 1) for name, its in result[key].items())
             told = _kept(off <= PREDICTION_TARGET)
             lines.append(f"prediction {what}: at most {off:.1%} off (target <= {PREDICTION_TARGET:.0%}: {told})")
-    ratio = stats.ratio_of_medians(seconds[best], seconds[ALL_CORES], paired=True)
-    lines.append(f"{best} / {ALL_CORES}: {ratio} (no target: one process with all cores)")
+    if ALL_CORES in seconds:
+        ratio = stats.ratio_of_medians(seconds[best], seconds[ALL_CORES], paired=True)
+        lines.append(f"{best} / {ALL_CORES}: {ratio} (no target: one process with all cores)")
     return lines
 
 
