@@ -133,30 +133,23 @@ class _ShortSteps:
         pipe.micro_batches = min(TRIED_AT_ONCE, batch // size)
         taken = size * pipe.micro_batches
         x, y = (self.x, self.y) if taken == batch else cut((self.x, self.y), [taken, batch - taken])[0]
-        passes: list[Passes] = []
+        pipe.step(x, y, self.loss)  # plans the layers' work for a new shape, and is the first to touch the memory
+        passes: dict[tuple[int, str], list[float]] = {}
         overheads_s = []
-        for _ in range(
-            2
-        ):  # the first one also plans the layers' work for a new shape; on a busy machine either may wait
+        for _ in range(2):
             seconds = seconds_of(lambda: pipe.step(x, y, self.loss), pipe.devices)
             blocks = pipe.timeline
-            if blocks:
-                passes.append(_timeline_seconds(blocks))
-                overheads_s.append(seconds - (max(block[4] for block in blocks) - min(block[3] for block in blocks)))
-            else:
-                passes.append(_equal_seconds(len(pipe.stages), pipe.micro_batches, seconds))
-                overheads_s.append(0.0)
+            found = [((stage, kind), end - start) for stage, kind, _, start, end in blocks] or list(
+                _equal_seconds(len(pipe.stages), pipe.micro_batches, seconds).items()
+            )
+            for key, its in found:
+                passes.setdefault(key, []).append(its)
+            from_to = max(block[4] for block in blocks) - min(block[3] for block in blocks) if blocks else seconds
+            overheads_s.append(seconds - from_to)
         for parameter in pipe.module.parameters():
             parameter.grad = None
-        return {key: min(its[key] for its in passes) for key in passes[0]}, max(0.0, min(overheads_s))
-
-
-def _timeline_seconds(timeline: Sequence[tuple[int, str, int, float, float]]) -> Passes:
-    """The median of each stage's passes."""
-    its: dict[tuple[int, str], list[float]] = {}
-    for stage, kind, _, start, end in timeline:
-        its.setdefault((stage, kind), []).append(end - start)
-    return {key: statistics.median(samples) for key, samples in its.items()}
+        # the median over both: one that had to wait for something else on the machine does not count
+        return {key: statistics.median(its) for key, its in passes.items()}, max(0.0, min(overheads_s))
 
 
 def _equal_seconds(stages: int, micro_batches: int, seconds: float) -> Passes:
