@@ -15,15 +15,18 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TOKEN = "HVDTRAIN_TEST_RUN"
+T = TypeVar("T")
 LAUNCHER_VARIABLES = re.compile(
     r"^(HOROVOD_|OMPI_|PMIX_|PMI_|MPI_|SLURM_|PAI_|K_MPI_|TORCHELASTIC_|RANK$|WORLD_SIZE$|LOCAL_|GROUP_|MASTER_)"
 )
@@ -171,6 +174,17 @@ def tool(name: str, python: str | Path | None = None) -> str:
     if found is None:
         raise HarnessError(f"{name} not found, neither beside {python or sys.executable} nor on PATH")
     return found
+
+
+def together(*runs: Callable[[], T]) -> list[T]:
+    """Does several things at the same time, each `run_ranks` or the like; returns their results.
+
+    For runs that are right or wrong, however slow: one process leaves a core to others. The first failure is raised
+    when all have ended.
+    """
+    with ThreadPoolExecutor(len(runs)) as pool:
+        futures = [pool.submit(run) for run in runs]
+    return [future.result() for future in futures]
 
 
 def _launch(launcher: str, np: int, interpreter: str, logs: str) -> list[str]:

@@ -312,6 +312,18 @@ hvd.shutdown()
 """
 
 
+def test_what_is_built_in_is_known_without_importing_a_framework(tmp_path):
+    """What horovodrun asks before it starts anything (edits mpi-built-at-once, gloo-built-at-once); the twin: a library
+    without the class."""
+    script = (
+        "import sys; from horovod.common import util\n"
+        "util._check_extension_lambda = lambda *args: sys.exit('it imports a framework')\n"
+        "print(util.mpi_built(), util.gloo_built(), util._class_built(b'N7horovod6common14NoneControllerE'))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.stderr) == (["True", "True", "False"], ""), done
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("idle_ms", ["", "100"])
 def test_waiting_costs_nothing(tmp_path, idle_ms):

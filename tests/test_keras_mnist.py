@@ -167,7 +167,7 @@ def check_in_plain_keras(saved: Path, tmp_path: Path, ended: dict[str, Any]) -> 
         ("none", 1, ()),
         ("mpirun", 2, ("--compression", "fp16")),
         pytest.param("horovodrun", 4, ("--no-epochs-divided", "--watch-every", "3"), marks=pytest.mark.thorough),
-        ("none", 1, ("--backend", "torch")),
+        pytest.param("none", 1, ("--backend", "torch"), marks=pytest.mark.thorough),
         ("horovodrun", 2, ("--backend", "torch")),
     ],
 )

@@ -58,6 +58,11 @@ EXACT = [
     "muon",
     "fp16",
 ]
+# of Keras' PyTorch backend without `thorough`: one of each mechanism
+OF_TORCH = [
+    "sgd", "adam", "clipnorm", "accumulate_clip", "embedding_adam", "embedding_accumulate", "tail_17", "deferred_tail",
+    "own_step", "fp16",
+]  # fmt: skip
 MICRO = ["float32", "mixed_bfloat16", "bfloat16", "mixed_float16"]
 TENSORFLOW_ONLY = {"steps_per_execution", "stock"}
 # what is not exact by nature: compression, and Muon's matrix products, which Keras on torch rounds to float32
@@ -95,14 +100,22 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def one(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """One process, with every import of Horovod blocked."""
-    return run(backend, 1, tmp_path_factory.mktemp("one"), [])
+def cases(request: pytest.FixtureRequest, backend: str) -> list[str]:
+    """What is run: nothing named is everything."""
+    here = [item for item in request.session.items if item.module is request.module]
+    everything = backend != "torch" or any(item.get_closest_marker("thorough") for item in here)
+    return [] if everything else [*OF_TORCH, *MICRO, "off", "batchnorm", "jit_compile"]
 
 
 @pytest.fixture(scope="module")
-def two(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run(backend, 2, tmp_path_factory.mktemp("two"), [])
+def one(backend: str, cases: list[str], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """One process, with every import of Horovod blocked."""
+    return run(backend, 1, tmp_path_factory.mktemp("one"), cases)
+
+
+@pytest.fixture(scope="module")
+def two(backend: str, cases: list[str], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run(backend, 2, tmp_path_factory.mktemp("two"), cases)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +143,16 @@ def check_case(case: str, backend: str, one: Outcome, many: Outcome, tolerance: 
         np.testing.assert_allclose(many.facts[case]["history"][name], values, rtol=1e-3 if tolerance > 1e-9 else 2e-6)
 
 
-@pytest.mark.parametrize("case", EXACT)
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        pytest.param(backend, case, marks=[pytest.mark.thorough] * (backend == "torch" and case not in OF_TORCH))
+        for backend in BACKENDS
+        for case in EXACT
+    ],
+    indirect=["backend"],
+    scope="module",
+)
 def test_two_ranks_equal_one_process(case: str, backend: str, one: Outcome, two: Outcome) -> None:
     skip_where_absent(case, backend)
     check_case(case, backend, one, two, TOLERANCE.get((case, backend), 1e-10))

@@ -8,13 +8,14 @@ Here the large models get a choice of them, and the largest layers are narrow.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-from harness import REPOSITORY, run_ranks
+from harness import REPOSITORY, run_ranks, together
 
 PROGRAM = REPOSITORY / "tests" / "pipeline_programs" / "parity.py"
 SMALL = ("two_cross", "encoder", "nested")
@@ -28,8 +29,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    result = run_ranks([PROGRAM, *SMALL, *LARGE], 1, launcher="none", timeout_s=400).check()
-    lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
+    shares = (SMALL, LARGE[:4]), (LARGE[4:],)
+    results = together(*(
+        lambda models=models: run_ranks([PROGRAM, *itertools.chain(*models)], 1, launcher="none", timeout_s=400).check()
+        for models in shares
+    ))  # fmt: skip
+    lines = [json.loads(line) for result in results for line in result.out.splitlines() if line.startswith("{")]
     bad = [line for line in lines if "bad" in line]
     assert not bad, "\n".join(map(str, bad))
     return {line["model"]: line for line in lines}

@@ -76,14 +76,13 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run("solo", 1, tmp_path_factory.mktemp("one"))
 
 
-@pytest.fixture(scope="module", params=["horovod", "ddp"])
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def many(request: pytest.FixtureRequest, engine: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run(engine, request.param, tmp_path_factory.mktemp("many"))
+@pytest.fixture(
+    scope="module",
+    params=[("horovod", 2), ("horovod", 4), ("ddp", 2), pytest.param(("ddp", 4), marks=pytest.mark.thorough)],
+    ids=lambda param: "-".join(map(str, param)),
+)
+def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run(*request.param, tmp_path_factory.mktemp("many"))
 
 
 def difference(a: Outcome, b: Outcome, case: str) -> float:
