@@ -19,7 +19,7 @@ from harness import run_ranks
 
 PROGRAM = Path(__file__).parent / "keras_programs" / "matrix.py"
 BACKENDS = ("tensorflow", "torch")
-AT_FOUR_RANKS = pytest.mark.parametrize(
+TORCH_ON_DEMAND = pytest.mark.parametrize(
     "backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)], indirect=True, scope="module"
 )
 AT_FOUR = ["sgd", "adam", "accumulate_clip", "tail_17", "embedding_adam", "off"]
@@ -143,22 +143,19 @@ def check_case(case: str, backend: str, one: Outcome, many: Outcome, tolerance: 
         np.testing.assert_allclose(many.facts[case]["history"][name], values, rtol=1e-3 if tolerance > 1e-9 else 2e-6)
 
 
-@pytest.mark.parametrize(
-    ("backend", "case"),
-    [
-        pytest.param(backend, case, marks=[pytest.mark.thorough] * (backend == "torch" and case not in OF_TORCH))
-        for backend in BACKENDS
-        for case in EXACT
-    ],
-    indirect=["backend"],
-    scope="module",
-)
+@pytest.mark.parametrize("case", OF_TORCH)
 def test_two_ranks_equal_one_process(case: str, backend: str, one: Outcome, two: Outcome) -> None:
+    check_case(case, backend, one, two, TOLERANCE.get((case, backend), 1e-10))
+
+
+@TORCH_ON_DEMAND
+@pytest.mark.parametrize("case", [case for case in EXACT if case not in OF_TORCH])
+def test_two_ranks_equal_one_process_in_every_way(case: str, backend: str, one: Outcome, two: Outcome) -> None:
     skip_where_absent(case, backend)
     check_case(case, backend, one, two, TOLERANCE.get((case, backend), 1e-10))
 
 
-@AT_FOUR_RANKS
+@TORCH_ON_DEMAND
 @pytest.mark.parametrize("case", [case for case in AT_FOUR if case != "off"])
 def test_four_ranks_equal_one_process(case: str, backend: str, one: Outcome, four: Outcome) -> None:
     check_case(case, backend, one, four, 1e-10)
@@ -178,7 +175,7 @@ def test_without_averaging_the_parity_fails(case: str, backend: str, one: Outcom
     assert difference(one, two, case) > 1e-3
 
 
-@AT_FOUR_RANKS
+@TORCH_ON_DEMAND
 def test_without_averaging_four_ranks_fail(backend: str, one: Outcome, four: Outcome) -> None:
     assert not four.facts["off"]["equal"]
     assert difference(one, four, "off") > 1e-3
