@@ -312,7 +312,7 @@ hvd.shutdown()
 """
 
 
-def test_what_is_built_in_is_known_without_importing_a_framework(tmp_path):
+def test_what_is_built_in_is_known_without_importing_a_framework():
     """What horovodrun asks before it starts anything (edits mpi-built-at-once, gloo-built-at-once); the twin: a library
     without the class."""
     script = (
