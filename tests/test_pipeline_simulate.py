@@ -31,7 +31,7 @@ from hvdtrain.pipeline.plan import (
     micro_batch_sizes,
     recomputed,
 )
-from hvdtrain.pipeline.plan_simulate import simulate
+from hvdtrain.pipeline.plan_simulate import pool_speeds, simulate
 
 
 def stage(forward: float, backward: float, output: float = 0.0, pool: str = "") -> StageCost:
@@ -179,6 +179,34 @@ def test_it_equals_longest_paths(stages, batch, micro_batches, link, schedule, r
     found = simulate(stages, sizes=sizes, schedule=schedule, remat=remat, links=link)
     expected = longest_path(stages, sizes, schedule, remat, [link] * (len(stages) - 1))
     assert found.step_s == pytest.approx(expected)
+
+
+# ---- what passes slow each other down by, from a timeline
+
+
+@given(
+    passes=st.lists(st.tuples(st.floats(0.5, 2), st.floats(0.5, 3)), min_size=2, max_size=4),
+    c=st.floats(0, 1.5),
+    micro_batches=st.integers(2, 6),
+    slots=st.integers(0, 3),
+    **modes,
+)
+def test_the_pool_is_found_again(passes, c, micro_batches, slots, schedule, remat):
+    stages = [stage(*seconds, pool="cpu") for seconds in passes]
+    speeds = tuple(1 / (1 + c * others) for others in range(len(stages)))
+    sizes = [1] * micro_batches
+    step = simulate(stages, sizes=sizes, schedule=schedule, remat=remat, pools={"cpu": Pool(speeds, slots)})
+    again = [recomputed(remat, actions(schedule, k, len(stages), micro_batches)) for k in range(len(stages))]
+    seen = []
+    for at, kind, micro, start, end in step.timeline:
+        forward, backward = passes[at]
+        seen.append((start, end, forward if kind == "forward" else backward + forward * (micro in again[at])))
+    assert pool_speeds(seen, len(stages)) == pytest.approx(speeds if slots != 1 else (1.0,) * len(stages))
+
+
+def test_passes_that_are_faster_than_alone_do_not_speed_each_other_up():
+    assert pool_speeds([(0.0, 0.9, 1.0), (0.0, 0.9, 1.0)], 2) == (1.0, 1.0)
+    assert pool_speeds([], 3) == (1.0, 1.0, 1.0)
 
 
 # ---- real threads

@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--image-size", type=count, default=128, metavar="N", help="(default: %(default)s)")
     add("--stages", type=count, default=2, metavar="N", help="(default: %(default)s)")
     add("--micro-batches", type=count, nargs="+", default=[4, 8], metavar="N", help="(default: 4 8)")
+    add("--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="(default: all)")
     add("--balance", type=count, nargs="+", metavar="N", help="segments of each stage (default: by measured time)")
     add("--against", type=count, nargs="+", action="append", default=[], metavar="N",
         help="another cut by hand, as for --balance, to compare with; may be given again")  # fmt: skip
@@ -116,7 +117,7 @@ def measure(args: argparse.Namespace, cores: Sequence[int]) -> dict[str, Any]:
 
     def foretell() -> None:
         prediction = predict(pipe, x, y, torch.nn.functional.cross_entropy)
-        for schedule, count in itertools.product(SCHEDULES, args.micro_batches):
+        for schedule, count in itertools.product(args.schedules, args.micro_batches):
             pipe.schedule, sizes = schedule, micro_batch_sizes(args.batch, count)
             name = pipeline_name(schedule, count)
             result["predicted_s"].setdefault(name, []).append(prediction(sizes))
@@ -161,14 +162,14 @@ def all_ways(
         alone, both = Unsplit(model, "cpu", cores=cores[:1]), Unsplit(model, "cpu", cores=cores)
         ways = {PLAIN: stepping(alone), ONE_STAGE: stepping(one, cores[:1]), ALL_CORES: stepping(both)}
     ways[NAIVE] = stepping(pipe, micro_batches=1, overlap=False)
-    for schedule, count in itertools.product(SCHEDULES, args.micro_batches):
+    for schedule, count in itertools.product(args.schedules, args.micro_batches):
         change = {"micro_batches": count, "schedule": schedule, "overlap": True}
         ways[pipeline_name(schedule, count)] = stepping(pipe, **change)
     for balance in args.against:
         other = hvdtrain.pipeline.split(
             copy.deepcopy(model), x, ["cpu"] * args.stages, micro_batches=1, balance=balance
         )  # fmt: skip
-        for schedule, count in itertools.product(SCHEDULES, args.micro_batches):
+        for schedule, count in itertools.product(args.schedules, args.micro_batches):
             name = f"{pipeline_name(schedule, count)}, {BY_HAND} {'|'.join(map(str, balance))}"
             ways[name] = stepping(other, micro_batches=count, schedule=schedule)
     for count in () if args.ours else args.micro_batches:

@@ -11,6 +11,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline.plan import Action, Link, Pool, Remat, Schedule, StageCost, actions, recomputed
 
 NOW = 1e-12  # of the time so far: what ends within it ends now
+SELDOM = 0.05  # of the work: passes are together too seldom to tell what they do to each other
 
 
 class Span(NamedTuple):
@@ -87,6 +88,37 @@ def simulate(
         timeline=tuple(run.timeline),
         efficiency=run.work_s / (len(stages) * run.now_s) if run.now_s else 1.0,
     )
+
+
+def pool_speeds(seen: Sequence[tuple[float, float, float]], most: int) -> tuple[float, ...]:
+    """How fast passes are that run beside others (`Pool.speeds`), told from a step that was timed.
+
+    With n at once each is taken to have the speed 1 / (1 + c (n - 1)): c is 0 where they do not disturb each other, 1
+    where together they do the work of one. The c is the one for which all the time that was spent makes all the work.
+
+    Args:
+        seen: every pass of the step, as (start, end, seconds that it takes alone).
+        most: at once.
+    """
+    work_s = sum(alone_s for _, _, alone_s in seen)
+    spent_s: dict[int, float] = {}
+    edges = sorted([(start, 1) for start, _, _ in seen] + [(end, -1) for _, end, _ in seen])
+    running = 0
+    for (now, change), (then, _) in zip(edges, edges[1:], strict=False):
+        running += change
+        spent_s[running] = spent_s.get(running, 0.0) + running * (then - now)
+
+    def done_s(c: float) -> float:
+        return sum(seconds / (1 + c * (running - 1)) for running, seconds in spent_s.items() if running)
+
+    low, high = 0.0, 2.0
+    beside_others_s = sum(seconds for running, seconds in spent_s.items() if running > 1)
+    if done_s(low) <= work_s or beside_others_s < SELDOM * work_s:
+        high = low
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if done_s(middle) > work_s else (low, middle)
+    return tuple(1 / (1 + high * (running - 1)) for running in range(1, most + 1))
 
 
 def links_between(links: Link | Sequence[Link], stages: int) -> tuple[Link, ...]:

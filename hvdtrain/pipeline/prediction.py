@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,15 +17,17 @@ from hvdtrain.pipeline._cutting import batch_size, cut
 from hvdtrain.pipeline._devices import CPU_POOL
 from hvdtrain.pipeline._lanes import cpu_slots
 from hvdtrain.pipeline._worker import StageError
-from hvdtrain.pipeline.plan import Curve, Device, Link, Pool, StageCost, stage_costs
-from hvdtrain.pipeline.plan_simulate import simulate
+from hvdtrain.pipeline.plan import Curve, Device, Link, Pool, StageCost, actions, recomputed, stage_costs
+from hvdtrain.pipeline.plan_simulate import pool_speeds, simulate
 from hvdtrain.pipeline.runtime import Pipeline
 from hvdtrain.pipeline.unsplit import seconds_of
 
-TRIED_AT_ONCE = 3  # micro-batches of a step that is timed: enough for the stages to overlap
+MICRO_BATCHES = 3  # of a step that is timed: enough for the stages to overlap, and to add up gradients
+PART = 4  # the largest micro-batch of such a step is one of so many of the batch
+ROUNDS, ROUNDS_S = 4, 1.0  # such steps of one size: at most, and for how long more are begun
 
 Loss = Callable[[Any, Any], Tensor]
-Passes = dict[tuple[int, str], float]  # seconds of (stage, "forward" or "backward")
+Passes = dict[tuple[int, str], float]  # seconds of (stage, "forward" or "backward"), alone; nothing recomputed
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Prediction:
         stages: the cost of each.
         overhead_s: of a step, besides its stages.
         links: between the stages.
+        pools: of the stages' devices.
     """
 
     pipe: Pipeline
@@ -42,7 +46,6 @@ class Prediction:
     overhead_s: float
     links: Sequence[Link] | Link = Link()
     pools: Mapping[str, Pool] = field(default_factory=dict)
-    remat_is_in: bool = False
 
     def __call__(self, sizes: Sequence[int]) -> float:
         """Seconds of a step.
@@ -50,18 +53,18 @@ class Prediction:
         Args:
             sizes: samples of each micro-batch.
         """
-        remat = "never" if self.remat_is_in else self.pipe.remat
-        step = simulate(self.stages, sizes=sizes, schedule=self.pipe.schedule, remat=remat, links=self.links,
+        pipe = self.pipe
+        step = simulate(self.stages, sizes=sizes, schedule=pipe.schedule, remat=pipe.remat, links=self.links,
                         pools=self.pools)  # fmt: skip
         return step.step_s + self.overhead_s
 
 
 def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
-    """Times a few short steps, of 3 micro-batches of few samples each, and tells what other steps will take.
+    """Times a few short steps, of 3 micro-batches of at most a quarter of the batch, and tells what others take.
 
-    On CPUs the stages' own passes are timed, while they work side by side. On GPUs, where a pass has only been asked
-    for when its call returns, the costs are those of ``pipe.profile``; without one, whole steps are timed, and the
-    stages taken to be alike.
+    On CPUs the stages' own passes are timed: one at a time, and side by side, from which comes how much they slow each
+    other down. On GPUs, where a pass has only been asked for when its call returns, the costs are those of
+    ``pipe.profile``; without one, whole steps are timed, and the stages taken to be alike.
 
     Args:
         pipe, x, y, loss: as in `Pipeline.step`.
@@ -84,10 +87,13 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
         )
         for stage, device in enumerate(pipe.devices)
     ]
-    slots = cpu_slots(len(stages)) if on_cpu else 0
-    # the passes were timed beside others: those of the pool do not slow each other down once more
-    pools = {CPU_POOL: Pool((1.0,) * len(stages), slots)}
-    return Prediction(pipe, stages, min(overhead_s for _, _, overhead_s in timed), pools=pools, remat_is_in=True)
+    pools = {}
+    if on_cpu:
+        slots = cpu_slots(len(stages))
+        by_step = [pool_speeds(seen, slots or len(stages)) for one in timed for seen in one.side_by_side]
+        # again the median: a step that something else disturbed would make every prediction slow
+        pools = {CPU_POOL: Pool(tuple(map(statistics.median, zip(*by_step, strict=True))), slots)}
+    return Prediction(pipe, stages, min(one.overhead_s for one in timed), pools=pools)
 
 
 def from_profile(pipe: Pipeline) -> Prediction | None:
@@ -99,8 +105,25 @@ def from_profile(pipe: Pipeline) -> Prediction | None:
     return Prediction(pipe, stage_costs(its.costs, counts, its.devices), 0.0, its.links, its.pools)
 
 
-def _curve(timed: Sequence[tuple[int, Passes, float]], key: tuple[int, str]) -> Curve:
-    return Curve(tuple((size, passes[key]) for size, passes, _ in timed))
+@dataclass(frozen=True)
+class _Timed:
+    """Short steps of one size of a micro-batch.
+
+    Attributes:
+        size: samples of a micro-batch.
+        passes: of each stage.
+        overhead_s: of a step, besides its passes.
+        side_by_side: (start, end, seconds it takes alone) of each pass, for every step whose stages overlapped.
+    """
+
+    size: int
+    passes: Passes
+    overhead_s: float
+    side_by_side: Sequence[Sequence[tuple[float, float, float]]] = ()
+
+
+def _curve(timed: Sequence[_Timed], key: tuple[int, str]) -> Curve:
+    return Curve(tuple((one.size, one.passes[key]) for one in timed))
 
 
 @dataclass(frozen=True)
@@ -112,44 +135,103 @@ class _ShortSteps:
     y: Any
     loss: Loss
 
-    def all(self) -> list[tuple[int, Passes, float]]:
-        """(samples of a micro-batch, seconds of each stage's passes, the rest of the step); sizes that cannot be run
-        (batch-norm over a single value, memory) are left out."""
+    def all(self) -> list[_Timed]:
+        """Sizes that cannot be run (batch-norm over a single value, memory) are left out."""
         batch = batch_size(self.x if type(self.x) is tuple else (self.x,))
-        most = max(1, batch // TRIED_AT_ONCE)
+        most = max(1, batch // (PART if batch >= 2 * PART else MICRO_BATCHES))
         timed, failure = [], None
         for size in sorted({1, max(1, round(math.sqrt(most))), most}):
             try:
-                timed.append((size, *self._one(size, batch)))
+                timed.append(self._one(size, batch))
             except StageError as error:
                 failure = error
+            finally:
+                for parameter in self.pipe.module.parameters():
+                    parameter.grad = None
         if not timed:
             assert failure is not None
             raise failure
         return timed
 
-    def _one(self, size: int, batch: int) -> tuple[Passes, float]:
-        pipe = self.pipe
-        pipe.micro_batches = min(TRIED_AT_ONCE, batch // size)
-        taken = size * pipe.micro_batches
-        x, y = (self.x, self.y) if taken == batch else cut((self.x, self.y), [taken, batch - taken])[0]
-        pipe.step(x, y, self.loss)  # plans the layers' work for a new shape, and is the first to touch the memory
-        passes: dict[tuple[int, str], list[float]] = {}
+    def _one(self, size: int, batch: int) -> _Timed:
+        count = min(MICRO_BATCHES, batch // size)
+        self._step(size, count, batch)  # plans the layers' work for a new shape, and is the first to touch memory
+        if not self.pipe.record:
+            seconds = statistics.median(self._step(size, count, batch)[0] for _ in range(2))
+            return _Timed(size, _equal_seconds(len(self.pipe.stages), count, seconds), 0.0)
+        begun = time.perf_counter()
+        by_itself: list[_Block] = []
+        side_by_side: list[list[_Block]] = []
         overheads_s = []
-        for _ in range(2):
-            seconds = seconds_of(lambda: pipe.step(x, y, self.loss), pipe.devices)
-            blocks = pipe.timeline
-            found = [((stage, kind), end - start) for stage, kind, _, start, end in blocks] or list(
-                _equal_seconds(len(pipe.stages), pipe.micro_batches, seconds).items()
-            )
-            for key, its in found:
-                passes.setdefault(key, []).append(its)
-            from_to = max(block[4] for block in blocks) - min(block[3] for block in blocks) if blocks else seconds
-            overheads_s.append(seconds - from_to)
-        for parameter in pipe.module.parameters():
-            parameter.grad = None
-        # the median over both: one that had to wait for something else on the machine does not count
-        return {key: statistics.median(its) for key, its in passes.items()}, max(0.0, min(overheads_s))
+        for turn in range(ROUNDS):
+            if turn and time.perf_counter() - begun > ROUNDS_S:
+                break
+            if len(self.pipe.stages) > 1:
+                by_itself += self._step(size, count, batch, overlap=False)[1]
+            seconds, blocks = self._step(size, count, batch)
+            side_by_side.append(blocks)
+            overheads_s.append(seconds - (max(b.end_s for b in blocks) - min(b.start_s for b in blocks)))
+        passes = _passes(by_itself or [block for blocks in side_by_side for block in blocks])
+        known = [[(block.start_s, block.end_s, block.alone_s(passes)) for block in blocks] for blocks in side_by_side]
+        return _Timed(size, passes, max(0.0, min(overheads_s)), known)
+
+    def _step(self, size: int, count: int, batch: int, *, overlap: bool = True) -> tuple[float, list[_Block]]:
+        """Seconds of one step, and its passes."""
+        pipe, taken = self.pipe, size * count
+        pipe.micro_batches, pipe.overlap = count, overlap
+        x, y = (self.x, self.y) if taken == batch else cut((self.x, self.y), [taken, batch - taken])[0]
+        seconds = seconds_of(lambda: pipe.step(x, y, self.loss), pipe.devices)
+        again = [
+            recomputed(pipe.remat, actions(pipe.schedule, stage, len(pipe.stages), count))
+            for stage in range(len(pipe.stages))
+        ]
+        blocks, before = [], set()
+        for stage, kind, micro, start, end in sorted(pipe.timeline, key=lambda block: block[3]):
+            again_too = kind == "backward" and micro in again[stage]
+            blocks.append(_Block(stage, kind, start, end, again_too, kind == "backward" and stage not in before))
+            before |= {stage} if kind == "backward" else set()
+        return seconds, blocks
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A pass as it was timed.
+
+    Attributes:
+        again: a backward pass, with the forward pass before it.
+        stores: a backward pass whose gradients are the first of the step: they are kept, others are added to them.
+    """
+
+    stage: int
+    kind: str
+    start_s: float
+    end_s: float
+    again: bool
+    stores: bool
+
+    def alone_s(self, passes: Passes) -> float:
+        """What it takes where nothing runs beside it."""
+        return passes[self.stage, self.kind] + (passes[self.stage, "forward"] if self.again else 0.0)
+
+
+def _passes(blocks: Sequence[_Block]) -> Passes:
+    """Medians: a pass that had to wait for something else on the machine does not count.
+
+    Nor does the first backward pass of a step: the others read and write a stage's gradients besides, which is much of
+    the time of few samples.
+    """
+    if not all(block.stores for block in blocks if block.kind == "backward"):
+        blocks = [block for block in blocks if not block.stores]
+    passes: Passes = {}
+    for kind in ("forward", "backward"):
+        for stage in sorted({block.stage for block in blocks}):
+            its = [
+                block.end_s - block.start_s - (passes[stage, "forward"] if block.again else 0.0)
+                for block in blocks
+                if (block.stage, block.kind) == (stage, kind)
+            ]
+            passes[stage, kind] = max(0.0, statistics.median(its))
+    return passes
 
 
 def _equal_seconds(stages: int, micro_batches: int, seconds: float) -> Passes:
