@@ -22,8 +22,7 @@ from hvdtrain.pipeline.plan_simulate import pool_speeds, simulate
 from hvdtrain.pipeline.runtime import Pipeline
 from hvdtrain.pipeline.unsplit import seconds_of
 
-MICRO_BATCHES = 3  # of a step that is timed: enough for the stages to overlap, and to add up gradients
-PART = 4  # the largest micro-batch of such a step is one of so many of the batch
+MICRO_BATCHES = 3  # of a step that is timed, where the batch has so many: enough for the stages to overlap
 ROUNDS, ROUNDS_S = 4, 1.0  # such steps of one size: at most, and for how long more are begun
 
 Loss = Callable[[Any, Any], Tensor]
@@ -60,7 +59,7 @@ class Prediction:
 
 
 def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
-    """Times a few short steps, of 3 micro-batches of at most a quarter of the batch, and tells what others take.
+    """Times a few short steps, of 2 or 3 micro-batches, of at most half the batch each, and tells what others take.
 
     On CPUs the stages' own passes are timed: one at a time, and side by side, from which comes how much they slow each
     other down. On GPUs, where a pass has only been asked for when its call returns, the costs are those of
@@ -77,7 +76,8 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
     if known is not None:
         return known
     with left_as_it_is(pipe):
-        pipe.record = on_cpu
+        # whatever the steps will be: fill-drain finds nothing in a cache again, which does not hold for other counts
+        pipe.record, pipe.schedule = on_cpu, "1f1b"
         timed = _ShortSteps(pipe, x, y, loss).all()
     stages = [
         StageCost(
@@ -138,7 +138,7 @@ class _ShortSteps:
     def all(self) -> list[_Timed]:
         """Sizes that cannot be run (batch-norm over a single value, memory) are left out."""
         batch = batch_size(self.x if type(self.x) is tuple else (self.x,))
-        most = max(1, batch // (PART if batch >= 2 * PART else MICRO_BATCHES))
+        most = max(1, batch // 2)
         timed, failure = [], None
         for size in sorted({1, max(1, round(math.sqrt(most))), most}):
             try:
@@ -155,7 +155,9 @@ class _ShortSteps:
 
     def _one(self, size: int, batch: int) -> _Timed:
         count = min(MICRO_BATCHES, batch // size)
-        self._step(size, count, batch)  # plans the layers' work for a new shape, and is the first to touch memory
+        # plans the layers' work for a new shape, is the first to touch memory, and leaves gradients: from now on every
+        # backward pass adds to them, as all but the first of a step do, which for few samples is much of its time
+        self._step(size, count, batch)
         if not self.pipe.record:
             seconds = statistics.median(self._step(size, count, batch)[0] for _ in range(2))
             return _Timed(size, _equal_seconds(len(self.pipe.stages), count, seconds), 0.0)
@@ -185,29 +187,21 @@ class _ShortSteps:
             recomputed(pipe.remat, actions(pipe.schedule, stage, len(pipe.stages), count))
             for stage in range(len(pipe.stages))
         ]
-        blocks, before = [], set()
-        for stage, kind, micro, start, end in sorted(pipe.timeline, key=lambda block: block[3]):
-            again_too = kind == "backward" and micro in again[stage]
-            blocks.append(_Block(stage, kind, start, end, again_too, kind == "backward" and stage not in before))
-            before |= {stage} if kind == "backward" else set()
-        return seconds, blocks
+        return seconds, [
+            _Block(stage, kind, start, end, kind == "backward" and micro in again[stage])
+            for stage, kind, micro, start, end in pipe.timeline
+        ]
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A pass as it was timed.
-
-    Attributes:
-        again: a backward pass, with the forward pass before it.
-        stores: a backward pass whose gradients are the first of the step: they are kept, others are added to them.
-    """
+    """A pass as it was timed; `again`: a backward pass with the forward pass before it."""
 
     stage: int
     kind: str
     start_s: float
     end_s: float
     again: bool
-    stores: bool
 
     def alone_s(self, passes: Passes) -> float:
         """What it takes where nothing runs beside it."""
@@ -215,13 +209,7 @@ class _Block:
 
 
 def _passes(blocks: Sequence[_Block]) -> Passes:
-    """Medians: a pass that had to wait for something else on the machine does not count.
-
-    Nor does the first backward pass of a step: the others read and write a stage's gradients besides, which is much of
-    the time of few samples.
-    """
-    if not all(block.stores for block in blocks if block.kind == "backward"):
-        blocks = [block for block in blocks if not block.stores]
+    """Medians: a pass that had to wait for something else on the machine does not count."""
     passes: Passes = {}
     for kind in ("forward", "backward"):
         for stage in sorted({block.stage for block in blocks}):
@@ -244,7 +232,7 @@ def _equal_seconds(stages: int, micro_batches: int, seconds: float) -> Passes:
 def left_as_it_is(pipe: Pipeline) -> Iterator[None]:
     """Gradients, buffers, random state and settings are afterwards what they were."""
     gpus = sorted({device.index or 0 for device in pipe.devices if device.type == "cuda"})
-    settings = {name: getattr(pipe, name) for name in ("micro_batches", "overlap", "record")}
+    settings = {name: getattr(pipe, name) for name in ("micro_batches", "schedule", "overlap", "record")}
     gradients = [(parameter, parameter.grad) for parameter in pipe.module.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in pipe.module.buffers()]
     for parameter, _ in gradients:
