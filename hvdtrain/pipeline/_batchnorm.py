@@ -9,7 +9,7 @@ LeVeque, "Updating formulae and a pairwise algorithm for computing sample varian
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,17 +68,19 @@ class _Layer:
                 running.lerp_(value.to(running.dtype), 0.0 if factor is None else factor)
 
 
-def pooled(parts: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+def pooled(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance of several groups together; float64.
 
     Args:
         parts: values in a group, and [2, channels]: its mean and unbiased variance.
     """
-    groups = [(count, *both.double()) for count, both in parts]
-    total = sum(count for count, _, _ in groups)
-    mean = torch.stack([m * (count / total) for count, m, _ in groups]).sum(0)
-    squares = [v * (count - 1) + (m - mean).square() * count for count, m, v in groups]
-    return mean, torch.stack(squares).sum(0) / (total - 1)
+    values = torch.stack([both for _, both in parts]).double()  # few large operations: there may be a hundred layers
+    counts = values.new_tensor([count for count, _ in parts]).unsqueeze(1)
+    means, variances = values.unbind(1)
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    squares = variances * (counts - 1) + (means - mean).square() * counts
+    return mean, squares.sum(0) / (total - 1)
 
 
 class Pooled:
