@@ -280,6 +280,12 @@ def test_predicts_other_steps(cases: dict[str, dict[str, Any]]) -> None:
     assert len(ratios) == 10 and all(0.8 <= ratio <= 1.2 for ratio in ratios.values()), ratios
 
 
+def test_predicts_how_stages_slow_each_other_down(cases: dict[str, dict[str, Any]]) -> None:
+    case = cases["slow_each_other_down"]
+    assert 0.8 <= case["ratio"] <= 1.2, case
+    assert case["blind"] < 0.75, "the twin: passes that are taken for as fast as alone"
+
+
 def test_refuses_a_split_that_does_not_pay(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["does_not_pay"]
     assert not case["pays"] and case["verdict"].startswith("do not split: one device is faster and the model fits: ")
@@ -288,7 +294,7 @@ def test_refuses_a_split_that_does_not_pay(cases: dict[str, dict[str, Any]]) -> 
 
 def test_leaves_everything_as_it_was(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["left_alone"]
-    assert case["equal"] and case["objects"] and case["settings"] == [False, True]
+    assert case["equal"] and case["objects"] and case["settings"] == [False, True, "gpipe"]
     assert case["a step changes it"] >= 4, "the twin: a step that is not undone shows"
 
 
@@ -308,4 +314,4 @@ def test_refusals_name_what_is_possible(cases: dict[str, dict[str, Any]]) -> Non
 
 
 def test_no_thread_is_left(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 8 and {case["threads"] for case in cases.values()} == {1}
+    assert len(cases) == 9 and {case["threads"] for case in cases.values()} == {1}

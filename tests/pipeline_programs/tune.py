@@ -6,6 +6,8 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -25,33 +27,41 @@ class Sleep(torch.autograd.Function):
     """The work of a device that nobody else needs: it takes its time, however busy the cores are."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
+    def forward(ctx: Any, x: torch.Tensor, seconds: float, beside: Any) -> torch.Tensor:
+        ctx.seconds, ctx.beside = seconds, beside
+        with beside:
+            time.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        with ctx.beside:
+            time.sleep(2 * ctx.seconds)
+        return gradient, None, None
 
 
 class Sleeper(nn.Module):
-    def __init__(self, pass_s: float, sample_s: float) -> None:
+    def __init__(self, pass_s: float, sample_s: float, beside: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
-        self.pass_s, self.sample_s = pass_s, sample_s
+        self.pass_s, self.sample_s, self.beside = pass_s, sample_s, beside
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Sleep.apply(x * self.weight, self.pass_s + self.sample_s * len(x))
+        return Sleep.apply(x * self.weight, self.pass_s + self.sample_s * len(x), self.beside)
 
 
 def sleepers(
-    batch: int, stages: int = 2, *, pass_s: float = PASS_S, sample_s: float = SAMPLE_S, **options: Any
+    batch: int,
+    stages: int = 2,
+    *,
+    pass_s: float = PASS_S,
+    sample_s: float = SAMPLE_S,
+    beside: Any = nullcontext(),  # noqa: B008 - has no state
+    **options: Any,
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     x = torch.randn(batch, 4)
     modules = [str(index) for index in range(stages)]
-    model = nn.Sequential(*(Sleeper(pass_s, sample_s) for _ in range(stages)))
+    model = nn.Sequential(*(Sleeper(pass_s, sample_s, beside) for _ in range(stages)))
     pipe = hvdtrain.pipeline.split(
         model, x, ["cpu"] * stages, micro_batches=1, balance=[1] * stages, modules=modules, **options
     )
@@ -109,6 +119,16 @@ def schedules() -> dict[str, Any]:
     return found
 
 
+def slow_each_other_down() -> dict[str, Any]:
+    """Stages whose work needs one thing that there is once: side by side they do the work of one."""
+    pipe, x, y = sleepers(12, beside=threading.Lock())
+    foretold = prediction.predict(pipe, x, y, mse)
+    pipe.micro_batches = 6
+    measured = min(unsplit.seconds_of(lambda: pipe.step(x, y, mse), pipe.devices) for _ in range(3))
+    blind, sizes = replace(foretold, pools={}), micro_batch_sizes(12, 6)
+    return {"ratio": foretold(sizes) / measured, "blind": blind(sizes) / measured}
+
+
 def does_not_pay() -> dict[str, Any]:
     """So many micro-batches cost more than the overlap brings."""
     pipe, x, y = sleepers(8, pass_s=0.01, sample_s=0.0)
@@ -128,6 +148,7 @@ def state(pipe: Any) -> list[torch.Tensor]:
 
 def left_alone() -> dict[str, Any]:
     pipe, x, y = norms(8, pixels=4)
+    pipe.schedule = "gpipe"
     pipe.step(x, y, mse)
     before, same_objects = state(pipe), [p.grad for p in pipe.parameters()]
     tune(pipe, x, y, mse, budget_s=0.01)
@@ -135,7 +156,7 @@ def left_alone() -> dict[str, Any]:
     found = {
         "equal": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
         "objects": all(p.grad is g for p, g in zip(pipe.parameters(), same_objects, strict=True)),
-        "settings": [pipe.record, pipe.overlap],
+        "settings": [pipe.record, pipe.overlap, pipe.schedule],
     }
     pipe.step(x, y, mse)
     found["a step changes it"] = sum(not torch.equal(a, b) for a, b in zip(before, state(pipe), strict=True))
@@ -187,7 +208,8 @@ def refusals() -> dict[str, Any]:
 
 
 CASES: list[Callable[[], dict[str, Any]]] = [
-    pays, schedules, does_not_pay, left_alone, too_few_samples, nothing_runs, does_not_fit, refusals,
+    pays, schedules, slow_each_other_down, does_not_pay, left_alone, too_few_samples, nothing_runs, does_not_fit,
+    refusals,
 ]  # fmt: skip
 
 if __name__ == "__main__":
