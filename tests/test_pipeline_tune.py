@@ -286,6 +286,11 @@ def test_predicts_how_stages_slow_each_other_down(cases: dict[str, dict[str, Any
     assert case["blind"] < 0.75, "the twin: passes that are taken for as fast as alone"
 
 
+def test_a_whole_step_is_told_again(cases: dict[str, dict[str, Any]]) -> None:
+    case = cases["told_from_whole_steps"]
+    assert case["never"] == pytest.approx(1) and case["all"] == pytest.approx(1)
+
+
 def test_refuses_a_split_that_does_not_pay(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["does_not_pay"]
     assert not case["pays"] and case["verdict"].startswith("do not split: one device is faster and the model fits: ")
@@ -314,4 +319,4 @@ def test_refusals_name_what_is_possible(cases: dict[str, dict[str, Any]]) -> Non
 
 
 def test_no_thread_is_left(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 9 and {case["threads"] for case in cases.values()} == {1}
+    assert len(cases) == 10 and {case["threads"] for case in cases.values()} == {1}

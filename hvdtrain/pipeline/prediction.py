@@ -17,7 +17,7 @@ from hvdtrain.pipeline._cutting import batch_size, cut
 from hvdtrain.pipeline._devices import CPU_POOL
 from hvdtrain.pipeline._lanes import cpu_slots
 from hvdtrain.pipeline._worker import StageError
-from hvdtrain.pipeline.plan import Curve, Device, Link, Pool, StageCost, actions, recomputed, stage_costs
+from hvdtrain.pipeline.plan import Curve, Device, Link, Pool, Remat, StageCost, actions, recomputed, stage_costs
 from hvdtrain.pipeline.plan_simulate import pool_speeds, simulate
 from hvdtrain.pipeline.runtime import Pipeline
 from hvdtrain.pipeline.unsplit import seconds_of
@@ -160,7 +160,7 @@ class _ShortSteps:
         self._step(size, count, batch)
         if not self.pipe.record:
             seconds = statistics.median(self._step(size, count, batch)[0] for _ in range(2))
-            return _Timed(size, _equal_seconds(len(self.pipe.stages), count, seconds), 0.0)
+            return _Timed(size, equal_seconds(len(self.pipe.stages), count, seconds, self.pipe.remat), 0.0)
         begun = time.perf_counter()
         by_itself: list[_Block] = []
         side_by_side: list[list[_Block]] = []
@@ -222,10 +222,11 @@ def _passes(blocks: Sequence[_Block]) -> Passes:
     return passes
 
 
-def _equal_seconds(stages: int, micro_batches: int, seconds: float) -> Passes:
-    """From a whole step: alike in every stage, and a backward pass twice a forward pass."""
-    each = seconds / (micro_batches + stages - 1)  # both passes
-    return {(k, kind): each * part for k in range(stages) for kind, part in (("forward", 1 / 3), ("backward", 2 / 3))}
+def equal_seconds(stages: int, micro_batches: int, seconds: float, remat: Remat = "never") -> Passes:
+    """From a whole step: alike in every stage, a backward pass twice a forward pass."""
+    both = seconds / (micro_batches + stages - 1)  # and, where it is recomputed, the forward pass once more
+    forward = both / (3 if remat == "never" else 4)
+    return {(k, kind): forward * work for k in range(stages) for kind, work in (("forward", 1), ("backward", 2))}
 
 
 @contextmanager

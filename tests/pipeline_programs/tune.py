@@ -17,7 +17,8 @@ from torch import nn
 import hvdtrain.pipeline
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import _lanes, prediction, unsplit
-from hvdtrain.pipeline.plan import micro_batch_sizes
+from hvdtrain.pipeline.plan import Curve, Device, Remat, StageCost, micro_batch_sizes
+from hvdtrain.pipeline.plan_simulate import simulate
 from hvdtrain.pipeline.tuning import SplitDoesNotPay, tune
 
 PASS_S, SAMPLE_S = 0.002, 0.002  # of a forward pass, and besides for each sample; backward twice
@@ -129,6 +130,20 @@ def slow_each_other_down() -> dict[str, Any]:
     return {"ratio": foretold(sizes) / measured, "blind": blind(sizes) / measured}
 
 
+def told_from_whole_steps() -> dict[str, Any]:
+    """Seconds of a step of 1 s, of which nothing else is known: on GPUs, without a profile."""
+    found = {}
+    remats: tuple[Remat, ...] = ("never", "all")
+    for remat in remats:
+        passes = prediction.equal_seconds(3, 5, 1.0, remat)
+        stages = [
+            StageCost(Device("d"), Curve(((1, passes[k, "forward"]),)), Curve(((1, passes[k, "backward"]),)))
+            for k in range(3)
+        ]
+        found[remat] = simulate(stages, sizes=[1] * 5, remat=remat).step_s
+    return found
+
+
 def does_not_pay() -> dict[str, Any]:
     """So many micro-batches cost more than the overlap brings."""
     pipe, x, y = sleepers(8, pass_s=0.01, sample_s=0.0)
@@ -208,8 +223,8 @@ def refusals() -> dict[str, Any]:
 
 
 CASES: list[Callable[[], dict[str, Any]]] = [
-    pays, schedules, slow_each_other_down, does_not_pay, left_alone, too_few_samples, nothing_runs, does_not_fit,
-    refusals,
+    pays, schedules, slow_each_other_down, told_from_whole_steps, does_not_pay, left_alone, too_few_samples,
+    nothing_runs, does_not_fit, refusals,
 ]  # fmt: skip
 
 if __name__ == "__main__":
