@@ -21,7 +21,7 @@ from hvdtrain.pipeline.plan import Curve, Device, Remat, StageCost, micro_batch_
 from hvdtrain.pipeline.plan_simulate import simulate
 from hvdtrain.pipeline.tuning import SplitDoesNotPay, tune
 
-PASS_S, SAMPLE_S = 0.0015, 0.001  # of a forward pass, and besides for each sample; backward twice
+PASS_S, SAMPLE_S = 0.002, 0.002  # of a forward pass, and besides for each sample; backward twice
 
 
 class Sleep(torch.autograd.Function):
