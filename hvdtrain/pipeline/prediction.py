@@ -76,7 +76,7 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
     if known is not None:
         return known
     with left_as_it_is(pipe):
-        # 1F1B whatever the steps will be: in fill-drain a backward pass finds little of its own forward pass in a cache,
+        # 1F1B whatever the steps will be: in fill-drain a backward pass finds little of its forward pass in a cache,
         # and takes longer than it does in a step of one micro-batch
         pipe.record, pipe.schedule = on_cpu, "1f1b"
         timed = _ShortSteps(pipe, x, y, loss).all()
