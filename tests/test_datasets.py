@@ -68,9 +68,11 @@ def same(images: mnist.Images, expected: dict[str, np.ndarray]) -> bool:
 # ---- the embedded digits
 
 
+@pytest.mark.thorough
 def test_digits_are_scikit_learns(tmp_path: Path) -> None:
+    """The digest below tells a change as well; this tells where they come from."""
     if importlib.util.find_spec("sklearn") is None:
-        pytest.skip("no scikit-learn here")
+        pytest.skip("scikit-learn is not installed (pip install scikit-learn: each TensorFlow process then imports it)")
     code = (
         "import sys; from sklearn.datasets import load_digits; from hvdtrain.datasets import digits;"
         "published = load_digits(); images, labels = digits.originals();"

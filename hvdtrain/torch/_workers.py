@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.torch._forks import worker_context
 from hvdtrain.torch._source import Fetched
 from hvdtrain.torch._steps import SEED_STREAM, Step, words
 
@@ -126,9 +127,9 @@ class _Requests:
 class Workers:
     """A `Source` of a map-style data set.
 
-    Workers are started once, at the first batch, in the way ``torch.multiprocessing`` is set to (by default a fork; on
-    InfiniBand, where forked processes can corrupt memory, call ``torch.multiprocessing.set_start_method("forkserver")``
-    first, as Horovod's examples do).
+    Workers are started once, at the first batch, in the way ``torch.multiprocessing`` is set to (by default a fork, see
+    `hvdtrain.torch._forks`; on InfiniBand, where forked processes can corrupt memory, call
+    ``torch.multiprocessing.set_start_method("forkserver")`` first, as Horovod's examples do).
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Workers:
             collate_fn=_as_it_is,  # type: ignore[arg-type]
             num_workers=workers,
             persistent_workers=workers > 0,
+            multiprocessing_context=worker_context() if workers > 0 else None,
             worker_init_fn=_start_worker,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each epoch draws from the stream that dropout uses

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.torch import _prefetch, _steps
+from hvdtrain.torch import _forks, _prefetch, _steps
 from hvdtrain.world import World
 
 
@@ -52,6 +52,25 @@ class Numbers(Dataset):
         if index in self.bad:
             return hvt.Unreadable(f"file {index}", "broken")
         return torch.tensor(float(index)), index
+
+
+class Hanging:
+    """Forks of this process hang before their first line, as many as asked for; all are counted."""
+
+    def __init__(self) -> None:
+        self.forks, self.left = 0, 0
+        os.register_at_fork(before=self._count, after_in_child=self._hang)
+
+    def _count(self) -> None:
+        self.forks += 1
+        self.left -= 1
+
+    def _hang(self) -> None:
+        while self.left >= 0:
+            signal.pause()
+
+
+hanging = Hanging()
 
 
 class Add:
@@ -325,6 +344,34 @@ def case_workers_stay_and_end() -> None:
     refused(lambda: next(train.one_pass()) and next(iter(train)) is not None and next(train.one_pass()), "one loop")
     train.close()
     assert not psutil.Process().children(recursive=True)
+
+
+def case_a_worker_that_hangs_at_its_fork_is_forked_again() -> None:
+    hanging.forks, hanging.left = 0, 1
+    train = hvt.loader(Numbers(40), 4, world=World.solo(), workers=2)
+    assert sorted(int(i) for _, indices in train for i in indices) == list(range(40))
+    assert hanging.forks == 3 and len(psutil.Process().children()) == 2
+    train.close()
+    assert not psutil.Process().children()
+
+    hanging.left = 1  # the twin: what a DataLoader starts by itself
+    plain = torch.multiprocessing.get_context("fork").Process(target=print)
+    plain.start()
+    plain.join(2)
+    assert plain.exitcode is None
+    plain.kill()
+    plain.join()
+
+
+def case_workers_that_always_hang_are_given_up() -> None:
+    hanging.left = 100
+    patience, _forks.PATIENCE_S = _forks.PATIENCE_S, (0.1, 0.2)
+    try:
+        train = hvt.loader(Numbers(40), 4, world=World.solo(), workers=2)
+        refused(lambda: next(iter(train)), "first line", "0.1 s, 0.2 s", "forkserver", kind=HvdtrainError)
+    finally:
+        hanging.left, _forks.PATIENCE_S = 0, patience
+    assert not psutil.Process().children()
 
 
 def case_errors_of_the_data_set_come_through() -> None:
