@@ -23,9 +23,13 @@ def steps():
 kept = keep_freed_memory()
 for _ in range(4):  # until every heap that threads have taken turns with has grown
     steps()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-steps()
-print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+counts = []
+# a heap in pieces may still grow, now and then: in 1 of 40 processes in the first of these rounds
+while len(counts) < (12 if kept else 1) and min(counts, default=1000) >= 1000:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    steps()
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(kept, min(counts))
 """
 
 
