@@ -155,6 +155,7 @@ def test_two_ranks_equal_one_process_in_every_way(case: str, backend: str, one: 
     check_case(case, backend, one, two, TOLERANCE.get((case, backend), 1e-10))
 
 
+@pytest.mark.thorough
 @TORCH_ON_DEMAND
 @pytest.mark.parametrize("case", [case for case in AT_FOUR if case != "off"])
 def test_four_ranks_equal_one_process(case: str, backend: str, one: Outcome, four: Outcome) -> None:
@@ -175,6 +176,7 @@ def test_without_averaging_the_parity_fails(case: str, backend: str, one: Outcom
     assert difference(one, two, case) > 1e-3
 
 
+@pytest.mark.thorough
 @TORCH_ON_DEMAND
 def test_without_averaging_four_ranks_fail(backend: str, one: Outcome, four: Outcome) -> None:
     assert not four.facts["off"]["equal"]
