@@ -2,8 +2,8 @@
 
 A forked process has one thread, but every lock as it was: what another thread held at that moment is never released.
 Python up to 3.11.9 takes such a lock right after a fork (https://github.com/python/cpython/issues/112275), and a thread
-from C++ holds it for a moment whenever it lets go of a tensor. Horovod's does so after each collective: of 1000
-processes forked right after a small all-reduce 3 to 6 hung, and with one, all ranks. No lock of ours can keep such
+from C++ holds it for a moment whenever it lets go of a tensor. Horovod's does so after each collective: of 4000
+processes forked right after a small all-reduce 11 hung, and with one, all ranks. No lock of ours can keep such
 threads away, so a process has to answer, and one that does not has run nothing yet: it can be ended and forked again.
 """
 
