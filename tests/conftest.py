@@ -18,6 +18,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests.limits import limit  # noqa: F401  (a fixture)
+
 FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod")
 # the machine may be busy, and a test that fails must fail again
 settings.register_profile("hvdtrain", deadline=None, derandomize=True, database=None)
@@ -30,6 +32,9 @@ IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order: plain tests, tests of several ranks, slow ones; the order within each stays."""
+    for item in items:
+        if "limit" in getattr(item, "fixturenames", ()):
+            item.add_marker("limits")
     items.sort(key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("ranks"))))
 
 

@@ -1,0 +1,29 @@
+"""The page of limits: rows are noted with one verdict, sorted, and all are asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.limits import AREAS, VARIABLE, Limit, Row, missing, render
+
+
+def test_rows_are_noted_and_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "rows"))
+    note = Limit("test_x.py::test_y")
+    note("K10", "best of an accuracy", mended="the highest")
+    note("K2b", "5 samples | 2 ranks", exact=1.25e-16)
+    rows = [Row(**json.loads(line)) for line in (tmp_path / "rows").read_text().splitlines()]
+    page = render(rows)
+    assert page.index("| K2b | 5 samples \\| 2 ranks | exact | 1.2e-16 | `test_x.py::test_y` |") < page.index("| K10 |")
+    assert missing(page) == [
+        f"{a}{n}" for a, c in AREAS.items() for n in range(1, c + 1) if f"{a}{n}" not in ("K2", "K10")
+    ]
+
+
+@pytest.mark.parametrize("verdicts", [{}, {"exact": 0.0, "mended": "x"}])
+def test_a_row_has_one_verdict(verdicts: dict[str, object]) -> None:
+    with pytest.raises(AssertionError):
+        Limit("t")("K1", "tried", **verdicts)  # type: ignore[arg-type]
