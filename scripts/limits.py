@@ -26,7 +26,7 @@ def main() -> int:
     absent = missing(text)
     if failed or absent:
         print(
-            f"docs/limits.md not written: tests failed: {bool(failed)}; rows nobody shows: {', '.join(absent) or 'none'}"
+            f"docs/limits.md not written: a test failed: {bool(failed)}; rows not shown: {', '.join(absent) or 'none'}"
         )
         return 1
     PAGE.write_text(text, encoding="utf-8")

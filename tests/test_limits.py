@@ -14,10 +14,10 @@ def test_rows_are_noted_and_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(VARIABLE, str(tmp_path / "rows"))
     note = Limit("test_x.py::test_y")
     note("K10", "best of an accuracy", mended="the highest")
-    note("K2b", "5 samples | 2 ranks", exact=1.25e-16)
+    note("K2b", "5 samples | 2 ranks", exact=1.26e-16)
     rows = [Row(**json.loads(line)) for line in (tmp_path / "rows").read_text().splitlines()]
     page = render(rows)
-    assert page.index("| K2b | 5 samples \\| 2 ranks | exact | 1.2e-16 | `test_x.py::test_y` |") < page.index("| K10 |")
+    assert page.index("| K2b | 5 samples \\| 2 ranks | exact | 1.3e-16 | `test_x.py::test_y` |") < page.index("| K10 |")
     assert missing(page) == [
         f"{a}{n}" for a, c in AREAS.items() for n in range(1, c + 1) if f"{a}{n}" not in ("K2", "K10")
     ]
