@@ -1,0 +1,111 @@
+"""Ranks that hold other data, or the same in another order, are told apart cheaply, and told what it looks like."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain import ReplicaError, same_data
+
+
+def refusal(parts: list[Any], digest: Callable[[Any], same_data.Digest] = same_data.of_arrays) -> str:
+    """What ranks that hold these parts are told; empty if they pass."""
+    digests = [digest(part) for part in parts]
+    answers = {0: [digest.card for digest in digests], 1: [digest.sketch() for digest in digests]}
+    asked: list[Any] = []
+
+    def gather(mine: Any) -> list[Any]:
+        asked.append(mine)
+        return answers[len(asked) - 1]
+
+    try:
+        same_data.check(SimpleNamespace(size=len(parts), gather=gather), digests[0], what="the training data")  # type: ignore[arg-type]
+    except ReplicaError as error:
+        assert error.shared
+        return str(error)
+    return ""
+
+
+def arrays(samples: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(samples, 5)).astype("float32"), rng.integers(0, 3, samples)
+
+
+X, Y = arrays()
+OTHER = np.random.default_rng(1).permutation(60)
+LARGE = np.random.default_rng(2).normal(size=(4096, 400))  # more than is digested whole
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([(X[r::2], Y[r::2]) for r in range(2)], "a part of the data, x[rank::size]"),
+        ([(X[r::7], Y[r::7]) for r in range(7)], "a part of the data, x[rank::size]"),  # 60 / 7: 9 and 8 samples
+        ([LARGE[r::2] for r in range(2)], "a part of the data, x[rank::size]"),
+        ([arrays(seed=r) for r in range(2)], "another seed on every rank"),
+        ([(X, Y), (X[OTHER], Y[OTHER])], "the same samples in another order"),
+        ([LARGE, LARGE[::-1]], "the same samples in another order"),
+        ([(X, Y), (X[:40], Y[:40])], "other lengths"),
+        ([(X, Y), (X.astype("float64"), Y)], "float64[5]"),
+        ([{"x": X, "y": Y}, {"x": X, "y": (Y + (np.arange(60) == 30)) % 3}], "the contents of ['y'] differ"),
+        ([X, np.vstack([X[:-1], X[:1]])], "differ"),  # one row of sixty
+        ([(X, None), (X, Y)], "None"),
+        ([np.array(["a", "b"], object), np.array(["b", "a"], object)], "another order"),
+    ],
+)
+def test_ranks_with_other_data_are_refused(parts: list[Any], said: str) -> None:
+    told = refusal(parts)
+    assert said in told and "rank 0: " in told and "rank 1: " in told and "fix: " in told, told
+
+
+@pytest.mark.parametrize(
+    "data", [X, (X, Y), {"a": X, "b": [Y, None]}, LARGE, np.zeros((0, 3)), (X, np.array(["a"] * 60))]
+)
+def test_ranks_with_the_same_data_pass(data: Any) -> None:
+    copies = [data, np.copy(data)] if isinstance(data, np.ndarray) else [data, data]
+    assert refusal(copies) == ""
+
+
+class Items:
+    def __init__(self, seed: int = 0, noise: Callable[[], float] = lambda: 0.0, order: Any = None) -> None:
+        self.x, self.y = arrays(seed=seed)
+        self.noise, self.order = noise, np.arange(60) if order is None else order
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        index = self.order[index]
+        return self.x[index] + self.noise(), int(self.y[index])
+
+
+def test_data_sets_are_compared_by_some_of_their_items() -> None:
+    assert refusal([Items(), Items()], same_data.of_items) == ""
+    assert "another seed" in refusal([Items(0), Items(1)], same_data.of_items)
+    assert "must be the same on every rank" in refusal([Items(), Items(order=OTHER)], same_data.of_items)
+
+
+def test_augmentation_is_not_taken_for_other_data() -> None:
+    """Neither by the global generators (set alike for the reads, then put back) nor by one of the data set's own."""
+    random.seed(3)
+    before = random.getstate()
+    assert refusal([Items(noise=random.random), Items(noise=random.random)], same_data.of_items) == ""
+    assert random.getstate() == before
+    own = [np.random.default_rng(seed) for seed in range(2)]
+    assert refusal([Items(noise=generator.normal) for generator in own], same_data.of_items) == ""
+    # the labels still are
+    assert refusal([Items(k, noise=generator.normal) for k, generator in enumerate(own)], same_data.of_items)
+
+
+def test_a_gigabyte_is_digested_in_milliseconds() -> None:
+    data = np.lib.stride_tricks.as_strided(LARGE, (1 << 15, 4096), (0, 8))  # 1 GiB, of which little is touched
+    assert data.nbytes == 1 << 30
+    started = time.perf_counter()
+    same_data.of_arrays(data)
+    assert time.perf_counter() - started < 0.5  # 50 ms on a free machine; this one may be shared
