@@ -21,6 +21,8 @@ Mark = Any
 class Lane(Protocol):
     """One stage's device, as the thread that works for the stage uses it."""
 
+    device: torch.device
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """What the thread runs inside."""

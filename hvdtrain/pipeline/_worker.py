@@ -40,7 +40,10 @@ class _Stopped(Exception):
 
 @dataclass
 class Head:
-    """What follows the last stage in training: the loss of each micro-batch, and its weight in the gradient."""
+    """What follows the last stage in training: the loss of each micro-batch, and its share in the gradient.
+
+    Where the share is 0 the loss is not called and nothing is differentiated: there may be a NaN, which times 0 is one.
+    """
 
     loss: Callable[[Any, Any], Tensor]
     targets: Sequence[Any]
@@ -49,6 +52,9 @@ class Head:
 
     def __call__(self, output: Any, micro: int, lane: Lane) -> tuple[Tensor, Tensor]:
         """Returns the mean loss over the micro-batch, and what is differentiated."""
+        if not self.weights[micro]:
+            nothing = torch.zeros((), device=lane.device)
+            return nothing, nothing
         loss = self.loss(output, lane.bring(self.targets[micro], None))
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not (loss.requires_grad or not torch.is_grad_enabled()):
             came = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -17,6 +17,7 @@ from hvdtrain.pipeline._cutting import batch_size, cut, join, map_tensors, tenso
 from hvdtrain.pipeline._lanes import lanes
 from hvdtrain.pipeline._segments import Segment
 from hvdtrain.pipeline._stage import Stage
+from hvdtrain.pipeline._weights import Weight, shares
 from hvdtrain.pipeline._worker import Call, Head, StageError
 from hvdtrain.pipeline.plan import REMATS, SCHEDULES, Action, Remat, Schedule, actions, micro_batch_sizes, recomputed
 
@@ -83,33 +84,39 @@ class Pipeline(nn.Module):
         y: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
+        weight: Weight = None,
         factor: float | Tensor = 1.0,
     ) -> Tensor:
         """Forward and backward pass of a batch, in micro-batches; gradients add up in ``p.grad``.
 
-        The gradient is that of ``factor`` times the mean loss over the batch: micro-batch i, of n_i samples, counts
-        n_i / n.
+        The gradient is ``factor * sum(w_i * g_i) / sum(w_i)``: that of ``factor`` times the mean loss over the batch,
+        where w_i is what the mean loss of micro-batch i divides by.
 
         Args:
             x: the model's argument, or a tuple of its arguments. Tensors [batch, ...] are cut; tensors of another
                 length go to every micro-batch whole.
             y: the targets, nested in any way; every tensor is [batch, ...].
-            loss: ``loss(output, target)``: the mean over the samples given.
+            loss: ``loss(output, target)``: the mean over what it is given.
+            weight: what that mean divides by. None: samples. Else a function of the targets, called with those of each
+                micro-batch, that adds up over them: ``lambda y: (y != -100).sum()``. A micro-batch of weight 0 counts
+                nothing, whatever is in it, and its loss is not called. With one micro-batch a number will do. The step
+                waits for weights that are computed on a GPU.
             factor: of the gradient.
 
         Returns:
             The mean loss over the batch, detached, without the factor; on the last stage's device.
 
         Raises:
-            ConfigError: fewer samples than micro-batches, targets of another length, a loss that is not a scalar.
+            ConfigError: fewer samples than micro-batches, targets of another length, a loss that is not a scalar, a
+                weight that is not a number >= 0, or one for several micro-batches.
             StageError: a stage failed. Gradients are dropped.
         """
         if not torch.is_grad_enabled():
             raise ConfigError("a step differentiates", "step() under torch.no_grad()", "call the pipeline: pipe(x)")
         arguments = self._arguments(x)
         sizes = micro_batch_sizes(batch_size(arguments), self.micro_batches)
-        total = sum(sizes)
-        head = Head(loss, cut(y, sizes, every="targets"), [size / total for size in sizes], factor)
+        targets = cut(y, sizes, every="targets")
+        head = Head(loss, targets, shares(weight, targets, sizes), factor)
         orders = [actions(self.schedule, k, len(self.stages), len(sizes)) for k in range(len(self.stages))]
         again = [recomputed(self.remat, order) for order in orders]
         with self._alone(), self._gradients_or_none():
@@ -118,7 +125,8 @@ class Pipeline(nn.Module):
             losses = self._call(cut(arguments, sizes), orders, again, head, sizes)
             for stage in self.stages:
                 stage.return_gradients()
-        return torch.stack([loss * weight for loss, weight in zip(losses, head.weights, strict=True)]).sum()
+        counted = [loss * share for loss, share in zip(losses, head.weights, strict=True) if share]
+        return torch.stack(counted).sum() if counted else torch.zeros((), device=self.devices[-1])
 
     def forward(self, *args: Any) -> Any:
         """The outputs for a batch, without gradients.

@@ -37,9 +37,16 @@ class Staged(Protocol):
     devices: Sequence[torch.device]
     micro_batches: int
 
-    def step(self, x: Any, y: Any, loss: Callable[[Any, Any], Tensor], *, factor: float | Tensor = 1.0) -> Tensor:
+    def step(
+        self, x: Any, y: Any, loss: Callable[[Any, Any], Tensor], *, weight: Any = None, factor: float | Tensor = 1.0
+    ) -> Tensor:
         """Runs forward and backward; adds `factor` times the gradient of the mean loss to ``p.grad``, in threads that
-        are gone when it returns. Returns the mean loss, detached."""
+        are gone when it returns. Returns the mean loss, detached.
+
+        Args:
+            weight: what the mean loss divides by: None (samples), a function of the targets that adds up over
+                micro-batches, or a number for a batch in one piece. Of weight 0 in all: no gradient, a loss of 0.
+        """
         ...
 
     def owned_parameters(self) -> Sequence[Sequence[nn.Parameter]]:

@@ -1,0 +1,164 @@
+"""Losses that divide by something, in a pipeline and in plain PyTorch, float64: one line of JSON for each.
+
+The reference is the unsplit model, one forward and one backward pass of the whole batch; it uses nothing of hvdtrain.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hvdtrain.pipeline
+from hvdtrain.errors import ConfigError
+
+BATCH, TOKENS, CLASSES = 7, 5, 3
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64)
+Loss = Callable[[Any, Any], Tensor]
+
+torch.manual_seed(0)
+X = torch.randn(BATCH, TOKENS, 6, dtype=torch.float64)
+LABELS = torch.randint(CLASSES, (BATCH, TOKENS))
+IGNORED = LABELS.clone()
+IGNORED[0, 1:] = IGNORED[3, 2:] = -100
+IGNORED[5:] = -100  # with 3 micro-batches of 3, 2, 2 samples: nothing of the last one counts
+REAL = torch.randn(BATCH, TOKENS, CLASSES, dtype=torch.float64)
+MASK = (torch.rand(BATCH, TOKENS) < 0.6).double()
+MASK[5:] = 0
+HOT = F.one_hot(LABELS, CLASSES).double()
+
+
+def tokens(**options: Any) -> Loss:
+    return lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(), **options)
+
+
+def valid(y: Tensor) -> Tensor:
+    return (y != -100).sum()
+
+
+def by_class(y: Tensor) -> Tensor:
+    return CLASS_WEIGHTS[y].sum()
+
+
+def masked(out: Tensor, y: tuple[Tensor, Tensor]) -> Tensor:
+    return ((out - y[0]).square().mean(-1) * y[1]).sum() / y[1].sum()
+
+
+def both(out: Tensor, y: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y["labels"].flatten()) + 0.5 * F.mse_loss(out, y["values"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss, its targets, and what its mean divides by."""
+
+    loss: Loss
+    y: Any
+    weight: Any = None
+
+
+CASES = {
+    "cross_entropy": Case(tokens(), LABELS),
+    "label_smoothing": Case(tokens(label_smoothing=0.1), LABELS),
+    "ignore_index": Case(tokens(), IGNORED, valid),
+    "ignore_index_smoothed": Case(tokens(label_smoothing=0.1), IGNORED, valid),
+    "class_weights": Case(tokens(weight=CLASS_WEIGHTS), LABELS, by_class),
+    "class_weights_ignored": Case(
+        tokens(weight=CLASS_WEIGHTS), IGNORED, lambda y: by_class(y.clamp(min=0).where(y >= 0, 0)[y >= 0])
+    ),
+    "nll": Case(lambda out, y: F.nll_loss(out.log_softmax(-1).flatten(0, 1), y.flatten()), IGNORED, valid),
+    "mse": Case(F.mse_loss, REAL),
+    "l1": Case(F.l1_loss, REAL),
+    "smooth_l1": Case(F.smooth_l1_loss, REAL),
+    "huber": Case(F.huber_loss, REAL),
+    "masked_mse": Case(masked, (REAL, MASK), lambda y: y[1].sum()),
+    "bce_with_logits": Case(F.binary_cross_entropy_with_logits, HOT),
+    "bce_pos_weight": Case(
+        lambda out, y: F.binary_cross_entropy_with_logits(out, y, pos_weight=CLASS_WEIGHTS), HOT
+    ),
+    "kl_batchmean": Case(
+        lambda out, y: F.kl_div(out.log_softmax(-1), y.softmax(-1), reduction="batchmean"), REAL
+    ),
+    "two_terms": Case(both, {"labels": LABELS, "values": REAL}),
+    "sum_over_samples": Case(lambda out, y: F.mse_loss(out, y, reduction="sum") / len(y), REAL),
+}  # fmt: skip
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+
+
+def plain(case: Case) -> tuple[float, list[Tensor]]:
+    """The unsplit model's loss and gradients."""
+    model = net()
+    loss = case.loss(model(X), case.y)
+    loss.backward()
+    return float(loss.detach()), [p.grad for p in model.parameters()]
+
+
+def off(case: Case, micro_batches: int, schedule: Any, weight: Any = "its own", remat: Any = "never") -> float:
+    """How far loss and gradients of a pipeline are from the unsplit model's, relative to the largest."""
+    pipe = hvdtrain.pipeline.split(
+        net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=micro_batches, schedule=schedule, remat=remat
+    )
+    loss = pipe.step(X, case.y, case.loss, weight=case.weight if weight == "its own" else weight)
+    wanted, gradients = plain(case)
+    largest = max(float(g.abs().max()) for g in gradients)
+    gap = max(float((p.grad - g).abs().max()) for p, g in zip(pipe.parameters(), gradients, strict=True)) / largest
+    return max(gap, abs(float(loss) - wanted) / abs(wanted))
+
+
+def message(function: Callable[[], Any]) -> str:
+    try:
+        return f"nothing raised: {function()}"
+    except ConfigError as error:
+        return str(error)
+
+
+def one_number() -> dict[str, Any]:
+    """A number as the weight: right for one micro-batch, whatever it is; refused for several."""
+    case = CASES["ignore_index"]
+    pipe = hvdtrain.pipeline.split(net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
+    return {
+        "off": max(off(case, 1, "1f1b", weight=number) for number in (15, 0.5, torch.tensor(15))),
+        "several": message(lambda: pipe.step(X, case.y, case.loss, weight=15)),
+        "negative": message(lambda: pipe.step(X, case.y, case.loss, weight=lambda y: -1)),
+        "shape": message(lambda: pipe.step(X, case.y, case.loss, weight=lambda y: y != -100)),
+    }
+
+
+def nothing_counts() -> dict[str, Any]:
+    """A batch of weight 0, and NaN in the inputs and outputs of micro-batches of weight 0, change nothing."""
+    found: dict[str, Any] = {}
+    for remat in ("never", "all"):
+        pipe = hvdtrain.pipeline.split(net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=3, remat=remat)
+        loss = pipe.step(X, torch.full_like(LABELS, -100), tokens(), weight=valid)
+        found[f"loss_{remat}"] = float(loss)
+        found[f"gradients_{remat}"] = sum(p.grad is not None and bool(p.grad.any()) for p in pipe.parameters())
+        spoilt = X.clone()
+        spoilt[5:] = float("nan")
+        pipe.step(spoilt, IGNORED, tokens(), weight=valid)
+        wanted = plain(CASES["ignore_index"])[1]
+        found[f"off_{remat}"] = max(
+            float((p.grad - g).abs().max()) for p, g in zip(pipe.parameters(), wanted, strict=True)
+        )
+    return found
+
+
+def main() -> None:
+    for name, case in CASES.items():
+        errors = [off(case, m, schedule) for m, schedule in itertools.product((1, 3), ("1f1b", "gpipe"))]
+        print(json.dumps({"loss": name, "off": max(errors), "weighted": case.weight is not None}), flush=True)
+    print(json.dumps({"loss": "one number", **one_number()}), flush=True)
+    print(json.dumps({"loss": "nothing counts", **nothing_counts()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

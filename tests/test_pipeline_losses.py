@@ -1,0 +1,47 @@
+"""Losses that divide by samples, tokens or class weights: a pipeline is right, or refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from harness import REPOSITORY, run_ranks
+
+from tests.limits import Limit
+
+PROGRAM = REPOSITORY / "tests" / "pipeline_programs" / "losses.py"
+TOLERANCE = 1e-10
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    result = run_ranks([PROGRAM], 1, launcher="none", timeout_s=240).check()
+    lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
+    return {line.pop("loss"): line for line in lines}
+
+
+def test_equal_to_the_unsplit_model(found: dict[str, Any], limit: Limit) -> None:
+    errors = {name: line["off"] for name, line in found.items() if "weighted" in line}
+    assert len(errors) >= 15
+    assert max(errors.values()) <= TOLERANCE, errors
+    limit("A6a", "pipeline, 3 micro-batches, `ignore_index`, with `weight=`", exact=errors["ignore_index"])
+    limit("A6b", "pipeline, 3 micro-batches, class weights, with `weight=`", exact=errors["class_weights"])
+
+
+def test_one_number_is_a_weight_for_one_micro_batch(found: dict[str, Any]) -> None:
+    came = found["one number"]
+    assert came["off"] <= TOLERANCE
+    assert "weight=15 for 3 micro-batches" in came["several"] and "a function of the targets" in came["several"]
+    assert "came: -1" in came["negative"] and "came: shape (3, 5)" in came["shape"]
+
+
+def test_a_micro_batch_without_weight_does_no_harm(found: dict[str, Any], limit: Limit) -> None:
+    came = found["nothing counts"]
+    for remat in ("never", "all"):
+        assert came[f"loss_{remat}"] == 0 and came[f"gradients_{remat}"] == 0
+    worst = max(came["off_never"], came["off_all"])
+    assert worst <= TOLERANCE
+    limit("A6c", "pipeline, a micro-batch with all targets ignored, and NaN in its inputs", exact=worst)
