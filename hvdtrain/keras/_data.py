@@ -14,7 +14,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.keras import _metrics, _state
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._session import world_or_current
-from hvdtrain.shard import Plan, Share, contiguous
+from hvdtrain.shard import Plan, contiguous
 from hvdtrain.world import World
 
 
@@ -57,7 +57,7 @@ class Batches(keras.utils.PyDataset, DataAdapter):
 
     def _read(self, epoch: int) -> None:
         consumed = self._consumed if epoch == self._first else 0
-        self._shares: list[Share] = self.plan.step_slices(epoch, consumed, rank=self.rank)
+        self._shares = self.plan.step_slices(epoch, consumed, rank=self.rank)
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.shard import Plan
+from hvdtrain.shard import ORDER_RULE, Plan
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._data import Augment, augment_of, source_of
 from hvdtrain.torch._prefetch import Ahead
 from hvdtrain.torch._session import device_of, world_or_current
 from hvdtrain.torch._source import Fetched, Source, tensors_of, to_device
-from hvdtrain.torch._steps import Step, steps_of, uniforms
+from hvdtrain.torch._steps import Step, Steps, uniforms
 from hvdtrain.world import World
 
 WARNED_FILES = 3  # unreadable files that are named as they come; all are in `Loader.skipped`
@@ -129,9 +129,9 @@ class Loader:
         Raises:
             ConfigError: it is a position in other data, or in another order of it: samples would be repeated or missed.
         """
-        differ = {name: value for name, value in self._identity().items() if state.get(name, value) != value}
+        differ = {name: value for name, value in self._identity().items() if state.get(name, "unknown") != value}
         if differ:
-            saved = ", ".join(f"{name}={state[name]}" for name in differ)
+            saved = ", ".join(f"{name}={state.get(name, 'unknown')}" for name in differ)
             raise ConfigError(
                 "a run goes on with the data and the order it began with",
                 f"saved with {saved}; now {', '.join(f'{name}={value}' for name, value in differ.items())}",
@@ -140,7 +140,8 @@ class Loader:
         self.go_on(int(state["epoch"]), int(state["samples_in_epoch"]))
 
     def _identity(self) -> dict[str, Any]:
-        return {"samples": self.plan.samples, "seed": self.plan.seed, "shuffle": self.plan.shuffle}
+        rule = ORDER_RULE if self.plan.shuffle else "as it is"
+        return {"samples": self.plan.samples, "seed": self.plan.seed, "shuffle": self.plan.shuffle, "order": rule}
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yields the numbers of the epochs that are left until `total` are done; a restored run's first may be partial.
@@ -183,8 +184,7 @@ class Loader:
                 f"a pass over all samples in the middle of epoch {self._serving.epoch}",
                 "evaluate after the loop, or make a second loader",
             )
-        steps = list(steps_of(self.plan, 0, 0, rank=self._world.rank))
-        ready = self._ready(steps)
+        ready = self._ready(Steps(self.plan, 0, 0, rank=self._world.rank))
         try:
             yield from ready
         finally:
@@ -201,7 +201,7 @@ class Loader:
         self._stop()
         self._source.close()
 
-    def _ready(self, steps: list[Step]) -> Iterator[tuple[Any, Live]]:
+    def _ready(self, steps: Sequence[Step]) -> Iterator[tuple[Any, Live]]:
         """Batches on the device, each with what it counts; made ahead where there is something to hide."""
         made = map(self._make, steps, self._source.read(steps))
         if self.device.type != "cuda" or not self._source.worth_a_thread:
@@ -210,7 +210,7 @@ class Loader:
 
     def _make(self, step: Step, fetched: Fetched) -> tuple[Any, Live]:
         self._note(fetched.bad)
-        count = len(step.indices) if fetched.kept is None else len(fetched.kept)
+        count = step.samples if fetched.kept is None else len(fetched.kept)
         ghost = count == 0
         batch = to_device(self._source.ghost() if ghost else fetched.batch, self.device)
         if self._augment is not None:
@@ -235,7 +235,7 @@ class Loader:
             )
         images = batch if isinstance(batch, Tensor) else batch[0]
         draws = getattr(self._augment, "draws", 0)
-        drawn = uniforms(self.plan.seed, step.epoch, step.first, len(step.indices), draws)
+        drawn = uniforms(self.plan.seed, step.epoch, step.first, step.samples, draws)
         if kept is not None:
             drawn = drawn[kept]
         if ghost:
@@ -260,8 +260,9 @@ class _Epoch:
         self.epoch = epoch
         self.begun = self._over = False
         self._loader: Loader | None = loader
-        steps = list(steps_of(loader.plan, epoch, consumed, rank=loader._world.rank, accumulate=loader.accumulate))
-        self._items = loader._ready(steps)
+        self._items = loader._ready(
+            Steps(loader.plan, epoch, consumed, rank=loader._world.rank, accumulate=loader.accumulate)
+        )
 
     def __iter__(self) -> _Epoch:
         return self

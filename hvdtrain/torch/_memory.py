@@ -46,7 +46,7 @@ class Memory:
 
     def read(self, steps: Sequence[Step]) -> Iterator[Fetched]:
         for step in steps:
-            yield Fetched(self._take(step.indices), None, []) if len(step.indices) else Fetched(None, None, [])
+            yield Fetched(self._take(step.indices()) if step.samples else None, None, [])
 
     def ghost(self) -> Any:
         return self._take(np.arange(min(2, self.samples)))

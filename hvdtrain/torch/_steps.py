@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
-from hvdtrain.shard import Plan, contiguous
+from hvdtrain.shard import Plan
 
 # One stream of random words a purpose: the last word of Philox's counter, which the order of samples leaves at 0.
 AUGMENT_STREAM, SEED_STREAM = 1, 2
@@ -18,47 +19,66 @@ class Step:
     """This rank's part of one global step.
 
     Attributes:
+        plan: what deals the samples.
         epoch: counted from 0.
         first: where in the epoch's global order this rank's samples begin.
-        indices: int64 [n], this rank's samples; n may be 0 in a tail.
+        samples: of this rank; 0 in a tail that is smaller than the number of ranks.
         global_samples: samples of all ranks in this step, as planned.
         consumed: samples of all ranks that are done in the epoch after it.
         update_samples: samples of all ranks in all micro-batches of its update, as planned.
         closes: it is the last micro-batch of its update.
     """
 
+    plan: Plan
     epoch: int
     first: int
-    indices: np.ndarray
+    samples: int
     global_samples: int
     consumed: int
     update_samples: int
     closes: bool
 
+    def indices(self) -> np.ndarray:
+        """Returns int64 [samples], this rank's samples; computed with each call."""
+        return self.plan.order(self.epoch, self.first, self.first + self.samples)
 
-def steps_of(plan: Plan, epoch: int, consumed: int, *, rank: int, accumulate: int = 1) -> Iterator[Step]:
-    """Yields rank's steps for the rest of an epoch; an update takes `accumulate` of them, the epoch's last maybe fewer.
+
+class Steps(Sequence[Step]):
+    """Rank's steps for the rest of an epoch; an update takes `accumulate` of them, the epoch's last maybe fewer.
 
     Raises:
         ConfigError: `consumed` out of range.
     """
-    order = plan.order(epoch)
-    count = plan.steps(consumed)
-    window = plan.global_batch * accumulate
-    end = min(plan.samples, consumed + count * plan.global_batch)
-    for number in range(count):
-        start = consumed + number * plan.global_batch
-        size = min(plan.global_batch, end - start)
-        mine = contiguous(size, rank, plan.size)
-        window_start = consumed + (start - consumed) // window * window
-        yield Step(
-            epoch=epoch,
-            first=start + mine.start,
-            indices=order[start + mine.start : start + mine.stop],
-            global_samples=size,
-            consumed=start + size,
-            update_samples=min(window, end - window_start),
-            closes=(number + 1) % accumulate == 0 or number + 1 == count,
+
+    def __init__(self, plan: Plan, epoch: int, consumed: int, *, rank: int, accumulate: int = 1) -> None:
+        self._plan, self._epoch, self._consumed = plan, epoch, consumed
+        self._rank, self._accumulate = rank, accumulate
+        self._count = plan.steps(consumed)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Step]: ...
+    def __getitem__(self, index: int | slice) -> Step | list[Step]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(self._count))]
+        number = range(self._count)[index]
+        plan, consumed = self._plan, self._consumed
+        mine, samples = plan.span(number, consumed, self._rank)
+        window = plan.global_batch * self._accumulate
+        end = min(plan.samples, consumed + self._count * plan.global_batch)
+        return Step(
+            plan=plan,
+            epoch=self._epoch,
+            first=mine.start,
+            samples=mine.stop - mine.start,
+            global_samples=samples,
+            consumed=consumed + number * plan.global_batch + samples,
+            update_samples=min(window, end - consumed - number // self._accumulate * window),
+            closes=(number + 1) % self._accumulate == 0 or number + 1 == self._count,
         )
 
 

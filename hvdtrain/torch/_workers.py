@@ -118,7 +118,7 @@ class _Requests:
         self.steps: Sequence[Step] = ()
 
     def __iter__(self) -> Iterator[Request]:
-        return (Request(step.epoch, step.first, step.indices) for step in self.steps)
+        return (Request(step.epoch, step.first, step.indices()) for step in self.steps)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -188,7 +188,7 @@ class Workers:
                     "every file can be read", f"{name}: {reason}",
                     "replace or remove it; without strict=True it is left out, named and counted",
                 )  # fmt: skip
-            self._read_samples += len(step.indices)
+            self._read_samples += step.samples
             self._bad.update(fetched.bad)  # each file once: a later epoch meets it again
             read = min(self._read_samples, self.samples)
             if len(self._bad) > max(BAD_SAMPLES, BAD_PART * read):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import hvdtrain
 import hvdtrain.torch as hvt
+from hvdtrain import shard
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.torch import _forks, _prefetch, _steps
 from hvdtrain.world import World
@@ -199,7 +200,7 @@ def case_places_that_are_not_there() -> None:
     refused(lambda: train.go_on(0, 13), "0..12")
     refused(lambda: train.go_on(-1, 0), "epoch=-1")
     state = train.state_dict()
-    for name, value in (("samples", 13), ("seed", 9), ("shuffle", False)):
+    for name, value in (("samples", 13), ("seed", 9), ("shuffle", False), ("order", "sorted words")):
         refused(lambda name=name, value=value: train.load_state_dict({**state, name: value}), f"{name}={value}")
     train.load_state_dict(state)
     train.go_on(3, 12)
@@ -391,7 +392,7 @@ def case_random_words_by_position() -> None:
     assert (np.concatenate(parts) == whole).all()
     others = [_steps.words(5, 2, 0, 100, 6, stream=2), _steps.words(5, 3, 0, 100, 6, stream=1)]
     assert all(not np.intersect1d(whole, other).size for other in others)
-    order = np.random.Philox(key=np.array([5, 2], np.uint64)).random_raw(4000)
+    order = shard._words(4000, 5, 2, 4000)
     assert not np.intersect1d(whole, order).size
     drawn = _steps.uniforms(0, 0, 0, 10000, 3)
     assert drawn.min() >= 0 and drawn.max() < 1 and abs(drawn.mean() - 0.5) < 0.01
