@@ -10,6 +10,7 @@ import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
+from hvdtrain import same_data
 from hvdtrain.errors import ConfigError
 from hvdtrain.keras import _metrics, _state
 from hvdtrain.keras._backend import BACKEND
@@ -70,13 +71,19 @@ class Batches(keras.utils.PyDataset, DataAdapter):
         chosen = share.indices if live else np.zeros(1, np.int64)
         batch = (_take(self._x, chosen), _take(self._y, chosen))
         if not self._weighted:
-            return batch
+            return batch[:1] if self._y is None else batch
         return (*batch, np.full(len(chosen), 1.0 if live else 0.0, keras.backend.floatx()))
 
     def get_numpy_iterator(self) -> Any:
         return self._adapter.get_numpy_iterator()
 
     def get_tf_dataset(self) -> Any:
+        if self._y is None and self._weighted:  # Keras' adapter asks for an Optional here, and yields the None
+            import tensorflow as tf
+
+            read = self._adapter._get_iterator
+            nothing = tf.experimental.Optional.empty(None)
+            self._adapter._get_iterator = lambda: ((x, nothing, weight) for x, _, weight in read())
         return self._adapter.get_tf_dataset()
 
     def get_torch_dataloader(self) -> Any:
@@ -117,8 +124,8 @@ def batches(
     world size.
 
     Args:
-        x, y: arrays (or nested structures of arrays) of all samples, the same on every rank; first axis
-            samples.
+        x, y: arrays or tensors (or nested structures of them) of all samples, the same on every rank; first axis
+            samples. ``y`` may be ``None``.
         per_rank_batch: samples a rank takes in a full step.
         world: the ranks; by default those of ``hvdtrain.init``.
         seed: of the order; by default the world's.
@@ -133,13 +140,18 @@ def batches(
         it the epoch.
 
     Raises:
-        ConfigError: arrays of different lengths, or an argument out of range.
+        ConfigError: arrays of different lengths, data of another kind, or an argument out of range.
+        ReplicaError: the ranks' data or its order differ (this call is collective).
     """
     world = world_or_current(world)
+    x, y = arrays(x, "x"), arrays(y, "y")
+    samples = _count(x, y)
+    same_data.check(world, same_data.of_arrays((x, y)), what="the data given to batches()")
     plan = Plan(
-        _count(x, y), world.size, per_rank_batch, seed=world.seed if seed is None else seed, shuffle=shuffle,
+        samples, world.size, per_rank_batch, seed=world.seed if seed is None else seed, shuffle=shuffle,
         tail=tail,  # type: ignore[arg-type]
     )  # fmt: skip
+    world.agree("plan of batches() (seed, per_rank_batch, shuffle, tail), epoch and consumed", (plan, epoch, consumed))
     if plan.samples == 0 or plan.steps(consumed) == 0:
         raise ConfigError("an epoch needs samples", f"{plan.samples} samples, {consumed} consumed", "give more data")
     return Batches(x, y, plan, rank=world.rank, epoch=epoch, consumed=consumed)
@@ -158,12 +170,13 @@ def evaluate(model: keras.Model, x: Any, y: Any, batch_size: int, *, world: Worl
         Loss and metrics of all samples, the same numbers on every rank.
 
     Raises:
-        ConfigError: arrays of different lengths.
-        ReplicaError: replicas, or sets of metrics, that differ.
+        ConfigError: arrays of different lengths, or data of another kind.
+        ReplicaError: replicas, data or sets of metrics that differ.
     """
     world = world_or_current(world)
+    x, y = arrays(x, "x"), arrays(y, "y")
     samples = _count(x, y)
-    world.agree("number of samples", samples)
+    same_data.check(world, same_data.of_arrays((x, y)), what="the data given to evaluate()")
     weights = model.trainable_weights
     _state.check_equal(weights, world, lambda: BACKEND.checksums(weights), when="when they are evaluated")
     mine = contiguous(samples, world.rank, world.size)
@@ -175,8 +188,31 @@ def evaluate(model: keras.Model, x: Any, y: Any, batch_size: int, *, world: Worl
     return _metrics.results(model, _metrics.states(model), world, 0.0 if empty else float(mine.stop - mine.start))
 
 
+def arrays(data: Any, name: str) -> Any:
+    """Returns nested data with tensors as numpy arrays; ``None`` stays.
+
+    Raises:
+        ConfigError: what is no array: a list of numbers, a file's data set, a data frame.
+    """
+
+    def one(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, np.ndarray) and leaf.ndim:
+            return leaf
+        if keras.ops.is_tensor(leaf) and len(leaf.shape):
+            return keras.ops.convert_to_numpy(leaf)
+        raise ConfigError(
+            f"{name} must be a numpy array or a tensor, or nested dicts, lists and tuples of them, first axis samples",
+            f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            + (f" in {type(data).__name__}" if leaf is not data else ""),
+            f"give np.asarray({name}); what does not fit into memory is fitted from a tf.data.Dataset or a"
+            " keras.utils.PyDataset of each rank's own samples",
+        )
+
+    return keras.tree.map_structure(one, data)
+
+
 def _take(data: Any, where: Any) -> Any:
-    cut: Callable[[Any], Any] = lambda array: array[where]  # noqa: E731
+    cut: Callable[[Any], Any] = lambda array: None if array is None else array[where]  # noqa: E731
     return keras.tree.map_structure(cut, data)
 
 
@@ -184,4 +220,4 @@ def _count(x: Any, y: Any) -> int:
     lengths = [len(leaf) for leaf in keras.tree.flatten((x, y)) if leaf is not None]
     if not lengths or len(set(lengths)) != 1:
         raise ConfigError("x and y need the same number of samples", f"lengths {lengths}", "check how the data was cut")
-    return int(lengths[0])
+    return lengths[0]

@@ -6,16 +6,13 @@ usage: catches.py FOLDER        writes FOLDER/catches.rankR.json: case -> "passe
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 from typing import Any
 
 import accepted  # noqa: F401  (its cases)
 import keras
 import numpy as np
-from common import BACKEND, L, cnn, dense, images, loss, numpy_of, report
-from jobs import CASES, RANK, SIZE, O, case, compiled, fit, hvk, world
+from common import BACKEND, L, cnn, dense, images, loss, numpy_of
+from jobs import CASES, RANK, SIZE, O, case, compiled, fit, hvk, run_cases
 
 import hvdtrain
 
@@ -231,19 +228,6 @@ def evaluates_replicas_that_differ() -> str:
 
 
 if __name__ == "__main__":
-    outcomes: dict[str, str] = {}
-    for job in CASES:
-        if job.__name__.startswith("stock") and BACKEND != "tensorflow":
-            continue  # Horovod's own Keras wrapper is TensorFlow's
-        try:
-            outcomes[job.__name__] = f"passed {job()}"
-        except hvdtrain.HvdtrainError as error:
-            outcomes[job.__name__] = f"{type(error).__name__}: {error}"
-        except Exception:
-            print(f"rank {RANK}: case {job.__name__}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-            report(sys.argv[1], "catches", RANK, outcomes)
-            os._exit(3)
-        keras.backend.clear_session()
-    report(sys.argv[1], "catches", RANK, outcomes)
-    world.barrier()
-    world.comm.shutdown()
+    if BACKEND != "tensorflow":  # Horovod's own Keras wrapper is TensorFlow's
+        CASES[:] = [job for job in CASES if not job.__name__.startswith("stock")]
+    run_cases("catches")

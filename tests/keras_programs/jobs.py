@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import keras
-from common import cnn, images, loss
+from common import cnn, images, loss, report
 
 import hvdtrain
 
@@ -44,3 +47,21 @@ def state(model: keras.Model) -> list[Any]:
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     return [*model.variables, *model.optimizer.variables]
+
+
+def run_cases(name: str) -> None:
+    """Runs all cases; writes FOLDER/NAME.rankR.json: case -> "passed ..." or the error's text."""
+    outcomes: dict[str, str] = {}
+    for job in CASES:
+        try:
+            outcomes[job.__name__] = f"passed {job()}"
+        except hvdtrain.HvdtrainError as error:
+            outcomes[job.__name__] = f"{type(error).__name__}: {error}"
+        except Exception:
+            print(f"rank {RANK}: case {job.__name__}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            report(sys.argv[1], name, RANK, outcomes)
+            os._exit(3)
+        keras.backend.clear_session()
+    report(sys.argv[1], name, RANK, outcomes)
+    world.barrier()
+    world.comm.shutdown()
