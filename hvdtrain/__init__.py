@@ -19,6 +19,7 @@ _HOME_OF = {
     "HvdtrainError": "errors",
     "LauncherError": "errors",
     "MainRankError": "errors",
+    "NonFiniteError": "errors",
     "ReplicaError": "errors",
     "exit_with": "errors",
     "LR": "lr",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from hvdtrain.errors import HvdtrainError as HvdtrainError
     from hvdtrain.errors import LauncherError as LauncherError
     from hvdtrain.errors import MainRankError as MainRankError
+    from hvdtrain.errors import NonFiniteError as NonFiniteError
     from hvdtrain.errors import ReplicaError as ReplicaError
     from hvdtrain.errors import exit_with as exit_with
     from hvdtrain.lr import LR as LR

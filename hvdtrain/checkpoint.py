@@ -19,12 +19,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from hvdtrain import __version__
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.manifest import (
     MANIFEST,
+    direction_of,
     json_numbers,
     read_manifest,
     seal,
@@ -32,6 +33,7 @@ from hvdtrain.manifest import (
     verify,
     write_manifest,
 )
+from hvdtrain.parts import Part
 from hvdtrain.transfer import local_copy
 from hvdtrain.world import World, current
 
@@ -55,18 +57,6 @@ class Progress:
     step: int = 0
     samples_seen: int = 0
     samples_in_epoch: int = 0
-
-
-class Part(Protocol):
-    """One file of a checkpoint."""
-
-    def save(self, path: Path) -> None:
-        """Write the state to `path`; called on rank 0."""
-        ...
-
-    def load(self, path: Path) -> None:
-        """Take the state from `path`; called on every rank, with the same content."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +87,10 @@ class Checkpointer:
         world: default: the world of the last `init()`, else one process.
         keep: how many of the newest to keep.
         best: the metric by which one more is kept, however old; None: none.
-        mode: whether "min" or "max" of it is best.
+        mode: whether "min" or "max" of it is best; None: as its name says (losses and errors "min", accuracies "max").
+
+    Raises:
+        ConfigError: an argument is wrong, or the metric's name does not say which way is better.
     """
 
     def __init__(
@@ -107,16 +100,16 @@ class Checkpointer:
         world: World | None = None,
         keep: int = 3,
         best: str | None = "val_loss",
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
     ) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ConfigError("keep must be a whole number >= 1", f"keep={keep!r}")
-        if mode not in ("min", "max"):
+        if mode not in ("min", "max", None):
             raise ConfigError('mode must be "min" or "max"', f"mode={mode!r}")
         self.directory = Path(directory)
         self.keep = keep
         self.best_metric = best
-        self.mode = mode
+        self.mode = mode or ("min" if best is None else direction_of(best))
         self._world = world
 
     @property
@@ -127,7 +120,7 @@ class Checkpointer:
     def save(
         self, state: Mapping[str, Part], *, progress: Progress, metrics: Mapping[str, float] | None = None
     ) -> Path:
-        """Write one checkpoint; collective: rank 0 writes, the others wait.
+        """Write one checkpoint; collective: the parts bring their state together, rank 0 writes, the others wait.
 
         Args:
             state: file name to what goes into it.
@@ -140,9 +133,12 @@ class Checkpointer:
         Raises:
             CheckpointError: it cannot be written, earlier ones are untouched (`MainRankError` on ranks
                 other than 0).
+            NonFiniteError: weights are not finite: nothing is written, earlier ones are untouched.
             ReplicaError: ranks are not at the same point of the training.
         """
         self.world.agree("progress at a checkpoint", progress)
+        for part in state.values():
+            part.collect()
         return self.world.on_main(self._save, state, progress, dict(metrics or {}))
 
     def _save(self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float]) -> Path:
@@ -166,11 +162,12 @@ class Checkpointer:
     def _write(self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float], sequence: int) -> Path:
         temporary = self._unfinished("writing")
         temporary.mkdir()
+        mode = temporary.stat().st_mode & 0o666  # as the umask has it; libraries make files that only their owner reads
         try:
             files = {}
             for name, part in state.items():
                 part.save(temporary / name)
-                files[name] = seal(temporary / name)
+                files[name] = seal(temporary / name, mode)
             body = {
                 "format": 1, "sequence": sequence,
                 "progress": asdict(progress), "metrics": json_numbers(metrics),

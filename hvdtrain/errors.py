@@ -72,6 +72,11 @@ class CheckpointError(HvdtrainError):
     """No usable checkpoint, or one that cannot be written."""
 
 
+class NonFiniteError(HvdtrainError):
+    """Training has come to a loss, a gradient or weights that are NaN or infinite; earlier checkpoints are as they
+    were, and can be restored in the same process."""
+
+
 class LauncherError(HvdtrainError):
     """The launcher's environment and the engine do not make a consistent world."""
 

@@ -6,20 +6,32 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
+# how metrics are called that are better when they are greater, and when they are less; without "val_" and numbers at
+# the end ("top1", "auc_2")
+_GREATER = re.compile(
+    r"(.+_)?(acc(uracy)?|auc|auroc|top(_?k|_?\d+)?|precision|recall|sensitivity|specificity|f(beta|\d)?(_score)?|dice"
+    r"|m?iou|io_u|jaccard|m?ap|bleu|rouge|r_?2(_score)?|psnr|ssim|ndcg|mrr|cosine_similarity|correlation|likelihood)"
+)
+_LESS = re.compile(
+    r"(.+_)?(loss|err(or)?(_rate)?|mse|mae|rmse|mape|msle|nll|perplexity|ppl|(cross_?)?entropy|(kl_)?divergence|hinge"
+    r"|log_?cosh|poisson|wer|cer|fid|distance|false_(positives|negatives))"
+)
 
 
-def seal(path: Path) -> dict[str, Any]:
-    """Force a file to disk and return its size and checksum."""
+def seal(path: Path, mode: int) -> dict[str, Any]:
+    """Give a file its permissions, force it to disk, and return its size and checksum."""
     if not path.is_file():
         raise CheckpointError("a part must write one file at the path it is given", f"{path.name}: no file there")
     with open(path, "rb+") as file:
+        os.fchmod(file.fileno(), mode)
         os.fsync(file.fileno())
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": _sha256(file)}
 
@@ -82,3 +94,21 @@ def json_numbers(metrics: Mapping[str, float]) -> dict[str, float | str]:
     """Metrics as JSON has them: NaN and infinities as text."""
     numbers = {name: float(value) for name, value in metrics.items()}
     return {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+
+
+def direction_of(metric: str) -> Literal["min", "max"]:
+    """Returns which way a metric is better, as its name says.
+
+    Raises:
+        ConfigError: it does not say.
+    """
+    name = metric.lower().removeprefix("val_").removeprefix("test_")
+    bare = re.sub(r"_?\d+$", "", name)
+    greater, less = (any(kind.fullmatch(form) for form in (name, bare)) for kind in (_GREATER, _LESS))
+    if greater == less or name.startswith(("neg_", "negative_")):
+        raise ConfigError(
+            "the best checkpoint needs to know which way its metric is better",
+            f"best={metric!r}, a name that does not say",
+            f'Checkpointer(..., best={metric!r}, mode="max") where more is better, else mode="min"',
+        )
+    return "max" if greater else "min"

@@ -34,15 +34,15 @@ def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the events in order; a last line that a killed process left half-written is not one."""
+    """Return the events in order; a line that a killed process left half-written is not one."""
     path = Path(run_dir) / "events.jsonl"
     if not path.exists():
         return []
     events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):  # text may hold other characters that end a line for str.splitlines
         try:
             events.append(json.loads(line))
-        except ValueError:
+        except ValueError:  # half a line; UnicodeDecodeError, where it ends within a character
             continue
     return events
 

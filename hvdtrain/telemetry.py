@@ -212,9 +212,11 @@ def run_status(run_dir: str | os.PathLike[str]) -> str | None:
     run = read_run(run_dir)
     if run is None or run.get("status") != "running":
         return None if run is None else str(run.get("status"))
-    with open(Path(run_dir) / ".lock", encoding="utf-8") as file:
-        try:
+    try:
+        with open(Path(run_dir) / ".lock", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return "running"
+    except BlockingIOError:
+        return "running"
+    except FileNotFoundError:
+        pass  # a copy of a run: whoever wrote it holds no lock here
     return "killed"

@@ -16,8 +16,9 @@ import pytest
 from harness import REPOSITORY, clean_environment, quick_folder, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import Limit
 
-from hvdtrain import Checkpointer, CheckpointError, ConfigError, Progress
+from hvdtrain import Checkpointer, CheckpointError, ConfigError, NonFiniteError, Progress
 from hvdtrain.manifest import MANIFEST
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -37,9 +38,8 @@ def progress_at(step: int) -> Progress:
 def restored(folder: Path, **options: Any) -> Progress | None:
     """Restore, and check that what comes is what was saved at that step."""
     state = state_of(0)
-    progress = Checkpointer(folder, best=options.pop("best", "val_loss"), mode=options.pop("mode", "min")).restore(
-        state, **options
-    )
+    own = {name: options.pop(name) for name in ("best", "mode") if name in options}
+    progress = Checkpointer(folder, **own).restore(state, **options)
     if progress is not None:
         assert progress == progress_at(progress.step)
         assert content(state) == content(state_of(progress.step))
@@ -67,6 +67,22 @@ class TestSaveAndRestore:
         assert manifest["files"]["a.bin"]["bytes"] == 100 and len(manifest["files"]["a.bin"]["sha256"]) == 64
         assert manifest["metrics"] == {"val_loss": "nan"} and manifest["world_size"] == 1
         assert math.isnan(Checkpointer(tmp_path).list()[0].metrics["val_loss"])
+
+    @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+    def test_files_have_the_permissions_that_the_umask_gives(self, tmp_path: Path, umask: int, limit: Limit) -> None:
+        class Private(Blob):
+            def save(self, path: Path) -> None:
+                with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:  # as safetensors does
+                    file.write(b"x")
+
+        before = os.umask(umask)
+        try:
+            path = Checkpointer(tmp_path).save({"a.bin": Private(), "b.bin": Blob()}, progress=Progress())
+        finally:
+            os.umask(before)
+        modes = {entry.name: entry.stat().st_mode & 0o777 for entry in path.iterdir()}
+        assert modes == dict.fromkeys(("a.bin", "b.bin", MANIFEST), 0o666 & ~umask)
+        limit("K11d", "model.safetensors is 0600, other files of a checkpoint 0644", mended="all as the umask has it")
 
     def test_nothing_there(self, tmp_path: Path) -> None:
         checkpointer = Checkpointer(tmp_path / "none")
@@ -151,6 +167,46 @@ class TestRetention:
         for step, loss in ((1, 0.1), (2, 0.9)):
             save(tmp_path, step, loss, keep=1, best=None)
         assert steps(tmp_path) == [2]
+
+    @pytest.mark.parametrize(
+        ("names", "greater"),
+        [
+            ("val_accuracy top1 top5 auc_2 precision recall f1_score val_mean_io_u mAP r2_score acc1 roc_auc", True),
+            ("loss val_head_loss top5_error mean_squared_error perplexity word_error_rate kl_divergence", False),
+        ],
+    )
+    def test_the_name_of_a_metric_says_which_way_is_better(
+        self, tmp_path: Path, names: str, greater: bool, limit: Limit
+    ) -> None:
+        for name in names.split():
+            folder = tmp_path / name
+            for step, value in enumerate((0.1, 0.9, 0.8), start=1):
+                checkpoints = Checkpointer(folder, keep=1, best=name)
+                checkpoints.save(state_of(step), progress=progress_at(step), metrics={name: value})
+            assert steps(folder) == ([2, 3] if greater else [1, 3]), name
+        if greater:
+            limit("K10a", 'Checkpointer(best="val_accuracy") keeps the worst of 0.1, 0.9, 0.8', mended="0.9 is kept")
+
+    @pytest.mark.parametrize("name", ["score", "seconds", "neg_mean_squared_error", "negative_log_likelihood", "lr"])
+    def test_a_name_that_does_not_say_is_refused(self, tmp_path: Path, name: str, limit: Limit) -> None:
+        with pytest.raises(ConfigError, match="which way its metric is better") as caught:
+            Checkpointer(tmp_path, best=name)
+        assert 'mode="max"' in caught.value.remedy
+        assert Checkpointer(tmp_path, best=name, mode="max").mode == "max"
+        if name == "score":
+            limit("K10b", 'best="score": more or less?', refused=caught.value)
+
+    def test_what_is_not_finite_is_not_written_and_nothing_is_deleted(self, tmp_path: Path) -> None:
+        class Diverged(Blob):
+            def collect(self) -> None:
+                raise NonFiniteError("weights that are not finite are not saved")
+
+        for step in (1, 2):
+            save(tmp_path, step, keep=1)
+        for step in (3, 4, 5):
+            with pytest.raises(NonFiniteError):
+                Checkpointer(tmp_path, keep=1).save({"a.bin": Diverged()}, progress=progress_at(step))
+        assert steps(tmp_path) == [2] and step_of(restored(tmp_path)) == 2
 
     def test_best_of_a_metric_nobody_saved(self, tmp_path: Path) -> None:
         save(tmp_path, 1, 0.5)

@@ -21,8 +21,9 @@ import hvdtrain
 
 PACKAGE = "hvdtrain"
 CORE = {
-    "errors", "launchers", "engines", "world", "lr", "shard", "checkpoint", "manifest", "transfer", "telemetry",
-    "slurm", "records", "restart", "run_writer", "tensorboard", "verdict", "cores", "stats", "allocator", "same_data",
+    "errors", "launchers", "engines", "world", "lr", "shard", "checkpoint", "manifest", "parts", "transfer",
+    "telemetry", "slurm", "records", "restart", "run_writer", "tensorboard", "verdict", "cores", "stats", "allocator",
+    "same_data",
     "pipeline.plan", "pipeline.plan_simulate", "pipeline.plan_partition", "pipeline.plan_search",
 }  # fmt: skip
 ADAPTERS = {

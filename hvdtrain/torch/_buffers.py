@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.errors import ReplicaError
 from hvdtrain.torch._inner import unwrap
-from hvdtrain.torch._sync_batchnorm import is_synchronized
+from hvdtrain.torch._sync_batchnorm import is_statistic, is_synchronized
 from hvdtrain.torch._watch import checksums
 from hvdtrain.world import World
 
@@ -17,22 +18,35 @@ _CHUNK_BYTES = 1 << 26
 
 
 def synchronize(model: nn.Module, world: World) -> None:
-    """Makes the buffers equal on all ranks: the mean of floating ones that differ, rank 0's of others; collective.
+    """Makes the buffers equal on all ranks: the mean of running statistics that differ, rank 0's of others; collective.
 
     The mean of the ranks' running means is that of all samples; that of their variances leaves out the variance
     between the ranks' means, which is small where ranks see samples of one distribution (`sync_batchnorm=True`
     keeps them exact).
+
+    Raises:
+        ReplicaError: ranks have buffers of different shapes.
     """
     if world.size == 1:
         return
     buffers = dict(unwrap(model).named_buffers())
-    reports = world.gather(checksums(buffers))
+    kinds = {name: f"{tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()}
+    reports = world.gather((kinds, checksums(buffers)))
+    for name in dict.fromkeys(name for kinds, _ in reports for name in kinds):
+        found = [kinds.get(name, "absent") for kinds, _ in reports]
+        if len(set(found)) > 1:
+            raise ReplicaError(
+                f"every rank must have the same buffers: {name} differs",
+                "\n".join(f"rank {rank}: {kind}" for rank, kind in enumerate(found)),
+                "give buffers a shape that does not depend on the rank's own samples",
+                shared=True,
+            )
     # the mean of equal values can be off by a rounding, so what is equal is left alone
-    differ = [name for name in buffers if any(report.get(name) != reports[0].get(name) for report in reports)]
-    floats = [buffers[name] for name in differ if buffers[name].is_floating_point()]
+    differ = [name for name in buffers if any(sums[name] != reports[0][1][name] for _, sums in reports)]
+    statistics = [buffers[name] for name in differ if is_statistic(name, buffers[name])]
     with torch.no_grad():
-        average_(floats, world)
-        broadcast_([buffers[name] for name in differ if not buffers[name].is_floating_point()], world)
+        average_(statistics, world)
+        broadcast_([buffers[name] for name in differ if not is_statistic(name, buffers[name])], world)
 
 
 def average_(tensors: Sequence[Tensor], world: World) -> None:

@@ -116,6 +116,7 @@ class Loader:
         over = self.plan.steps(samples_in_epoch) == 0
         self._stop()
         self._epoch, self._done = (epoch + 1, 0) if over else (epoch, samples_in_epoch)
+        self.live = None
         self._moves += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,16 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.errors import HvdtrainError
-from hvdtrain.torch._sync_batchnorm import acting
+from hvdtrain.errors import NonFiniteError
+from hvdtrain.torch._sync_batchnorm import acting, is_statistic
 from hvdtrain.world import World
 
 _LAG = 2
 _EVERY_STEP = "HVDTRAIN_CHECK_EVERY_STEP"
-
-
-class NonFiniteError(HvdtrainError):
-    """Training has come to a loss or a gradient that is NaN or infinite; the last checkpoint is as it was."""
+GO_BACK = "earlier checkpoints are untouched: restore one, here or in a new run"
 
 
 @dataclass(frozen=True)
@@ -99,6 +96,10 @@ class Losses:
                 raise self._error(reading, every, mine)
             self.last = every
 
+    def forget(self) -> None:
+        """A checkpoint was restored: what is under way is of updates that are undone."""
+        self._under_way.clear()
+
     def _error(self, reading: _Reading, every: float, mine: float) -> NonFiniteError:
         lines = []
         for rank, (loss, layer) in enumerate(self._world.gather((mine, reading.layer))):
@@ -108,7 +109,7 @@ class Losses:
             f"the loss is {every} at step {reading.step} (epoch {reading.epoch}): training ends",
             "\n".join(lines),
             "lower the learning rate or warm it up longer, clip gradients (clip=1.0), check the inputs and labels"
-            ' named above; with amp="fp16" try amp="bf16"; earlier checkpoints are untouched: go on from one of them',
+            f' named above; with amp="fp16" try amp="bf16"; {GO_BACK}',
             shared=True,
         )
 
@@ -122,9 +123,33 @@ def gradient_error(module: nn.Module, norm: float, step: int) -> NonFiniteError:
         if bad
         else "every gradient is finite, their norm overflows",
         "lower the learning rate or warm it up longer; look for a square root, a logarithm or a division at 0 after"
-        " the layer named; earlier checkpoints are untouched",
+        f" the layer named; {GO_BACK}",
         shared=True,
     )
+
+
+def check_weights(module: nn.Module, world: World) -> None:
+    """Refuses weights that are no use to anybody: a trained parameter or a running statistic that is not finite;
+    collective.
+
+    Raises:
+        NonFiniteError: on every rank.
+    """
+    watched = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    watched |= {name: buffer for name, buffer in module.named_buffers() if is_statistic(name, buffer)}
+    fine = {name: torch.isfinite(tensor.detach()).all().cpu() for name, tensor in watched.items()}
+    reports = world.gather([name for name, value in fine.items() if not value])
+    if any(reports):
+        raise NonFiniteError(
+            "weights that are not finite are not saved: training has diverged",
+            "\n".join(
+                f"rank {rank}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+                for rank, names in enumerate(reports)
+                if names
+            ),
+            f"clip gradients (clip=1.0: a gradient that is not finite then ends training at once); {GO_BACK}",
+            shared=True,
+        )
 
 
 def first_bad_layer(

@@ -1,14 +1,15 @@
-"""The parts of a checkpoint: the same two files on every engine, neither of which can run code when it is loaded.
+"""The parts of a checkpoint: the same files on every engine, none of which can run code when it is loaded.
 
 `model.safetensors` is the user's plain module: ``safetensors.torch.load_model(module, path)`` opens it anywhere.
 `training.pt` is what else a run needs to go on exactly: the optimizer's state, the gradient scaler, the place in the
-data, and every rank's random numbers; it is read with ``torch.load(weights_only=True)``.
+data, and every rank's random numbers; `extra.pt` is what else the user keeps. Both are read with
+``torch.load(weights_only=True)``, and that is tried while they are saved.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hvdtrain.checkpoint import Part, Progress
+from hvdtrain.checkpoint import Progress
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.torch import _buffers, _start
+from hvdtrain.parts import ExtraPart, Part
+from hvdtrain.torch import _buffers, _nonfinite, _start
+from hvdtrain.torch._batches import FromLoader
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._inner import unwrap
 from hvdtrain.torch._optimizer import Optimizer
@@ -31,7 +34,7 @@ from hvdtrain.world import World, current
 if TYPE_CHECKING:
     from hvdtrain.torch._loader import Loader
 
-_PLAIN = (bool, int, float, str, type(None), Tensor)
+_SCALARS = (bool, int, float, str)
 
 
 def model_state(
@@ -39,56 +42,73 @@ def model_state(
     optimizer: torch.optim.Optimizer | None = None,
     data: Loader | None = None,
     *,
+    extra: MutableMapping[str, Any] | None = None,
     world: World | None = None,
 ) -> Mapping[str, Part]:
-    """Returns what a checkpoint consists of, for `Checkpointer.save` and `restore`; collective.
+    """Returns what a checkpoint consists of, for `Checkpointer.save` and `restore`.
 
-    Call it on every rank, right before the save or the restore: it makes the ranks' buffers equal (as the checkpoint
-    will have them) and gathers their random states.
+    `save` takes the state of that moment, on every rank: it makes the ranks' buffers equal (as the checkpoint will have
+    them), gathers their random states, and refuses weights that are not finite (`NonFiniteError`). After such an error
+    `restore` takes model and optimizer back to an earlier checkpoint.
 
     Args:
         model: prepared, or plain (to load weights for use).
         optimizer: as `prepare` returned it; without it only the model is a part.
-        data: the training loader; a restore puts it where the saved run was.
+        data: the training loader; a restore puts it where the saved run was. By default the one `prepare` was given.
+        extra: objects of your own, as rank 0 has them: name to what has `state_dict` and `load_state_dict` (an average
+            of weights, a scheduler), or to numbers, text, tensors, arrays, and dicts and lists of those. A restore
+            loads objects, tensors and arrays in place and puts other values into this dict.
         world: the ranks; by default those of the optimizer, or of `hvdtrain.init`, or one process.
 
     Returns:
-        ``{"model.safetensors": ...}``, and with an optimizer ``"training.pt"``.
+        ``{"model.safetensors": ...}``, with an optimizer ``"training.pt"``, with extra ``"extra.pt"``.
 
     Raises:
-        ConfigError: the optimizer was not prepared, an update is complete but not applied, or the optimizer holds
-            something that cannot be saved safely.
-        NonFiniteError: the loss of an update since the last check was not finite.
+        ConfigError: the optimizer was not prepared, or the loader is not the one that it was prepared with. While
+            saving: an update is complete but not applied, or something cannot be saved safely; it is named.
     """
-    CLOCK.enter("checkpoint")
-    parts: dict[str, Part] = {"model.safetensors": ModelPart(unwrap(model))}
-    if optimizer is None:
-        _buffers.synchronize(model, world or current() or World.solo())
-        return parts
-    if not isinstance(optimizer, Optimizer):
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ConfigError(
             "a checkpoint of training holds the optimizer that prepare() returned",
             f"a plain {type(optimizer).__name__}",
-            "model, optimizer = prepare(model, optimizer, ...); model_state(model, optimizer, data)",
+            "model, optimizer = prepare(model, optimizer, ...); model_state(model, optimizer)",
         )
-    session = optimizer.session
-    if session.gradients.state == "ready":
-        raise ConfigError("a checkpoint is taken after step()", "an update is complete and not applied", "step() first")
-    session.losses.settle()
-    _buffers.synchronize(model, session.world)
-    streams = session.world.gather(_streams(session.world.devices))
-    return {**parts, "training.pt": TrainingPart(optimizer, data, streams)}
+    ranks = world or (current() or World.solo() if optimizer is None else optimizer.session.world)
+    parts: dict[str, Part] = {"model.safetensors": ModelPart(model, ranks)}
+    if optimizer is not None:
+        parts = {"training.pt": TrainingPart(optimizer, _loader_of(optimizer, data)), **parts}
+    return parts if extra is None else {**parts, "extra.pt": Extra(extra)}
 
 
-class ModelPart:
+def _loader_of(optimizer: Optimizer, data: Loader | None) -> Loader | None:
+    """The loader whose place is known exactly: what its batches went into, `prepare` was told."""
+    batches = optimizer.session.batches
+    own = batches.data if isinstance(batches, FromLoader) else None
+    if data is not None and data is not own:
+        raise ConfigError(
+            "a checkpoint knows the place in the data from the loader that prepare() was given",
+            "another loader" if own is not None else "prepare() was given none",
+            "prepare(model, optimizer, train), then model_state(model, optimizer)",
+        )
+    return own
+
+
+class ModelPart(Part):
     """Parameters and persistent buffers of a plain module.
 
     Names that share a tensor are stored once; the others' names are in the file's metadata, as
     `safetensors.torch.save_model` writes them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.model = model
+        self.module = unwrap(model)
+        self.world = world
+
+    def collect(self) -> None:
+        CLOCK.enter("checkpoint")
+        _buffers.synchronize(self.model, self.world)
+        _nonfinite.check_weights(self.module, self.world)
 
     def save(self, path: Path) -> None:
         tensors, shared = _once_each(self.module.state_dict())
@@ -101,6 +121,7 @@ class ModelPart:
         Raises:
             CheckpointError: it is of another model; the first tensor that does not fit is named, with both shapes.
         """
+        CLOCK.enter("checkpoint")
         try:
             with safe_open(path, framework="pt") as file:
                 stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
@@ -155,26 +176,43 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "nothing"
 
 
-class TrainingPart:
+class TrainingPart(Part):
     """Everything but the model that a run needs to go on."""
 
-    def __init__(self, optimizer: Optimizer, data: Loader | None, streams: list[dict[str, Any]]) -> None:
+    def __init__(self, optimizer: Optimizer, data: Loader | None) -> None:
         self.optimizer = optimizer
         self.data = data
-        self.streams = streams
-        self.content = {
+        self.streams: list[dict[str, Any]] = []
+
+    def collect(self) -> None:
+        """Gathers the ranks' random states.
+
+        Raises:
+            ConfigError: an update is complete but not applied.
+            NonFiniteError: the loss of an update since the last check was not finite.
+        """
+        CLOCK.enter("checkpoint")
+        session = self.optimizer.session
+        if session.gradients.state in ("ready", "more"):
+            came = "an update is complete and not applied"
+            if session.gradients.state == "more":
+                came = "backward(..., more=True) announced another backward()"
+            raise ConfigError("a checkpoint is taken after step()", came, "step() first")
+        session.losses.settle()
+        self.streams = session.world.gather(_streams(session.world.devices))
+
+    def save(self, path: Path) -> None:
+        optimizer = self.optimizer
+        content = {
             "format": 1,
             "optimizer": optimizer.state_dict(),
             "optimizer_class": type(optimizer.wrapped).__name__,
             "precision": optimizer.session.precision.state_dict(),
             "progress": asdict(optimizer.progress),
-            "loader": None if data is None else {**data.state_dict(), **_place(optimizer)},
-            "streams": streams,
+            "loader": None if self.data is None else {**self.data.state_dict(), **_place(optimizer)},
+            "streams": self.streams,
         }
-        _check_plain(self.content, "training state")
-
-    def save(self, path: Path) -> None:
-        torch.save(self.content, path)
+        _write(content, path, "training state")
 
     def load(self, path: Path) -> None:
         """Takes up where the saved run was; at another world size with random streams of its own.
@@ -188,6 +226,7 @@ class TrainingPart:
         self.optimizer.load_state_dict(saved["optimizer"])
         session.precision.load_state_dict(saved["precision"])
         session.gradients.restart()
+        session.losses.forget()
         self.optimizer.progress = Progress(**saved["progress"])
         if self.data is not None and saved["loader"] is not None:
             try:
@@ -203,10 +242,11 @@ class TrainingPart:
 
 def _place(optimizer: Optimizer) -> dict[str, int]:
     """Where the loader must go on if its last batch was handed out but not trained on; else nothing to correct."""
-    batch = optimizer.session.batches.now()
-    if batch is None or batch is optimizer.session.gradients.batch or optimizer.progress.step == 0:
+    session = optimizer.session
+    batch = session.batches.now()
+    if batch is None or batch is session.gradients.batch or not batch.closes:
         return {}
-    return {"epoch": optimizer.progress.epoch, "samples_in_epoch": optimizer.progress.samples_in_epoch}
+    return {"epoch": batch.epoch, "samples_in_epoch": batch.consumed - batch.update_samples}
 
 
 def _check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, session: Session) -> None:
@@ -239,20 +279,67 @@ def _check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer,
                 )
 
 
-def _check_plain(value: Any, where: str) -> None:
-    """Refuses, while saving, what ``weights_only=True`` would refuse when it is too late."""
+# -- what can be read again without running code ---------------------------------------------------------------
+class Extra(ExtraPart):
+    """`extra.pt`: objects of the user's own."""
+
+    def save(self, path: Path) -> None:
+        _write(self.states(), path, "extra")
+
+    def load(self, path: Path) -> None:
+        self.restore(torch.load(path, map_location="cpu", weights_only=True))
+
+    def put_back(self, value: Any, saved: Any) -> Any:
+        if not isinstance(value, (Tensor, np.ndarray)):
+            return super().put_back(value, _like(value, saved))
+        if value.shape != saved.shape:
+            raise ValueError(f"shape {tuple(saved.shape)} in the checkpoint, {tuple(value.shape)} here")
+        with torch.no_grad():
+            (torch.from_numpy(value) if isinstance(value, np.ndarray) else value).copy_(saved)
+        return value
+
+
+def _like(example: Any, saved: Any) -> Any:
+    """Arrays were saved as tensors: makes them arrays again where `example` has some."""
+    if isinstance(example, np.ndarray) and isinstance(saved, Tensor):
+        return saved.numpy()
+    if isinstance(saved, dict) and isinstance(example, Mapping):
+        return {key: _like(example.get(key), value) for key, value in saved.items()}
+    if type(saved) in (list, tuple) and isinstance(example, (list, tuple)) and len(saved) == len(example):
+        return type(saved)(map(_like, example, saved))
+    return saved
+
+
+def _write(content: Mapping[str, Any], path: Path, what: str) -> None:
+    """Saves what ``weights_only=True`` reads, and has it read."""
+    torch.save(_plain(content, what), path)
+    torch.load(path, weights_only=True, mmap=True)  # the structure; tensors stay on the disk
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Returns `value` as the types that can be read without running code; refuses others while there is time."""
+    if value is None or type(value) in (*_SCALARS, Tensor, nn.Parameter):
+        return value
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.from_numpy(np.array(value))
+    if isinstance(value, np.generic) and isinstance(value.item(), (*_SCALARS, complex)):
+        return _plain(value.item(), where)  # a number that went through numpy, such as a learning rate
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            _check_plain(item, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            _check_plain(item, f"{where}[{index}]")
-    elif not isinstance(value, _PLAIN):
-        raise ConfigError(
-            "a checkpoint holds numbers, text and tensors, so that loading it runs no code",
-            f"{where} is a {type(value).__name__}",
-            "keep such objects out of the optimizer's groups and state",
-        )
+        return {_plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, (torch.dtype, torch.device, complex)):
+        return value
+    for kind in _SCALARS:
+        if isinstance(value, kind):  # an enumeration that is a number, say
+            return kind(value)
+    raise ConfigError(
+        "a checkpoint holds numbers, text and tensors, so that loading it runs no code",
+        f"{where} is a {type(value).__name__}",
+        "keep such objects out of the optimizer's groups and state; give them state_dict() and load_state_dict() to"
+        " save them with extra=",
+    )
 
 
 # -- random numbers -----------------------------------------------------------------------------------------------

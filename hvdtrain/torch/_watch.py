@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 
@@ -13,13 +14,15 @@ from hvdtrain.torch._inner import unwrap
 from hvdtrain.world import World
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PRIME = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number: Knuth's multiplier for 64 bits
+_PIECE = 1 << 20  # elements at a time: their products, and the factors, take 8 bytes each
 
 
 def fingerprint(model: nn.Module) -> str:
     """Returns the SHA-256 of the model's state: names, types, shapes and bits of parameters and buffers.
 
-    Buffers such as running statistics are each rank's own while it trains; `evaluate` and `model_state` make them
-    equal.
+    Buffers such as running statistics are each rank's own while it trains; `evaluate` and `Checkpointer.save` make
+    them equal.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(unwrap(model).state_dict().items()):
@@ -34,8 +37,8 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns, for each tensor, the sum of its bits read as integers; one transfer from each device."""
-    sums = {name: _sum_of_bits(tensor) for name, tensor in tensors.items()}
+    """Returns a checksum of each tensor's bits and their order; one transfer from each device."""
+    sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
     found: dict[str, int] = {}
     for device in dict.fromkeys(value.device for value in sums.values()):
         names = [name for name, value in sums.items() if value.device == device]
@@ -43,13 +46,26 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: found[name] for name in tensors}
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
+def _checksum(tensor: Tensor) -> Tensor:
+    """The elements' bits as integers, each times an odd number that belongs to its place, modulo 2**64."""
     flat = tensor.detach()
     if flat.is_complex():
         flat = torch.view_as_real(flat)
+    flat = flat.reshape(-1)
     if flat.dtype == torch.bool:
         flat = flat.to(torch.uint8)
-    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+    total, factors = torch.zeros((), dtype=torch.int64, device=flat.device), _factors(flat.device)
+    for piece in flat.view(_INTEGERS[flat.element_size()]).split(_PIECE):
+        total = total * _PRIME + (piece * factors[: len(piece)]).sum()
+    return total
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """int64 [_PIECE], odd, as good as random."""
+    with torch.inference_mode(False):
+        places = torch.arange(1, _PIECE + 1, device=device) * _PRIME
+        return (places ^ (places >> 29)) * _PRIME | 1
 
 
 def check_equal(module: nn.Module, world: World, when: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from hvdtrain.parts import Part
 
-class Blob:
+
+class Blob(Part):
     """Bytes that save and load themselves."""
 
     def __init__(self, content: bytes = b"") -> None:

@@ -1,0 +1,367 @@
+"""What a checkpoint holds, against loops of plain PyTorch in one process; usage: state.py ENGINE
+
+Every rank computes the plain loop by itself, in float64: the order of the samples is that of the data.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from cases import refused, run_cases
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+import hvdtrain
+import hvdtrain.torch as hvt
+from hvdtrain.errors import ConfigError, HvdtrainError, NonFiniteError, ReplicaError
+from hvdtrain.torch import _buffers, _watch
+
+SAMPLES, BATCH = 24, 8  # of all ranks: 3 updates an epoch
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(3)
+    return torch.randn(SAMPLES, 4, generator=made), torch.randint(0, 3, (SAMPLES,), generator=made)
+
+
+def plain(updates: int, lr: Any = 0.1, after: Callable[[Any, Any], None] = lambda *_: None) -> nn.Module:
+    """The loop without hvdtrain; `after` each update is given model and optimizer."""
+    model, (x, y) = net(), data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for update in range(updates):
+        start = update * BATCH % SAMPLES
+        optimizer.zero_grad()
+        cross_entropy(model(x[start : start + BATCH]), y[start : start + BATCH]).backward()
+        optimizer.step()
+        after(model, optimizer)
+    return model
+
+
+class Job:
+    def __init__(self, world: hvdtrain.World, lr: Any = 0.1, **options: Any) -> None:
+        model = net()
+        self.data = hvt.loader(data(), BATCH // world.size, world=world, shuffle=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        self.model, self.optimizer = hvt.prepare(model, optimizer, self.data, verify=False, **options)
+        self.batches = self.stream()
+
+    def stream(self) -> Iterator[Any]:
+        while True:
+            yield from self.data
+
+    def train(self, updates: int, after: Callable[[Any, Any], None] = lambda *_: None) -> None:
+        for _ in range(updates):
+            x, y = next(self.batches)
+            self.optimizer.backward(cross_entropy(self.model(x), y))
+            self.optimizer.step()
+            after(self.model, self.optimizer)
+
+    def state(self, **extra: Any) -> Any:
+        return hvt.model_state(self.model, self.optimizer, **extra)
+
+    def save(self, checkpoints: hvdtrain.Checkpointer, **extra: Any) -> Path:
+        return Path(checkpoints.save(self.state(**extra), progress=self.optimizer.progress))
+
+    def restore(self, checkpoints: hvdtrain.Checkpointer, **extra: Any) -> Any:
+        self.batches = self.stream()
+        return checkpoints.restore(self.state(**extra))
+
+
+def distance(model: nn.Module, other: nn.Module) -> float:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
+
+
+@contextmanager
+def folder(world: hvdtrain.World) -> Iterator[hvdtrain.Checkpointer]:
+    """Checkpoints in a folder that all ranks see."""
+    with tempfile.TemporaryDirectory() as own:
+        yield hvdtrain.Checkpointer(Path(world.broadcast(own)) / "checkpoints", world=world, best=None)
+        world.barrier()
+
+
+def case_t12_numpy_numbers_are_saved_as_numbers(world: hvdtrain.World) -> None:
+    rate = 0.1 * np.sqrt(2)
+    assert type(rate) is not float
+    with folder(world) as checkpoints:
+        job = Job(world, rate)
+        job.optimizer.param_groups[0]["weight_decay"] = np.float32(0.25)
+        job.optimizer.param_groups[0]["note"] = {"steps": np.arange(3), np.int64(4): (np.True_, "text")}
+        job.train(2)
+        job.save(checkpoints)
+        again = Job(world)
+        again.restore(checkpoints)
+        group = again.optimizer.param_groups[0]
+        assert type(group["lr"]) is float and group["lr"] == float(rate) and group["weight_decay"] == 0.25
+        assert group["note"]["steps"].tolist() == [0, 1, 2] and group["note"][4] == (True, "text")
+        group["weight_decay"] = job.optimizer.param_groups[0]["weight_decay"] = 0.01
+        again.train(2)
+        job.train(2)
+        print(f"error t12 {distance(again.model, job.model)}")
+        assert distance(again.model, job.model) == 0
+
+
+def case_t12_what_cannot_be_read_again_is_refused_while_saving(world: hvdtrain.World) -> None:
+    with folder(world) as checkpoints:
+        job = Job(world)
+        job.train(1)
+        good = job.save(checkpoints)
+        job.optimizer.param_groups[0]["schedule"] = {"warm": [len]}
+        with refused("['param_groups'][0]['schedule']['warm'][0] is a builtin_function_or_method"):
+            job.save(checkpoints)
+        assert [info.path for info in checkpoints.list()] == [good]
+        with refused("extra['ema']['x'][0] is a set"):
+            Job(world).save(checkpoints, extra={"ema": {"x": [{1}]}})
+
+
+def case_t15_own_objects_and_schedulers_go_on(world: hvdtrain.World) -> None:
+    """An average of weights, a scheduler, a counter, a dict, an array and a tensor, against the unbroken plain loop."""
+    averages: list[Any] = []
+
+    def follow(model: Any, optimizer: Any) -> None:
+        if not averages:
+            average = torch.optim.swa_utils.AveragedModel(hvt.unwrap(model))
+            averages.extend([average, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)])
+        averages[0].update_parameters(hvt.unwrap(model))
+        averages[1].step()
+
+    reference, wanted = plain(5, after=follow), averages
+    with folder(world) as checkpoints:
+        averages = []
+        job = Job(world)
+        job.train(3, follow)
+        table, history = np.arange(4.0), torch.tensor([1.0, 2.0])
+        own = {"seen": 3, "table": table, "history": history, "best": {"score": np.float64(0.5), 7: [table]}}
+        job.save(checkpoints, extra={"ema": averages[0], "scheduler": averages[1], **own})
+        averages = []
+        again = Job(world)
+        again.train(1, follow)  # builds them, and is undone
+        fresh_table, fresh = np.zeros(4), torch.zeros(2)
+        extra = {
+            "ema": averages[0],
+            "scheduler": averages[1],
+            "seen": 0,
+            "table": fresh_table,
+            "history": fresh,
+            "best": {},
+        }
+        again.restore(checkpoints, extra=extra)
+        assert extra["seen"] == 3 and extra["table"] is fresh_table and fresh_table.tolist() == table.tolist()
+        assert extra["history"] is fresh and fresh.tolist() == [1.0, 2.0]
+        assert extra["best"]["score"] == 0.5 and extra["best"][7][0].tolist() == table.tolist()
+        again.train(2, follow)
+        error = max(distance(again.model, reference), distance(averages[0], wanted[0]))
+        print(f"error t15 {error}")
+        assert error < 1e-12 and averages[1].last_epoch == wanted[1].last_epoch == 5
+        # the negative twin: without the slot the rate is not what it was
+        without = Job(world)
+        averages = []
+        without.train(2, follow)
+        without.restore(checkpoints)
+        without.train(2, follow)
+        assert distance(without.model, reference) > 1e-4
+        with refused("lacks other", "it has best, ema, history", kind=HvdtrainError):
+            again.restore(checkpoints, extra={"other": 1})
+        with refused("extra['history']", "shape (2,) in the checkpoint, (3,) here", kind=HvdtrainError):
+            again.restore(checkpoints, extra={"history": torch.zeros(3)})
+        with refused("extra= is a dict", kind=ConfigError):
+            again.state(extra=[averages[0]])
+
+
+def case_t14_weights_that_are_not_finite_are_not_saved(world: hvdtrain.World) -> None:
+    """A NaN in the gradient of one layer, a finite loss, and no clipping: nobody notices before the checkpoint."""
+    with folder(world) as checkpoints:
+        job = Job(world)
+        job.train(2)
+        good = job.save(checkpoints)
+        hook = job.model[0].bias.register_hook(lambda gradient: gradient * float("nan"))
+        job.train(1)
+        hook.remove()
+        assert not all(bool(p.isfinite().all()) for p in job.model.parameters())
+        with refused("weights that are not finite are not saved", "rank 0: 0.bias", "restore one", kind=NonFiniteError):
+            job.save(checkpoints)
+        assert [info.path for info in checkpoints.list()] == [good]
+        job.restore(checkpoints)
+        job.train(2)
+        error = distance(job.model, plain(4))
+        print(f"error t14a {error}")
+        assert error < 1e-12 and job.optimizer.progress.step == 4
+        job.model[0].bias.requires_grad_(False).fill_(float("-inf"))  # what is not trained may be a mask
+        job.save(checkpoints)
+
+
+def case_t14_after_a_nan_loss_training_goes_back(world: hvdtrain.World) -> None:
+    for accumulate, clip in ((1, None), (1, 1e9), (2, None)):
+        with folder(world) as checkpoints:
+            job = Job(world, clip=clip)
+            job.train(2)
+            job.save(checkpoints)
+            broken = Job(world, clip=clip, accumulate=accumulate)
+            broken.train(1)
+            x, y = next(broken.batches)
+            with refused("restore one, here or in a new run", kind=NonFiniteError):
+                if clip is None:
+                    broken.optimizer.backward(cross_entropy(broken.model(x), y) * float("nan"))
+                    broken.optimizer.step()
+                    x, y = next(broken.batches)
+                    broken.optimizer.backward(cross_entropy(broken.model(x), y))
+                hook = broken.model[0].bias.register_hook(lambda gradient: gradient * float("inf"))
+                broken.optimizer.backward(cross_entropy(broken.model(x), y))
+                hook.remove()
+                broken.optimizer.step()
+            if clip is not None:
+                hook.remove()
+            broken.restore(checkpoints)
+            broken.train(2 * accumulate)
+            if accumulate == 1:
+                error = distance(broken.model, plain(4))
+                print(f"error t14b {error}")
+                assert error < 1e-12
+
+
+def case_t13_a_batch_before_the_first_update_comes_again(world: hvdtrain.World) -> None:
+    for accumulate in (1, 3):
+        with folder(world) as checkpoints:
+            job = Job(world, accumulate=accumulate)
+            first = [next(job.batches)[0] for _ in range(accumulate)][0]
+            job.save(checkpoints)
+            again = Job(world, accumulate=accumulate)
+            again.restore(checkpoints)
+            assert torch.equal(next(again.batches)[0], first)
+            again.save(checkpoints)  # a restored run whose first batch is not trained on
+            third = Job(world, accumulate=accumulate)
+            third.restore(checkpoints)
+            third.save(checkpoints)  # before any batch, too
+            fourth = Job(world, accumulate=accumulate)
+            fourth.restore(checkpoints)
+            fourth.train(3)
+            if accumulate == 1:
+                assert distance(fourth.model, plain(3)) < 1e-12
+
+
+def case_t13_a_loader_that_prepare_does_not_know_has_no_place(world: hvdtrain.World) -> None:
+    model = net()
+    train = hvt.loader(data(), BATCH // world.size, world=world)
+    prepared, optimizer = hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), verify=False)
+    with refused("the loader that prepare() was given", "prepare() was given none", kind=ConfigError):
+        hvt.model_state(prepared, optimizer, train)
+    job = Job(world)
+    with refused("another loader", kind=ConfigError):
+        hvt.model_state(job.model, job.optimizer, train)
+
+
+class Queue(nn.Module):
+    """As in MoCo: unit-norm rows that every rank fills with its own keys; and a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+        self.register_buffer("queue", normalize(torch.randn(5, 3), dim=1))
+        self.register_buffer("seen", torch.zeros(1))
+
+
+def case_t8_only_running_statistics_are_averaged(world: hvdtrain.World) -> None:
+    torch.manual_seed(1)
+    module = Queue()
+    torch.manual_seed(7 + world.rank)
+    x = torch.randn(6, 4)
+    for buffer in ("queue", "seen"):
+        getattr(module, buffer).copy_(torch.randn_like(getattr(module, buffer)))
+    module.queue.copy_(normalize(module.queue, dim=1))
+    module.norm(module.layer(x))
+    queues, means = world.gather(module.queue.clone()), world.gather(module.norm.running_mean.clone())
+    _buffers.synchronize(module, world)
+    assert torch.equal(module.queue, queues[0]), "rank 0's"
+    norms = module.queue.norm(dim=1)
+    assert float((norms - 1).abs().max()) < 1e-12
+    torch.testing.assert_close(module.norm.running_mean, sum(means) / world.size, rtol=0, atol=1e-12)
+    averaged = sum(queues) / world.size  # the negative twin
+    assert world.size == 1 or float((averaged.norm(dim=1) - 1).abs().max()) > 0.01
+    print(f"error t8 {float((norms - 1).abs().max())}")
+
+
+def case_t8_checksums_see_the_order(world: hvdtrain.World) -> None:
+    pairs = [
+        (torch.tensor([3.0, 1.0]), torch.tensor([1.0, 3.0])),
+        (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 3.0], [2.0, 4.0]])),
+        (torch.tensor([True, False]), torch.tensor([False, True])),
+        (torch.tensor([1, -1, 2]), torch.tensor([1, 2, -1])),
+        (torch.tensor([0.0, 1.0]).bfloat16(), torch.tensor([1.0, 0.0]).bfloat16()),
+        (torch.arange(3_000_000), torch.arange(3_000_000).roll(1_500_000)),
+    ]
+    for one, other in pairs:
+        sums = _watch.checksums({"one": one, "other": other, "again": one.clone()})
+        assert sums["one"] != sums["other"] and sums["one"] == sums["again"], one
+    # as the docstring has it, computed in whole numbers of Python
+    prime, mask = 0x9E3779B97F4A7C15, 2**64 - 1
+
+    def signed(value: int) -> int:
+        value &= mask
+        return value - 2**64 if value >> 63 else value
+
+    total = 0
+    for place, bits in enumerate([5, -9, 0, 7], start=1):
+        spread = signed(place * prime)
+        total += bits * signed((signed(spread ^ (spread >> 29)) * prime) | 1)
+    assert _watch.checksums({"x": torch.tensor([5, -9, 0, 7], dtype=torch.int16)})["x"] == signed(total)
+    transposed = torch.randn(6, 5).t()
+    sums = _watch.checksums({"one": transposed, "other": transposed.contiguous()})
+    assert sums["one"] == sums["other"], "of the values, not of how they lie in memory"
+    model = nn.Sequential(nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].bias.copy_(torch.tensor([3.0, 1.0] if world.rank == 0 else [1.0, 3.0]))
+        model[0].weight.fill_(1)
+    if world.size > 1:
+        with refused("0.bias of rank(s) 1", kind=ReplicaError):
+            _watch.check_equal(model, world, "now")
+
+
+def case_t19_buffers_of_other_shapes_are_named(world: hvdtrain.World) -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("memory", torch.zeros(1 + world.rank))
+    if world.size > 1:
+        with refused("memory differs", "rank 1: (2,)", kind=ReplicaError):
+            _buffers.synchronize(module, world)
+
+
+def case_m_another_world_size_gives_every_rank_a_stream_of_its_own(world: hvdtrain.World) -> None:
+    def draws() -> list[tuple[float, ...]]:
+        return world.gather(tuple(torch.rand(8).tolist()))
+
+    with folder(world) as checkpoints:
+        job = Job(world)
+        assert len(set(draws())) == world.size, "all were seeded alike"
+        one_more = [copy.deepcopy(stream) for stream in world.gather(None)] + [None]
+        state = job.state()
+        with mock.patch.object(state["training.pt"], "collect", lambda: None):
+            state["training.pt"].streams = one_more  # as a world of one rank more has them
+            checkpoints.save(state, progress=job.optimizer.progress)
+        torch.manual_seed(0)
+        Job(world).restore(checkpoints)
+        first = draws()
+        assert len(set(first)) == world.size
+        torch.manual_seed(1)
+        Job(world).restore(checkpoints)
+        assert draws() == first, "it follows from the checkpoint"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    with hvdtrain.init("torch", engine=sys.argv[1], device="cpu", seed=5) as the_world:
+        failures = run_cases(globals().copy(), the_world)
+    sys.exit(3 if failures else 0)
