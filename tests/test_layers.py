@@ -21,7 +21,7 @@ import hvdtrain
 
 PACKAGE = "hvdtrain"
 CORE = {
-    "errors", "launchers", "engines", "world", "lr", "shard", "checkpoint", "manifest", "parts", "transfer",
+    "errors", "launchers", "engines", "world", "lr", "shard", "checkpoint", "manifest", "parts", "replicas", "transfer",
     "telemetry", "slurm", "records", "restart", "run_writer", "tensorboard", "verdict", "cores", "stats", "allocator",
     "same_data",
     "pipeline.plan", "pipeline.plan_simulate", "pipeline.plan_partition", "pipeline.plan_search",

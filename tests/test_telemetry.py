@@ -18,6 +18,7 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 from harness import REPOSITORY, clean_environment, run_ranks
+from limits import Limit
 
 from hvdtrain import LR, ConfigError, RunLog, World
 from hvdtrain.records import plain, to_json, write_json
@@ -214,6 +215,28 @@ sys.stdin.read()
         assert [event["kind"] for event in events] == ["start", "note", "resume", "end"]
         assert events[2]["earlier_status"] == "killed"
         assert run_status(tmp_path) == "finished" and run_status(tmp_path / "elsewhere") is None
+
+    def test_every_whole_line_is_read(self, tmp_path: Path, limit: Limit) -> None:
+        """Text may hold what ends a line elsewhere; a kill may cut a character in two."""
+        odd = "before\u2028after \u2029 \x85 \x0b \x0c \x1c \r end"
+        with open_log(tmp_path) as log:
+            log.event("note", text=odd)
+        with open(tmp_path / "events.jsonl", "ab") as file:
+            file.write('{"kind": "cut", "text": "\u20ac'.encode()[:-1])
+        assert [event.get("text") for event in read_events(tmp_path)] == [None, odd, None]
+        with open_log(tmp_path, resume=True):
+            pass
+        assert [event["kind"] for event in read_events(tmp_path)] == ["start", "note", "end", "resume", "end"]
+        limit("K11b", "read_events loses lines that hold U+2028, and fails at half a character", mended="all are read")
+
+    def test_a_copied_run_has_no_lock(self, tmp_path: Path, limit: Limit) -> None:
+        log = open_log(tmp_path)
+        assert run_status(tmp_path) == "running"
+        (tmp_path / ".lock").unlink()
+        assert run_status(tmp_path) == "killed"
+        log.finish()
+        assert run_status(tmp_path) == "finished"
+        limit("K11c", "run_status of a copied run without .lock fails", mended='"killed": nobody goes on writing there')
 
     def test_damaged_run_json(self, tmp_path: Path) -> None:
         (tmp_path / "run.json").write_text("{")

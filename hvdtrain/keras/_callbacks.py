@@ -8,6 +8,7 @@ hooks that all ranks reach at the same step, and never in a callback that Keras 
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint import Checkpointer, Progress
-from hvdtrain.errors import ConfigError, ReplicaError
+from hvdtrain.errors import ConfigError, NonFiniteError, ReplicaError
 from hvdtrain.keras import _hook, _metrics, _start, _state
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._data import CLOCK
@@ -154,11 +155,12 @@ class Count(_Callback):
         self._next_batch = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        steps = batch + 1 - self._next_batch  # several with steps_per_execution
+        done = min(batch + 1, self.params.get("steps") or batch + 1)  # Keras counts the last execution as a full one
+        steps = done - self._next_batch  # several with steps_per_execution
         samples = steps * self.step_samples
         if self.plan is not None:
             samples = min(samples, self.plan.samples - self.samples_in_epoch)
-        self._next_batch = batch + 1
+        self._next_batch = done
         self.step += steps
         self.samples_seen += samples
         self.samples_in_epoch += samples
@@ -246,20 +248,42 @@ class Record(_Callback):
 
 
 class Save(_Callback):
-    """Writes a checkpoint after each epoch, and every so many steps within it if asked."""
+    """Writes a checkpoint after each epoch; and within it, if asked, at the first chance at or after every so many
+    steps (with ``steps_per_execution`` that is after the call that held the step). Weights that are not finite are not
+    written: earlier checkpoints stay.
+    """
 
     def __init__(self, session: Session, checkpointer: Checkpointer, count: Count, every_steps: int = 0) -> None:
         super().__init__(session)
         self.checkpointer, self.count, self.every_steps = checkpointer, count, every_steps
+        self._saved_at = count.step
+        self._finite = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.every_steps and self.count.plan is None:
+            raise ConfigError(
+                "a checkpoint within an epoch knows its place in the data from the plan that deals it",
+                f"save_every={self.every_steps} without plan=",
+                "callbacks(..., plan=data.plan), with data = hvdtrain.keras.batches(...)",
+            )
+        self._saved_at = self.count.step
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        last = batch + 1 == self.params.get("steps")  # the epoch's own checkpoint follows at once
-        if self.every_steps and self.count.step % self.every_steps == 0 and not last:
-            self.checkpointer.save(model_state(self.model), progress=self.count.progress(epoch_done=False))
+        last = batch + 1 >= (self.params.get("steps") or math.inf)  # the epoch's own checkpoint follows at once
+        if self.every_steps and not last and self.count.step // self.every_steps > self._saved_at // self.every_steps:
+            self._save(self.count.progress(epoch_done=False), {})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         metrics = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
-        self.checkpointer.save(model_state(self.model), progress=self.count.progress(epoch_done=True), metrics=metrics)
+        self._save(self.count.progress(epoch_done=True), metrics)
+
+    def _save(self, progress: Progress, metrics: dict[str, float]) -> None:
+        self._saved_at = progress.step
+        try:
+            self.checkpointer.save(model_state(self.model), progress=progress, metrics=metrics)
+        except NonFiniteError as error:
+            self.session.say(f"no checkpoint after step {progress.step}: {error if self._finite else error.rule}")
+            self._finite = False
 
 
 def rate_of(optimizer: Any) -> float:

@@ -9,10 +9,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.errors import ReplicaError
+from hvdtrain.errors import NonFiniteError, ReplicaError
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._engine import CHUNK_BYTES
 from hvdtrain.keras._session import leaves_of, optimizers_of
+from hvdtrain.replicas import is_statistic
 from hvdtrain.world import World
 
 
@@ -75,9 +76,7 @@ def check_equal(variables: Sequence[Any], world: World, checksums: Callable[[], 
     """
     if world.size == 1 or not variables:
         return
-    mine = checksums()
-    low_high = BACKEND.host_allreduce(np.concatenate([mine, ~mine]), "min", "hvdtrain.watch")
-    differing = np.flatnonzero(low_high[: len(mine)] != ~low_high[len(mine) :])
+    differing = _differing(checksums())
     if not differing.size:
         return
     first = variables[int(differing[0])]
@@ -95,6 +94,35 @@ def check_equal(variables: Sequence[Any], world: World, checksums: Callable[[], 
         " weights on every rank or on none",
         shared=True,
     )
+
+
+def _differing(checksums: np.ndarray) -> np.ndarray:
+    """Returns which of the ranks' checksums differ; one small all-reduce."""
+    low_high = BACKEND.host_allreduce(np.concatenate([checksums, ~checksums]), "min", "hvdtrain.watch")
+    return np.flatnonzero(low_high[: len(checksums)] != ~low_high[len(checksums) :])
+
+
+def _is_statistic(variable: Any) -> bool:
+    return is_statistic(path_of(variable)) and "float" in str(variable.dtype)
+
+
+def check_finite(model: keras.Model, world: World) -> None:
+    """Refuses weights that are no use to anybody: a trained one or a moving statistic that is not finite; collective.
+
+    Raises:
+        NonFiniteError: on every rank.
+    """
+    watched = [*model.trainable_weights, *filter(_is_statistic, model.non_trainable_weights)]
+    bad = [path_of(v) for v in watched if not bool(keras.ops.all(keras.ops.isfinite(v.value)))]
+    reports = world.gather(bad)
+    if any(reports):
+        raise NonFiniteError(
+            "weights that are not finite are not saved: training has diverged",
+            "\n".join(f"rank {rank}: {', '.join(names[:3])}" for rank, names in enumerate(reports) if names),
+            "lower the learning rate, clip gradients (clipnorm=1.0 of the optimizer), or stop at a NaN loss"
+            " (keras.callbacks.TerminateOnNaN); earlier checkpoints are untouched: restore one, here or in a new run",
+            shared=True,
+        )
 
 
 _MANY = 1 << 16
@@ -175,12 +203,18 @@ def average(variables: Sequence[Any], world: World) -> None:
 
 
 def average_statistics(model: keras.Model, world: World) -> None:
-    """Makes moving statistics (BatchNorm's) equal on all ranks: their mean; collective.
+    """Makes what is not trained equal on all ranks: the mean of moving statistics (BatchNorm's), rank 0's value of
+    anything else that differs; collective.
 
-    They follow each rank's own samples. Averaged, the replicas are equal as a whole, and a checkpoint that
-    rank 0 writes is the state of every rank.
+    Statistics follow each rank's own samples. Averaged, the replicas are equal as a whole, and a checkpoint that
+    rank 0 writes is the state of every rank. What is equal already (frozen layers) does not travel.
     """
-    average(model.non_trainable_weights, world)
+    variables = model.non_trainable_weights
+    if world.size == 1 or not variables:
+        return
+    differ = [variables[index] for index in _differing(BACKEND.checksums(variables))]
+    average([v for v in differ if _is_statistic(v)], world)
+    broadcast([v for v in differ if not _is_statistic(v)], world)
 
 
 def _groups(variables: Sequence[Any]) -> list[list[Any]]:

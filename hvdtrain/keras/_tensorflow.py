@@ -15,6 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.replicas import PRIME
+
 # bfloat16 and the unsigned types are missing from the type list of Horovod's TensorFlow operations.
 REDUCIBLE = frozenset({"float16", "float32", "float64"})
 _INTEGER_OF_WIDTH = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
@@ -66,8 +68,8 @@ class TensorFlowBackend:
             variable.value.assign(copy)
 
     def checksums(self, variables: Sequence[Any]) -> np.ndarray:
-        """One int64 per variable: the sum of its bit patterns."""
-        return tf.stack([_bit_sum(variable.value) for variable in variables]).numpy()
+        """One int64 per variable, of its bits and their order."""
+        return tf.stack([_checksum(variable.value) for variable in variables]).numpy()
 
     def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
         """``checksums`` as a function to be called often: traced once, one launch, one transfer to the
@@ -76,7 +78,7 @@ class TensorFlowBackend:
 
         @tf.function(autograph=False)
         def checksums() -> Any:
-            return tf.stack([_bit_sum(variable.value) for variable in variables])
+            return tf.stack([_checksum(variable.value) for variable in variables])
 
         return lambda: checksums().numpy()
 
@@ -225,8 +227,10 @@ def _rows(leaf: Any) -> Any:
     return tf.shape(leaf)[0]
 
 
-def _bit_sum(value: Any) -> Any:
-    value = tf.convert_to_tensor(value)
-    if value.dtype == tf.bool:
-        return tf.reduce_sum(tf.cast(value, tf.int64))
-    return tf.reduce_sum(tf.cast(tf.bitcast(value, _INTEGER_OF_WIDTH[value.dtype.size]), tf.int64))
+def _checksum(value: Any) -> Any:
+    """The elements' bits as integers, each times an odd number that belongs to its place, modulo 2**64."""
+    value = tf.reshape(value, [-1])
+    bits = tf.cast(value, tf.int8) if value.dtype == tf.bool else tf.bitcast(value, _INTEGER_OF_WIDTH[value.dtype.size])
+    places = tf.range(1, tf.size(bits, out_type=tf.int64) + 1, dtype=tf.int64) * PRIME
+    factors = tf.bitwise.bitwise_xor(places, tf.bitwise.right_shift(places, tf.constant(29, tf.int64))) * PRIME
+    return tf.reduce_sum(tf.cast(bits, tf.int64) * tf.bitwise.bitwise_or(factors, tf.constant(1, tf.int64)))

@@ -14,6 +14,8 @@ import keras
 import numpy as np
 import torch
 
+from hvdtrain.replicas import PRIME
+
 REDUCIBLE = frozenset({torch.float16, torch.float32, torch.float64})
 _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -59,8 +61,8 @@ class TorchBackend:
                 variable.value.copy_(copy)
 
     def checksums(self, variables: Sequence[Any]) -> np.ndarray:
-        """One int64 per variable: the sum of its bit patterns."""
-        return torch.stack([_bit_sum(variable.value) for variable in variables]).cpu().numpy()
+        """One int64 per variable, of its bits and their order."""
+        return torch.stack([_checksum(variable.value) for variable in variables]).cpu().numpy()
 
     def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
         """``checksums`` as a function to be called often."""
@@ -170,8 +172,9 @@ def _host(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(array, copy=True))
 
 
-def _bit_sum(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    if value.dtype == torch.bool:
-        return value.sum(dtype=torch.int64)
-    return value.contiguous().view(_INTEGER_OF_WIDTH[value.element_size()]).sum(dtype=torch.int64)
+def _checksum(value: torch.Tensor) -> torch.Tensor:
+    """The elements' bits as integers, each times an odd number that belongs to its place, modulo 2**64."""
+    value = value.detach().reshape(-1)
+    bits = value.to(torch.int8) if value.dtype == torch.bool else value.view(_INTEGER_OF_WIDTH[value.element_size()])
+    places = torch.arange(1, len(bits) + 1, device=bits.device) * PRIME
+    return (bits * ((places ^ (places >> 29)) * PRIME | 1)).sum()

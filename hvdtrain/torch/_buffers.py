@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.errors import ReplicaError
+from hvdtrain.replicas import is_statistic
 from hvdtrain.torch._inner import unwrap
-from hvdtrain.torch._sync_batchnorm import is_statistic, is_synchronized
+from hvdtrain.torch._sync_batchnorm import is_synchronized
 from hvdtrain.torch._watch import checksums
 from hvdtrain.world import World
 
@@ -43,10 +44,10 @@ def synchronize(model: nn.Module, world: World) -> None:
             )
     # the mean of equal values can be off by a rounding, so what is equal is left alone
     differ = [name for name in buffers if any(sums[name] != reports[0][1][name] for _, sums in reports)]
-    statistics = [buffers[name] for name in differ if is_statistic(name, buffers[name])]
+    statistics = [name for name in differ if is_statistic(name) and buffers[name].is_floating_point()]
     with torch.no_grad():
-        average_(statistics, world)
-        broadcast_([buffers[name] for name in differ if not is_statistic(name, buffers[name])], world)
+        average_([buffers[name] for name in statistics], world)
+        broadcast_([buffers[name] for name in differ if name not in statistics], world)
 
 
 def average_(tensors: Sequence[Tensor], world: World) -> None:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.errors import NonFiniteError
-from hvdtrain.torch._sync_batchnorm import acting, is_statistic
+from hvdtrain.replicas import is_statistic
+from hvdtrain.torch._sync_batchnorm import acting
 from hvdtrain.world import World
 
 _LAG = 2
@@ -136,7 +137,9 @@ def check_weights(module: nn.Module, world: World) -> None:
         NonFiniteError: on every rank.
     """
     watched = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    watched |= {name: buffer for name, buffer in module.named_buffers() if is_statistic(name, buffer)}
+    watched |= {
+        name: buffer for name, buffer in module.named_buffers() if is_statistic(name) and buffer.is_floating_point()
+    }
     fine = {name: torch.isfinite(tensor.detach()).all().cpu() for name, tensor in watched.items()}
     reports = world.gather([name for name, value in fine.items() if not value])
     if any(reports):

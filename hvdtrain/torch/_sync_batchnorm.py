@@ -68,12 +68,6 @@ def acting(mode: Mode) -> Iterator[None]:
         _mode = before
 
 
-def is_statistic(name: str, buffer: Tensor) -> bool:
-    """Whether a buffer is a running mean or variance, as PyTorch's normalisation layers (and others) call them: then
-    the mean over ranks has a meaning. That of other buffers has none: a queue, a centre, a power iteration's vector."""
-    return name.rpartition(".")[2].startswith("running_") and buffer.is_floating_point()
-
-
 def is_synchronized(layer: nn.Module) -> bool:
     """Whether the layer's running statistics are those of all ranks' samples, on every rank."""
     return layer in _engines

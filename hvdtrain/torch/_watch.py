@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.errors import ReplicaError
+from hvdtrain.replicas import PRIME
 from hvdtrain.torch._inner import unwrap
 from hvdtrain.world import World
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PRIME = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number: Knuth's multiplier for 64 bits
 _PIECE = 1 << 20  # elements at a time: their products, and the factors, take 8 bytes each
 
 
@@ -56,7 +56,7 @@ def _checksum(tensor: Tensor) -> Tensor:
         flat = flat.to(torch.uint8)
     total, factors = torch.zeros((), dtype=torch.int64, device=flat.device), _factors(flat.device)
     for piece in flat.view(_INTEGERS[flat.element_size()]).split(_PIECE):
-        total = total * _PRIME + (piece * factors[: len(piece)]).sum()
+        total = total * PRIME + (piece * factors[: len(piece)]).sum()
     return total
 
 
@@ -64,8 +64,8 @@ def _checksum(tensor: Tensor) -> Tensor:
 def _factors(device: torch.device) -> Tensor:
     """int64 [_PIECE], odd, as good as random."""
     with torch.inference_mode(False):
-        places = torch.arange(1, _PIECE + 1, device=device) * _PRIME
-        return (places ^ (places >> 29)) * _PRIME | 1
+        places = torch.arange(1, _PIECE + 1, device=device) * PRIME
+        return (places ^ (places >> 29)) * PRIME | 1
 
 
 def check_equal(module: nn.Module, world: World, when: str) -> None:

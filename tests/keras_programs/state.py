@@ -1,0 +1,335 @@
+"""What a checkpoint holds and what replicas share, on ranks that are all seeded alike."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+from common import L, images, numpy_of, weights_of
+from jobs import RANK, SIZE, compiled, fit, hvk, world
+
+import hvdtrain
+from hvdtrain.errors import HvdtrainError, NonFiniteError
+from hvdtrain.keras import _engine, _random, _state
+from hvdtrain.keras._backend import BACKEND
+
+CASES: list[Callable[[], None]] = []
+
+
+def case(function: Callable[[], None]) -> None:
+    CASES.append(function)
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(world.broadcast(own))
+        world.barrier()
+
+
+@contextmanager
+def refused(*parts: str, kind: type[HvdtrainError] = HvdtrainError) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        missing = [part for part in parts if part not in str(error)]
+        assert not missing, f"{missing} not in:\n{error}"
+    else:
+        raise AssertionError(f"not refused: {parts}")
+
+
+def prepared(optimizer: Any = None, model: keras.Model | None = None, **options: Any) -> keras.Model:
+    if model is None:
+        model = compiled(optimizer, **options)
+    else:
+        model.compile(
+            optimizer or keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
+    return hvk.prepare(model, verify=False)
+
+
+def small(*layers: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    return keras.Sequential([L.Input((6, 6, 1)), L.Flatten(), *layers, L.Dense(4)])
+
+
+def batches(samples: int = 32) -> Any:
+    x, y = images(samples)
+    return hvk.batches(x.astype("float32"), y, 16 // SIZE)
+
+
+def run(model: keras.Model, checkpoints: hvdtrain.Checkpointer | None, epochs: int = 1, **options: Any) -> None:
+    data = batches(options.pop("samples", 32))
+    fit(model, hvk.callbacks(model, checkpointer=checkpoints, plan=data.plan, **options), epochs, data)
+
+
+def saved(path: Path) -> list[tuple[int, int, int]]:
+    infos = hvdtrain.Checkpointer(path).list()
+    return [(info.progress.epoch, info.progress.step, info.progress.samples_in_epoch) for info in infos]
+
+
+@case
+def case_k9_divergence_keeps_the_good_checkpoints() -> None:
+    with folder() as path:
+        model = prepared()
+        checkpoints = hvdtrain.Checkpointer(path, best=None)
+        run(model, checkpoints, epochs=2)
+        good, before = weights_of(model), saved(path)
+        model.optimizer.learning_rate = float("inf")
+        run(model, checkpoints, epochs=5)
+        assert not np.isfinite(weights_of(model)[0]).all(), "it has diverged"
+        assert saved(path) == before and [epoch for epoch, *_ in before] == [1, 2]
+        with refused("weights that are not finite are not saved", "rank 0: ", kind=NonFiniteError):
+            checkpoints.save(hvk.model_state(model), progress=hvdtrain.Progress())
+        checkpoints.restore(hvk.model_state(model))
+        assert all(np.array_equal(a, b) for a, b in zip(weights_of(model), good, strict=True))
+        run(model, checkpoints, epochs=1)
+        assert np.isfinite(weights_of(model)[0]).all()
+
+
+@case
+def case_k11_save_every_is_kept_with_several_steps_an_execution() -> None:
+    """10 updates an epoch of 16 samples, 4 at a time (not on PyTorch); a mid-epoch checkpoint knows its samples."""
+    with folder() as path:
+        model = prepared(keras.optimizers.SGD(0.01), steps_per_execution=4 if BACKEND.name == "tensorflow" else 1)
+        run(model, hvdtrain.Checkpointer(path, keep=99, best=None), epochs=2, samples=160, save_every=3)
+        wanted = [(0, 4, 64), (0, 8, 128), (1, 10, 0), (1, 14, 64), (1, 18, 128), (2, 20, 0)]
+        if BACKEND.name == "torch":
+            wanted = [(0, s, 16 * s) for s in (3, 6, 9)] + [(1, 10, 0)]
+            wanted += [(1, s, 16 * (s - 10)) for s in (12, 15, 18)] + [(2, 20, 0)]
+        assert saved(path) == wanted, saved(path)
+    with folder() as path:
+        model = prepared(keras.optimizers.SGD(0.01))
+        run(model, hvdtrain.Checkpointer(path, keep=99, best=None), epochs=1, samples=160, save_every=4)
+        assert saved(path) == [(0, 4, 64), (0, 8, 128), (1, 10, 0)], saved(path)
+        with refused("save_every=4 without plan="):
+            data = batches()
+            own = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(path), save_every=4)
+            fit(model, own, 1, data)
+
+
+class Talkative(L.Dense):
+    def load_own_variables(self, store: Any) -> None:
+        warnings.warn("something else is old", DeprecationWarning, stacklevel=2)
+        warnings.warn("and this is slow", UserWarning, stacklevel=2)
+        super().load_own_variables(store)
+
+
+@case
+def case_k16_other_warnings_do_not_end_a_restore() -> None:
+    with folder() as path:
+        checkpoints = hvdtrain.Checkpointer(path, best=None)
+        model = prepared(model=small(Talkative(5)))
+        checkpoints.save(hvk.model_state(model), progress=hvdtrain.Progress())
+        for weight in model.weights:
+            weight.assign(weight.value * 0)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            checkpoints.restore(hvk.model_state(model))
+        assert float(np.abs(weights_of(model)[0]).max()) > 0
+        assert {"something else is old", "and this is slow"} <= {str(warning.message) for warning in heard}
+        other = prepared(keras.optimizers.Adam(), small(Talkative(5)))
+        with refused("must be of this model and optimizer", "Skipping variable loading for optimizer"):
+            checkpoints.restore(hvk.model_state(other))
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.seen: Any = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "by": {3: [np.float32(0.5), (True, None)]}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["by"] == {3: [0.5, (True, None)]}
+        self.seen = state["seen"]
+
+
+@case
+def case_t15_own_objects_have_a_slot() -> None:
+    with folder() as path:
+        checkpoints = hvdtrain.Checkpointer(path, best=None)
+        model, average = prepared(model=small()), small()
+        average.set_weights([weight + 1 for weight in weights_of(model)])
+        counter, rate, table = Counter(), keras.Variable(0.25), np.arange(4.0)
+        counter.seen = np.int64(7)
+        extra = {
+            "ema": average,
+            "counter": counter,
+            "rate": rate,
+            "table": table,
+            "best": float("nan"),
+            "note": ("a", 1),
+        }
+        checkpoints.save(hvk.model_state(model, extra=extra), progress=hvdtrain.Progress())
+        other, fresh = small(), np.zeros(4)
+        back = {
+            "ema": other,
+            "counter": Counter(),
+            "rate": keras.Variable(9.0),
+            "table": fresh,
+            "best": 1,
+            "note": None,
+        }
+        checkpoints.restore(hvk.model_state(model, extra=back))
+        assert all(np.array_equal(a, b) for a, b in zip(weights_of(other), weights_of(average), strict=True))
+        assert back["counter"].seen == 7 and float(numpy_of(back["rate"])) == 0.25 and fresh.tolist() == [0, 1, 2, 3]
+        assert back["best"] != back["best"] and back["note"] == ("a", 1)
+        with refused("extra['ema']", "Sequential"):
+            checkpoints.restore(hvk.model_state(model, extra={"ema": small(L.Dense(3))}))
+        with refused("lacks other", "it has best, counter"):
+            checkpoints.restore(hvk.model_state(model, extra={"other": 1}))
+        with refused("extra['x'][1] is a set"):
+            checkpoints.save(hvk.model_state(model, extra={"x": [1, {2}]}), progress=hvdtrain.Progress(step=1))
+        assert len(checkpoints.list()) == 1
+
+
+class Queue(L.Layer):
+    """As in MoCo: unit-norm rows that every rank fills with its own keys."""
+
+    def build(self, shape: Any) -> None:
+        self.queue = self.add_weight(shape=(5, 3), name="queue", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+@case
+def case_t8_only_moving_statistics_are_averaged() -> None:
+    model = prepared(model=small(Queue(), L.BatchNormalization()))
+    own = np.random.default_rng(RANK).normal(size=(5, 3)).astype("float32")
+    own /= np.linalg.norm(own, axis=1, keepdims=True)
+    queue = next(layer for layer in model.layers if isinstance(layer, Queue)).queue
+    norm = next(layer for layer in model.layers if isinstance(layer, L.BatchNormalization))
+    queue.assign(own)
+    norm.moving_mean.assign(np.full(norm.moving_mean.shape, float(RANK)))
+    _state.average_statistics(model, world)
+    assert np.array_equal(numpy_of(queue), world.gather(own)[0]), "rank 0's, bit for bit"
+    assert np.allclose(numpy_of(norm.moving_mean), (SIZE - 1) / 2, rtol=0, atol=0)
+    averaged = np.mean(world.gather(own), axis=0)  # the negative twin
+    assert float(np.abs(np.linalg.norm(averaged, axis=1) - 1).max()) > 0.01
+
+
+@case
+def case_t8_checksums_see_the_order() -> None:
+    kinds = ("float32", "float64", "float16", "bfloat16", "int32", "uint8", "bool")
+    pairs = [([3, 1], [1, 3]), ([[0, 1], [1, 0]], [[1, 0], [0, 1]]), ([1, 0, 0], [0, 0, 1])]
+    for kind in kinds:
+        for one, other in pairs:
+            if kind == "bool" and 3 in one:
+                continue
+            variables = [keras.Variable(np.array(value), dtype=kind, trainable=False) for value in (one, other, one)]
+            for sums in (BACKEND.checksums(variables), BACKEND.make_checksums(variables)()):
+                assert sums[0] != sums[1] and sums[0] == sums[2], (kind, one)
+
+
+@case
+def case_k17_frozen_weights_do_not_travel() -> None:
+    frozen = L.Dense(300)
+    model = prepared(model=small(frozen, L.BatchNormalization()))
+    frozen.trainable = False
+    sent: list[int] = []
+    through = BACKEND.host_allreduce
+
+    def counted(array: np.ndarray, *args: Any) -> np.ndarray:
+        sent.append(array.size)
+        return through(array, *args)
+
+    with mock.patch.object(BACKEND, "host_allreduce", counted):
+        _state.average_statistics(model, world)
+    assert sum(sent) <= 2 * len(model.non_trainable_weights), sent
+
+
+def seeds(model: keras.Model) -> list[list[int]]:
+    return world.gather([int(word) for v in _random.seed_variables(model) for word in numpy_of(v).reshape(-1)])
+
+
+@case
+def case_m_ranks_seeded_alike_draw_other_masks() -> None:
+    model = prepared(model=small(L.Dropout(0.5), L.Dropout(0.5, seed=4)))
+    assert len({str(words) for words in seeds(model)}) == 1, "the same to begin with"
+    run(model, None)
+    assert len({str(words) for words in seeds(model)}) == SIZE
+    x = np.ones((1, 36), "float32")
+    masks = [numpy_of(layer(x, training=True)) for layer in model.layers if isinstance(layer, L.Dropout)]
+    for mask in masks:
+        assert len({found.tobytes() for found in world.gather(mask)}) == SIZE
+
+
+@case
+def case_m_another_world_size_gives_every_rank_a_stream_of_its_own() -> None:
+    """The checkpoint of one rank more, whose random states are all there."""
+    with folder() as path:
+        checkpoints = hvdtrain.Checkpointer(path, best=None)
+        model = prepared(model=small(L.Dropout(0.5)))
+        state = hvk.model_state(model)
+        for part in state.values():
+            part.collect()
+        state["random.npz"].states.append(state["random.npz"].states[0])
+        with mock.patch.object(type(state["random.npz"]), "collect", lambda self: None):
+            checkpoints.save(state, progress=hvdtrain.Progress())
+        found = []
+        for _ in range(2):
+            again = prepared(model=small(L.Dropout(0.5)))
+            checkpoints.restore(hvk.model_state(again))
+            run(again, None)
+            found.append(seeds(again))
+        assert len({str(words) for words in found[0]}) == SIZE
+        assert found[0] == found[1], "they follow from the checkpoint"
+
+
+@case
+def case_m_what_is_longer_than_a_message_arrives_whole() -> None:
+    content = np.random.default_rng(RANK).integers(0, 256, 10_007, np.uint8).tobytes()
+    with mock.patch.object(_engine, "CHUNK_BYTES", 1000), mock.patch.object(_state, "CHUNK_BYTES", 1000):
+        for root in range(SIZE):
+            wanted = np.random.default_rng(root).integers(0, 256, 10_007, np.uint8).tobytes()
+            assert world.comm.broadcast_bytes(content if root == RANK else None, root) == wanted
+        variables = [keras.Variable(np.full((n,), RANK + n, "float32")) for n in (3, 700, 1, 250)]
+        _state.broadcast(variables, world, root=SIZE - 1)
+    for variable in variables:
+        assert (numpy_of(variable) == SIZE - 1 + variable.shape[0]).all()
+
+
+@case
+def case_m_optimizer_slots_are_rank_0s() -> None:
+    model = prepared(keras.optimizers.Adam(1e-3))
+    model.optimizer.build(model.trainable_variables)
+    for slot in model.optimizer.variables:
+        if "float" in str(slot.dtype) and slot is not model.optimizer._learning_rate:
+            slot.assign(numpy_of(slot) + RANK + 1)
+    before = world.gather([numpy_of(slot) for slot in model.optimizer.variables])[0]
+    seen: list[Any] = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            seen.extend(numpy_of(slot) for slot in model.optimizer.variables)
+
+    data = batches()
+    fit(model, [*hvk.callbacks(model, plan=data.plan), Look()], 1, data)
+    assert all(np.array_equal(a, b) for a, b in zip(seen, before, strict=True))
+
+
+if __name__ == "__main__":
+    failures = 0
+    for function in CASES:
+        problem = ""
+        try:
+            function()
+        except Exception:
+            problem = traceback.format_exc()
+        problems = [text for text in world.gather(problem) if text]
+        failures += bool(problems)
+        if world.is_main:
+            name = function.__name__
+            print(f"FAILED {name}\n" + "\n".join(problems) if problems else f"passed {name}", flush=True)
+    world.comm.shutdown()
+    raise SystemExit(3 if failures else 0)
