@@ -23,11 +23,19 @@ import keras
 
 from hvdtrain.checkpoint import Checkpointer, Progress
 from hvdtrain.errors import ConfigError
-from hvdtrain.keras import _callbacks, _hook, _reduce, _start
+from hvdtrain.keras import _callbacks, _fit, _hook, _reduce, _start
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._data import Batches, batches, evaluate
 from hvdtrain.keras._parts import model_state
-from hvdtrain.keras._session import KEY, Session, leaves_of, require_compiled, session_of, world_or_current
+from hvdtrain.keras._session import (
+    KEY,
+    Session,
+    leaves_of,
+    require_compiled,
+    require_keras,
+    session_of,
+    world_or_current,
+)
 from hvdtrain.keras._state import fingerprint
 from hvdtrain.keras._verify import Proof
 from hvdtrain.lr import LR
@@ -80,6 +88,7 @@ def prepare(
             schedule.
     """
     _reduce.check_compression(compression)
+    require_keras(model_or_optimizer)
     if watch_every < 0:
         raise ConfigError(
             "watch_every is a number of steps, 0 for never", f"watch_every={watch_every}", "use 0 or more"
@@ -112,12 +121,13 @@ def callbacks(
     plan: Plan | None = None,
     progress: Progress | None = None,
 ) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks ``fit`` needs on every rank; put them before your own.
+    """Returns the callbacks ``fit`` needs on every rank; it runs them before your own.
 
     They compare the ranks' settings, give all ranks rank 0's weights, optimizer and random state, prove the
     averaging, make epoch logs those of all ranks' samples, set the learning rate, watch the replicas, write
-    the record and the checkpoints. ``EarlyStopping`` and other callbacks that may end training belong on
-    every rank, after these; ``ModelCheckpoint``, ``TensorBoard`` and ``CSVLogger`` on rank 0.
+    the record and the checkpoints. ``EarlyStopping`` and other callbacks that may end training belong on every rank
+    (a stop that one rank wants ends training on all, after the same step); ``ModelCheckpoint``, ``TensorBoard`` and
+    ``CSVLogger`` on rank 0.
 
     Args:
         model: compiled; prepared itself, or compiled with a prepared optimizer.
@@ -130,18 +140,19 @@ def callbacks(
         watch_every: overrides ``prepare``'s.
         plan: how the samples are dealt (``batches(...).plan``); counts samples exactly.
         progress: where a restored run goes on (``Checkpointer.restore``); give ``fit`` also
-            ``initial_epoch=progress.epoch``.
+            ``initial_epoch=progress.epoch``. By default training goes on from the model's last ``fit``.
 
     Raises:
         ConfigError: no optimizer, or a learning rate without batch size, scaled twice, or with a schedule.
     """
+    require_keras(model)
     require_compiled(model)
     session = _session_for(model, world)
-    if plan is not None and session.per_rank_batch is None:
-        session.per_rank_batch = plan.per_rank_batch
+    _fit.wrap_fit(model, session)
     if watch_every is not None:
         session.watch_every = watch_every
-    count = _callbacks.Count(session, progress or Progress(), plan)
+    session.saves = checkpointer is not None
+    count = _callbacks.Count(session, progress, plan)
     found: list[keras.callbacks.Callback] = [_callbacks.Start(session)]
     if not session.alone:
         found.append(_callbacks.Epoch(session))
@@ -181,6 +192,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
         ReplicaError: on every rank; not averaged (no hook, or Horovod's own wrapper), replicas or settings
             that differ.
     """
+    require_keras(model)
     require_compiled(model)
     from hvdtrain.keras import _verify
 

@@ -16,25 +16,27 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint import Checkpointer, Progress
-from hvdtrain.errors import ConfigError, NonFiniteError, ReplicaError
-from hvdtrain.keras import _hook, _metrics, _start, _state
+from hvdtrain.errors import ConfigError, NonFiniteError
+from hvdtrain.keras import _hook, _metrics, _start, _state, _steps
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._data import CLOCK
 from hvdtrain.keras._parts import model_state
-from hvdtrain.keras._session import Session, missing_hook
+from hvdtrain.keras._session import Session, leaves_of, missing_hook
 from hvdtrain.lr import LR
 from hvdtrain.shard import Plan
 from hvdtrain.telemetry import RunLog
 
 
-class _Callback(keras.callbacks.Callback):
+class Callback(keras.callbacks.Callback):
+    """Base of ours; ``fit`` puts them before all others."""
+
     def __init__(self, session: Session) -> None:
         super().__init__()
         self.session = session
         self.world = session.world
 
 
-class Start(_Callback):
+class Start(Callback):
     """Re-checks the hooks, compares the ranks' settings and gives all ranks rank 0's state, before the
     first step.
     """
@@ -49,42 +51,35 @@ class Start(_Callback):
             if inner is None or not _hook.is_hooked(inner):
                 raise missing_hook(model.name, model.optimizer)
         _hook.attach(model, self.session)
+        self._in_epoch = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         CLOCK.epoch = None
         session, model = self.session, self.model
         session.ready = False
         session.wants_broadcast = not session.alone
-        self._same_length()
         if _hook.is_built(model):
             _start.start(model, session)
         # else: the first train step builds the model, then starts
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         CLOCK.epoch = epoch
+        self.session.executions, self._in_epoch = 0, True
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self._in_epoch:
+            _steps.ended_early(self.model, self.session, self.params.get("steps"))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.on_test_begin()
+        self._in_epoch = False
 
     def on_train_end(self, logs: Any = None) -> None:
         CLOCK.epoch = None
         _state.average_statistics(self.model, self.world)
 
-    def _same_length(self) -> None:
-        """A rank that takes a step more than the others would wait in it for ever."""
-        length = {
-            "steps per epoch": self.params.get("steps"),
-            "epochs": self.params.get("epochs"),
-            "initial epoch": getattr(self.model, "_initial_epoch", None),
-        }
-        reports = self.world.gather(length)
-        if any(report != reports[0] for report in reports):
-            raise ReplicaError(
-                "every rank must take the same number of steps",
-                "\n".join(f"rank {rank}: {report}" for rank, report in enumerate(reports)),
-                "deal the data with hvdtrain.keras.batches(x, y, per_rank_batch): all ranks get the same number",
-                shared=True,
-            )
 
-
-class Epoch(_Callback):
+class Epoch(Callback):
     """At the end of each epoch: moving statistics equal on all ranks, and logs that are those of all ranks' samples.
 
     Statistics are averaged before validation and checkpoints see them. No hook for batches: with one, Keras on torch
@@ -132,22 +127,83 @@ class Epoch(_Callback):
         return _metrics.states(self.model), _metrics.samples_of(self.model)
 
 
-class Count(_Callback):
-    """Counts updates and samples of all ranks; the clock of the learning rate, the record and the
-    checkpoint.
+class Count(Callback):
+    """Counts updates and samples of all ranks; the clock of the learning rate, the record and the checkpoint.
+
+    Without ``progress`` it goes on from the model's last ``fit``: a loop of ``fit`` calls is one training.
     """
 
-    def __init__(self, session: Session, progress: Progress, plan: Plan | None) -> None:
+    def __init__(self, session: Session, progress: Progress | None, plan: Plan | None) -> None:
         super().__init__(session)
-        self.plan = plan
-        per_rank = session.per_rank_batch or (plan.per_rank_batch if plan else None)
-        self.step_samples = per_rank * session.world.size if per_rank else 0
+        self.plan: Plan | None = None
+        self._restored = progress is not None
+        if progress is None:
+            progress = session.count.progress(epoch_done=True) if session.count is not None else Progress()
+        session.count = self
+        self.step_samples = (session.per_rank_batch or 0) * session.world.size
+        if plan is not None:
+            self.follow(plan)
         self.epoch = progress.epoch
         self.step = progress.step
         self.samples_seen = progress.samples_seen
         self.samples_in_epoch = progress.samples_in_epoch
         self.last_step_samples = 0
         self._resumed_in = progress.samples_in_epoch
+
+    @property
+    def per_rank_batch(self) -> int:
+        return self.step_samples // self.world.size
+
+    def follow(self, plan: Plan) -> None:
+        """Counts by the plan of the batches that are fitted.
+
+        Raises:
+            ConfigError: the plan is another than the one given before, or has another batch than ``prepare`` was told.
+        """
+        own = self.session.per_rank_batch
+        if own is not None and own != plan.per_rank_batch:
+            raise ConfigError(
+                "the learning rate is computed from the batch that is fitted",
+                f"prepare(per_rank_batch={own}), batches(per_rank_batch={plan.per_rank_batch})",
+                "give both the same per_rank_batch; callbacks(plan=data.plan) needs none in prepare()",
+                shared=True,
+            )
+        if self.plan not in (None, plan):
+            raise ConfigError(
+                "callbacks(plan=) is the plan of the batches that are fitted", f"{self.plan} and {plan}",
+                "callbacks(model, plan=data.plan) with the data given to fit()", shared=True,
+            )  # fmt: skip
+        self.plan = plan
+        self.step_samples = plan.global_batch
+
+    def check_start(self, first_epoch: int, done: int | None) -> None:
+        """Checks that ``fit`` begins where the restored run stopped.
+
+        Args:
+            first_epoch: ``fit``'s ``initial_epoch``.
+            done: samples of that epoch that its batches leave out; ``None`` if unknown.
+
+        Raises:
+            ConfigError: another epoch, or samples that would be repeated or skipped.
+        """
+        restored, self._restored = self._restored, False
+        if restored and first_epoch != self.epoch:
+            raise ConfigError(
+                "a restored run goes on with the epoch it stopped in",
+                f"progress is in epoch {self.epoch}, fit(initial_epoch={first_epoch})",
+                f"fit(..., initial_epoch=progress.epoch, epochs={self.epoch + 1} or more)", shared=True,
+            )  # fmt: skip
+        if done is not None and done != self._resumed_in:
+            raise ConfigError(
+                "a restored run goes on with the samples that are left of its epoch",
+                f"progress has done {self._resumed_in} samples of epoch {self.epoch}, the batches leave out {done}",
+                "batches(..., epoch=progress.epoch, consumed=progress.samples_in_epoch), and"
+                " callbacks(..., progress=progress)", shared=True,
+            )  # fmt: skip
+        if done is None and self._resumed_in:
+            self.session.say(
+                f"goes on after {self._resumed_in} samples of epoch {self.epoch}: the data must skip those"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
@@ -172,8 +228,8 @@ class Count(_Callback):
         return Progress(self.epoch, self.step, self.samples_seen, self.samples_in_epoch)
 
 
-class Rate(_Callback):
-    """Sets the learning rate before each batch, from the samples seen."""
+class Rate(Callback):
+    """Sets the learning rate before each batch, from the samples seen; nobody else does."""
 
     def __init__(self, session: Session, lr: LR, count: Count, global_batch: int) -> None:
         super().__init__(session)
@@ -183,6 +239,15 @@ class Rate(_Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._now = None
         self._set()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        found = rate_of(self.model.optimizer)
+        if self._now is not None and not np.isclose(found, self._now, rtol=1e-5, atol=0):
+            raise ConfigError(
+                "one hand sets the learning rate: lr=, or something else",
+                f"lr= had set {self._now:g}, epoch {epoch} begins with {found:g}",
+                "leave out what sets it (a callback?), or lr=", shared=True,
+            )  # fmt: skip
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._set()
@@ -194,7 +259,7 @@ class Rate(_Callback):
             self._now = rate
 
 
-class Watch(_Callback):
+class Watch(Callback):
     """Compares the replicas every so many steps: one checksum per variable, one small all-reduce."""
 
     def __init__(self, session: Session, every: int) -> None:
@@ -217,7 +282,7 @@ class Watch(_Callback):
         _state.check_equal(self._variables, self.world, self._checksums, when=f"after step {self._steps}")
 
 
-class Record(_Callback):
+class Record(Callback):
     """Writes steps and epochs to the run log."""
 
     def __init__(self, session: Session, run: RunLog, count: Count) -> None:
@@ -247,7 +312,7 @@ class Record(_Callback):
         self.run.epoch(epoch, numbers, time.perf_counter() - self._epoch_started)
 
 
-class Save(_Callback):
+class Save(Callback):
     """Writes a checkpoint after each epoch; and within it, if asked, at the first chance at or after every so many
     steps (with ``steps_per_execution`` that is after the call that held the step). Weights that are not finite are not
     written: earlier checkpoints stay.
@@ -288,7 +353,7 @@ class Save(_Callback):
 
 def rate_of(optimizer: Any) -> float:
     """Returns an optimizer's current learning rate, of a variable or of a schedule."""
-    rate = optimizer.learning_rate
+    rate = leaves_of(optimizer)[0].learning_rate  # of several (MultiOptimizer) the first one's
     return float(keras.ops.convert_to_numpy(rate.value if hasattr(rate, "value") else rate))
 
 
@@ -298,9 +363,14 @@ def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
     Raises:
         ConfigError: the optimizer has a schedule of its own, or a rate that was scaled already.
     """
-    from hvdtrain.keras._session import leaves_of
-
-    for leaf in leaves_of(optimizer):
+    leaves = leaves_of(optimizer)
+    if len(leaves) > 1:
+        raise ConfigError(
+            "lr= sets one learning rate",
+            f"{type(optimizer).__name__} with {len(leaves)} optimizers, each with a rate of its own",
+            "leave lr= out and give each a learning_rate (or schedule) for the global batch",
+        )
+    for leaf in leaves:
         own = leaf._learning_rate
         if isinstance(own, keras.optimizers.schedules.LearningRateSchedule) or not isinstance(own, keras.Variable):
             raise ConfigError(

@@ -61,6 +61,10 @@ class Batches(keras.utils.PyDataset, DataAdapter):
         self._shares = self.plan.step_slices(epoch, consumed, rank=self.rank)
         self.epoch = epoch
 
+    def done(self, epoch: int) -> int:
+        """Samples of an epoch that are left out, because an earlier run has done them."""
+        return self._consumed if epoch == self._first else 0
+
     def __len__(self) -> int:
         return len(self._shares)
 

@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from hvdtrain.errors import ConfigError, ReplicaError
-from hvdtrain.keras import _reduce
+from hvdtrain.keras import _random, _reduce, _state, _steps
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._session import KEY, LiveBatch, Session, is_stock, leaves_of, missing_hook, optimizers_of
 
@@ -86,6 +87,9 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str,
     _refuse_branch(self, session)
     grads = list(grads)
     variables = list(trainable_variables) if trainable_variables is not None else self._trainable_variables
+    if session.live is None and name not in session.compared:
+        session.compared.add(name)
+        _compare_alone(self, variables, session)
     special = [_reduce.overwrites(variable) for variable in variables]
     plain = _reduce.weigh([None if s else g for g, s in zip(grads, special, strict=True)], session)
     if not once_per_update:
@@ -93,7 +97,29 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str,
     if any(special):
         grads = _reduce.maximum(grads, variables, session, name)
     grads = [g if s else p for g, p, s in zip(grads, plain, special, strict=True)]
-    return type(self).apply(self, grads, trainable_variables if trainable_variables is None else variables)
+    before, session.applying = session.applying, True
+    try:
+        return type(self).apply(self, grads, trainable_variables if trainable_variables is None else variables)
+    finally:
+        session.applying = before
+
+
+def _compare_alone(optimizer: Any, variables: Sequence[Any], session: Session) -> None:
+    """Before the first update outside a prepared model's step (a loop of the user's, or ``fit`` of a model that our
+    callbacks never met): are the variables equal on all ranks? Collective.
+    """
+    with BACKEND.eager():
+        if any(BACKEND.to_numpy(v).shape != tuple(v.shape) for v in variables):  # TensorFlow is still making them
+            raise ReplicaError(
+                "a model is known to hvdtrain, or built, before its first step",
+                f"optimizer {optimizer.name!r} was prepared without its model, whose variables are not there yet",
+                "give fit() hvdtrain.keras.callbacks(model), or prepare the compiled model instead of the optimizer",
+                shared=True,
+            )
+        _state.check_same_variables(variables, session.world)
+        _state.check_equal(
+            variables, session.world, lambda: BACKEND.checksums(variables), when="before the first update"
+        )
 
 
 def _clip_gradients(self: Any, grads: Sequence[Any], *, session: Session, name: str) -> Any:
@@ -134,8 +160,12 @@ def attach(model: keras.Model, session: Session) -> None:
     vars(model)[KEY] = session
     session.attached = True
     session.by_weight = divides_by_weights(model)
+    from hvdtrain.keras import _fit
+
+    _fit.wrap_fit(model, session)
     if session.alone:
         return
+    _steps.wrap_train_function(model)
     for index, optimizer in enumerate(optimizers_of(model)):
         hook_optimizer(optimizer, session, index)
     _no_xla(model, session)
@@ -179,20 +209,50 @@ def _make_train_step(model: keras.Model, inner: Callable[[Any], Any]) -> Callabl
     def train_step(data: Any) -> Any:
         session: Session = vars(model)[KEY]
         _before_step(model, session, data)
-        x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        with _live_batch(session, x, sample_weight):
+        _steps.note_batch(session, data)
+        x, sample_weight = _parts_of(data)
+        with _live_batch(session, x, sample_weight), _all_averaged(model, session), _random.of_step(session):
             if sample_weight is None:
-                return inner(data)
+                logs = inner(data)
+                _random.check_saved(session)
+                return logs
             # a batch without a live sample (all weights 0) must leave no trace in metrics and moving
             # statistics
             local = _rank_local(model, data)
             before = BACKEND.copies(local)
             logs = inner(data)
+            _random.check_saved(session)
             assert session.live is not None
             BACKEND.unless_live(session.live.samples, local, before)
             return logs
 
     return train_step
+
+
+def _parts_of(data: Any) -> tuple[Any, Any]:
+    """Inputs and sample weights of a batch; all of it counts as inputs where it is a user's own structure."""
+    if isinstance(data, (tuple, list)) and len(data) > 3:
+        return data, None
+    x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    return x, sample_weight
+
+
+@contextmanager
+def _all_averaged(model: keras.Model, session: Session) -> Iterator[None]:
+    """While a prepared model's step runs, no optimizer updates anything without averaging."""
+    original = BaseOptimizer.apply
+
+    @functools.wraps(original)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if not session.applying and not is_hooked(self):
+            raise missing_hook(model.name, self)
+        return original(self, grads, trainable_variables)
+
+    BaseOptimizer.apply = apply
+    try:
+        yield
+    finally:
+        BaseOptimizer.apply = original
 
 
 def _before_step(model: keras.Model, session: Session, data: Any) -> None:

@@ -8,7 +8,7 @@ TensorFlow and torch: nothing of it reaches a config, a checkpoint or a saved mo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,15 @@ class Session:
         streams_set: every rank has its own random stream (done once, so that a second ``fit`` goes on).
         restored_random: random state that a checkpoint gave this rank, to be put in place when training
             starts.
+        saves: this run writes checkpoints.
+        step_random: Python's and numpy's generators of this rank within a train step.
+        count: the clock of the last ``fit``, which the next goes on from.
+        first_epoch: ``initial_epoch`` of this ``fit``.
+        executions: calls of the train function in this epoch.
+        stops_in_epoch: ranks ask each other after every step whether to stop.
+        compared: what was compared over ranks in this ``fit``: "step", or an optimizer's collectives.
+        applying: the hooked optimizer is at work, with those it holds.
+        first_batch: numbers of the first batch; ``False`` until there is one, ``None`` if nobody asks.
         proof: the result of the last verification.
     """
 
@@ -78,6 +87,15 @@ class Session:
     wants_broadcast: bool = False
     streams_set: bool = False
     restored_random: Mapping[str, np.ndarray] | None = None
+    saves: bool = False
+    step_random: tuple[Any, Any] | None = None
+    count: Any = None
+    first_epoch: int = 0
+    executions: int = 0
+    stops_in_epoch: bool = False
+    compared: set[str] = field(default_factory=set)
+    applying: bool = False
+    first_batch: Any = None
     proof: Any = None
 
     @property
@@ -101,15 +119,24 @@ def session_of(target: Any) -> Session | None:
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """Returns the outermost optimizers of a model: ``model.optimizer``, then others kept as attributes
-    (GANs).
+    """Returns the outermost optimizers of a model: ``model.optimizer``, then others that it or one of its layers
+    keeps, as attributes or in dicts, lists and tuples (GANs).
     """
     found: list[Any] = []
-    for candidate in [getattr(model, "optimizer", None), *vars(model).values()]:
-        if isinstance(candidate, keras.optimizers.Optimizer) and not any(candidate is seen for seen in found):
+    kept = [vars(part) for part in (model, *model._flatten_layers(include_self=False))]
+    for candidate in _optimizers_in([getattr(model, "optimizer", None), *kept], depth=5):
+        if not any(candidate is seen for seen in found):
             found.append(candidate)
     held = [leaf for optimizer in found for leaf in leaves_of(optimizer) if leaf is not optimizer]
     return [optimizer for optimizer in found if not any(optimizer is leaf for leaf in held)]
+
+
+def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif depth and isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _optimizers_in(item, depth - 1)
 
 
 def leaves_of(optimizer: Any) -> list[Any]:
@@ -119,6 +146,21 @@ def leaves_of(optimizer: Any) -> list[Any]:
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return [leaf for inner in optimizer.optimizers for leaf in leaves_of(inner)]
     return [optimizer]
+
+
+def require_keras(target: Any) -> None:
+    """Raises ``ConfigError`` for what is no model or optimizer of Keras 3."""
+    if isinstance(target, (keras.Model, keras.optimizers.Optimizer)):
+        return
+    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(target).__mro__]
+    old = any(kind.startswith(("tf_keras.", "tensorflow.python.keras.")) for kind in kinds)
+    raise ConfigError(
+        "hvdtrain.keras trains models of Keras 3 (keras.Model) and their optimizers",
+        kinds[0] + (" of Keras 2" if old else ""),
+        "build it with `import keras` (tf.keras, without TF_USE_LEGACY_KERAS), not tf_keras"
+        if old
+        else "give the compiled model, or its optimizer",
+    )
 
 
 def require_compiled(model: Any) -> None:
@@ -153,6 +195,7 @@ def missing_hook(model_name: str, optimizer: Any) -> ReplicaError:
         "gradients must be averaged over ranks: the optimizer that trains must be prepared",
         f"{kind.__name__} {optimizer.name!r} of model {model_name!r} is not (load_model, clone_model, from_config and"
         " another compile() give a new optimizer)",
-        "call hvdtrain.keras.prepare(model) after the last compile() or load, before fit()",
+        "call hvdtrain.keras.prepare(model) after the last compile() or load, before fit(); an optimizer beside"
+        " model.optimizer must be an attribute of the model or of a layer by then, or in a dict or list there",
         shared=True,
     )

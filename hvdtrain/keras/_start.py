@@ -52,7 +52,7 @@ def _put_random_state(model: keras.Model, session: Session) -> None:
     """Last of all, because building a model draws random numbers."""
     if session.restored_random is not None:
         _random.restore(model, session.restored_random)
-        session.restored_random = None
+        session.restored_random, session.saves = None, True
     elif not session.streams_set:
         _random.split_streams(model, session.world)
     session.streams_set = True

@@ -19,6 +19,10 @@ from hvdtrain.replicas import PRIME
 
 # bfloat16 and the unsigned types are missing from the type list of Horovod's TensorFlow operations.
 REDUCIBLE = frozenset({"float16", "float32", "float64"})
+_HIDDEN_RANDOM = {
+    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle",
+    "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
+}  # fmt: skip
 _INTEGER_OF_WIDTH = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
@@ -209,14 +213,31 @@ class TensorFlowBackend:
             tf.config.experimental.set_memory_growth(gpu, True)
 
     def random_state(self) -> dict[str, np.ndarray]:
-        """Random state outside the model's own seed generators: Keras on TensorFlow keeps none."""
+        """Random state outside of seed generators: what ``tf.random``'s operations keep cannot be read."""
         return {}
 
     def set_random_state(self, state: dict[str, np.ndarray]) -> None:
         del state
 
     def reseed(self, seed: int) -> None:
-        del seed
+        """Seeds ``tf.random``'s operations, of the functions that are being traced too."""
+        with tf.init_scope():
+            tf.random.set_seed(seed)
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        while graph is not None:
+            graph.seed = seed
+            graph = getattr(graph, "outer_graph", None)
+
+    def tracing(self) -> bool:
+        return not tf.executing_eagerly()
+
+    def hidden_random(self) -> list[str]:
+        """The kinds of operations in the graph being traced that keep their random state to themselves."""
+        if tf.executing_eagerly():
+            return []
+        graph = tf.compat.v1.get_default_graph().as_graph_def()
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        return sorted({node.op for node in nodes} & _HIDDEN_RANDOM)
 
 
 def _rows(leaf: Any) -> Any:

@@ -167,6 +167,12 @@ class TorchBackend:
     def reseed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
+    def tracing(self) -> bool:
+        return False
+
+    def hidden_random(self) -> list[str]:
+        return []
+
 
 def _host(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(array, copy=True))

@@ -225,13 +225,14 @@ def train(name: str, case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.
 
 
 def switch_off(start: Any) -> Callable[..., None]:
-    """After all checks have passed, gives the optimizer its own ``apply`` back: what an averaging that
-    fails looks like.
+    """After all checks have passed, gives the optimizer its own ``apply`` back, and keeps the comparison after the
+    first step from seeing it: what an averaging that fails looks like.
     """
     original = start.on_train_begin
 
     def on_train_begin(logs: Any = None) -> None:
         original(logs)
+        start.session.compared.add("step")
         vars(start.model.optimizer)["apply"] = type(start.model.optimizer).apply.__get__(start.model.optimizer)
 
     return on_train_begin
