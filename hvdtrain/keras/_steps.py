@@ -90,7 +90,8 @@ def _few(leaf: Any) -> Any:
     """Up to about a thousand elements of a tensor, spread over it, as float64."""
     flat = keras.ops.reshape(leaf, (-1,))
     step = keras.ops.shape(flat)[0] // 1024 + 1
-    return keras.ops.cast(flat[::step], "float64")
+    # TensorFlow does not know the rank of a strided slice
+    return keras.ops.reshape(keras.ops.cast(flat[::step], "float64"), (-1,))
 
 
 def ended_early(model: keras.Model, session: Session, steps: int | None) -> None:
