@@ -1,7 +1,8 @@
 """Errors a user can act on: the rule that was broken, what came instead, and what to type next.
 
 Programs print them without a traceback and end with exit code 2, with anything else that fails with 1 (`exit_with`):
-so `hvdtrain launch --max-restarts` knows what would be refused again.
+so `hvdtrain launch --max-restarts` knows what would be refused again. Ranks that wait for one another at different
+places end with 76 (`hvdtrain.in_step_watch`): they are blocked, and can raise nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NoReturn
 
 EXIT_CODE = 2  # of what is refused
 FAULT_CODE = 1  # of what failed, as Python's own
+OUT_OF_STEP_CODE = 76  # of a rank blocked in a collective operation that others do not come to
 
 
 class HvdtrainError(RuntimeError):

@@ -5,6 +5,7 @@ One process is a world of one (`SoloEngine`): programs never ask whether they ar
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import math
 import os
@@ -14,6 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -26,8 +28,11 @@ from hvdtrain.errors import (
     MainRankError,
     ReplicaError,
     build_horovod_command,
+    exit_with,
     install_command,
 )
+from hvdtrain.in_step import BARRIER, END, OFF, Tracker
+from hvdtrain.in_step_watch import after_s, listen, start
 from hvdtrain.launchers import ALONE, Detected, detect, gpus_for
 
 __all__ = ["Detected", "Engine", "SoloEngine", "World", "current", "detect", "gpus_for", "init"]
@@ -59,6 +64,7 @@ class World:
     devices: tuple[int, ...]
     seed: int
     comm: Engine = field(repr=False, compare=False)
+    tracker: Tracker = field(default=OFF, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -70,9 +76,22 @@ class World:
         """Return a world of one that needs no framework; for tools and tests."""
         return _world_of(SoloEngine(), ALONE, seed=seed, node=0)
 
+    def in_step(self, kind: str, key: object = "") -> AbstractContextManager[None]:
+        """Return a context that every rank enters together, for what is collective; entering it is collective.
+
+        Args:
+            kind: what is done in it.
+            key: what else must be the same on all ranks.
+
+        Raises:
+            ReplicaError: on every rank, with the line of each, when they are not about to do the same.
+        """
+        return self.tracker.meeting(self.comm, kind, str(key))
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.comm.barrier()
+        with self.in_step(BARRIER):
+            self.comm.barrier()
 
     def broadcast(self, obj: T, root: int = 0) -> T:
         """Return root's `obj` (picklable) on every rank; the others' is ignored."""
@@ -81,12 +100,15 @@ class World:
         if self.size == 1:
             return obj
         data = pickle.dumps(obj) if self.rank == root else None
-        received = self.comm.broadcast_bytes(data, root)
+        with self.in_step("broadcast", root):
+            received = self.comm.broadcast_bytes(data, root)
         return obj if self.rank == root else pickle.loads(received)
 
     def gather(self, obj: T) -> list[T]:
         """Return every rank's `obj` (picklable), in rank order, on every rank."""
-        return [pickle.loads(data) for data in self.comm.allgather_bytes(pickle.dumps(obj))]
+        data = pickle.dumps(obj)
+        with self.in_step("gather"):
+            return [pickle.loads(data) for data in self.comm.allgather_bytes(data)]
 
     def mean(self, values: Mapping[str, float], weight: float = 1.0) -> dict[str, float]:
         """Return the mean of each value over ranks, weighted; bit-equal on every rank.
@@ -139,20 +161,22 @@ class World:
         """Run `fn(*args, **kw)` on rank 0 and return its (picklable) result on every rank.
 
         Nobody is stranded: when `fn` fails, rank 0 raises that very exception and every other rank raises
-        `MainRankError` with its message and traceback.
+        `MainRankError` with its message and traceback. `fn` must not call what is collective: no other rank is in it.
         """
         if self.size == 1:
             return fn(*args, **kw)
-        if self.rank == 0:
-            return self._run_for_all(fn, args, kw)
-        outcome = pickle.loads(self.comm.broadcast_bytes(None, 0))
+        with self.in_step("on_main"):
+            if self.rank == 0:
+                return self._run_for_all(fn, args, kw)
+            outcome = pickle.loads(self.comm.broadcast_bytes(None, 0))
         if isinstance(outcome, _Failure):
             raise outcome.error()
         return outcome.value
 
     def _run_for_all(self, fn: Callable[..., T], args: tuple[Any, ...], kw: dict[str, Any]) -> T:
         try:
-            result = fn(*args, **kw)
+            with self.tracker.on_main(getattr(fn, "__qualname__", repr(fn))):
+                result = fn(*args, **kw)
             outcome = pickle.dumps(_Success(result))
         except BaseException as error:  # whatever it is, the others are waiting for an answer
             self.comm.broadcast_bytes(pickle.dumps(_Failure.of(error)), 0)
@@ -167,9 +191,15 @@ class World:
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         """Leave the ranks. On an exception nothing collective runs: the others may be elsewhere, or gone."""
+        if exc_type is None:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Leave the ranks when all have come to their end."""
         global _current
-        if exc_type is not None:
-            return
+        with self.in_step(END):
+            pass
+        self.tracker.close()
         self.comm.shutdown()
         if _current is self:
             _current = None
@@ -292,6 +322,7 @@ def init(
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
     detected = detect(os.environ)
+    after_s(os.environ)  # a variable that rank 0 alone reads later is refused on all ranks
     _check_framework(framework)
     chosen = choose_engine(engine, detected, framework)
     attach = _adapter(framework)
@@ -301,8 +332,30 @@ def init(
     except ImportError as error:
         raise _import_error(error, framework) from error
     _check_engine(detected, comm)
-    _current = _world_of(comm, detected, seed=seed, node=_meet(comm, framework, seed))
+    if _current is not None:
+        _current.tracker.close()
+    node, tracker = _meet(comm, framework, seed, detected)
+    _current = _world_of(comm, detected, seed=seed, node=node, tracker=tracker)
+    if comm.size > 1:
+        atexit.register(_leave_at_exit, _current, os.getpid())
     return _current
+
+
+def _leave_at_exit(world: World, pid: int) -> None:
+    """At the end of a program that has not left its world: wait for the other ranks, or tell that they are elsewhere.
+
+    Without it the engine would go down under ranks that still talk. A program that failed has said why.
+    """
+    if _current is not world or os.getpid() != pid or getattr(sys, "last_value", None) is not None:
+        return
+    try:
+        with world.in_step(END):
+            pass
+        world.tracker.close()
+    except ReplicaError as error:
+        exit_with("hvdtrain", error, world.rank)
+    except HvdtrainError:
+        return  # the engine is down, which the rank that ended first has explained
 
 
 def _check_framework(framework: str) -> None:
@@ -364,25 +417,24 @@ def _check_engine(detected: Detected, comm: Engine) -> None:
     )
 
 
-def _meet(comm: Engine, framework: str, seed: int) -> int:
-    """Have every rank introduce itself; return the index of this rank's host.
+def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[int, Tracker]:
+    """Have every rank introduce itself; return the index of this rank's host, and what keeps the ranks in step.
 
     The first collective of the job: what must not differ is compared before anything is trained. Hosts are numbered
     in the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.
     """
-    cards = [
-        pickle.loads(data)
-        for data in comm.allgather_bytes(pickle.dumps((socket.gethostname(), __version__, framework, seed)))
-    ]
+    listener, where = listen(detected, os.environ) if comm.rank == 0 and comm.size > 1 else (None, None)
+    card = (socket.gethostname(), __version__, framework, seed, where)
+    cards = [pickle.loads(data) for data in comm.allgather_bytes(pickle.dumps(card))]
     for position, name in ((1, "version of hvdtrain"), (2, "framework"), (3, "seed")):
         values = [card[position] for card in cards]
         if any(value != values[0] for value in values):
             raise ReplicaError(f"the {name} must be the same on every rank", _per_rank(values), shared=True)
     hosts = list(dict.fromkeys(card[0] for card in cards))
-    return hosts.index(socket.gethostname())
+    return hosts.index(socket.gethostname()), start(comm.rank, comm.size, cards[0][4], listener)
 
 
-def _world_of(comm: Engine, detected: Detected, *, seed: int, node: int) -> World:
+def _world_of(comm: Engine, detected: Detected, *, seed: int, node: int, tracker: Tracker = OFF) -> World:
     return World(
         rank=comm.rank,
         size=comm.size,
@@ -394,4 +446,5 @@ def _world_of(comm: Engine, detected: Detected, *, seed: int, node: int) -> Worl
         devices=tuple(comm.devices),
         seed=seed,
         comm=comm,
+        tracker=tracker,
     )

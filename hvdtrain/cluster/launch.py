@@ -23,7 +23,7 @@ from hvdtrain.cluster.hosts import Host, parse_hosts, read_hostfile
 from hvdtrain.cluster.output import Display, Logs, failure_block, say
 from hvdtrain.cluster.ssh import Ssh
 from hvdtrain.cluster.starter import Failure, Job, Outcome, Plan, Timeouts
-from hvdtrain.errors import EXIT_CODE, ConfigError, LauncherError
+from hvdtrain.errors import EXIT_CODE, OUT_OF_STEP_CODE, ConfigError, LauncherError
 from hvdtrain.slurm import job_hosts
 
 EPILOG = """\
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
                     say(f"ended by {signal.Signals(outcome.interrupted).name}")
                 return outcome.exit_code
             say(failure_block(failed, logs))
-            if len(attempts) > args.max_restarts or failed.code == EXIT_CODE:  # refused: it would be again
+            if len(attempts) > args.max_restarts or failed.code in (EXIT_CODE, OUT_OF_STEP_CODE):  # it would be again
                 return outcome.exit_code
             say(f"restart {len(attempts)} of {args.max_restarts}, as soon as the hosts pass the checks")
     finally:

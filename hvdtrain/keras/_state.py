@@ -76,7 +76,7 @@ def check_equal(variables: Sequence[Any], world: World, checksums: Callable[[], 
     """
     if world.size == 1 or not variables:
         return
-    differing = _differing(checksums())
+    differing = _differing(checksums(), world)
     if not differing.size:
         return
     first = variables[int(differing[0])]
@@ -96,9 +96,10 @@ def check_equal(variables: Sequence[Any], world: World, checksums: Callable[[], 
     )
 
 
-def _differing(checksums: np.ndarray) -> np.ndarray:
-    """Returns which of the ranks' checksums differ; one small all-reduce."""
-    low_high = BACKEND.host_allreduce(np.concatenate([checksums, ~checksums]), "min", "hvdtrain.watch")
+def _differing(checksums: np.ndarray, world: World) -> np.ndarray:
+    """Returns which of the ranks' checksums differ; collective."""
+    with world.in_step("comparison of the replicas"):
+        low_high = BACKEND.host_allreduce(np.concatenate([checksums, ~checksums]), "min", "hvdtrain.watch")
     return np.flatnonzero(low_high[: len(checksums)] != ~low_high[len(checksums) :])
 
 
@@ -174,7 +175,8 @@ def broadcast(variables: Sequence[Any], world: World, root: int = 0) -> None:
     for group in _groups(variables):
         mine = [np.array(BACKEND.to_numpy(v), order="C", copy=True) for v in group]  # keeps 0-d shapes
         data = b"".join(value.tobytes() for value in mine) if world.rank == root else None
-        came = world.comm.broadcast_bytes(data, root)
+        with world.in_step("broadcast of variables"):
+            came = world.comm.broadcast_bytes(data, root)
         if world.rank == root:
             continue
         start = 0
@@ -193,7 +195,8 @@ def average(variables: Sequence[Any], world: World) -> None:
     if floats:
         values = [BACKEND.to_numpy(v) for v in floats]
         flat = np.concatenate([np.asarray(value, np.float64).reshape(-1) for value in values])
-        flat = BACKEND.host_allreduce(flat, "sum", "hvdtrain.average") / world.size
+        with world.in_step("average of statistics"):
+            flat = BACKEND.host_allreduce(flat, "sum", "hvdtrain.average") / world.size
         start = 0
         for variable, value in zip(floats, values, strict=True):
             variable.assign(flat[start : start + value.size].reshape(value.shape).astype(value.dtype))
@@ -212,7 +215,7 @@ def average_statistics(model: keras.Model, world: World) -> None:
     variables = model.non_trainable_weights
     if world.size == 1 or not variables:
         return
-    differ = [variables[index] for index in _differing(BACKEND.checksums(variables))]
+    differ = [variables[index] for index in _differing(BACKEND.checksums(variables), world)]
     average([v for v in differ if _is_statistic(v)], world)
     broadcast([v for v in differ if not _is_statistic(v)], world)
 

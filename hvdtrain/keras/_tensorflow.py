@@ -42,18 +42,14 @@ class TensorFlowBackend:
     def host_allreduce(self, array: np.ndarray, op: str, name: str) -> np.ndarray:
         """Reduces a host array over ranks. ``op``: ``sum`` | ``min`` | ``max``."""
         operation = {"sum": self.hvd.Sum, "min": self.hvd.Min, "max": self.hvd.Max}[op]
-        with tf.init_scope(), tf.device("CPU:0"):
-            out = self.hvd.allreduce(tf.constant(array), op=operation, name=name, ignore_name_scope=True)
-            return out.numpy()
+        return _on_host(self.hvd.allreduce, array, f"allreduce.{op}", op=operation)
 
     def host_broadcast(self, array: np.ndarray, root: int, name: str) -> np.ndarray:
-        with tf.init_scope(), tf.device("CPU:0"):
-            return self.hvd.broadcast(tf.constant(array), root, name=name, ignore_name_scope=True).numpy()
+        return _on_host(self.hvd.broadcast, array, f"broadcast.{root}", root_rank=root)
 
     def host_allgather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Concatenates the ranks' arrays along axis 0 (lengths may differ)."""
-        with tf.init_scope(), tf.device("CPU:0"):
-            return self.hvd.allgather(tf.constant(array), name=name, ignore_name_scope=True).numpy()
+        return _on_host(self.hvd.allgather, array, "allgather")
 
     def eager(self) -> AbstractContextManager[Any]:
         """Leaves a function that is being traced: variables made inside are real ones."""
@@ -238,6 +234,31 @@ class TensorFlowBackend:
         graph = tf.compat.v1.get_default_graph().as_graph_def()
         nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
         return sorted({node.op for node in nodes} & _HIDDEN_RANDOM)
+
+
+_host_operations: dict[tuple[str, str], Any] = {}
+
+
+def _on_host(operation: Callable[..., Any], array: np.ndarray, kind: str, **options: Any) -> np.ndarray:
+    """Runs one of Horovod's operations on an array [n], outside of whatever is being traced.
+
+    Through a ``tf.function``: called eagerly, Horovod's operations ignore their names, and all-reduces pair with
+    whichever other one a rank happens to be in. One function for each kind and dtype; a name of its own for each call
+    would be traced each time.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        value = tf.constant(array)
+        key = (kind, value.dtype.name)
+        if key not in _host_operations:
+            name = f"hvdtrain.host.{kind}.{value.dtype.name}"
+
+            @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], value.dtype)])
+            def run(sent: Any) -> Any:
+                with tf.device("CPU:0"):
+                    return operation(sent, name=name, ignore_name_scope=True, **options)
+
+            _host_operations[key] = run
+        return _host_operations[key](value).numpy()
 
 
 def _rows(leaf: Any) -> Any:

@@ -16,6 +16,7 @@ from hvdtrain.torch._amp import Precision, check_amp
 from hvdtrain.torch._batches import Batches, Counted, FromLoader
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._gradients import Gradients
+from hvdtrain.torch._in_step import Noted
 from hvdtrain.torch._inner import Inner, unwrap
 from hvdtrain.torch._model import Model
 from hvdtrain.torch._nonfinite import Losses
@@ -169,7 +170,11 @@ def _bind(
         optimizer=optimizer,
         options=options,
         inner=inner,
-        bound=engine.bind(inner, optimizer, Settings(options.compression, options.accumulate, staged=staged)),
+        bound=Noted(
+            engine.bind(inner, optimizer, Settings(options.compression, options.accumulate, staged=staged)),
+            world,
+            batches,
+        ),
         batches=batches,
         per_rank_batch=None if data is None else data.per_rank_batch,
         precision=Precision(options.amp, engine.device),

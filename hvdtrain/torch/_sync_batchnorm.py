@@ -9,7 +9,7 @@ Formulas: Ioffe and Szegedy, arXiv 1502.03167, section 3, with sums over ranks i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.torch.engines.base import TorchEngine
+from hvdtrain.world import current
 
 # counted: part of the statistics. uncounted: takes part in the sums with zeros. alone: no collective at all, for a
 # forward pass that the other ranks do not make.
@@ -114,7 +115,7 @@ class _Normalise(torch.autograd.Function):
             own_mean, own_var = own_mean.double(), own_var.double()
             sums[:-1] = torch.cat([own_mean, own_var + own_mean.square()]) * own
         sums[-1] = own
-        count = engine.sum_(sums)[-1]
+        count = _summed(engine, sums)[-1]
         if own < 2 and float(count) < 2:  # looking at the sum waits for a GPU
             raise ValueError(
                 f"batch normalisation needs more than 1 value per channel, got {int(count)} over all ranks"
@@ -139,13 +140,19 @@ class _Normalise(torch.autograd.Function):
         grad_bias, grad_weight = grad.sum(dims), (grad * normal).sum(dims)
         both = torch.cat([grad_bias, grad_weight]).double()
         # the gradient of a rank that does not count must not count either, not even as 0 x NaN
-        sums = ctx.engine.sum_(both if ctx.counted else torch.zeros_like(both)) / count
+        sums = _summed(ctx.engine, both if ctx.counted else torch.zeros_like(both)) / count
         of_mean, of_normal = (half.to(mean.dtype).view(shape) for half in sums.chunk(2))
         scale = invstd if weight is None else invstd * weight.to(mean.dtype)
         grad_x = (grad - of_mean - normal * of_normal) * scale.view(shape)
         if weight is None:
             return grad_x.to(x.dtype), None, None, None, None, None
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None
+
+
+def _summed(engine: TorchEngine, sums: Tensor) -> Tensor:
+    world = current()
+    with world.tracker.reduction("batch normalisation") if world is not None else nullcontext():
+        return engine.sum_(sums)
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

@@ -1,0 +1,81 @@
+"""Two ranks that are not in step, on a backend of Keras; usage: out_of_step.py WAY. Rank 1 is the one that strays.
+
+Prints "at T" (seconds since the epoch) when the ranks part. The lines where they are then end in "# here".
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import keras
+import numpy as np
+
+import hvdtrain
+import hvdtrain.keras as hvk
+from hvdtrain import World
+
+X, Y = np.ones((16, 3), "float32"), np.zeros((16, 1), "float32")
+
+
+def prepared() -> keras.Model:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    return hvk.prepare(model, verify=False)
+
+
+def parts() -> None:
+    print(f"at {time.time()}", flush=True)
+
+
+def evaluate_on_rank_0(world: World) -> None:
+    model = prepared()
+    if world.is_main:
+        parts()
+        hvk.evaluate(model, X, Y, 4)  # here
+    parts()
+    model.fit(hvk.batches(X, Y, 4), callbacks=hvk.callbacks(model), verbose=0)  # here
+
+
+def evaluate_in_on_main(world: World) -> None:
+    model = prepared()
+    parts()
+    world.on_main(hvk.evaluate, model, X, Y, 4)  # here
+
+
+def gather_in_a_callback(world: World) -> None:
+    """After the second batch of the epoch, when rank 1 goes on to the third."""
+
+    class Asks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            if batch == 1:
+                parts()
+                world.gather(batch)  # here
+
+    model = prepared()
+    mine = [Asks()] if world.is_main else []
+    model.fit(hvk.batches(X, Y, 2), callbacks=[*hvk.callbacks(model), *mine], verbose=0)  # here
+
+
+def all_reduces_swapped(world: World) -> None:
+    """Called eagerly, TensorFlow's operations ignore their names: each rank took the other's sum for its own."""
+    from hvdtrain.keras import _state
+
+    part = [keras.Variable(np.ones(2, "float32")), keras.Variable(np.full(2, 5.0, "float32"))]
+    parts()
+    if world.is_main:
+        _state.average(part[:1], world)  # here
+        _state.average(part[1:], world)
+    else:
+        _state.average(part[1:], world)  # here
+        _state.average(part[:1], world)
+    print("sums", [variable.numpy().tolist() for variable in part], flush=True)
+
+
+def main() -> None:
+    world = hvdtrain.init("keras", device="cpu")
+    globals()[sys.argv[1]](world)
+
+
+if __name__ == "__main__":
+    main()
