@@ -163,7 +163,7 @@ class Watch:
                     if "end" in message:
                         _end(message["end"], self._tracker.rank, [link])
                     said = self._tracker.stuck(self._meeting.after_s)
-                    link.send(at=said, asked=message["ask"])
+                    link.send(at=said, asked=message.get("ask"))
             except (OSError, ValueError):  # rank 0 is gone, which is the engine's to say
                 link.close()
                 link = None

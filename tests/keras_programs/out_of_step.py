@@ -1,15 +1,19 @@
-"""Two ranks that are not in step, on a backend of Keras; usage: out_of_step.py WAY. Rank 1 is the one that strays.
+"""Two ranks that are not in step, on a backend of Keras; usage: out_of_step.py WAY... Rank 1 is the one that strays.
 
-Prints "at T" (seconds since the epoch) when the ranks part. The lines where they are then end in "# here".
+One way ends the program as it does. Several are ways that raise: each prints a line of JSON. The lines where ranks are
+named to be end in "# here".
 """
 
 from __future__ import annotations
 
 import sys
-import time
+from pathlib import Path
 
 import keras
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "torch_programs"))
+import beacon
 
 import hvdtrain
 import hvdtrain.keras as hvk
@@ -24,22 +28,18 @@ def prepared() -> keras.Model:
     return hvk.prepare(model, verify=False)
 
 
-def parts() -> None:
-    print(f"at {time.time()}", flush=True)
-
-
 def evaluate_on_rank_0(world: World) -> None:
     model = prepared()
     if world.is_main:
-        parts()
+        beacon.parts()
         hvk.evaluate(model, X, Y, 4)  # here
-    parts()
+    beacon.parts()
     model.fit(hvk.batches(X, Y, 4), callbacks=hvk.callbacks(model), verbose=0)  # here
 
 
 def evaluate_in_on_main(world: World) -> None:
     model = prepared()
-    parts()
+    beacon.parts()
     world.on_main(hvk.evaluate, model, X, Y, 4)  # here
 
 
@@ -49,7 +49,7 @@ def gather_in_a_callback(world: World) -> None:
     class Asks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: object = None) -> None:
             if batch == 1:
-                parts()
+                beacon.parts()
                 world.gather(batch)  # here
 
     model = prepared()
@@ -62,7 +62,7 @@ def all_reduces_swapped(world: World) -> None:
     from hvdtrain.keras import _state
 
     part = [keras.Variable(np.ones(2, "float32")), keras.Variable(np.full(2, 5.0, "float32"))]
-    parts()
+    beacon.parts()
     if world.is_main:
         _state.average(part[:1], world)  # here
         _state.average(part[1:], world)
@@ -73,8 +73,13 @@ def all_reduces_swapped(world: World) -> None:
 
 
 def main() -> None:
+    beacon.start()
     world = hvdtrain.init("keras", device="cpu")
-    globals()[sys.argv[1]](world)
+    ways = sys.argv[1:]
+    if len(ways) == 1:
+        globals()[ways[0]](world)
+    for way in ways if len(ways) > 1 else ():
+        beacon.report(way, lambda way=way: globals()[way](world))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Two ranks that are not in step, each in one way; usage: out_of_step.py ENGINE WAY. Rank 1 is the one that strays.
+"""Two ranks that are not in step; usage: out_of_step.py ENGINE WAY... Rank 1 is the one that strays.
 
-Prints "at T" (seconds since the epoch) when the ranks part. The lines where they are then end in "# here".
+One way ends the program as it does. Several are ways that raise: each prints a line of JSON. The lines where ranks are
+named to be end in "# here".
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 
+import beacon
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,15 +30,13 @@ def prepared() -> tuple[torch.nn.Module, hvt.Optimizer]:
     return hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), verify=False)
 
 
-def train(world: World, *, batches: int = STEPS, stop: int = 0, skip: int = 0, end: int = 0, no_step: int = 0) -> None:
+def train(world: World, *, batches: int = STEPS, stop: int = 0, skip: int = 0, end: int = 0) -> None:
     """A loop over a loader of the user's own; the arguments say what rank 1 does otherwise, and at which batch."""
     model, optimizer = prepared()
     strays = world.rank == 1
-    if strays:
-        world.comm.name  # noqa: B018 - a place for a breakpoint
     for number, (x, y) in enumerate(DataLoader(data(batches * BATCH), batch_size=BATCH), 1):
         if strays and number in (stop, skip, end):
-            parts()
+            beacon.parts()
             if number == skip:
                 continue
             if number == stop:
@@ -47,21 +47,23 @@ def train(world: World, *, batches: int = STEPS, stop: int = 0, skip: int = 0, e
         optimizer.step()
 
 
-def parts() -> None:
-    print(f"at {time.time()}", flush=True)
-
-
 def evaluate_on_rank_0(world: World) -> None:
     model, _ = prepared()
-    parts()
+    beacon.parts()
     if world.is_main:
         hvt.evaluate(model, data(), hvt.classification(top=(1,)), per_rank_batch=4, world=world)  # here
     world.barrier()  # here
 
 
+def evaluate_within_on_main(world: World) -> None:
+    model, _ = prepared()
+    beacon.parts()
+    world.on_main(hvt.evaluate, model, data(), hvt.classification(top=(1,)), per_rank_batch=4)  # here
+
+
 def save_on_rank_0(world: World) -> None:
     model, optimizer = prepared()
-    parts()
+    beacon.parts()
     if world.is_main:
         checkpoints = Checkpointer(tempfile.mkdtemp())
         checkpoints.save(hvt.model_state(model, optimizer), progress=optimizer.progress)  # here
@@ -71,13 +73,15 @@ def save_on_rank_0(world: World) -> None:
 
 
 def collective_in_on_main(world: World) -> None:
-    parts()
+    beacon.parts()
     world.on_main(lambda: world.sum({"n": 1.0}))  # here
 
 
 def training_in_on_main(world: World) -> None:
-    parts()
-    world.on_main(hvt.evaluate, prepared()[0], data(), hvt.classification(top=(1,)), per_rank_batch=4)  # here
+    model, optimizer = prepared()
+    loss = model(torch.ones(4, 3)).square().mean()
+    beacon.parts()
+    world.on_main(optimizer.backward, loss)  # here
 
 
 def one_continues(world: World) -> None:
@@ -92,7 +96,7 @@ def one_breaks(world: World) -> None:
 
 def uneven_loader(world: World) -> None:
     train(world, batches=STEPS - world.rank)
-    parts()
+    beacon.parts()
 
 
 def one_ends_early(world: World) -> None:
@@ -100,17 +104,16 @@ def one_ends_early(world: World) -> None:
 
 
 def other_order(world: World) -> None:
-    parts()
+    beacon.parts()
     if world.is_main:
-        print(world.gather("a"), flush=True)  # here
-        print(world.gather("b"), flush=True)
+        found = [world.gather("a"), world.gather("b")]  # here
     else:
-        print(world.gather("b"), flush=True)  # here
-        print(world.gather("a"), flush=True)
+        found = [*reversed([world.gather("b"), world.gather("a")])]  # here
+    print("paired", found, flush=True)
 
 
 def barrier_against_gather(world: World) -> None:
-    parts()
+    beacon.parts()
     if world.is_main:
         world.barrier()  # here
     else:
@@ -118,23 +121,36 @@ def barrier_against_gather(world: World) -> None:
 
 
 def one_trains_more(world: World) -> None:
-    """Rank 0 is at its end, where the engine goes down, and rank 1 takes another step."""
+    train(world, batches=STEPS + world.rank)
+
+
+def one_prepares_more(world: World) -> None:
+    """Rank 0 is at its end, where the engine goes down, and rank 1 has another model."""
     train(world)
+    beacon.parts()
     if world.rank == 1:
-        parts()
-        train_again(world)
+        prepared()
+    # here
 
 
-def train_again(world: World) -> None:
+def leaves_the_loader(world: World) -> None:
+    """The loader is hvdtrain's, so that a batch that is not the others' is seen in the very update."""
+    loader = hvt.loader(data(), per_rank_batch=2)
     model = torch.nn.Linear(3, 2)
-    del world
-    hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), verify=False)  # here
+    model, optimizer = hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, verify=False)
+    for number, (x, y) in enumerate(loader):
+        if number == 2:
+            beacon.parts()
+            if world.rank == 1:
+                continue
+        optimizer.backward(torch.nn.functional.cross_entropy(model(x), y))  # here
+        optimizer.step()
 
 
 def two_models(world: World) -> None:
     """As in a GAN: the ranks update their models in another order."""
     models = [prepared(), prepared()]
-    parts()
+    beacon.parts()
     for model, optimizer in models if world.is_main else reversed(models):
         loss = model(torch.ones(4, 3)).square().mean()
         optimizer.backward(loss)  # here
@@ -159,14 +175,18 @@ def slow(world: World) -> None:
 
 
 def main() -> None:
-    engine, way = sys.argv[1:3]
+    engine, *ways = sys.argv[1:]
     torch.set_num_threads(1)
-    if way.endswith(".atexit"):  # the program leaves no world: the interpreter's end does
+    beacon.start()
+    if ways[0].endswith(".atexit"):  # the program leaves no world: the interpreter's end does
         world = hvdtrain.init("torch", engine=engine, device="cpu")
-        globals()[way.removesuffix(".atexit")](world)
+        globals()[ways[0].removesuffix(".atexit")](world)
         return
     with hvdtrain.init("torch", engine=engine, device="cpu") as world:
-        globals()[way](world)
+        if len(ways) == 1:
+            globals()[ways[0]](world)
+        for way in ways if len(ways) > 1 else ():
+            beacon.report(way, lambda way=way: globals()[way](world))
 
 
 if __name__ == "__main__":

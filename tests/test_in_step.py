@@ -1,0 +1,323 @@
+"""Ranks that are not in step are told where each is, within 10 s, and end; slow ones are left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Result, run_ranks, together
+from limits import Limit
+
+from hvdtrain import in_step_watch
+from hvdtrain.errors import ConfigError
+from hvdtrain.in_step import State, Tracker, deadlocked, out_of_step, user_line
+from hvdtrain.launchers import Detected
+
+HERE = Path(__file__).parent
+TORCH, KERAS = HERE / "torch_programs" / "out_of_step.py", HERE / "keras_programs" / "out_of_step.py"
+NAMED_WITHIN_S = 10.0
+RULE = "every rank must come to the same collective operation"
+ALONE = "a function that rank 0 runs alone must not call a collective operation"
+
+
+# -- pure ----------------------------------------------------------------------------------------------------------
+def state(kind: str, number: int, *, updates: int = 0, meetings: int = 0, key: str = "", line: str = "a.py:1") -> State:
+    return {"kind": kind, "number": number, "key": key, "line": line, "updates": updates, "meetings": meetings}
+
+
+def update(number: int, meetings: int = 0, key: str = "") -> State:
+    return state("update", number, updates=number - 1, meetings=meetings, key=key)
+
+
+def gather(number: int, updates: int = 0) -> State:
+    return state("gather", number, updates=updates, meetings=number - 1)
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ([update(3), gather(1, updates=2)], True),
+        ([update(3), update(3), gather(1, updates=2)], True),
+        ([update(3, key="of model 1"), update(3, key="of model 2")], True),
+        ([update(3), update(3)], False),  # slow, together
+        ([gather(4), gather(4)], False),
+        ([update(3), gather(1, updates=3)], False),  # the second has sent all that the first still receives
+        ([gather(2), update(1, meetings=2)], False),
+        ([update(3), update(4)], False),
+        ([gather(2), gather(2), update(1, meetings=2)], False),
+    ],
+)
+def test_who_waits_in_vain(states: list[State], expected: bool) -> None:
+    assert deadlocked(states) is expected
+    assert deadlocked(states[::-1]) is expected
+
+
+def test_the_error_names_every_rank_and_folds_equal_ones() -> None:
+    error = out_of_step([update(3), gather(1, updates=2), gather(1, updates=2)])
+    assert error.came.splitlines() == [
+        "rank 0: in update 3: a.py:1",
+        "ranks 1-2: in gather, after 2 update(s): a.py:1",
+    ]
+    assert error.shared and error.remedy
+
+
+def test_the_users_line_is_found_through_libraries() -> None:
+    found: list[str] = []
+    json.JSONDecoder(object_hook=lambda _: found.append(user_line())).decode("{}")  # the innermost line of his own
+    assert re.match(r"test_in_step\.py:\d+: json\.JSONDecoder", found[0])
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "nan", "inf"])
+def test_a_time_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="number of seconds"):
+        in_step_watch.after_s({in_step_watch.AFTER_VARIABLE: text})
+
+
+def test_one_process_notes_nothing() -> None:
+    tracker = Tracker(0, 1)
+    tracker.begin_update("of model 1")
+    assert tracker.stuck(0.0) is None and in_step_watch.start(0, 1, None, None).watch is None
+
+
+def test_a_note_costs_little() -> None:
+    tracker = Tracker(0, 2)
+    started = time.perf_counter()
+    for _ in range(1000):
+        tracker.begin_update("of model 1")
+        tracker.end_update()
+    assert (time.perf_counter() - started) / 1000 < 50e-6  # 2 us on a machine that does nothing else
+
+
+# -- two trackers of one process, real sockets ---------------------------------------------------------------------
+class Pair:
+    """Ranks 0 and 1, watched; `ended` is what each would have printed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ended: dict[int, list[str]] = {}
+        self.over = threading.Event()
+        monkeypatch.setattr(in_step_watch, "_end", self._end)
+        monkeypatch.setattr(in_step_watch, "_TICK_S", 0.02)
+        detected = Detected("mpirun", 0, 2, 0, 2, 0, None)
+        listener, self.where = in_step_watch.listen(detected, {in_step_watch.AFTER_VARIABLE: "0.2"})
+        self.ranks = [in_step_watch.start(rank, 2, self.where, listener if rank == 0 else None) for rank in range(2)]
+
+    def _end(self, error: list[str], rank: int, links: Any) -> None:
+        self.ended[rank] = error
+        for link in links if rank == 0 else ():
+            link.send(end=error)
+        if len(self.ended) == 2:
+            self.over.set()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    found = Pair(monkeypatch)
+    yield found
+    for rank in found.ranks:
+        rank.close()
+
+
+def test_ranks_that_wait_for_each_other_are_both_told(pair: Pair) -> None:
+    assert pair.where.addresses == ("127.0.0.1",)
+    pair.ranks[0].begin_update("of model 1")
+    pair.ranks[1].begin_update("of model 2")
+    assert pair.over.wait(30)
+    assert pair.ended[0] == pair.ended[1]
+    lines = pair.ended[0][1].splitlines()
+    assert [line[:30] for line in lines] == ["rank 0: in update 1 of model 1", "rank 1: in update 1 of model 2"]
+    assert all("test_in_step.py" in line for line in lines)
+
+
+def test_a_rank_outside_of_collectives_is_not_accused(pair: Pair) -> None:
+    pair.ranks[0].begin_update("of model 1")
+    assert not pair.over.wait(1.5) and not pair.ended  # 7 times as long as a rank may be in one place
+
+
+def test_ranks_in_the_same_place_are_not_accused(pair: Pair) -> None:
+    for rank in pair.ranks:
+        rank.begin_update("of model 1")
+    assert not pair.over.wait(1.5) and not pair.ended
+
+
+def test_a_rank_that_does_not_answer_any_more_is_not_accused(pair: Pair) -> None:
+    """It was stopped after it had reported: where it is now, nobody knows."""
+    with socket.create_connection((pair.where.addresses[0], pair.where.port)) as old:
+        for message in ({"token": pair.where.token, "rank": 1}, {"at": update(1, key="of model 2")}):
+            old.sendall(json.dumps(message).encode() + b"\n")
+        pair.ranks[0].begin_update("of model 1")
+        assert not pair.over.wait(1.5) and not pair.ended
+        assert b"ask" in old.recv(1000)
+
+
+def test_who_does_not_know_the_token_is_turned_away(pair: Pair) -> None:
+    unknown = b'{"token": "?", "rank": 1}\n{"at": 1}\n'
+    for words in (unknown, b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b"\xff\n", b"x" * 20000):
+        with socket.create_connection((pair.where.addresses[0], pair.where.port), timeout=30) as stranger:
+            stranger.sendall(words)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(100) == b""
+    pair.ranks[0].begin_update("of model 1")
+    pair.ranks[1].begin_update("of model 2")
+    assert pair.over.wait(30), "and it still listens"
+
+
+# -- real ranks ----------------------------------------------------------------------------------------------------
+LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun", "deepspeed": "torchrun"}
+# each raises on all ranks, and they can still talk
+RAISING = [
+    "evaluate_on_rank_0", "evaluate_within_on_main", "collective_in_on_main", "training_in_on_main", "other_order",
+    "barrier_against_gather", "leaves_the_loader", "two_models",
+]  # fmt: skip
+# each ends the job; the text that names what rank 1 does
+ENDING = {
+    "save_on_rank_0": "in update 1 of model 1",
+    "one_continues": "at the end of out_of_step.py",
+    "one_breaks": "in gather",
+    "uneven_loader": "at the end of out_of_step.py",
+    "one_trains_more": "in update 7 of model 1",
+    "one_ends_early.atexit": "at the end of out_of_step.py",
+    "one_prepares_more": "in gather",
+}
+
+
+def start(program: Path, arguments: list[str], folder: Path, launcher: str = "horovodrun", **env: str) -> Result:
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {"HVDTRAIN_TEST_BEACON": str(folder), **env}
+    return run_ranks([program, *arguments], 2, launcher=launcher, env=environment, timeout_s=150)
+
+
+def check_ended(done: Result, folder: Path, strays: str) -> str:
+    """The job has ended with one error on every rank, in time; returns rank 0's lines."""
+    assert done.returncode != 0, done.text
+    assert RULE in done.ranks_error[0] and RULE in done.ranks_error[1], done.text
+    lines = [line.strip() for line in done.ranks_error[0].splitlines()]
+    came = next(i for i, line in enumerate(lines) if line.startswith("came: rank 0: "))
+    assert "# here" in lines[came] or "at the end of" in lines[came], done.text
+    assert lines[came + 1].startswith("rank 1: ") and strays in lines[came + 1], done.text
+    assert "# here" in lines[came + 1] or "at the end of" in lines[came + 1], done.text
+    assert any(line.startswith("fix: ") for line in lines)
+    assert lines[came].removeprefix("came: ") in done.ranks_error[1], "both ranks tell both lines"
+    parted = [float(file.read_text()) for file in folder.glob("parted.*")]
+    lived = max((folder / str(rank)).stat().st_mtime for rank in range(2)) - max(parted)
+    assert lived <= NAMED_WITHIN_S, f"{lived:.1f} s"
+    return "; ".join(lines[came : came + 2])
+
+
+def check_raised(done: Result, ways: list[str]) -> dict[str, str]:
+    """Every way was named on both ranks, in time; returns rank 0's errors."""
+    done.check()
+    reports = [
+        {report["way"]: report for report in map(json.loads, re.findall(r'^\{"way.*\}$', text, re.MULTILINE))}
+        for text in (done.ranks_output[0], done.ranks_output[1])
+    ]
+    for way in ways:
+        for report in reports:
+            error = report[way]["error"]
+            assert RULE in error or ALONE in error, f"{way}: {error}\n{done.text}"
+            assert report[way]["seconds"] <= NAMED_WITHIN_S, report[way]
+            assert RULE not in error or error.count("# here") == 2, error
+    return {way: report["error"] for way, report in reports[0].items()}
+
+
+@pytest.mark.ranks
+def test_torch_ranks_that_part(tmp_path: Path, limit: Limit) -> None:
+    raised, continued, ended, saved, uneven = together_two(
+        lambda: start(TORCH, ["horovod", *RAISING], tmp_path / "raise"),
+        lambda: start(TORCH, ["horovod", "one_continues"], tmp_path / "continue"),
+        lambda: start(TORCH, ["horovod", "one_ends_early.atexit"], tmp_path / "end"),
+        lambda: start(TORCH, ["horovod", "save_on_rank_0"], tmp_path / "save"),
+        lambda: start(TORCH, ["ddp", "uneven_loader"], tmp_path / "uneven", "torchrun"),
+    )
+    errors = check_raised(raised, RAISING)
+    assert ALONE in errors["evaluate_within_on_main"] and ALONE in errors["training_in_on_main"]
+    assert all(f"sample {count} of epoch 0" in errors["leaves_the_loader"] for count in (12, 16))
+    shown = check_ended(uneven, tmp_path / "uneven", ENDING["uneven_loader"])
+    limit("T17a", "ddp, a DataLoader of one's own, batches uneven over the ranks", refused=f"{RULE}: {shown}")
+    shown = check_ended(saved, tmp_path / "save", ENDING["save_on_rank_0"])
+    limit("T17b", "checkpoints.save on rank 0 only, under horovodrun", refused=f"{RULE}: {shown}")
+    shown = check_ended(continued, tmp_path / "continue", ENDING["one_continues"])
+    limit("T17c", "`continue` on one rank", refused=f"{RULE}: {shown}")
+    check_ended(ended, tmp_path / "end", ENDING["one_ends_early.atexit"])
+
+
+@pytest.mark.ranks
+def test_keras_ranks_that_part(tmp_path: Path, limit: Limit) -> None:
+    ways = ["evaluate_on_rank_0", "evaluate_in_on_main", "all_reduces_swapped"]
+    env = {"KERAS_BACKEND": "tensorflow"}
+    raised, asked = together(
+        lambda: start(KERAS, ways, tmp_path / "raise", **env),
+        lambda: start(KERAS, ["gather_in_a_callback"], tmp_path / "callback", **env),
+    )
+    errors = check_raised(raised, ways)
+    limit("K15a", "if world.is_main: evaluate(...)", refused=errors["evaluate_on_rank_0"])
+    limit("K15b", "on_main(evaluate, ...)", refused=errors["evaluate_in_on_main"])
+    limit("K15c", "an all-reduce of one rank meets another of the other rank", refused=errors["all_reduces_swapped"])
+    check_ended(asked, tmp_path / "callback", "in update 3 of model 0")
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+@pytest.mark.parametrize("way", ENDING)
+def test_horovod_ranks_that_part(way: str, launcher: str, tmp_path: Path) -> None:
+    check_ended(start(TORCH, ["horovod", way], tmp_path, launcher), tmp_path, ENDING[way])
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["ddp", "deepspeed"])
+@pytest.mark.parametrize("way", ENDING)
+def test_ranks_of_torch_distributed_that_part(way: str, engine: str, tmp_path: Path) -> None:
+    check_ended(start(TORCH, [engine, way], tmp_path, "torchrun"), tmp_path, ENDING[way])
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("engine", "launcher"), [("horovod", "mpirun"), ("ddp", "torchrun"), ("deepspeed", "torchrun")]
+)
+def test_ranks_that_raise_on_every_engine(engine: str, launcher: str, tmp_path: Path) -> None:
+    check_raised(start(TORCH, [engine, *RAISING], tmp_path, launcher), RAISING)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+def test_keras_on_torch_ranks_that_part(launcher: str, tmp_path: Path) -> None:
+    ways = ["evaluate_on_rank_0", "evaluate_in_on_main", "all_reduces_swapped"]
+    check_raised(start(KERAS, ways, tmp_path / "raise", launcher, KERAS_BACKEND="torch"), ways)
+    done = start(KERAS, ["gather_in_a_callback"], tmp_path / "callback", launcher, KERAS_BACKEND="torch")
+    check_ended(done, tmp_path / "callback", "in update 3 of model 0")
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", LAUNCHERS)
+def test_slow_ranks_are_not_accused(engine: str, tmp_path: Path) -> None:
+    done = start(TORCH, [engine, "slow"], tmp_path, LAUNCHERS[engine]).check()
+    assert all("done" in done.ranks_output[rank] for rank in range(2)), done.text
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_without_comparison_they_pair_wrongly(tmp_path: Path) -> None:
+    """The negative twin: each rank takes the other's values for its own, and nobody notices."""
+    done = start(TORCH, ["horovod", "other_order"], tmp_path, **{in_step_watch.AFTER_VARIABLE: "0"}).check()
+    assert "paired [['a', 'b'], ['b', 'a']]" in done.ranks_output[0], "instead of ['a', 'a'], ['b', 'b']"
+    assert "paired [['b', 'a'], ['a', 'b']]" in done.ranks_output[1], done.text
+
+
+def together_two(*runs: Callable[[], Result]) -> list[Result]:
+    """Two at a time: each job is two processes that mostly wait."""
+    found: list[Result] = []
+    for first in range(0, len(runs), 2):
+        found += together(*runs[first : first + 2])
+    return found
