@@ -80,3 +80,14 @@ def test_limits_of_the_state(state: Result, limit: Limit) -> None:
     limit("T14c", "NonFiniteError is not public", mended="hvdtrain.NonFiniteError")
     limit("T15", "a scheduler, an average of weights: no slot in the checkpoint", exact=float(errors["t15"]))
     limit("T19i", "a buffer of another shape on each rank ends evaluate in an abort", refused="memory differs")
+
+
+@pytest.mark.parametrize("engine", ["horovod", pytest.param("ddp", marks=pytest.mark.thorough)])
+def test_nothing_prepared_is_left(engine: str, limit: Limit) -> None:
+    launcher, ranks, _ = JOBS[engine]
+    ended = run_ranks([torch_cases.FOLDER / "leaks.py", engine], ranks, launcher=launcher, timeout_s=240).check()
+    grown = [float(found) for found in re.findall(r"workers 0, (\S+) MiB", ended.out)]
+    assert len(grown) == ranks
+    limit(
+        "T16", "5 models in turn: 5 stay, with their worker processes", mended="20 in turn: none, less than 20 MiB more"
+    )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, cast
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.checkpoint import Progress
 from hvdtrain.errors import ConfigError
@@ -22,7 +25,7 @@ from hvdtrain.torch._oom import explained
 from hvdtrain.torch._rate import rates_of
 from hvdtrain.torch._session import Session
 from hvdtrain.torch._staged import SMALLER_STAGES, Loss, refuse_backward, run_step
-from hvdtrain.torch.engines.base import StagedBound
+from hvdtrain.torch.engines.base import Bound, StagedBound
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -39,10 +42,13 @@ class Optimizer(torch.optim.Optimizer):
         self.session = session
         self.progress = Progress()
         self._model = Model(session)
-        self._stepper = Stepper(self.wrapped, self._step_engine)
+        self._stepper = Stepper(self.wrapped, partial(_step_engine, session))
         self._layer = ""
         self._updated: Batch | None = None
-        self._guard = self.wrapped.register_step_pre_hook(self._refuse_bare_step)
+        # nothing that stays on model and optimizer may refer to this one: when it is dropped, they are plain again
+        guard = self.wrapped.register_step_pre_hook(partial(_refuse_bare_step, ref(session)))
+        self._closing = finalize(self, _close, guard, session.bound)
+        self._closing.atexit = False
 
     # -- one update ------------------------------------------------------------------------------------------
     def forward_backward(self, x: Any, y: Any, loss: Loss) -> Tensor:
@@ -238,13 +244,6 @@ class Optimizer(torch.optim.Optimizer):
                 "zero_grad() belongs before backward(), or after step()",
             )
 
-    def _step_engine(self) -> None:
-        self.session.stepping = True
-        try:
-            self.session.bound.step()
-        finally:
-            self.session.stepping = False
-
     def _advance(self) -> None:
         batch = self.session.gradients.batch
         assert batch is not None
@@ -336,18 +335,32 @@ class Optimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 
-    def _refuse_bare_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.session.world.size > 1 and not self.session.stepping:
-            raise ConfigError(
-                "the prepared optimizer takes the steps: it knows when gradients are those of all ranks",
-                f"step() of the {type(self.wrapped).__name__} that was given to prepare()",
-                "model, optimizer = prepare(model, optimizer, ...), then optimizer.step() with the one returned",
-            )
-
     def close(self) -> None:
-        """Takes the hooks off model and optimizer, which are plain again."""
-        self._guard.remove()
-        self.session.bound.close()
+        """Takes the hooks off model and optimizer, which are plain again; dropping this optimizer does it too."""
+        self._closing()
+
+
+def _close(guard: RemovableHandle, bound: Bound) -> None:
+    guard.remove()
+    bound.close()
+
+
+def _step_engine(session: Session) -> None:
+    session.stepping = True
+    try:
+        session.bound.step()
+    finally:
+        session.stepping = False
+
+
+def _refuse_bare_step(of: ref[Session], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    session = of()
+    if session is not None and session.world.size > 1 and not session.stepping:
+        raise ConfigError(
+            "the prepared optimizer takes the steps: it knows when gradients are those of all ranks",
+            f"step() of the {type(optimizer).__name__} that was given to prepare()",
+            "model, optimizer = prepare(model, optimizer, ...), then optimizer.step() with the one returned",
+        )
 
 
 def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:

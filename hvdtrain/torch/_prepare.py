@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -32,8 +32,9 @@ from hvdtrain.world import World
 if TYPE_CHECKING:
     from hvdtrain.torch._loader import Loader
 
-# so that preparing a model again, with another optimizer or other options, first takes off what the last one put on
-_prepared: WeakKeyDictionary[nn.Module, Optimizer] = WeakKeyDictionary()
+# so that preparing a model again, with another optimizer or other options, first takes off what the last one put on;
+# held weakly on both sides: an optimizer refers to its model, and what the user drops is to be freed
+_prepared: WeakKeyDictionary[nn.Module, ref[Optimizer]] = WeakKeyDictionary()
 
 
 def prepare(
@@ -97,8 +98,8 @@ def prepare(
         check_staged(staged, options, engine_of(world))
         model = unwrap(model)
     check_optimizer(model, optimizer)
-    if model in _prepared:
-        _prepared.pop(model).close()
+    if model in _prepared and (earlier := _prepared.pop(model)()) is not None:
+        earlier.close()
     _start.check_agreement(_start.signature(model, optimizer, options, lr, data, staged), world)
     rates = None if lr is None or data is None else Rates(optimizer, lr, data.global_batch * accumulate)
     _place(model, optimizer, options, world, staged)
@@ -106,7 +107,7 @@ def prepare(
     session = _bind(model, optimizer, options, data, world, staged)
     session.rates = rates
     wrapped_model, wrapped_optimizer = Model(session), Optimizer(session)
-    _prepared[model] = wrapped_optimizer
+    _prepared[model] = ref(wrapped_optimizer)
     if verify:
         from hvdtrain.torch._verify import prove
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class GroupEngine(ByteCollectives):
     host_group: Any = field(repr=False)
     name: str = "torch.distributed"
     runs_stages = False
-    _bounds: list[Bound] = field(default_factory=list, repr=False)
+    _bounds: WeakSet[Bound] = field(default_factory=WeakSet, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -72,14 +73,14 @@ class GroupEngine(ByteCollectives):
         raise NotImplementedError
 
     def opened(self, bound: BoundT) -> BoundT:
-        """Remembers what has to be closed before the group ends, and returns it."""
-        self._bounds.append(bound)
+        """Remembers what has to be closed before the group ends, as long as it is in use, and returns it."""
+        self._bounds.add(bound)
         return bound
 
     def shutdown(self) -> None:
         self.barrier()  # rank 0 holds the store that the others still use
         # whatever still refers to the group when the interpreter ends would end its threads too late, in an abort
-        for bound in self._bounds:
+        for bound in list(self._bounds):
             bound.close()
         self._bounds.clear()
         self.host_group = None
