@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from ipaddress import IPv4Interface
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 
 from hvdtrain.cluster import command_lines, environment, launch
 from hvdtrain.cluster.addresses import Chosen, choose, interfaces, source_towards
-from hvdtrain.cluster.failures import RankEnd, as_exit_code, described, first_failure, settled
+from hvdtrain.cluster.failures import RankEnd, Tracebacks, as_exit_code, described, first_failure, settled
 from hvdtrain.cluster.hosts import Host, assign, parse_hosts, read_hostfile
-from hvdtrain.cluster.job import Job, make_plan
+from hvdtrain.cluster.job import Job, Plan, make_plan
 from hvdtrain.cluster.lines import LONGEST_BYTES, LineSplitter
 from hvdtrain.cluster.protocol import Decoder, encode
+from hvdtrain.cluster.session import Lost, Session
 from hvdtrain.cluster.ssh import Ssh, explain, is_this_machine, problem_of
 from hvdtrain.errors import ConfigError
 
@@ -173,8 +175,13 @@ def test_ssh_never_asks_and_never_waives_host_keys():
     command = Ssh(port=2222, identity="/k ey").command("me@host1", ["python", "-c", "print('a b')"])
     assert command[-2:] == ["me@host1", "python -c 'print('\"'\"'a b'\"'\"')'"] and command[-3] == "--"
     assert shlex.split(command[-1]) == ["python", "-c", "print('a b')"]
-    assert "BatchMode=yes" in command and not any("StrictHostKeyChecking" in word for word in command)
+    # said to ssh, and not left to a user's configuration, which may waive it
+    assert "BatchMode=yes" in command and "StrictHostKeyChecking=yes" in command
     assert command[command.index("-p") + 1] == "2222" and command[command.index("-i") + 1] == "/k ey"
+
+
+LOGIN = "/root/.bashrc: line 3: module: command not found\n"
+PYTHON = "/opt/venv/bin/python"
 
 
 @pytest.mark.parametrize(
@@ -190,21 +197,55 @@ def test_ssh_never_asks_and_never_waives_host_keys():
         ("changed_host_key", "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed."),
         ("denied", "root@host2: Permission denied (publickey,password)."),
         ("timeout", "Connection timed out during banner exchange\r\nConnection to 10.0.0.2 port 22 timed out"),
-        ("no_python", "bash: line 1: /opt/venv/bin/python: No such file or directory"),
-        ("no_python", "bash: line 1: python3.11: command not found"),
-        ("no_hvdtrain", "/usr/bin/python3: Error while finding module specification for 'hvdtrain.cluster.agent'"
-         " (ModuleNotFoundError: No module named 'hvdtrain')"),
-        ("no_python", "Unknown option: -P\nusage: /usr/bin/python3 [option] ..."),
+        ("denied", "Received disconnect from 10.0.0.2 port 22:2: Too many authentication failures"),
+        ("unreachable", "client_loop: send disconnect: Broken pipe"),
         ("other", "something new"),
     ],
 )  # fmt: skip
 def test_what_ssh_says_is_explained(kind, said):
-    problem = explain("host2", 255, said)
-    assert problem.kind == kind and "host2" in problem.what and problem.fix
+    for before in ("", LOGIN):  # what start-up files write must not be taken for ssh's words
+        problem = explain("host2", 255, before + said)
+        assert problem.kind == kind and "host2" in problem.what and problem.fix
 
 
-def test_a_host_that_accepts_and_never_answers():
-    assert explain("host2", None, "").kind == "timeout"
+@pytest.mark.parametrize(
+    ("kind", "code", "said", "what"),
+    [
+        ("no_python", 127, f"bash: line 1: {PYTHON}: No such file or directory", "no such Python"),
+        ("no_python", 1, f"{PYTHON}: Command not found.", "no such Python"),
+        ("no_python", 126, f"bash: line 1: {PYTHON}: Permission denied", "cannot be run"),
+        ("no_python", 126, "bash: line 1: /opt/x: cannot execute: required file not found", "cannot be run"),
+        ("no_hvdtrain", 1, f"{PYTHON}: Error while finding module specification for 'hvdtrain.cluster.agent'"
+         " (ModuleNotFoundError: No module named 'hvdtrain')", "no hvdtrain"),
+        ("no_python", 2, "Unknown option: -P\nusage: /usr/bin/python3 [option] ...", "older"),
+        ("denied", 1, "This account is currently not available.", "run no commands"),
+        ("other", 0, "Sun Nov 22 14:57:07 UTC 2026", "did not run the command"),
+        ("other", 1, "MemoryError", "exit code 1: MemoryError"),
+        ("other", 137, "Connection refused by something in a log", "exit code 137"),
+    ],
+)  # fmt: skip
+def test_what_a_host_says_is_told_from_what_ssh_says(kind, code, said, what, limit):
+    for before in ("", LOGIN):
+        problem = explain("host2", code, before + said, python=PYTHON)
+        assert problem.kind == kind and what in problem.what and problem.fix, problem
+    limit("C12a", f"a host's shell or Python ends with {code} and says: {said[:40]!r}", mended=problem.what[:120])
+
+
+def test_a_host_that_accepts_and_never_answers(limit):
+    problem = explain("host2", None, LOGIN)
+    assert problem.kind == "timeout" and "large packets (MTU)" in problem.fix
+    limit("C12b", "packets above a size are lost on the way: ssh hangs", mended=problem.fix)
+
+
+def test_a_name_that_leads_back_here_is_no_other_host(monkeypatch, limit):
+    monkeypatch.setattr("socket.gethostbyname", {"host2": "127.0.0.1", "me.example": "127.0.1.1"}.__getitem__)
+    monkeypatch.setattr("socket.gethostname", lambda: "me")
+    assert is_this_machine("me.example") and is_this_machine("localhost.localdomain")
+    with pytest.raises(ConfigError, match="host2 is 127.0.0.1 here") as error:
+        is_this_machine("host2")
+    limit("C12c", "/etc/hosts maps host2 to 127.0.0.1", refused=error.value)
+    with pytest.raises(Lost, match="host2 is 127.0.0.1 here"):
+        Session("host2", sys.executable, Ssh())
 
 
 def test_what_cannot_be_run_here():
@@ -219,6 +260,37 @@ def test_this_machine():
 
 
 # ---- variables
+
+
+def test_a_job_has_one_environment(tmp_path, limit):
+    """All hosts get the same: what the user set, whatever it is called, but for what is one host's own."""
+    environ = {"LR": "0.5", "DATA_DIR": "/d", "HF_HOME": "/h", "TOKENIZERS_PARALLELISM": "false", "LC_ALL": "C",
+               "OMPI_MCA_btl": "tcp", "HOME": "/root", "SSH_CONNECTION": "x", "TERM": "xterm", "TMPDIR": "/scratch",
+               "SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "1", "RANK": "2", "BASH_FUNC_module%%": "() {", "_": "x",
+               "HOSTNAME": "a", "DATABASE_URL": "postgres://me:secret@db/x", "HF_TOKEN": "x"}  # fmt: skip
+    names = {"LR", "DATA_DIR", "HF_HOME", "TOKENIZERS_PARALLELISM", "LC_ALL", "OMPI_MCA_btl"}
+    found = environment.passed(environ)
+    assert set(found) == names
+    assert environment.withheld(environ, found) == ["DATABASE_URL", "HF_TOKEN"]
+    assert set(environment.unpassed(list(environ), found)) == {"DATABASE_URL", "HF_TOKEN"}
+    file = tmp_path / "env"
+    file.write_text("# ours\n\nHF_TOKEN\nLR=0.7\nNEW=a = b\n")
+    more = environment.passed(environ, ["LR=0.9"], file)
+    assert (more["HF_TOKEN"], more["LR"], more["NEW"]) == ("x", "0.9", "a = b")
+    file.write_text("LR=1\nno name=2\n")
+    with pytest.raises(ConfigError, match="line 2") as error:
+        environment.passed(environ, (), file)
+    limit("C1c", "--env-file with a line that sets nothing", refused=error.value)
+    with pytest.raises(ConfigError, match="readable"):
+        environment.passed(environ, (), tmp_path / "missing")
+
+
+def test_variables_that_only_some_log_ins_set_are_told(limit):
+    own = {"h1": {}, "h2": {"LR": "d1", "SAME": "x"}, "h3": {"LR": "d2", "SAME": "x"}}
+    assert environment.on_some_hosts_only(own, {}) == {"LR": ["h2", "h3"], "SAME": ["h2", "h3"]}
+    assert environment.on_some_hosts_only(own, {"LR": "1", "SAME": "1"}) == {}, "what all ranks get wins"
+    assert environment.on_some_hosts_only({host: own["h2"] for host in own}, {}) == {}
+    limit("C1b", "a log-in file of one host sets a variable", mended="named, with the hosts, before the ranks start")
 
 
 def test_secrets_are_passed_only_when_asked_for():
@@ -254,12 +326,27 @@ def test_a_plan_for_two_hosts():
     assert environment.of_rank(plan.slots[3])["HOROVOD_HOSTNAME"] == "h2"
 
 
-def test_the_lines_of_other_launchers():
+def test_an_address_that_is_not_its_interfaces_first_is_told(limit):
+    job = Job(argv=["x"], hosts=parse_hosts("h1:1,h2:1"), np=2, network="10.1.0.0/24")
+    hello = {"cores": 4, "interfaces": {"eth0": ["10.0.0.1/24", "10.1.0.1/24"]}}
+    plan = make_plan(job, {"h1": hello, "h2": hello | {"interfaces": {"eth0": ["10.1.0.2/24"]}}}, {})
+    assert plan.variables(plan.hosts[0], 1, 2)["HOROVOD_GLOO_ADDRESS"] == "10.1.0.1"
+    (note,) = plan.notes
+    assert "h1: 10.1.0.1 is not the first address of eth0 (10.0.0.1)" in note
+    limit("C3b", "--network asks for another address than its interface's first", mended=note)
+    users = Plan(plan.slots, plan.chosen, plan.cores, {"HOROVOD_GLOO_IFACE": "mine"})
+    assert "HOROVOD_GLOO_ADDRESS" not in users.variables(plan.hosts[0], 1, 2), "the user's word wins"
+    line = command_lines.horovodrun(job, plan, {})
+    assert "takes the first address" in line
+
+
+def test_the_lines_of_other_launchers(limit):
     variables = {"A": "there", "B": "b b", "HVDTRAIN_JOB": "1234", "MY_TOKEN": "hunter2"}
     job, plan = two_hosts(ssh=Ssh(port=2222), env=variables)
-    line = command_lines.horovodrun(job, plan)
-    assert line.startswith("horovodrun --gloo -np 4 -H h1:2,me@h2:2 --ssh-port 2222 python 'a b.py'")
-    assert "eth0 on h1, ens5 on me@h2" in line
+    line = command_lines.horovodrun(job, plan, {"A": "there"})
+    assert line.startswith("env 'B=b b' horovodrun --gloo -np 4 -H h1:2,me@h2:2 --ssh-port 2222 python 'a b.py'")
+    assert "eth0 on h1, ens5 on me@h2" in line and "hunter2" not in line and "with MY_TOKEN set where" in line
+    limit("C1d", "the line 'like: horovodrun' for a job with -x and --env-file", mended=line)
     line = command_lines.mpirun(job, plan, {"A": "there", "B": "other", "MY_TOKEN": "old"})
     assert "--mca btl_tcp_if_include 10.0.0.0/24" in line and "-x A -x 'B=b b' -x MY_TOKEN python" in line
     assert "there" not in line.split("#")[0] and "HVDTRAIN_JOB" not in line, "set where it is typed; launch's own"
@@ -281,6 +368,9 @@ def test_hosts_are_those_given_or_of_the_slurm_job_or_this_machine(tmp_path):
     job = job_from("true", environ=slurm)
     assert (job.hosts, job.np) == ([Host("gpu1", 2), Host("gpu2", 2)], 4)
     assert job.env["HVDTRAIN_JOB"].endswith("-7")
+    for words in (["-H", ""], ["-H", " "]):  # "$HOSTS" that is not set, also inside of a Slurm job
+        with pytest.raises(ConfigError, match="names at least one host"):
+            job_from(*words, "--", "true", environ=slurm)
     assert job_from("-np", "3", "--", "true").hosts == [Host("localhost", 3)]
     assert job_from("-np", "2", "python", "-c", "--lr", "--", "x").argv == ["python", "-c", "--lr", "--", "x"]
 
@@ -340,6 +430,32 @@ def test_the_rank_to_blame():
     assert first_failure(ends) == ends[1]
     assert first_failure(ends[2:3]) is None
     assert first_failure([ends[0], ends[3]]) == ends[3], "a consequence never comes first"
+
+
+def test_a_traceback_that_was_handled_is_not_blamed(limit):
+    traceback = ["Traceback (most recent call last):", '  File "x.py", line 1', "ValueError: x"]
+    seen = Tracebacks()
+    seen.note(0, ["step 1", *traceback], 5.0)
+    seen.note(0, ["", "During handling of the above exception, another exception occurred:", *traceback], 6.0)
+    assert seen.began_s == {0: 5.0}, "one that follows at once belongs to it"
+    seen.note(0, [f"step {number}" for number in range(30)], 7.0)
+    assert seen.began_s == {}
+    seen.note(0, traceback, 90.0)
+    assert seen.began_s == {0: 90.0}
+    ends = [RankEnd(0, "a", 1, at_s=91.0, cried_s=90.0), RankEnd(1, "b", 1, at_s=80.5, cried_s=80.0)]
+    assert first_failure(ends).rank == 1
+    limit(
+        "C12e", "a rank writes a traceback, goes on, and ends after another that failed", mended="the other is blamed"
+    )
+
+
+def test_gloos_abort_is_a_consequence(limit):
+    said = ("terminate called after throwing an instance of 'gloo::IoException'", "  what():  ... Connection closed by"
+            " peer [10.0.0.2]:4321")  # fmt: skip
+    aborted = RankEnd(0, "a", -signal.SIGABRT, at_s=10.0, lines=said)
+    assert first_failure([aborted, RankEnd(1, "b", 1, at_s=11.0)]).rank == 1
+    assert first_failure([RankEnd(0, "a", -signal.SIGABRT, 10.0), RankEnd(1, "b", 1, at_s=11.0)]).rank == 0
+    limit("C12d", "Gloo's exception ends a rank with SIGABRT because another rank failed", mended="the other is blamed")
 
 
 def test_consequences_give_the_cause_time_to_arrive():

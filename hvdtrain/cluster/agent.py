@@ -11,6 +11,7 @@ output back but not the signs of life.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import platform
@@ -25,13 +26,15 @@ from typing import Any
 from hvdtrain import __version__
 from hvdtrain.cluster import processes
 from hvdtrain.cluster.addresses import interfaces
-from hvdtrain.cluster.protocol import BEAT_S, Decoder, Message, encode
+from hvdtrain.cluster.data_path import DataPath
+from hvdtrain.cluster.environment import is_of_a_host
+from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode
 from hvdtrain.cluster.rank import Rank, RendezvousChild, StartError
 from hvdtrain.cores import cgroup_quota
 
 TICK_S = 0.1
-MOST_BUFFERED_BYTES = 1 << 20  # of output that the launcher has not taken yet; then the ranks wait
-GRACE_S = 5.0  # that ranks have to end when it is not the launcher that ends them
+MOST_BUFFERED_BYTES = 1 << 20  # of output that the connection has not taken yet; then the ranks wait
+TOKEN = "HVDTRAIN_LAUNCH"  # in the environment of all that belongs to one attempt of a job
 
 
 class Agent:
@@ -44,7 +47,10 @@ class Agent:
         self._out = bytearray()
         self._ranks: dict[int, Rank] = {}  # by process id
         self._rendezvous: RendezvousChild | None = None
-        self._settings: dict[str, float] = {"lost_s": 15.0, "stopped_s": 15.0}
+        self._settings: dict[str, float] = {"lost_s": 15.0, "stopped_s": 15.0, "grace_s": 5.0}
+        self._untaken = 0  # messages of output that the launcher has not shown yet
+        self._data_path: DataPath | None = None
+        self._not_ours: set[int] = set()  # processes that may not be ended
         self._heard_s = self._beaten_s = time.monotonic()
         self._stages: list[tuple[float, int]] = []  # (when, signal) still to come of the end
         self._kill_s = float("inf")
@@ -65,7 +71,7 @@ class Agent:
             for key, _ in self._selector.select(TICK_S):
                 key.data()
             self._tick()
-        while self._out and self._is_heard():  # however long its reader takes
+        while self._out and self._is_heard():
             for key, _ in self._selector.select(TICK_S):
                 key.data()
         processes.send([os.getppid()], signal.SIGCONT)  # a guard that is stopped could not see the end
@@ -99,7 +105,7 @@ class Agent:
             self._selector.register(self._outward, selectors.EVENT_WRITE, self._flush)
         elif writing and not self._out:
             self._selector.unregister(self._outward)
-        self._listen_to_ranks(len(self._out) < MOST_BUFFERED_BYTES)
+        self._listen_to_ranks()
 
     def _hear(self) -> None:
         try:
@@ -124,6 +130,9 @@ class Agent:
             self._selector.register(self._rendezvous.output, selectors.EVENT_READ, self._rendezvous_answers)
         elif kind == "start" and not self._ending:
             self._start(message)
+        elif kind == "taken":
+            self._untaken -= int(message["count"])
+            self._listen_to_ranks()
         elif kind == "signal":
             processes.send([rank.pid for rank in self._ranks.values() if rank.code is None], int(message["number"]))
         elif kind == "end":
@@ -141,7 +150,10 @@ class Agent:
     # ---- the ranks
 
     def _start(self, message: Message) -> None:
-        environment = {**message["defaults"], **os.environ, **message["env"]}
+        own = {name: value for name, value in os.environ.items() if name not in set(message["without"])}
+        environment = {**message["defaults"], **own, **message["env"], TOKEN: message["token"]}
+        if message["peer"] is not None:
+            self._data_path = DataPath(message["own"], message["peer"], time.monotonic())
         for wanted in message["ranks"]:
             try:
                 rank = Rank(wanted["rank"], message["argv"], message["cwd"], {**environment, **wanted["env"]})
@@ -149,9 +161,11 @@ class Agent:
                 self._say("failed", rank=wanted["rank"], what=str(error))
                 continue
             self._ranks[rank.pid] = rank
-        self._listen_to_ranks(True)
+        self._listen_to_ranks()
 
-    def _listen_to_ranks(self, wanted: bool) -> None:
+    def _listen_to_ranks(self) -> None:
+        """Read what ranks write, unless there is too much on its way: then they wait, but nothing else does."""
+        wanted = len(self._out) < MOST_BUFFERED_BYTES and self._untaken < WINDOW
         for rank in self._ranks.values():
             for descriptor in rank.open_pipes():
                 listening = descriptor in self._selector.get_map()
@@ -167,10 +181,14 @@ class Agent:
             stream, lines = rank.read(descriptor, time.monotonic())
             if descriptor not in rank.open_pipes():
                 self._selector.unregister(descriptor)
-            if lines:
-                self._say("out", rank=rank.rank, stream=stream, lines=lines)
+            self._relay(rank, stream, lines)
 
         return read
+
+    def _relay(self, rank: Rank, stream: str, lines: list[str]) -> None:
+        if lines:
+            self._untaken += 1
+            self._say("out", rank=rank.rank, stream=stream, lines=lines)
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -182,6 +200,8 @@ class Agent:
                 if not rank.told_stopped:
                     self._say("stopped", rank=rank.rank, for_s=for_s)
                 rank.told_stopped = True
+        if self._data_path is not None and not self._ending:
+            self._look_at_the_data_path(self._data_path, now)
         if now - self._beaten_s >= BEAT_S:
             self._beaten_s = now
             if not self._out:  # else what waits there is a sign of life as well
@@ -190,11 +210,17 @@ class Agent:
                 processes.send([os.getppid()], signal.SIGCONT)
         if self._signalled is not None and not self._ending:
             self._say("leaving", why=f"its agent was ended by {signal.Signals(self._signalled).name}")
-            self._end(signal.SIGTERM, GRACE_S)
+            self._end(signal.SIGTERM, self._settings["grace_s"])
         if not self._is_heard():
-            self._end(signal.SIGTERM, GRACE_S)
+            self._end(signal.SIGTERM, self._settings["grace_s"])
         if self._ending:
             self._go_on_ending(now)
+
+    def _look_at_the_data_path(self, path: DataPath, now: float) -> None:
+        if (for_s := path.unreached_s(now)) > self._settings["lost_s"]:
+            self._say("cut", for_s=for_s)
+            path.close()
+            self._data_path = None
 
     def _reap(self, now: float) -> None:
         while True:
@@ -212,8 +238,7 @@ class Agent:
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
         for stream, lines in rank.close():
-            if lines:
-                self._say("out", rank=rank.rank, stream=stream, lines=lines)
+            self._relay(rank, stream, lines)
         self._say("exit", rank=rank.rank, code=rank.code, ago_s=round(now - rank.ended_s, 3))
 
     # ---- the end
@@ -230,7 +255,7 @@ class Agent:
         self._ending = True
 
     def _go_on_ending(self, now: float) -> None:
-        left = processes.descendants(os.getpid())
+        left = [pid for pid in processes.descendants(os.getpid()) if pid not in self._not_ours]
         serving = self._rendezvous.pid if self._rendezvous is not None else None
         job = [pid for pid in left if pid != serving]
         if not job and self._rendezvous is not None:
@@ -241,12 +266,18 @@ class Agent:
         mains = [rank.pid for rank in self._ranks.values() if rank.code is None]
         while self._stages and now >= self._stages[0][0]:
             number = self._stages.pop(0)[1]
-            processes.send(mains if number != signal.SIGKILL else left, number)
+            self._leave(processes.send(mains if number != signal.SIGKILL else left, number))
         if not self._stages:
-            processes.send(left, signal.SIGKILL)  # again and again: one may just have started another
+            self._leave(processes.send(left, signal.SIGKILL))  # again and again: one may just have started another
         elif not mains:  # what the ranks left behind
-            processes.send(set(job) - self._asked, signal.SIGTERM)
+            self._leave(processes.send(set(job) - self._asked, signal.SIGTERM))
             self._asked |= set(job)
+
+    def _leave(self, not_ours: set[int]) -> None:
+        """Say which processes stay, because another user's cannot be ended."""
+        for pid in not_ours:
+            self._say("left", what=f"process {pid} of another user: {processes.command_of(pid)}")
+        self._not_ours |= not_ours
 
     def _all_ended(self, now: float) -> None:
         self._reap(now)
@@ -273,6 +304,11 @@ def hello() -> dict[str, Any]:
         "interfaces": {name: [str(its) for its in all_] for name, all_ in interfaces().items()},
         "reached": reached,
         "cores": min(float(len(os.sched_getaffinity(0))), cgroup_quota()),
+        "own": {
+            name: hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:12]
+            for name, value in os.environ.items()
+            if not is_of_a_host(name)
+        },
     }
 
 
@@ -289,15 +325,36 @@ def guard(agent: int) -> int:
             processes.send([pid], signal.SIGCONT)
         elif pid == agent:
             break
-    while left := processes.descendants(os.getpid()):
-        processes.send(left, signal.SIGKILL)
+    not_ours: set[int] = set()
+    while left := set(processes.descendants(os.getpid())) - not_ours:
+        not_ours |= processes.send(left, signal.SIGKILL)
         time.sleep(TICK_S / 10)
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
+def sweep(token: str, grace_s: float) -> int:
+    """End what an attempt left on this host when agent and guard were killed together; returns how many that were.
+
+    As long as the grace lasts they may be ending by themselves: an agent that only lost its launcher sees to that.
+    """
+    began = time.monotonic()
+    while (left := processes.marked(TOKEN, token)) and time.monotonic() - began < grace_s:
+        time.sleep(TICK_S)
+    ended = set(left)
+    while left and time.monotonic() - began < grace_s + 2.0:
+        processes.send(left, signal.SIGKILL)
+        time.sleep(TICK_S / 10)
+        left = processes.marked(TOKEN, token)
+        ended |= set(left)
+    return len(ended)
+
+
 def main() -> int:
-    """Become guard and agent; returns the exit code in each."""
+    """Become guard and agent, or with "--sweep TOKEN GRACE_S" clean up; returns the exit code in each."""
+    if sys.argv[1:2] == ["--sweep"]:
+        sweep(sys.argv[2], float(sys.argv[3]))
+        return 0
     processes.adopt_orphans()
     parent = os.getpid()
     pid = os.fork()

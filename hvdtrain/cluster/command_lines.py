@@ -10,16 +10,35 @@ from hvdtrain.cluster import environment
 from hvdtrain.cluster.job import Job, Plan
 
 
-def horovodrun(job: Job, plan: Plan) -> str:
-    """Return the horovodrun command that starts the same ranks; where it cannot, that is said after it."""
+def horovodrun(job: Job, plan: Plan, environ: Mapping[str, str]) -> str:
+    """Return the horovodrun command that starts the same ranks; where it cannot, that is said after it.
+
+    Args:
+        job, plan: what it stands for.
+        environ: the environment it would be typed in, which horovodrun passes on. What it lacks is set in the line, but
+            for secrets.
+    """
     words = ["horovodrun", "--gloo", "-np", str(job.np), "-H", _hosts(plan)]
     words += ["--ssh-port", str(job.ssh.port)] if job.ssh.port is not None else []
     words += ["--ssh-identity-file", job.ssh.identity] if job.ssh.identity is not None else []
+    more = {name: value for name, value in sorted(plan.env.items()) if environ.get(name) != value}
+    secret = [name for name, value in more.items() if environment.is_secret(name, value)]
+    hidden = {*secret, restart.JOB, restart.RESTART}
+    settings = [f"{name}={value}" for name, value in more.items() if name not in hidden]
+    words = ["env", *settings, *words] if settings else words
+    notes = [f"with {', '.join(secret)} set where this is typed"] if secret else []
     names = list(dict.fromkeys(plan.chosen[host.name].interface for host in plan.hosts))
     if len(names) == 1:
-        return shlex.join([*words, "--network-interfaces", names[0], *job.argv])
-    differing = ", ".join(f"{plan.chosen[host.name].interface} on {host.name}" for host in plan.hosts)
-    return f"{shlex.join([*words, *job.argv])}   # horovodrun itself needs one interface name, here: {differing}"
+        words += ["--network-interfaces", names[0]]
+    else:
+        differing = ", ".join(f"{plan.chosen[host.name].interface} on {host.name}" for host in plan.hosts)
+        notes.append(f"horovodrun itself needs one interface name, here: {differing}")
+    if plan.notes:
+        notes.append("horovodrun itself takes the first address of an interface, which is another one here")
+    if "CUDA_VISIBLE_DEVICES" in plan.env and len(plan.hosts) > 1:
+        notes.append("horovodrun itself passes CUDA_VISIBLE_DEVICES to no other host")
+    line = shlex.join([*words, *job.argv])
+    return f"{line}   # {'; '.join(notes)}" if notes else line
 
 
 def mpirun(job: Job, plan: Plan, environ: Mapping[str, str]) -> str:
@@ -41,7 +60,7 @@ def mpirun(job: Job, plan: Plan, environ: Mapping[str, str]) -> str:
     for name, value in sorted(plan.env.items()):
         if environ.get(name) == value:
             words += ["-x", name]
-        elif environment.SECRET.search(name):
+        elif environment.is_secret(name, value):
             words += ["-x", name]
             to_set.append(name)
         elif name not in (restart.JOB, restart.RESTART):

@@ -13,7 +13,7 @@ from pathlib import Path
 import hvdtrain
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.protocol import Decoder, Message, encode
-from hvdtrain.cluster.ssh import Ssh, SshProblem, explain, is_this_machine
+from hvdtrain.cluster.ssh import Ssh, SshProblem, explain
 
 AGENT = "hvdtrain.cluster.agent"
 _PACKAGES = Path(hvdtrain.__file__).resolve().parent.parent
@@ -29,27 +29,29 @@ class Connection:
         hello: the agent's first message, once it came.
         why_left: why the agent ends the job there by itself, if it does.
         ended: whether the agent said that nothing is left there.
-        closed: whether no more can come.
-        waiting: whether what came waits for this side to take it: then its silence means nothing.
+        closed: whether no more can come, or is waited for.
+        left: whether the connection has ended by itself.
     """
 
-    def __init__(self, host: Host, python: str, ssh: Ssh, hear: Callable[[Connection, Message | None], None]) -> None:
+    def __init__(
+        self, host: Host, python: str, ssh: Ssh, hear: Callable[[Connection, Message | None], None], *, local: bool
+    ) -> None:
         """Start the agent.
 
         Args:
             host: where.
             python: the interpreter there.
             ssh: how it is reached.
-            hear: gets every message, and None at the end; called by a thread, and may wait there.
+            hear: gets every message, and None at the end; called by a thread, and must not wait there.
+            local: whether the host is this machine (`is_this_machine`, which may have to ask a slow name server).
 
         Raises:
             OSError: the command could not be started.
         """
-        self.host, self._ssh, self._hear = host, ssh, hear
-        self.local = is_this_machine(host.name)
+        self.host, self.local, self._python, self._ssh, self._hear = host, local, python, ssh, hear
         self.hello: Message | None = None
         self.why_left: str | None = None
-        self.ended = self.closed = self.waiting = False
+        self.ended = self.closed = self.left = False
         self._decoder, self._unsent, self._said = Decoder(), bytearray(), bytearray()
         self._heard_s = time.monotonic()
         # `-m` looks in the working directory first. Elsewhere that is the user's home, where a random.py may lie: -P.
@@ -89,7 +91,7 @@ class Connection:
     def note(self, message: Message | None) -> None:
         """Take in what a message, or the end, says of the connection itself."""
         if message is None:
-            self.closed = True
+            self.closed = self.left = True
         elif message["type"] == "hello":
             self.hello = message
         elif message["type"] == "leaving":
@@ -98,8 +100,8 @@ class Connection:
             self.ended = True
 
     def silent_s(self) -> float:
-        """Return for how long nothing came; 0 while it is this side that does not read on."""
-        return 0.0 if self.waiting else time.monotonic() - self._heard_s
+        """Return for how long nothing came."""
+        return time.monotonic() - self._heard_s
 
     def problem(self) -> SshProblem:
         """Return why the agent did not say hello, or is gone."""
@@ -107,7 +109,7 @@ class Connection:
         if returncode is not None:
             self._threads[1].join(timeout=1.0)
         said = (self._said.decode(errors="replace") + self._decoder.noise.decode(errors="replace")).strip()
-        found = explain(self.host.name, returncode, said, self._ssh)
+        found = explain(self.host.name, returncode, said, self._ssh, python=self._python)
         if self.local and found.kind in ("other", "timeout"):
             what = f"the agent on this machine ended with {returncode}: {said[-2000:] or 'it said nothing'}"
             return SshProblem("other", what, f"try: {' '.join(self._process.args)}")  # type: ignore[arg-type]
@@ -134,8 +136,6 @@ class Connection:
             self._process.wait()
         reading, errors = self._threads
         reading.join(timeout=5.0)
-        while reading.is_alive() and self.waiting:  # for whoever reads the output: none of it may be lost
-            reading.join(timeout=1.0)
         errors.join(timeout=1.0)  # an ssh master in the background may hold standard error open
         for pipe in (self._process.stdout, self._process.stderr):
             assert pipe is not None
@@ -143,25 +143,30 @@ class Connection:
                 pipe.close()
 
     def _waited(self, patience_s: float) -> bool:
-        """Wait for the process; time in which it cannot end because nobody takes its output does not count."""
-        while True:
-            try:
-                self._process.wait(patience_s)
-                return True
-            except subprocess.TimeoutExpired:
-                if not self.waiting:
-                    return False
+        try:
+            self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def sweep(self, token: str, grace_s: float) -> None:
+        """End what an agent that is gone without a word may have left on the host; it has the grace, if it lives."""
+        words = [self._python, "-P", "-m", AGENT, "--sweep", token, f"{grace_s:g}"]
+        command: Sequence[str] = words if self.local else self._ssh.command(self.host.name, words)
+        folders = {"PYTHONPATH": os.pathsep.join([str(_PACKAGES), os.environ.get("PYTHONPATH", "")])}
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # the host cannot be reached: it is lost
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=grace_s + 5.0, check=False,
+                env=os.environ | folders if self.local else None, start_new_session=True,
+            )  # fmt: skip
 
     def _read_messages(self) -> None:
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         while data := os.read(descriptor, 1 << 16):
             self._heard_s = time.monotonic()
-            self.waiting = True
             for message in self._decoder.feed(data):
                 self._hear(self, message)
-            self._heard_s = time.monotonic()
-            self.waiting = False
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)  # so that its exit code tells why
         self._hear(self, None)

@@ -24,11 +24,10 @@ from hvdtrain.cluster.checks import Known
 from hvdtrain.cluster.checks_network import Folder, Links
 from hvdtrain.cluster.examine import Question
 from hvdtrain.cluster.findings import Finding
-from hvdtrain.cluster.hosts import Host, parse_hosts, read_hostfile
+from hvdtrain.cluster.hosts import Host, asked_for
+from hvdtrain.cluster.job import working_directory
 from hvdtrain.cluster.session import Sessions, sessions
 from hvdtrain.cluster.ssh import Ssh
-from hvdtrain.errors import ConfigError
-from hvdtrain.slurm import job_hosts
 
 TIMEOUT_S = 6.0
 FAST_TIMEOUT_S = 6.0
@@ -74,14 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _question(args: argparse.Namespace) -> Question:
-    if args.hosts and args.hostfile:
-        raise ConfigError("hosts come from -H or from --hostfile", "both", "give one of them")
-    if args.hostfile:
-        hosts = read_hostfile(args.hostfile)
-    elif listed := args.hosts or job_hosts(os.environ):
-        hosts = parse_hosts(listed)
-    else:
-        hosts = [Host("localhost", args.np or max(1, probe.gpu_count()))]
+    hosts = asked_for(args.hosts, args.hostfile, os.environ)
+    hosts = hosts or [Host("localhost", args.np or max(1, probe.gpu_count()))]
     return Question(
         hosts=hosts, np=args.np, python=args.python, network=args.network, run_dir=args.run_dir,
         timeout_s=args.timeout, ssh=_ssh(args.ssh_port, args.identity, args.timeout), paths=_paths(),
@@ -185,7 +178,7 @@ def fast(
     """
     question = Question(
         hosts=hosts, np=np, python=python, ssh=ssh or _ssh(None, None, timeout_s), timeout_s=timeout_s,
-        cwd=cwd or os.getcwd(), paths=_paths(),
+        cwd=cwd or working_directory(), paths=_paths(),
     )  # fmt: skip
     return examined(question, fast=True).findings
 

@@ -16,8 +16,9 @@ from hvdtrain.cluster import addresses
 from hvdtrain.cluster.checks import Facts, Known
 from hvdtrain.cluster.checks_network import Folder, Links
 from hvdtrain.cluster.hosts import Host, Slot, assign
+from hvdtrain.cluster.job import working_directory
 from hvdtrain.cluster.session import Reply, Sessions
-from hvdtrain.cluster.ssh import Ssh
+from hvdtrain.cluster.ssh import Ssh, SshProblem
 from hvdtrain.errors import ConfigError
 
 FLOW_S = 0.2
@@ -50,7 +51,7 @@ class Question:
     network: str | None = None
     run_dir: Path | None = None
     timeout_s: float = 6.0
-    cwd: str = field(default_factory=os.getcwd)
+    cwd: str = field(default_factory=working_directory)
     paths: Sequence[str] = ()
 
     @property
@@ -78,6 +79,10 @@ def facts(talk: Sessions, question: Question, *, fast: bool) -> Known:
         "limit_s": min(FACT_LIMIT_S, question.timeout_s / 2),
     }  # fmt: skip
     replies = talk.ask(dict.fromkeys(names, request), question.timeout_s)
+    for name in [name for name, reply in replies.items() if "error" in reply]:  # no facts: nothing is known of it
+        what = f"{name} cannot be examined: {replies.pop(name).get('text', 'the probe failed there')}"
+        fix = f"look at its limits (ulimit -a), memory and start-up files: ssh {name} 'ulimit -a'"
+        talk.give_up(name, SshProblem("other", what, fix))
     found = {name: reply | {"local": talk.alive[name].local} for name, reply in replies.items()}
     return Known(found, {name: question.taking_part[name] for name in found}, question.python)
 

@@ -17,6 +17,7 @@ _CONSEQUENCE = re.compile(
     r"|connectFullMesh failed|remote process exited or there was a network error|rank \d+: ended with rank 0"
 )
 _LOOK_AT_LINES = 15
+_OUTLIVED_LINES = 20  # more than an error's message and what libraries write at the interpreter's end
 _KILLED = {
     signal.SIGKILL: "; out of memory is the usual reason: dmesg | grep -i 'out of memory' on {host}",
     signal.SIGBUS: "; a full /dev/shm is a usual reason: df /dev/shm on {host}",
@@ -52,7 +53,7 @@ class RankEnd:
         rank, host: who.
         code: negative for a signal.
         at_s: when, by the launcher's clock.
-        cried_s: when the first line of a traceback came from it; None: never.
+        cried_s: when the first line of the traceback came from it that it ended with; None: never.
         lines: its last ones.
     """
 
@@ -66,7 +67,32 @@ class RankEnd:
     @property
     def is_consequence(self) -> bool:
         """Whether its last words are that another rank left it."""
-        return self.code > 0 and any(_CONSEQUENCE.search(line) for line in self.lines[-_LOOK_AT_LINES:])
+        # Gloo's own exception, uncaught, ends in abort()
+        spoke = self.code > 0 or self.code == -signal.SIGABRT
+        return spoke and any(_CONSEQUENCE.search(line) for line in self.lines[-_LOOK_AT_LINES:])
+
+
+class Tracebacks:
+    """When the traceback began that a rank ends with.
+
+    Attributes:
+        began_s: by rank; none for a rank that wrote none, or went on after it: then it was handled.
+    """
+
+    def __init__(self) -> None:
+        self.began_s: dict[int, float] = {}
+        self._lines_since: dict[int, int] = {}
+
+    def note(self, rank: int, lines: Sequence[str], now_s: float) -> None:
+        """Take in what a rank wrote."""
+        for line in lines:
+            if line.startswith("Traceback (most recent call last)"):
+                self.began_s.setdefault(rank, now_s)
+                self._lines_since[rank] = 0
+            elif rank in self.began_s and not line.startswith(" "):
+                self._lines_since[rank] += 1
+                if self._lines_since[rank] > _OUTLIVED_LINES:
+                    del self.began_s[rank]
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.slurm import job_hosts
 
 # Names reach `ssh` as an argument and files as a part of their names: nothing else than what host names are made of,
 # and no leading "-", which would make an option of them.
@@ -65,6 +66,24 @@ def parse_hosts(text: str) -> list[Host]:
         ConfigError: a name with other characters than those of host names, slots below 1, a host named twice.
     """
     return _distinct([_host(*_split(piece.strip(), text)) for piece in text.split(",")])
+
+
+def asked_for(listed: str | None, hostfile: Path | None, environ: Mapping[str, str]) -> list[Host] | None:
+    """Return the hosts of -H, of --hostfile, or of the Slurm job around; None: none of them is given.
+
+    Raises:
+        ConfigError: both, or an empty list, which an unset variable makes and which must not mean "here".
+        LauncherError: the Slurm job's variables contradict each other.
+    """
+    if listed is not None and hostfile is not None:
+        raise ConfigError("hosts come from -H or from --hostfile", "both", "give one of them")
+    if listed is not None and not listed.strip():
+        rule, came = "-H names at least one host", f"{listed!r}: the variable it comes from may not be set"
+        raise ConfigError(rule, came, "-H host1:4,host2:4, or leave -H out for this machine alone")
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    given = listed or job_hosts(environ)
+    return parse_hosts(given) if given else None
 
 
 def read_hostfile(path: str | Path) -> list[Host]:

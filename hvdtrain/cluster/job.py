@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Interface
 
 from hvdtrain.cluster import environment
-from hvdtrain.cluster.addresses import Chosen, choose
+from hvdtrain.cluster.addresses import Chosen, Interfaces, choose
 from hvdtrain.cluster.hosts import Host, Slot, assign
 from hvdtrain.cluster.protocol import Message
 from hvdtrain.cluster.ssh import Ssh
+from hvdtrain.errors import ConfigError
+
+
+def working_directory() -> str:
+    """Return the working directory.
+
+    Raises:
+        ConfigError: it was removed.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        rule = "ranks run in the working directory of the launcher"
+        raise ConfigError(rule, "it was removed", "cd to a directory that is there") from None
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class Job:
     hosts: Sequence[Host]
     np: int
     env: Mapping[str, str] = field(default_factory=dict)
-    cwd: str = field(default_factory=os.getcwd)
+    cwd: str = field(default_factory=working_directory)
     python: str = sys.executable
     ssh: Ssh = field(default_factory=Ssh)
     network: str | None = None
@@ -70,12 +84,16 @@ class Plan:
         chosen: what each host talks through, by its name.
         cores: that each host gives the job.
         env: variables that every rank gets.
+        differing: variables that some hosts' log-ins set and others' do not, or otherwise; and who has them.
+        notes: what is to be said of the addresses that were chosen.
     """
 
     slots: Sequence[Slot]
     chosen: Mapping[str, Chosen]
     cores: Mapping[str, float]
     env: Mapping[str, str]
+    differing: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
     @property
     def hosts(self) -> list[Host]:
@@ -96,7 +114,10 @@ class Plan:
         job = environment.of_job(first, rendezvous_port, master_port)
         horovod = {name: value for name, value in job.items() if name.startswith("HOROVOD_")}
         # the user's word counts, but not on where this job's rendezvous is
-        return {**environment.of_host(self.chosen[host.name]), **job, **self.env, **horovod}
+        own = environment.of_host(self.chosen[host.name])
+        if "HOROVOD_GLOO_IFACE" in self.env:
+            own.pop("HOROVOD_GLOO_ADDRESS")
+        return {**own, **job, **self.env, **horovod}
 
 
 def used_hosts(job: Job) -> list[Host]:
@@ -108,13 +129,14 @@ def used_hosts(job: Job) -> list[Host]:
     return list(dict.fromkeys(slot.host for slot in assign(job.hosts, job.np)))
 
 
-def make_plan(job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str]) -> Plan:
+def make_plan(job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str], local: Collection[str] = ()) -> Plan:
     """Return the plan for a job on hosts that said hello; pure.
 
     Args:
         job: what to run.
         hellos: each host's first message, by its name.
         reached: the address each was reached by, as far as known.
+        local: the name of this machine, if it is one of them.
 
     Raises:
         ConfigError: no network that all hosts have.
@@ -125,4 +147,16 @@ def make_plan(job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str
     }
     chosen = choose(interfaces, job.network, reached)
     cores = {name: float(hello["cores"]) for name, hello in hellos.items()}
-    return Plan(assign(job.hosts, job.np), chosen, cores, job.env)
+    own = {name: {} if name in local else hello.get("own", {}) for name, hello in hellos.items()}
+    differing = environment.on_some_hosts_only(own, job.env)
+    return Plan(assign(job.hosts, job.np), chosen, cores, job.env, differing, list(_notes(interfaces, chosen)))
+
+
+def _notes(interfaces: Mapping[str, Interfaces], chosen: Mapping[str, Chosen]) -> Iterator[str]:
+    for name, its in chosen.items():
+        first = str(interfaces[name][its.interface][0].ip)
+        if first != its.address:
+            yield (
+                f"{name}: {its.address} is not the first address of {its.interface} ({first}): Horovod's Gloo uses"
+                " it, as hvdtrain build-horovod builds it; NCCL and torch.distributed take a name, and so the first"
+            )

@@ -13,18 +13,18 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import restart, startup
 from hvdtrain.cluster import command_lines, environment, starter
-from hvdtrain.cluster.hosts import Host, parse_hosts, read_hostfile
+from hvdtrain.cluster.hosts import Host, asked_for
 from hvdtrain.cluster.output import Display, Logs, failure_block, say
+from hvdtrain.cluster.protocol import BEAT_S
 from hvdtrain.cluster.ssh import Ssh
 from hvdtrain.cluster.starter import Failure, Job, Outcome, Plan, Timeouts
 from hvdtrain.errors import EXIT_CODE, OUT_OF_STEP_CODE, ConfigError, LauncherError
-from hvdtrain.slurm import job_hosts
 
 EPILOG = """\
 examples:
@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " runs in, else this machine)")
     add("--hostfile", type=Path, metavar="FILE", help="lines like: host1 slots=4")
     add("-x", dest="variables", action="append", default=[], metavar="NAME[=VALUE]", help="pass this variable to the"
-        " ranks, too; those that concern training are passed, names that look secret only so")
+        " ranks, too; all get the same: this environment without what looks secret or belongs to this host")
+    add("--env-file", type=Path, metavar="FILE", help="pass the variables in it, too: NAME=VALUE, a line each")
     add("--network", metavar="NET", help="to talk through: 10.0.0.0/24, or an address in it (default: chosen)")
     add("--quiet", action="store_true", help="show rank 0's output only, unmarked")
     add("--log-dir", type=Path, metavar="DIR", help="a log a rank goes there (default: the next runs/launch-N)")
@@ -62,12 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="that hosts have until they pass the checks for a restart (default: %(default)g)")
     add("--grace", type=startup.at_least_0, default=limits.grace_s, metavar="S",
         help="that ranks have to end when asked to, before they are killed (default: %(default)g)")
-    add("--lost-after", type=startup.positive, default=limits.lost_s, metavar="S",
+    add("--lost-after", type=_silence, default=limits.lost_s, metavar="S",
         help="a host that says nothing for so long is lost (default: %(default)g)")
     add("--stopped-after", type=startup.positive, default=limits.stopped_s, metavar="S",
         help="a rank that is stopped (SIGSTOP) for so long ends the job (default: %(default)g)")
     add("--start-timeout", type=startup.positive, default=limits.start_s, metavar="S",
-        help="that hosts have to answer (default: %(default)g)")
+        help="that hosts have to answer, to the checks and to the launcher (default: %(default)g)")
     add("--python", default=sys.executable, metavar="PATH",
         help="the interpreter with hvdtrain on the hosts (default: this one)")
     add("--ssh-port", type=count, metavar="N", help="of the hosts' sshd (default: as ssh is configured)")
@@ -76,6 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="print what would run where, with what, and end")
     add("argv", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="what every rank runs")
     # fmt: on
+
+
+def _silence(text: str) -> float:
+    seconds = startup.positive(text)
+    if seconds < 1.5 * BEAT_S:
+        came = f"must be at least {1.5 * BEAT_S:g}: hosts give a sign of life every {BEAT_S:g} s"
+        raise argparse.ArgumentTypeError(f"{came}, not {text}")
+    return seconds
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,15 +106,22 @@ def run(args: argparse.Namespace) -> int:
             if failed is None:
                 outcome = _run_once(job, 0, logs, args)
             else:
-                outcome = _run_again(job, len(attempts), logs, args, host_lost=failed.rank is None)
+                try:
+                    outcome = _run_again(job, len(attempts), logs, args, host_lost=failed.rank is None)
+                except LauncherError as error:
+                    say(f"not started again: {error}")
+                    return failed.code
             attempts.append(_told(outcome, started))
             logs.record(facts)
             failed = outcome.failed
-            if failed is None:
-                if outcome.interrupted is not None:
-                    say(f"ended by {signal.Signals(outcome.interrupted).name}")
+            for process in outcome.left:
+                say(f"still runs, and cannot be ended: {process}")
+            if failed is not None:
+                say(failure_block(failed, logs))
+            if outcome.interrupted is not None:  # also while a job that had failed was ending
+                say(f"ended by {signal.Signals(outcome.interrupted).name}")
+            if failed is None or outcome.interrupted is not None:
                 return outcome.exit_code
-            say(failure_block(failed, logs))
             if len(attempts) > args.max_restarts or failed.code in (EXIT_CODE, OUT_OF_STEP_CODE):  # it would be again
                 return outcome.exit_code
             say(f"restart {len(attempts)} of {args.max_restarts}, as soon as the hosts pass the checks")
@@ -122,23 +138,14 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not argv:
         raise ConfigError("hvdtrain launch runs a command", "none", "hvdtrain launch -np 4 -- python train.py")
-    hosts = _hosts(args, environ)
+    hosts = asked_for(args.hosts, args.hostfile, environ) or [Host("localhost", args.np or 1)]
     ours = {restart.JOB: restart.job_of(environ) or uuid.uuid4().hex[:12]}
     return Job(
         argv=argv, hosts=hosts, np=args.np or sum(host.slots for host in hosts),
-        env=environment.passed(environ, args.variables) | ours, python=args.python,
+        env=environment.passed(environ, args.variables, args.env_file) | ours, python=args.python,
         ssh=Ssh(args.ssh_port, args.identity), network=args.network,
         timeouts=Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace),
     )  # fmt: skip
-
-
-def _hosts(args: argparse.Namespace, environ: Mapping[str, str]) -> list[Host]:
-    if args.hosts and args.hostfile:
-        raise ConfigError("hosts come from -H or from --hostfile", "both", "give one of them")
-    if args.hostfile:
-        return read_hostfile(args.hostfile)
-    given = args.hosts or job_hosts(environ)
-    return parse_hosts(given) if given else [Host("localhost", args.np or 1)]
 
 
 def _numbered(job: Job, attempt: int) -> Job:
@@ -151,22 +158,39 @@ def _numbered(job: Job, attempt: int) -> Job:
 def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> Outcome:
     job = _numbered(job, attempt)
     display: list[Display] = []
+    times: list[int] = []
 
     def begin(plan: Plan) -> None:
         display.append(Display(plan.slots, logs, quiet=args.quiet))
         for rank in range(job.np if attempt else 0):
             logs.write(rank, f"--- restart {attempt}")
-        say(f"like: {command_lines.horovodrun(job, plan)}")
-        say(f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}")
+        lines = [f"like: {command_lines.horovodrun(job, plan, os.environ)}", *_said_of(plan)]
+        for line in [*lines, f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
+            say(line, within_s=1.0)  # agents are there already, and wait for signs of life
 
     def interrupted(number: int) -> None:
-        display[0].calm()
-        say(f"{signal.Signals(number).name}: ending every rank (a second one kills them)")
+        for its in display:
+            its.calm()
+            its.hurry(0.0 if times else job.timeouts.grace_s)
+        if not times:
+            say(f"{signal.Signals(number).name}: ending every rank (a second one kills them)", within_s=0.2)
+        times.append(number)
 
     def show(rank: int, stream: str, line: str) -> None:
         display[0].line(rank, stream, line)
 
     return starter.run(job, on_plan=begin, on_line=show, on_interrupt=interrupted)
+
+
+def _said_of(plan: Plan) -> Iterator[str]:
+    """What a user may not expect of what ranks get."""
+    yield from plan.notes
+    if len(plan.hosts) > 1 and (names := environment.withheld(os.environ, plan.env)):
+        yield f"not passed to the ranks, because they look secret (-x NAME passes one): {', '.join(names)}"
+    for hosts in dict.fromkeys(map(tuple, plan.differing.values())):
+        theirs = ", ".join(name for name, its in plan.differing.items() if tuple(its) == hosts)
+        others = "the ranks of other hosts have it not, or otherwise (-x NAME=VALUE makes all the same)"
+        yield f"set by the log-in on {', '.join(hosts)} itself: {theirs}; {others}"
 
 
 def _places(plan: Plan) -> str:
@@ -195,7 +219,10 @@ def _check(job: Job) -> None:
     from hvdtrain.cluster import doctor, findings
 
     starter.used_hosts(job)  # more ranks than slots are refused before anything is asked
-    found = findings.worst_first(doctor.fast(job.hosts, np=job.np, ssh=job.ssh, python=job.python, cwd=job.cwd))
+    limit_s = job.timeouts.start_s
+    found = findings.worst_first(
+        doctor.fast(job.hosts, np=job.np, ssh=job.ssh, python=job.python, cwd=job.cwd, timeout_s=limit_s)
+    )
     errors = [finding for finding in found if finding.severity == "error"]
     warnings = [finding for finding in found if finding.severity == "warning"]
     if warnings:
@@ -233,7 +260,7 @@ def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, *, 
 
 def _dry_run(job: Job, plan: Plan) -> str:
     lines = [
-        "horovodrun:", f"  {command_lines.horovodrun(job, plan)}",
+        "horovodrun:", f"  {command_lines.horovodrun(job, plan, os.environ)}",
         "mpirun:", f"  {command_lines.mpirun(job, plan, os.environ)}",
         "", f"command, in {job.cwd} on every host:", f"  {shlex.join(job.argv)}",
     ]  # fmt: skip
@@ -247,6 +274,7 @@ def _dry_run(job: Job, plan: Plan) -> str:
     lines += ["", "every rank, besides its HOROVOD_RANK, _SIZE, _LOCAL_RANK, ...:"]
     job_wide = environment.of_job(plan.chosen[plan.slots[0].host.name], 0, 0)
     shown = {name: "(free port)" if name.endswith("_PORT") else value for name, value in job_wide.items()} | {
-        name: "(not shown)" if environment.SECRET.search(name) else value for name, value in plan.env.items()
+        name: "(not shown)" if environment.is_secret(name, value) else value for name, value in plan.env.items()
     }
-    return "\n".join([*lines, *(f"  {name}={value}" for name, value in sorted(shown.items()))])
+    lines += [f"  {name}={value}" for name, value in sorted(shown.items())]
+    return "\n".join([*lines, "", *_said_of(plan)]).rstrip()

@@ -3,21 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import select
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from hvdtrain.cluster.failures import Failure
 from hvdtrain.cluster.hosts import Slot
 from hvdtrain.errors import ConfigError
 
+_LOOK_S = 0.1
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-def say(text: str) -> None:
-    """Tell the user something of the launcher's own, apart from what ranks write."""
-    print(f"hvdtrain launch: {text}", file=sys.stderr, flush=True)
+
+def say(text: str, within_s: float = float("inf")) -> None:
+    """Tell the user something of the launcher's own, apart from what ranks write.
+
+    Args:
+        text: what.
+        within_s: how long to wait for a reader that pauses. While ranks run nothing may wait for one for long.
+    """
+    until_s = time.monotonic() + within_s
+    with contextlib.suppress(OSError):  # nobody is there to be told
+        put(sys.stderr, f"hvdtrain launch: {text}", lambda: time.monotonic() < until_s)
+
+
+def put(stream: TextIO, line: str, worth: Callable[[], bool]) -> bool:
+    """Write a line to a stream whose reader may pause; returns whether all of it was taken.
+
+    Characters that the stream's encoding lacks are written as "\\xe9". A write never waits: so much as fits is written,
+    then it is asked whether waiting for more room is still `worth` it.
+
+    Raises:
+        OSError: the reader is gone, or the disk is full.
+    """
+    data = memoryview(f"{line}\n".encode(stream.encoding or "utf-8", "backslashreplace"))
+    descriptor = stream.fileno()
+    while data:
+        if select.select([], [descriptor], [], _LOOK_S)[1]:
+            with contextlib.suppress(BlockingIOError):
+                data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # that much has room in a pipe
+        elif not worth():
+            return False
+    return True
 
 
 class Logs:
@@ -88,22 +121,43 @@ class Display:
         several = len({slot.host for slot in slots}) > 1
         self._marks = {s.rank: f"[{s.rank} {s.host.address}] " if several else f"[{s.rank}] " for s in slots}
         self._logs, self._quiet, self._calm = logs, quiet, False
+        self._until_s = float("inf")
+        self._mute: set[str] = set()  # streams that take no more
+
+    def hurry(self, within_s: float) -> None:
+        """From now on, wait no longer than that for a reader that pauses; then log only."""
+        self._until_s = min(self._until_s, time.monotonic() + within_s)
 
     def calm(self) -> None:
         """From now on, log errors of ranks other than 0 only: after a Ctrl-C each would show its traceback."""
         self._calm = True
 
     def line(self, rank: int, stream: str, line: str) -> None:
-        """Log a line, and show it.
+        """Log a line, and show it. A disk that is full costs the output, not the job.
 
         Raises:
             OSError: whoever reads this process's output is gone.
         """
         self._logs.write(rank, line)
-        if rank != 0 and (self._quiet or self._calm and stream == "stderr"):
+        if stream in self._mute or (rank != 0 and (self._quiet or self._calm and stream == "stderr")):
             return
         mark = "" if self._quiet else self._marks[rank]
-        print(f"{mark}{line}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+        try:
+            shown = put(sys.stdout if stream == "stdout" else sys.stderr, f"{mark}{line}", self._is_worth_waiting)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._stop(stream, f"takes no more ({error.strerror})")
+        else:
+            if not shown:
+                self._stop(stream, "is not read")
+
+    def _is_worth_waiting(self) -> bool:
+        return time.monotonic() < self._until_s
+
+    def _stop(self, stream: str, why: str) -> None:
+        self._mute.add(stream)
+        say(f"the launcher's {stream} {why}: the rest is in {self._logs.folder} only", within_s=1.0)
 
 
 def failure_block(failure: Failure, logs: Logs) -> str:

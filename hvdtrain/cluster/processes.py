@@ -55,13 +55,42 @@ def is_stopped(pid: int) -> bool:
     return found is not None and found[0] == "T"
 
 
-def send(pids: Iterable[int], number: int) -> None:
-    """Send a signal to processes, some of which may be gone. One that is stopped is woken, so that it can end."""
+def send(pids: Iterable[int], number: int) -> set[int]:
+    """Send a signal to processes, some of which may be gone. One that is stopped is woken, so that it can end.
+
+    Returns those that may not be sent one: another user's, as sudo makes.
+    """
+    forbidden = set()
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.kill(pid, number)
             if number not in (signal.SIGKILL, signal.SIGCONT):
                 os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            continue
+        except PermissionError:
+            forbidden.add(pid)
+    return forbidden
+
+
+def marked(variable: str, value: str) -> list[int]:
+    """Return the processes that were started with this variable, as far as this user may look."""
+    wanted, found = f"{variable}={value}".encode(), []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and int(entry) != os.getpid():
+            with contextlib.suppress(OSError):  # another user's, or gone
+                if wanted in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                    found.append(int(entry))
+    return found
+
+
+def command_of(pid: int) -> str:
+    """Return a process's command line, for people."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return ""
+    return b" ".join(words).decode(errors="replace")[:200]
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

@@ -4,20 +4,25 @@ A message starts with the record separator (RFC 7464), so that what a login scri
 object whose "type" is one of these.
 
 To the agent:
-  settings    lost_s stopped_s                        how long silence and a stop are borne
+  settings    lost_s stopped_s grace_s                how long silence and a stop are borne, and ranks have to end
   rendezvous  address places                          serve Horovod's rendezvous there (first host only)
-  start       argv cwd env defaults ranks             `env` wins over the agent's own environment, which wins over
-                                                      `defaults`; ranks: [{rank, env}]
+  start       argv cwd env defaults without ranks     `env` wins over the agent's own environment (less `without`),
+              token own peer                          which wins over `defaults`; ranks: [{rank, env}]; `token` marks
+                                                      their environment; `peer` is to be reached from `own`, or null
+  taken       count                                   messages "out" that have been shown
   signal      number                                  pass it to the ranks
   end         signal grace_s                          end everything and yourself
   beat                                                I am alive
 From the agent:
-  hello       python version host interfaces reached cores
+  hello       python version host interfaces reached cores own
+                                                      own: {variable: digest}, what ranks here would inherit
   rendezvous  port
   failed      rank what                               it could not be started (rank null: the rendezvous)
-  out         rank stream lines                       "stdout" or "stderr"
+  out         rank stream lines                       "stdout" or "stderr"; at most WINDOW that are not taken
   exit        rank code ago_s                         code as `subprocess` has it: negative for a signal
   stopped     rank for_s                              by SIGSTOP; told once
+  cut         for_s                                   `peer` is not reached any more; told once
+  left        what                                    processes that it may not end
   leaving     why                                     it ends the job here without having been told to
   ended                                               nothing of the job is left on this host
   beat
@@ -31,6 +36,7 @@ from collections.abc import Mapping
 from typing import Any
 
 BEAT_S = 1.0
+WINDOW = 64  # messages of output on their way: a launcher whose reader pauses is never behind by more
 _MARK = b"\x1e"
 
 Message = Mapping[str, Any]

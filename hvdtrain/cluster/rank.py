@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -89,7 +90,10 @@ class Rank:
         last = []
         for descriptor, (stream, splitter) in self._streams.items():
             lines = []
-            while data := _what_is_there(descriptor):
+            # no more than the pipe held: something that the rank left may fill it as fast as it is read
+            left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
+            while left > 0 and (data := _what_is_there(descriptor, left)):
+                left -= len(data)
                 lines += splitter.feed(data, 0.0)
             last.append((stream, lines + splitter.close()))
         self._close_pipes()
@@ -146,9 +150,9 @@ def _end_with_the_agent() -> None:
     processes.die_with_parent(signal.SIGKILL)
 
 
-def _what_is_there(descriptor: int) -> bytes:
+def _what_is_there(descriptor: int, most_bytes: int) -> bytes:
     try:
-        return os.read(descriptor, 1 << 16)
+        return os.read(descriptor, most_bytes)
     except BlockingIOError:
         return b""
 

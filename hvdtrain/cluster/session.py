@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from hvdtrain.cluster import probe_links
 from hvdtrain.cluster.ssh import Ssh, SshProblem, explain, is_this_machine
+from hvdtrain.errors import ConfigError
 
 Request = Mapping[str, Any]
 Reply = dict[str, Any]
@@ -60,8 +61,11 @@ class Session:
     """
 
     def __init__(self, host: str, python: str, ssh: Ssh) -> None:
-        self.host, self.ssh = host, ssh
-        self.local = is_this_machine(host)
+        self.host, self.python, self.ssh = host, python, ssh
+        try:
+            self.local = is_this_machine(host)
+        except ConfigError as error:
+            raise Lost(SshProblem("unknown_name", f"{error.rule}: {error.came}", error.remedy)) from error
         text = source()
         argv = [python, "-c", _START, str(len(text))]
         try:
@@ -95,7 +99,7 @@ class Session:
             try:
                 line = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise Lost(explain(self.host, None, self._stderr(), self.ssh)) from None
+                raise Lost(explain(self.host, None, self._stderr(), self.ssh, python=self.python)) from None
             if line is None:
                 raise Lost(self._ended())
             text = line.decode(errors="replace")
@@ -156,7 +160,7 @@ class Session:
             version = said.partition("this is Python ")[2].split()[0]
             what = f"the Python called on {self.host} is {version}: too old even for the probe ({OLDEST})"
             return SshProblem("no_python", what, "install this machine's Python there, or name another: --python PATH")
-        return explain(self.host, code, said, self.ssh)
+        return explain(self.host, code, said or "\n".join(self.noise), self.ssh, python=self.python)
 
 
 def _not_started(host: str, python: str, error: OSError, *, local: bool) -> SshProblem:
@@ -211,13 +215,17 @@ class Sessions:
                 raise
         for name, result in results.items():
             if isinstance(result, SshProblem):
-                self.lost[name] = result
-                session = self.alive.pop(name)
-                session.kill()
-                session.close()
+                self.give_up(name, result)
             else:
                 replies[name] = result
         return replies
+
+    def give_up(self, name: str, problem: SshProblem) -> None:
+        """Ends one host's session, which is lost."""
+        self.lost[name] = problem
+        session = self.alive.pop(name)
+        session.kill()
+        session.close()
 
     def close(self) -> None:
         """Ends all of them."""

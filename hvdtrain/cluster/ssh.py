@@ -12,11 +12,12 @@ import re
 import shlex
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.cluster.addresses import interfaces
+from hvdtrain.errors import ConfigError
 
 ALIVE_INTERVAL_S, ALIVE_COUNT = 5, 3  # ssh itself ends a session whose other end says nothing for 15 s
 
@@ -51,6 +52,8 @@ class Ssh:
             "ConnectTimeout": str(max(1, round(self.connect_timeout_s))),
             "ServerAliveInterval": str(ALIVE_INTERVAL_S),
             "ServerAliveCountMax": str(ALIVE_COUNT),
+            # a user's configuration may waive the check
+            "StrictHostKeyChecking": "yes",
             # a user's configuration may forward ports and displays, which listen on the other side
             "ClearAllForwardings": "yes",
             "ForwardX11": "no",
@@ -82,41 +85,59 @@ def is_this_machine(name: str) -> bool:
     """Return whether a host's name, or address, means the machine this runs on; needs no ssh.
 
     "user@" makes it another machine unless it is the user that this runs as: that user's ranks are started by ssh.
+
+    Raises:
+        ConfigError: the name is another one than this machine's, and yet leads to it by a loopback address.
     """
     user, _, host = name.rpartition("@")
     if user and user != getpass.getuser():
         return False
     own = socket.gethostname()
-    if host in {"localhost", own, own.partition(".")[0], os.environ.get("SLURMD_NODENAME") or own}:
+    if host.startswith("localhost") or host in {own, own.partition(".")[0], os.environ.get("SLURMD_NODENAME") or own}:
         return True
     try:
         address = ipaddress.IPv4Address(socket.gethostbyname(host))
     except (OSError, ValueError):
         return False
+    if address.is_loopback and str(address) != host and host.partition(".")[0] != own.partition(".")[0]:
+        rule = "the name of another host must lead there, and not back to this machine"
+        came = f"{host} is {address} here ({own}): ranks meant for it would run on this machine"
+        raise ConfigError(rule, came, f"correct /etc/hosts: getent hosts {host}; this machine itself is localhost")
     return address.is_loopback or any(found.ip == address for its in interfaces().values() for found in its)
 
 
-def explain(host: str, returncode: int | None, stderr: str, ssh: Ssh | None = None) -> SshProblem:
+def explain(host: str, returncode: int | None, said: str, ssh: Ssh | None = None, *, python: str = "") -> SshProblem:
     """Return what a failed ssh command means; pure.
+
+    Only what ssh itself writes is taken for its words, and only when it is ssh that failed (exit code 255): a shell's
+    start-up files write to standard error as well.
 
     Args:
         host: that was called.
         returncode: of the command; None: it was ended because it took too long.
-        stderr: all it wrote there.
+        said: all that came instead of an answer, standard error first.
         ssh: how it was called, for the commands in the fix.
+        python: the interpreter that was to run there.
     """
     port = f" -p {ssh.port}" if ssh is not None and ssh.port is not None else ""
-    said = stderr.strip()
     name = host.rpartition("@")[2]
     known = f"[{name}]:{ssh.port}" if port and ssh is not None else name
-    for kind, pattern, what, fix in _PROBLEMS:
-        if re.search(pattern, said):
-            words = {"host": host, "name": name, "port": port, "known": known, "last": _last_line(said)}
+    for kind, pattern, what, fix in _SSH_PROBLEMS if returncode in (255, None) else _problems_there(returncode, python):
+        if found := re.search(pattern, said, re.MULTILINE):
+            line = next(line for line in said[found.start() :].splitlines() if line).strip()
+            words = {"host": host, "name": name, "port": port, "known": known, "line": line}
             return SshProblem(kind, what.format_map(words), fix.format_map(words))
     if returncode is None:
-        return SshProblem("timeout", f"{host} accepted the connection, then did not answer", _HANGS.format(host=host))
-    last = _last_line(said) or "nothing on standard error"
-    return SshProblem("other", f"ssh to {host} failed with exit code {returncode}: {last}", f"try: ssh{port} {host}")
+        what = f"{host} accepted the connection, then did not answer"
+        return SshProblem("timeout", what, _HANGS.format(host=host, name=name))
+    last = _last_line(said) or "it said nothing"
+    if returncode == 0:
+        what = f"{host} did not run the command that it was given: {last}"
+        fix = f"a key restricted by command= in authorized_keys there, or a shell that runs none? ssh{port} {host} id"
+        return SshProblem("other", what, fix)
+    return SshProblem(
+        "other", f"ssh to {host} failed with exit code {returncode}: {last}", f"try: ssh{port} {host} true"
+    )
 
 
 def _last_line(text: str) -> str:
@@ -124,60 +145,87 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-_HANGS = "log in there another way and look at its load, disks and sshd; or leave {host} out"
-# kind, pattern in what OpenSSH 7 to 9, a shell or Python write to standard error, what it means, what helps
-_PROBLEMS: tuple[tuple[Kind, str, str, str], ...] = (
+def _problems_there(returncode: int | None, python: str) -> Iterator[_Problem]:
+    """What a shell, or Python, says on the host when the command does not run there."""
+    named = rf"^.*{re.escape(python)}.*" if python else "^.*"
+    yield (
+        "denied", r"^This account is currently not available|^.*(nologin|not allowed to execute)",
+        "{host} lets this user log in, but run no commands: {line}",
+        "have its administrator give the account a shell (chsh -s /bin/bash), or use another user: -H user@{name}:N",
+    )  # fmt: skip
+    yield (
+        "no_hvdtrain", r"^.*(No module named '?hvdtrain|Error while finding module specification for 'hvdtrain)",
+        "the Python called on {host} has no hvdtrain: {line}",
+        "install it there at the same path, or name the Python that has it: --python PATH",
+    )  # fmt: skip
+    yield (
+        "no_python", r"^Unknown option: -P",
+        "the Python called on {host} is older than 3.11", "name a newer one, with hvdtrain: --python PATH",
+    )  # fmt: skip
+    missing = r"([Cc]ommand not found|[Nn]o such file or directory|not found)"
+    fix = "install it there at the same path, or name another: --python PATH"
+    yield "no_python", f"{named}{missing}", "no such Python on {host}: {line}", fix
+    if returncode == 127:
+        yield "no_python", f"^.*{missing}", "no such Python on {host}: {line}", fix
+    denied = r"([Pp]ermission denied|cannot execute|Exec format error)"
+    cannot, mend = (
+        "the Python on {host} cannot be run: {line}",
+        "chmod 755 it and its folders, or name another: --python PATH",
+    )
+    yield "no_python", f"{named}{denied}", cannot, mend
+    if returncode == 126:
+        yield "no_python", f"^.*{denied}", cannot, mend
+
+
+_Problem = tuple[Kind, str, str, str]
+_HANGS = (
+    "log in there another way and look at its load, disks and sshd; the way there may lose large packets (MTU):"
+    " ping -M do -s 1472 -c 3 {name}; or leave {host} out"
+)
+# kind, pattern of a line that OpenSSH 7 to 9 writes to standard error, what it means, what helps
+_SSH_PROBLEMS: tuple[_Problem, ...] = (
     (
-        "changed_host_key", r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key for .* has changed",
+        "changed_host_key", r"^@ *WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED|^Host key for .* has changed",
         "{host}'s host key is not the one in known_hosts: it was set up anew, or it is another machine",
         "ask its administrator for the key's fingerprint; if it was set up anew: ssh-keygen -R {known}, then"
         " scripts/ssh_setup.sh {host}",
     ),
     (
-        "unknown_host_key", r"Host key verification failed|No .* host key is known for",
+        "unknown_host_key", r"^Host key verification failed|^No .* host key is known for",
         "{host}'s host key is not known here: ssh refuses it",
         "scripts/ssh_setup.sh {host} (it shows the fingerprint and asks), or once by hand: ssh{port} {host} true",
     ),
     (
-        "denied", r"Permission denied|Too many authentication failures|no mutual signature",
-        "{host} does not accept this user's key: {last}",
+        "denied",
+        r"^(\S+: )?Permission denied \([\w,-]+\)|^sign_and_send_pubkey: no mutual signature"
+        r"|^(Received disconnect|Disconnected) from .*Too many authentication failures",
+        "{host} does not accept this user's key: {line}",
         "scripts/ssh_setup.sh {host}, or: ssh-copy-id{port} {host}; another key: --identity FILE",
     ),
     (
-        "unknown_name", r"Could not resolve hostname|Name or service not known",
+        "unknown_name", r"^ssh: Could not resolve hostname",
         "the name {name} is not known here", "correct it, or add it to DNS or /etc/hosts: getent hosts {name}",
     ),
     (
-        "refused", r"Connection refused",
-        "{host} answers, but nothing listens on its ssh port: {last}",
+        "refused", r"^ssh: connect to host \S+ port \d+: Connection refused",
+        "{host} answers, but nothing listens on its ssh port: {line}",
         "start sshd there (systemctl start ssh), or give its port: --ssh-port N",
     ),
     (
-        "timeout", r"timed out during banner exchange|Timeout, server .* not responding",
+        "timeout", r"^Connection timed out during banner exchange|^Timeout, server \S+ not responding",
         "{host} accepted the connection, then did not answer", _HANGS,
     ),
     (
-        "unreachable", r"No route to host|Network is unreachable|Connection timed out|Operation timed out",
-        "{host} cannot be reached: {last}",
+        "unreachable", r"^ssh: connect to host \S+ port \d+: ",
+        "{host} cannot be reached: {line}",
         "is it on, and its link up? ip route get {name}; ping -c 1 {name}; a firewall may drop the ssh port",
     ),
     (
-        "unreachable", r"Connection (closed|reset)|kex_exchange_identification|Broken pipe|closed by remote host",
-        "{host} ended the connection: {last}",
+        "unreachable",
+        r"^(kex_exchange_identification|ssh_exchange_identification|banner exchange|client_loop|packet_write_wait): "
+        r"|^Connection (closed|reset) by |^Connection to \S+ (port \d+ )?(closed|timed out)|^ssh_dispatch_run_fatal: ",
+        "{host} ended the connection: {line}",
         "look at its sshd's log (journalctl -u ssh); many sessions at once: MaxStartups in sshd_config",
-    ),
-    (
-        "no_hvdtrain", r"No module named '?hvdtrain|Error while finding module specification for 'hvdtrain",
-        "the Python called on {host} has no hvdtrain: {last}",
-        "install it there at the same path, or name the Python that has it: --python PATH",
-    ),
-    (
-        "no_python", r"Unknown option: -P",
-        "the Python called on {host} is older than 3.11", "name a newer one, with hvdtrain: --python PATH",
-    ),
-    (
-        "no_python", r"(?i)(command not found|no such file or directory|not found|cannot execute|permission denied)",
-        "no such Python on {host}: {last}", "install it there at the same path, or name another: --python PATH",
     ),
 )  # fmt: skip
 

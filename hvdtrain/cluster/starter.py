@@ -7,6 +7,7 @@ far as hosts can still be reached; what cannot be reached ends itself (hvdtrain.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -31,6 +32,7 @@ _TICK_S = 0.1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _BORNE = signal.SIGTSTP  # Ctrl-Z: hosts would take a launcher that is suspended for dead
+_CUTS_S = 5.0  # that other hosts have to say so, too, once one is cut off the ranks' network
 _NOT_STARTED = 127  # as a shell says it of a command that is not there
 
 
@@ -43,6 +45,7 @@ class Outcome:
         failed: what made it end; None if every rank ended well, or the user ended it.
         interrupted: the signal by which the user ended it.
         outputs: each rank's output, both streams, if it was to be kept.
+        left: processes that stay, because the agents may not end them, in words.
         seconds: from the ranks' start to the end of the last.
     """
 
@@ -50,6 +53,7 @@ class Outcome:
     failed: Failure | None = None
     interrupted: int | None = None
     outputs: dict[int, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -77,7 +81,7 @@ def run(
         on_line: gets each line a rank writes: rank, "stdout" or "stderr", line. Called in a thread of its own; when it
             waits, so do the ranks. What it raises ends the job, and is raised here.
         on_plan: gets the plan before the ranks start.
-        on_interrupt: gets the signal that ends the job, when it does.
+        on_interrupt: gets the signal that ends the job, when it does, and every further one.
         keep_output: whether `Outcome.outputs` holds what the ranks wrote.
 
     Raises:
@@ -96,12 +100,14 @@ def run(
     with _signals() as received:
         agents = Agents(job, hosts, take)
         running = _Running(job, agents, received, on_interrupt or (lambda number: None))
+        interrupted = 0
         try:
-            outcome = running.run(on_plan)
-        except _Interrupted as interrupted:
-            outcome = Outcome(128 + interrupted.number, interrupted=interrupted.number)
+            running.run(on_plan)
+        except _Interrupted as early:
+            interrupted = early.number
         finally:
-            agents.close(wait_s=running.patience_s())
+            running.close()
+    outcome = Outcome(128 + interrupted, interrupted=interrupted) if interrupted else running.outcome()
     if agents.failed is not None:
         raise agents.failed
     outcome.outputs = {rank: "".join(lines) for rank, lines in sorted(outputs.items())}
@@ -117,9 +123,15 @@ def look(job: Job) -> Plan:
     agents = Agents(job, used_hosts(job), None)
     try:
         agents.meet(lambda: None)
-        return make_plan(job, {its.host.name: its.hello or {} for its in agents.connections}, agents.reached())
+        return _plan(job, agents)
     finally:
         agents.close(wait_s=2.0)
+
+
+def _plan(job: Job, agents: Agents) -> Plan:
+    hellos = {its.host.name: its.hello or {} for its in agents.connections}
+    local = [its.host.name for its in agents.connections if its.local]
+    return make_plan(job, hellos, agents.reached(), local)
 
 
 class _Running:
@@ -134,12 +146,18 @@ class _Running:
         self._seen = 0  # of the received signals
         self._started_s = time.monotonic()
         self._host_of: dict[int, Connection] = {}
+        self._token = uuid.uuid4().hex
+        self._cut: dict[str, str] = {}  # by host: that it does not reach the first one any more
+        self._cut_s = float("inf")  # when the first of them said so
+        self._left: list[str] = []
+        self._ended_s: float | None = None
+        self._closing = False
 
-    def run(self, on_plan: Callable[[Plan], None] | None) -> Outcome:
+    def run(self, on_plan: Callable[[Plan], None] | None) -> None:
         """Start the ranks, watch them, and end them."""
         agents, job = self._agents, self._job
         agents.meet(self._stop_if_asked)
-        plan = make_plan(job, {its.host.name: its.hello or {} for its in agents.connections}, agents.reached())
+        plan = _plan(job, agents)
         if on_plan is not None:
             on_plan(plan)
         port = self._rendezvous(plan) if job.horovod else None
@@ -149,16 +167,17 @@ class _Running:
             if (event := agents.next(_TICK_S)) is not None:
                 self._take(*event)
             self._look_at_ranks()
-            if any(its.waiting for its in agents.connections):
-                continue  # for whoever reads the output
+            self._look_at_cuts()
             if self._deadline_s is not None and time.monotonic() > self._deadline_s:
                 break
         self._look_at_ranks()  # hosts may all have left before
-        return self._outcome()
 
-    def patience_s(self) -> float:
-        """Return how long to wait for agents that are let go: they end their ranks before they end."""
-        return 2.0 if all(its.ended for its in self._agents.connections) else self._job.timeouts.grace_s + 2.0
+    def close(self) -> None:
+        """Let the agents go, which end their ranks before they end, and pass on the last output."""
+        self._closing, self._ended_s = True, time.monotonic()
+        ended = all(its.ended for its in self._agents.connections)
+        wait_s = 2.0 if ended else self._job.timeouts.grace_s + 2.0
+        self._agents.close(wait_s, token=self._token if self._host_of else "", look=self._look_at_signals)
 
     # ---- the start
 
@@ -188,13 +207,18 @@ class _Running:
 
     def _start(self, plan: Plan, port: int | None) -> None:
         master_port = port_of(uuid.uuid4().hex)
+        first = plan.chosen[plan.slots[0].host.name].address
         self._started_s = time.monotonic()
         for its in self._agents.connections:
             slots = plan.of_host(its.host)
             self._host_of |= dict.fromkeys((slot.rank for slot in slots), its)
+            own = plan.chosen[its.host.name].address
+            env = plan.variables(its.host, port, master_port)
+            inherits = not its.local or len(plan.hosts) == 1
             its.send(
-                "start", argv=list(self._job.argv), cwd=self._job.cwd, defaults=plan.defaults(its.host),
-                env=plan.variables(its.host, port, master_port),
+                "start", argv=list(self._job.argv), cwd=self._job.cwd, defaults=plan.defaults(its.host), env=env,
+                without=[] if inherits else environment.unpassed(os.environ, env),
+                token=self._token, own=own, peer=[first, port] if port is not None and own != first else None,
                 ranks=[{"rank": slot.rank, "env": environment.of_rank(slot)} for slot in slots],
             )  # fmt: skip
 
@@ -212,14 +236,18 @@ class _Running:
         kind = message["type"]
         if kind == "exit":
             rank = message["rank"]
-            self._ends[rank] = RankEnd(
-                rank, host, message["code"], time.monotonic() - message["ago_s"], self._agents.cried_s.get(rank),
-                tuple(self._agents.tails[rank]),
-            )  # fmt: skip
+            cried_s, lines = self._agents.tracebacks.began_s.get(rank), tuple(self._agents.tails[rank])
+            at_s = time.monotonic() - message["ago_s"]
+            self._ends[rank] = RankEnd(rank, host, message["code"], at_s, cried_s, lines)
         elif kind == "failed":
             self._fail(message["rank"], host, _NOT_STARTED, f"could not be started: {message['what']}")
         elif kind == "leaving":
             self._host_is_lost(connection, message["why"])
+        elif kind == "cut":
+            self._cut[host] = f"for {message['for_s']:.0f} s"
+            self._cut_s = min(self._cut_s, time.monotonic())
+        elif kind == "left":
+            self._left.append(f"{host}: {message['what']}")
         elif kind == "stopped":
             why = f"stopped by a signal (SIGSTOP) for {message['for_s']:.0f} s"
             self._fail(message["rank"], host, 128 + signal.SIGSTOP, why)
@@ -239,6 +267,22 @@ class _Running:
             self._fail(first.rank, first.host, as_exit_code(first.code), described(first.code, first.host))
         elif len(ends) == self._job.np:
             self._end(signal.SIGTERM)
+
+    def _look_at_cuts(self) -> None:
+        """End the job whose hosts do not reach each other any more, though the launcher reaches them."""
+        others = [its.host.name for its in self._agents.connections[1:]]
+        all_said = set(self._cut) >= set(others)
+        if self._deadline_s is not None or not (all_said or time.monotonic() - self._cut_s >= _CUTS_S) or not self._cut:
+            return
+        first, (host, for_s) = self._agents.connections[0].host.name, next(iter(self._cut.items()))
+        if all_said and len(others) > 1:
+            why = f"no other host has reached {first} through the ranks' network {for_s}, though ssh does"
+            self._fail(None, first, HOST_LOST, why)
+        else:
+            why = (
+                f"{host} has not reached {first} through the ranks' network {for_s}, though ssh reaches both: the link"
+            )
+            self._fail(None, host, HOST_LOST, f"{why} of one of them, or a firewall, may be the reason")
 
     def _host_is_lost(self, connection: Connection, why: str) -> None:
         connection.closed = True  # it ends by itself; waiting for it would only be waiting
@@ -261,6 +305,8 @@ class _Running:
     # ---- the end
 
     def _end(self, number: int, *, grace_s: float | None = None) -> None:
+        if self._closing:
+            return
         grace_s = self._job.timeouts.grace_s if grace_s is None else grace_s
         self._agents.send("end", signal=number, grace_s=grace_s)
         stages = 2 if number == signal.SIGINT else 1
@@ -276,6 +322,7 @@ class _Running:
             if number in _PASSED_ON:
                 self._agents.send("signal", number=int(number))
             elif self._interrupted is not None:
+                self._on_interrupt(number)
                 self._end(signal.SIGTERM, grace_s=0.0)
             else:
                 self._interrupted = number
@@ -287,13 +334,12 @@ class _Running:
         if ending:
             raise _Interrupted(ending[0])
 
-    def _outcome(self) -> Outcome:
-        seconds = time.monotonic() - self._started_s
-        if self._failure is not None:
-            return Outcome(self._failure.code, self._failure, self._interrupted, seconds=seconds)
-        if self._interrupted is not None:
-            return Outcome(128 + self._interrupted, interrupted=self._interrupted, seconds=seconds)
-        return Outcome(0, seconds=seconds)
+    def outcome(self) -> Outcome:
+        """Return how the job ended."""
+        code = 128 + self._interrupted if self._interrupted is not None else 0
+        code = self._failure.code if self._failure is not None else code
+        seconds = (self._ended_s or time.monotonic()) - self._started_s
+        return Outcome(code, self._failure, self._interrupted, seconds=seconds, left=self._left)
 
 
 @contextlib.contextmanager

@@ -29,13 +29,12 @@ from typing import Any
 
 from hvdtrain import startup
 from hvdtrain.cluster import environment, starter
-from hvdtrain.cluster.hosts import Host, parse_hosts, read_hostfile
+from hvdtrain.cluster.hosts import Host, asked_for
 from hvdtrain.cluster.probe import gpu_count
 from hvdtrain.cluster.ssh import Ssh
 from hvdtrain.cluster.verify_rank import FAILED, MARK, TOO_LATE
 from hvdtrain.errors import ConfigError, build_horovod_command, install_command
 from hvdtrain.launchers import Detected, detect
-from hvdtrain.slurm import job_hosts
 
 FRAMEWORKS = ("torch", "keras")
 LIMIT_S = 120.0
@@ -162,13 +161,8 @@ def _own_ranks(framework: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _hosts(args: argparse.Namespace) -> list[Host]:
-    if args.hosts and args.hostfile:
-        raise ConfigError("hosts come from -H or from --hostfile", "both", "give one of them")
-    if args.hostfile:
-        return read_hostfile(args.hostfile)
-    given = args.hosts or job_hosts(os.environ)
-    if given:
-        return parse_hosts(given)
+    if hosts := asked_for(args.hosts, args.hostfile, os.environ):
+        return hosts
     gpus = 0 if args.device == "cpu" else gpu_count()
     if args.np is None and gpus == 1:
         args.device = "cpu"

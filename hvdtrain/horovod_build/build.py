@@ -331,7 +331,7 @@ def prove(wheel: Path, environment: Environment, run: Steps) -> list[str]:
                 module = [sys.executable, "-m", "hvdtrain.horovod_build.prove_rank", framework]
                 what = f"  {framework} over {name}"
                 printed = run(what, launcher + module, env=variables, cwd=elsewhere, timeout_s=PROOF_TIMEOUT_S)
-                found = re.findall(rf"{framework} rank \d of 2 over \w+ \(built with .*\): proven", printed)
+                found = re.findall(rf"{framework} rank \d of 2 over \w+ \(built with [^)]*\): proven", printed)
                 if len(found) != 2 or any(f"over {name}" not in line for line in found):
                     raise HvdtrainError(
                         rule=f"2 ranks of {framework} over {name} must each prove the collectives",

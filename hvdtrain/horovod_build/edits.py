@@ -88,6 +88,14 @@ _KERAS_NEW = """                                 scale_local_gradients=True):
 
     class _DistributedOptimizer("""
 
+_GLOO_ADDRESS_NEW = """  auto gloo_address = std::getenv("HOROVOD_GLOO_ADDRESS");
+  if (gloo_address != nullptr && *gloo_address != 0) {
+    device_attr.hostname = gloo_address;
+  } else {
+    device_attr.iface = gloo_iface_;
+  }
+"""
+
 _RUN_OLD = """
     _run(args)
 
@@ -396,6 +404,12 @@ EDITS: tuple[Edit, ...] = (
         why="process sets, that of all ranks among them, never got the interface that was chosen: ranks met at whatever "
         "address their host's own name has, on another network than asked for, or, where /etc/hosts calls it 127.0.1.1 "
         "(Debian's installer does), not at all",
+    ),
+    Edit(
+        "gloo-address", "horovod/common/gloo/gloo_context.cc", "  device_attr.iface = gloo_iface_;\n", _GLOO_ADDRESS_NEW,
+        why="Gloo takes an interface's name and of its addresses the first, so ranks met on another network than asked "
+        "for where the chosen address is not the first. With HOROVOD_GLOO_ADDRESS set (`hvdtrain launch` does) Gloo "
+        "listens at that address; without it nothing changes", count=3,
     ),
     Edit(
         "zero-grad-set-to-none", "horovod/torch/optimizer.py", _ZERO_GRAD_OLD, _ZERO_GRAD_NEW,

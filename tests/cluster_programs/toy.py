@@ -50,6 +50,29 @@ def wide(count: str) -> None:
         print(f"{number:1000d}")
 
 
+def flood(count: str) -> None:
+    """Leave processes that write for ever to this one's standard output."""
+    for _ in range(int(count)):
+        subprocess.Popen(["yes"])
+
+
+def shell(seconds: str) -> None:
+    """Become a shell that has a child."""
+    child = f"print('waiting', flush=True); import time; time.sleep({seconds})"
+    os.execvp("sh", ["sh", "-c", f'{sys.executable} -c "{child}"; true'])
+
+
+def save_slowly(path: str) -> None:
+    """When asked to end, take six seconds to save."""
+
+    def end(*_: object) -> None:
+        time.sleep(6)
+        open(path, "w").close()
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def fail_first(times: str) -> None:
     """Fail in the first attempts of a job."""
     if int(os.environ.get("HVDTRAIN_RESTART", "0")) < int(times):
@@ -73,6 +96,9 @@ ACTIONS = {
     "many": many,
     "wide": wide,
     "fail_first": fail_first,
+    "flood": flood,
+    "shell": shell,
+    "save_slowly": save_slowly,
 }
 
 for argument in sys.argv[1:]:

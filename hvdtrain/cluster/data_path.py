@@ -1,0 +1,67 @@
+"""Whether the first host can still be reached over the network that ranks talk through, which ssh may not use.
+
+When only that network is cut, ranks wait for each other until Gloo gives up, and blame each other. A connection to the
+rendezvous, which listens there anyway, tells it sooner and by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+from collections.abc import Sequence
+
+EVERY_S = 2.0
+GIVEN_UP_S = 4.0  # a connection that is not made; SYN has been sent three times by then
+_ARRIVED = (0, errno.ECONNREFUSED)  # refused is an answer as well
+
+
+class DataPath:
+    """Connects again and again, without ever waiting."""
+
+    def __init__(self, own: str, peer: Sequence[object], now_s: float) -> None:
+        """Begin.
+
+        Args:
+            own: this host's address there.
+            peer: address and port of the first host's rendezvous.
+            now_s: by the monotonic clock.
+        """
+        self._own, self._peer = own, (str(peer[0]), int(str(peer[1])))
+        self._reached_s, self._began_s = now_s, float("-inf")
+        self._socket: socket.socket | None = None
+
+    def unreached_s(self, now_s: float) -> float:
+        """Return for how long no connection could be made; call it a few times a second."""
+        if self._socket is not None:
+            self._look(self._socket, now_s)
+        if self._socket is None and now_s - self._began_s >= EVERY_S:
+            self._began_s = now_s
+            self._connect(now_s)
+        return now_s - self._reached_s
+
+    def close(self) -> None:
+        """Let the connection go."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _connect(self, now_s: float) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        with contextlib.suppress(OSError):  # the address may be gone with the link; then the connection fails, too
+            self._socket.bind((self._own, 0))
+        code = self._socket.connect_ex(self._peer)
+        if code in _ARRIVED:
+            self._reached_s = now_s
+        if code != errno.EINPROGRESS:
+            self.close()
+
+    def _look(self, made: socket.socket, now_s: float) -> None:
+        if select.select([], [made], [], 0)[1]:
+            if made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ARRIVED:
+                self._reached_s = now_s
+            self.close()
+        elif now_s - self._began_s >= GIVEN_UP_S:
+            self.close()
