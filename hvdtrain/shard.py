@@ -144,6 +144,22 @@ class Plan:
         mine = contiguous(count, rank, self.size)
         return slice(start + mine.start, start + mine.stop), count
 
+    def update(self, number: int, begin: int, accumulate: int) -> tuple[int, bool]:
+        """Return the samples of all ranks in the update that a step belongs to, and whether the step completes it.
+
+        An update takes `accumulate` steps, counted from where the loop began; the last of an epoch maybe fewer.
+
+        Args:
+            number: of the step, counted from 0 after `begin` samples.
+            begin: samples of all ranks done in the epoch when the loop over it began.
+            accumulate: steps of an update.
+        """
+        steps = self.steps(begin)
+        left = min(self.samples - begin, steps * self.global_batch)
+        window = accumulate * self.global_batch
+        samples = min(window, left - number // accumulate * window)
+        return samples, (number + 1) % accumulate == 0 or number + 1 == steps
+
     def _checked(self, consumed: int) -> int:
         if not 0 <= consumed <= self.samples:
             raise ConfigError(

@@ -52,50 +52,62 @@ class Batches(Protocol):
         """The backward pass of the batch is complete."""
         ...
 
-    def position(self, batch: Batch) -> tuple[int, int]:
-        """(epoch, samples done in it) to go on with after this batch."""
+    def applied(self, batch: Batch) -> tuple[int, int]:
+        """The update that `batch` completes is in the weights; returns (epoch, samples done in it) to go on with."""
+        ...
+
+    def restart(self) -> None:
+        """A checkpoint was restored: no batch is in the weights but those of the checkpoint."""
         ...
 
 
 class FromLoader:
     """Batches of an `hvdtrain.torch.loader`, which knows every rank's share."""
 
-    def __init__(self, data: Loader) -> None:
+    may_skip = True  # whatever the data set says of itself
+
+    def __init__(self, data: Loader, accumulate: int) -> None:
         self.data = data
+        self._accumulate = accumulate
         self._live: Live | None = None
         self._batch: Batch | None = None
-
-    @property
-    def may_skip(self) -> bool:
-        return self.data.may_skip
+        self._applied: Live | None = None
+        data.for_training()
 
     def now(self) -> Batch | None:
         live = self.data.live
         if live is not self._live:
-            self._live, self._batch = live, None if live is None else _of_live(live)
+            self._live, self._batch = live, None if live is None else self._of_live(live)
         return self._batch
 
     def done(self) -> None:
-        """The loader goes on by itself."""
+        self.data.differentiated(self._live)
 
-    def position(self, batch: Batch) -> tuple[int, int]:
+    def applied(self, batch: Batch) -> tuple[int, int]:
+        if batch is self._batch:
+            self._applied = self._live
         over = self.data.plan.steps(batch.consumed) == 0
         return (batch.epoch + 1, 0) if over else (batch.epoch, batch.consumed)
 
+    def restart(self) -> None:
+        self._live = self._batch = self._applied = None
 
-def _of_live(live: Live) -> Batch:
-    ghost = live.ghost or live.samples == 0
-    samples = 0 if ghost else live.samples
-    return Batch(
-        weight=samples / live.update_samples if live.update_samples else 0.0,
-        samples=samples,
-        update_samples=live.update_samples,
-        global_samples=live.global_samples,
-        closes=live.closes,
-        ghost=ghost,
-        epoch=live.epoch,
-        consumed=live.consumed,
-    )
+    def place(self) -> tuple[int, int]:
+        """(epoch, samples done in it) where a run goes on that has the weights of now."""
+        return self.data.position_after(self._applied)
+
+    def _of_live(self, live: Live) -> Batch:
+        update_samples, closes = self.data.plan.update(live.number, live.begin, self._accumulate)
+        return Batch(
+            weight=live.samples / update_samples,
+            samples=live.samples,
+            update_samples=update_samples,
+            global_samples=live.global_samples,
+            closes=closes,
+            ghost=live.ghost,
+            epoch=live.epoch,
+            consumed=live.consumed,
+        )
 
 
 class Counted:
@@ -120,8 +132,11 @@ class Counted:
         self._done += 1
         self._batch = self._next()
 
-    def position(self, batch: Batch) -> tuple[int, int]:
+    def applied(self, batch: Batch) -> tuple[int, int]:
         return 0, 0
+
+    def restart(self) -> None:
+        """Nothing to forget."""
 
 
 def require_batch(batch: Batch | None) -> Batch:

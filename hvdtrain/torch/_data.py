@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from hvdtrain.cores import usable_cores, workers_for
 from hvdtrain.errors import ConfigError
-from hvdtrain.torch._memory import memory_of
+from hvdtrain.torch._memory import Rows, memory_of
 from hvdtrain.torch._session import device_of
 from hvdtrain.torch._source import Source
 from hvdtrain.torch._workers import Workers
@@ -31,7 +32,6 @@ def source_of(
     world: World,
     *,
     workers: int | Literal["auto"],
-    seed: int,
     collate: Callable[[list[Any]], Any] | None,
 ) -> Source:
     """Returns what serves `data`; collective.
@@ -43,9 +43,11 @@ def source_of(
         raise ConfigError('workers is "auto" or a whole number >= 0', f"workers={workers!r}")
     device = device_of(world)
     cores = usable_cores(world)
-    memory = memory_of(data, device)
-    if memory is not None:
+    memory = memory_of(data, device if collate is None else torch.device("cpu"))
+    if memory is not None and collate is None:
         return memory
+    if memory is not None:
+        data, workers = Rows(memory), 0 if workers == "auto" else workers
     usable = not isinstance(data, (DataLoader, IterableDataset)) and all(
         hasattr(data, name) for name in ("__getitem__", "__len__")
     )
@@ -56,4 +58,4 @@ def source_of(
             "give the Dataset itself, not its DataLoader; a stream (IterableDataset) cannot be dealt out exactly",
         )
     count = workers_for(cores, on_gpu=device.type == "cuda") if workers == "auto" else workers
-    return Workers(data, workers=count, seed=seed, collate=collate, pin_memory=device.type == "cuda")
+    return Workers(data, workers=count, collate=collate, pin_memory=device.type == "cuda")

@@ -77,8 +77,6 @@ def _sums(model: nn.Module, batches: Loader, metrics: Metrics) -> tuple[dict[str
     totals: dict[str, Tensor] = {}
     count = 0
     for batch, live in batches.one_pass():
-        if live.ghost:
-            continue
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise ConfigError(
                 "a batch for evaluation is (inputs ..., targets)",

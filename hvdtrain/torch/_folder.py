@@ -57,8 +57,6 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
         augment: what the loader does to whole batches; by default it normalises by ImageNet's mean and deviation.
     """
 
-    may_skip = True
-
     def __init__(
         self,
         files: Files,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 
+from hvdtrain import same_data
 from hvdtrain.errors import ConfigError
 from hvdtrain.shard import ORDER_RULE, Plan
 from hvdtrain.torch._clock import CLOCK
@@ -29,19 +32,19 @@ class Live:
 
     Attributes:
         samples: samples of this rank that are in the batch and count; 0 in a ghost.
-        update_samples: samples of all ranks in all micro-batches of its update, as planned.
-        closes: it is the last micro-batch of its update.
         ghost: this rank has no sample left: the batch keeps the step in step, and counts nothing.
         epoch: counted from 0.
+        begin: samples of all ranks that were done in the epoch when the loop over it began.
+        number: of the batch in that loop, counted from 0.
         consumed: samples of all ranks that are done in the epoch after it.
         global_samples: samples of all ranks in this step, as planned.
     """
 
     samples: int
-    update_samples: int
-    closes: bool
     ghost: bool
     epoch: int
+    begin: int
+    number: int
     consumed: int
     global_samples: int
 
@@ -49,9 +52,12 @@ class Live:
 class Loader:
     """One rank's batches; made by `loader`. A loop over it is one epoch, and the next loop the next epoch.
 
+    Each sample comes once. In the last step of an epoch some ranks may have no sample: a loop that trains the model
+    which `prepare` was given this loader for gets a batch of others there, which count nothing (`live.ghost`) and keep
+    the ranks in step. Any other loop, and one under ``torch.no_grad()``, is over one batch earlier on these ranks.
+
     Attributes:
         plan: the `hvdtrain.Plan` that deals the samples.
-        accumulate: micro-batches of an update; `prepare` sets it.
         live: what the batch last handed out counts; None before the first.
         skipped: files of this rank that could not be read, with the reason, each once.
         device: where batches are handed out.
@@ -59,16 +65,21 @@ class Loader:
 
     def __init__(self, source: Source, plan: Plan, world: World, *, augment: Augment | None) -> None:
         self.plan = plan
-        self.accumulate = 1
         self.live: Live | None = None
         self.skipped: list[tuple[str, str]] = []
         self.device = device_of(world)
         self._source = source
         self._world = world
         self._augment = augment
-        self._epoch, self._done = 0, 0
-        self._serving: _Epoch | None = None
+        self._epoch, self._done = 0, 0  # of the loop that runs, else of the next one
+        self._begin = 0
+        self._begun = False  # a batch of the loop was handed out
+        self._loop: ref[_Epoch] | None = None
+        self._items: Items | None = None
         self._moves = 0
+        self._left: tuple[int, int] | None = None
+        self._trained = False
+        self._differentiated: Live | None = None
 
     @property
     def samples(self) -> int:
@@ -90,20 +101,40 @@ class Loader:
         return self._source.workers
 
     @property
-    def may_skip(self) -> bool:
-        """Files may turn out to be unreadable, so that a batch has fewer samples than planned."""
-        return self._source.may_skip
-
-    @property
     def position(self) -> tuple[int, int]:
-        """(epoch, samples of all ranks done in it) after the last complete update: where a restored run goes on.
+        """(epoch, samples of all ranks handed out in it): where the loop is, or the next one begins.
 
-        The samples of an update that is not complete (`accumulate`) are seen again after a restore, as their gradients
-        are in no weight yet.
+        After a loop that was left early that is the next epoch. What a checkpoint holds is where *training* is
+        (`model_state`).
         """
-        if self.plan.steps(self._done) == 0:
-            return self._epoch + 1, 0
-        return self._epoch, self._done
+        self._notice_end()
+        return self._place(self._done)
+
+    def position_after(self, live: Live | None) -> tuple[int, int]:
+        """Returns where a restored run goes on if `live` is the last batch that is in the weights."""
+        self._notice_end()
+        if not self._begun:
+            return self._place(self._done)
+        of_this_loop = live is not None and (live.epoch, live.begin) == (self._epoch, self._begin)
+        return self._place(live.consumed if live is not None and of_this_loop else self._begin)
+
+    def _place(self, done: int) -> tuple[int, int]:
+        return (self._epoch + 1, 0) if self.plan.steps(done) == 0 else (self._epoch, done)
+
+    def _notice_end(self) -> None:
+        """A loop that was left (by ``break``, say) is gone: as anywhere, a new loop is a new epoch."""
+        if self._begun and (self._loop is None or self._loop() is None):
+            self._left = (self._epoch, self._done)
+            self._end_of_loop(self._epoch + 1, 0)
+
+    def _end_of_loop(self, epoch: int, done: int) -> None:
+        self._epoch, self._done, self._begin, self._begun, self._loop = epoch, done, done, False, None
+
+    def left_early(self) -> tuple[int, int] | None:
+        """Returns (epoch, samples done in it) of a loop that was left with samples to come; once, then None."""
+        self._notice_end()
+        left, self._left = self._left, None
+        return left if left and self.plan.steps(left[1]) else None
 
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
         """Makes the next loop begin there; the world may have another size than the one that got there.
@@ -115,8 +146,8 @@ class Loader:
             raise ConfigError("an epoch is counted from 0", f"epoch={epoch}")
         over = self.plan.steps(samples_in_epoch) == 0
         self._stop()
-        self._epoch, self._done = (epoch + 1, 0) if over else (epoch, samples_in_epoch)
-        self.live = None
+        self._end_of_loop(epoch + over, 0 if over else samples_in_epoch)
+        self._left = self.live = None
         self._moves += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,41 +187,46 @@ class Loader:
                 self.go_on(epoch + 1, 0)
 
     def __len__(self) -> int:
-        """Steps that are left in the epoch."""
-        return self.plan.steps(self.position[1])
+        """Batches that are left in the epoch for this rank."""
+        done = self.position[1]
+        steps = self.plan.steps(done)
+        last, _ = self.plan.span(steps - 1, done, self._world.rank)
+        return steps - (last.start == last.stop and not self._stands_in())
 
     def __iter__(self) -> Iterator[Any]:
         epoch, done = self.position
-        if self._serving is not None and self._serving.begun and self._serving.epoch == epoch:
-            epoch, done = epoch + 1, 0  # the loop before was left early: as anywhere, a new loop is a new epoch
+        if self._begun and epoch == self._epoch:
+            epoch, done = epoch + 1, 0  # the other loop can be finished by nobody
         self._stop()
-        self._epoch, self._done = epoch, done
-        self._serving = _Epoch(self, epoch, done)
-        return self._serving
+        self._end_of_loop(epoch, done)
+        loop = _Epoch(self, epoch)
+        self._items = self._ready(Steps(self.plan, epoch, done, rank=self._world.rank))
+        self._loop = ref(loop)
+        return loop
 
     def _stop(self) -> None:
-        if self._serving is not None:
-            self._serving.close()
-            self._serving = None
+        """Ends the reading of the loop that runs."""
+        if self._items is not None:
+            self._items.close()
+            self._items = None
 
-    def one_pass(self) -> Iterator[tuple[Any, Live]]:
-        """Yields every batch of an epoch once, apart from training: position, `live` and the clock stay as they are.
+    def for_training(self) -> None:
+        """Loops that train get a batch in every step, on every rank; `prepare` says so."""
+        self._trained = True
 
-        Raises:
-            ConfigError: in the middle of a loop whose workers it would take away.
-        """
-        if self.workers and self._serving is not None:
-            raise ConfigError(
-                "a loader serves one loop at a time",
-                f"a pass over all samples in the middle of epoch {self._serving.epoch}",
-                "evaluate after the loop, or make a second loader",
-            )
-        ready = self._ready(Steps(self.plan, 0, 0, rank=self._world.rank))
-        try:
-            yield from ready
-        finally:
-            if isinstance(ready, Ahead):
-                ready.close()
+    def _stands_in(self) -> bool:
+        return self._trained and torch.is_grad_enabled()
+
+    def differentiated(self, live: Live | None) -> None:
+        """The batch had its backward pass."""
+        self._differentiated = live
+
+    def one_pass(self) -> Generator[tuple[Any, Live], None, None]:
+        """Yields every batch of an epoch once, apart from training: position, `live` and the clock stay as they are."""
+        with closing(self._ready(Steps(self.plan, 0, 0, rank=self._world.rank))) as items:
+            for batch, live in items:
+                if not live.ghost:
+                    yield batch, live
 
     def all_skipped(self) -> list[tuple[str, str]]:
         """Returns the unreadable files of all ranks, each once, with the reason; collective."""
@@ -202,26 +238,31 @@ class Loader:
         self._stop()
         self._source.close()
 
-    def _ready(self, steps: Sequence[Step]) -> Iterator[tuple[Any, Live]]:
+    def _ready(self, steps: Sequence[Step]) -> Items:
         """Batches on the device, each with what it counts; made ahead where there is something to hide."""
-        made = map(self._make, steps, self._source.read(steps))
+        made = self._made(steps)
         if self.device.type != "cuda" or not self._source.worth_a_thread:
             return made
         return Ahead(made, self.device, lambda item: tensors_of(item[0]))
+
+    def _made(self, steps: Sequence[Step]) -> Generator[tuple[Any, Live], None, None]:
+        with closing(self._source.read(steps)) as answers:
+            for step, fetched in zip(steps, answers, strict=True):
+                yield self._make(step, fetched)
 
     def _make(self, step: Step, fetched: Fetched) -> tuple[Any, Live]:
         self._note(fetched.bad)
         count = step.samples if fetched.kept is None else len(fetched.kept)
         ghost = count == 0
-        batch = to_device(self._source.ghost() if ghost else fetched.batch, self.device)
+        batch = to_device(fetched.batch, self.device)
         if self._augment is not None:
             batch = self._augmented(batch, step, fetched.kept, ghost)
         live = Live(
             samples=count,
-            update_samples=step.update_samples,
-            closes=step.closes,
             ghost=ghost,
             epoch=step.epoch,
+            begin=step.begin,
+            number=step.number,
             consumed=step.consumed,
             global_samples=step.global_samples,
         )
@@ -236,11 +277,11 @@ class Loader:
             )
         images = batch if isinstance(batch, Tensor) else batch[0]
         draws = getattr(self._augment, "draws", 0)
-        drawn = uniforms(self.plan.seed, step.epoch, step.first, step.samples, draws)
+        drawn = uniforms(self.plan, step.epoch, step.first, step.samples, draws)
         if kept is not None:
             drawn = drawn[kept]
         if ghost:
-            drawn = uniforms(self.plan.seed, step.epoch, 0, len(images), draws)
+            drawn = uniforms(self.plan, step.epoch, 0, len(images), draws)
         assert self._augment is not None
         images = self._augment(images, torch.from_numpy(drawn).to(self.device, non_blocking=True))
         return images if isinstance(batch, Tensor) else type(batch)((images, *batch[1:]))
@@ -254,16 +295,19 @@ class Loader:
                     print(f"hvdtrain: rank {self._world.rank} leaves out {name}: {reason}", file=sys.stderr, flush=True)
 
 
-class _Epoch:
-    """The loop over the rest of one epoch."""
+Items = Generator[tuple[Any, Live], None, None] | Ahead[tuple[Any, Live]]
 
-    def __init__(self, loader: Loader, epoch: int, consumed: int) -> None:
+
+class _Epoch:
+    """The loop over the rest of one epoch. The loader only knows it weakly: when it is gone, the loop was left."""
+
+    running: WeakSet[_Epoch] = WeakSet()
+
+    def __init__(self, loader: Loader, epoch: int) -> None:
         self.epoch = epoch
-        self.begun = self._over = False
-        self._loader: Loader | None = loader
-        self._items = loader._ready(
-            Steps(loader.plan, epoch, consumed, rank=loader._world.rank, accumulate=loader.accumulate)
-        )
+        self._loader = loader
+        self._over = False
+        self._stand_in: Live | None = None
 
     def __iter__(self) -> _Epoch:
         return self
@@ -272,31 +316,62 @@ class _Epoch:
         loader = self._loader
         if self._over:  # asked again: the loader may be elsewhere by now
             raise StopIteration
-        if loader is None:
+        if loader._loop is None or loader._loop() is not self:
             raise ConfigError(
                 "a loader serves one loop at a time",
                 f"a second loop was begun while this one was in epoch {self.epoch}",
                 "make a second loader for a second loop",
             )
+        if self not in _Epoch.running:
+            self._refuse_twins()
+            _Epoch.running.add(self)
+        self._check_stand_in()
         CLOCK.enter("input")
-        item = next(self._items, None)
+        item = self._next()
         if item is None:
-            loader._epoch, loader._done, loader._serving = self.epoch + 1, 0, None
-            CLOCK.enter("other")
             self._over = True
+            _Epoch.running.discard(self)
+            loader._end_of_loop(self.epoch + 1, 0)
+            CLOCK.enter("other")
             raise StopIteration
         batch, live = item
-        self.begun = True
-        loader.live = live
-        if live.closes:
-            loader._done = live.consumed
+        self._stand_in = live if live.ghost else None
+        loader.live, loader._begun = live, True
         CLOCK.enter("forward")
         return batch
 
-    def close(self) -> None:
-        self._loader = None
-        if isinstance(self._items, Ahead):
-            self._items.close()
+    def _next(self) -> tuple[Any, Live] | None:
+        assert self._loader._items is not None
+        for batch, live in self._loader._items:
+            self._loader._done = live.consumed
+            if not live.ghost or self._loader._stands_in():
+                return batch, live
+        return None
+
+    def _check_stand_in(self) -> None:
+        """A batch that counts nothing must go where that is known."""
+        if self._stand_in is not None and self._stand_in is not self._loader._differentiated:
+            raise ConfigError(
+                "the training loader's batches go to optimizer.backward, which knows that some count nothing",
+                f"rank {self._loader._world.rank} had no sample left in the last step of epoch {self.epoch}, got others"
+                " to keep step, and did not train on them: a loop that only reads would count them",
+                "read under torch.no_grad(), or from a loader of its own",
+            )
+
+    def _refuse_twins(self) -> None:
+        """Two loaders side by side must not serve the same order: pairs of a sample with itself."""
+        mine = self._loader
+        for other in _Epoch.running:
+            its = other._loader
+            alike = its._identity() == mine._identity() and other.epoch == self.epoch
+            if alike and its is not mine and mine.plan.shuffle and its._loop is not None and its._loop() is other:
+                raise ConfigError(
+                    "two loaders in one loop serve their samples in different orders",
+                    f"both have {mine.samples} samples and seed {mine.plan.seed}, and are in epoch {self.epoch}: each"
+                    " sample would meet itself",
+                    f"give one of them another seed: loader(..., seed={mine.plan.seed + 1}); for data that belongs"
+                    " together make one loader of both: loader((x, y, z), ...)",
+                )
 
 
 def loader(
@@ -324,18 +399,22 @@ def loader(
         workers: processes that read a ``Dataset``; "auto" sizes them to the cores that this rank really has.
         augment: called with each batch's first part, on the device, and ``augment.draws`` uniform numbers a sample,
             which depend on the sample's place in the epoch only; by default ``data.augment`` if there is one.
-        seed: of order and augmentation; by default the world's.
-        collate: makes a batch of a list of samples; by default ``torch.utils.data.default_collate``.
+        seed: of order and augmentation; by default the world's. Loaders of as many samples with the same seed have the
+            same order: two of them in one loop are refused.
+        collate: makes a batch of a list of samples (of arrays: of their rows); by default
+            ``torch.utils.data.default_collate``.
 
     Raises:
         ConfigError: an argument is wrong, or the data has no samples.
-        ReplicaError: ranks gave data of different lengths, or different batches, seeds or orders.
+        ReplicaError: ranks gave different data, or the same in another order, or different batches, seeds or orders.
     """
     world = world_or_current(world)
     seed = world.seed if seed is None else seed
-    source = source_of(data, world, workers=workers, seed=seed, collate=collate)
+    source = source_of(data, world, workers=workers, collate=collate)
     plan = Plan(source.samples, world.size, per_rank_batch, seed=seed, shuffle=shuffle, tail=tail)
     world.agree("data (samples, batch, seed, order, tail)", (*vars(plan).values(),))
     if plan.samples == 0:
         raise ConfigError("training needs samples", "the data set has none", "give data", shared=True)
+    if world.size > 1:
+        same_data.check(world, source.digest())
     return Loader(source, plan, world, augment=augment or augment_of(data))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,25 @@ import torch
 from torch import Tensor
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.same_data import Digest, of_arrays
 from hvdtrain.torch._source import Fetched
 from hvdtrain.torch._steps import Step
 
 FREE_PART = 0.25  # of a GPU's free memory that data may take; the rest is the training's
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """The samples of a `Memory` one by one, as a collate function of the user's takes them."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def __len__(self) -> int:
+        return self._memory.samples
+
+    def __getitem__(self, index: int) -> Any:
+        row = tuple(tensor[index] for tensor in self._memory.tensors)
+        return row[0] if self._memory.single else row
 
 
 class Memory:
@@ -24,12 +39,12 @@ class Memory:
         tensors: all samples, first axis samples; on the device where they fit.
     """
 
-    workers, may_skip = 0, False
+    workers = 0
 
     def __init__(self, tensors: Sequence[Tensor], *, single: bool, device: torch.device) -> None:
         self.tensors = tuple(tensors)
         self.device = device
-        self._single = single
+        self.single = single
         if device.type == "cuda" and self._bytes() <= FREE_PART * torch.cuda.mem_get_info(device)[0]:
             self.tensors = tuple(tensor.to(device) for tensor in self.tensors)
 
@@ -44,12 +59,15 @@ class Memory:
     def _bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
-    def read(self, steps: Sequence[Step]) -> Iterator[Fetched]:
+    def read(self, steps: Sequence[Step]) -> Generator[Fetched, None, None]:
         for step in steps:
-            yield Fetched(self._take(step.indices()) if step.samples else None, None, [])
+            if step.samples:
+                yield Fetched(self._take(step.indices()), None, [])
+            else:
+                yield Fetched(self._take(np.arange(min(2, self.samples))), [], [])
 
-    def ghost(self) -> Any:
-        return self._take(np.arange(min(2, self.samples)))
+    def digest(self) -> Digest:
+        return of_arrays(self.tensors)
 
     def _take(self, indices: np.ndarray) -> Any:
         # a copy that is waited for would wait for all the GPU has to do before it
@@ -57,7 +75,7 @@ class Memory:
         parts = tuple(tensor.index_select(0, chosen) for tensor in self.tensors)
         if self.worth_a_thread:
             parts = tuple(part.pin_memory() for part in parts)
-        return parts[0] if self._single else parts
+        return parts[0] if self.single else parts
 
     def close(self) -> None:
         """Nothing is held but memory."""
@@ -71,7 +89,7 @@ def memory_of(data: Any, device: torch.device) -> Memory | None:
     Raises:
         ConfigError: arrays of different lengths, a tuple of something else, or a list where a tuple is meant.
     """
-    if isinstance(data, torch.utils.data.TensorDataset):
+    if type(data) is torch.utils.data.TensorDataset:  # one of a class of its own may do more than hand out rows
         data = data.tensors
     single = isinstance(data, (np.ndarray, Tensor))
     parts = (data,) if single else data

@@ -247,7 +247,7 @@ class Optimizer(torch.optim.Optimizer):
     def _advance(self) -> None:
         batch = self.session.gradients.batch
         assert batch is not None
-        epoch, in_epoch = self.session.batches.position(batch)
+        epoch, in_epoch = self.session.batches.applied(batch)
         self.progress = Progress(
             epoch, self.progress.step + 1, self.progress.samples_seen + batch.update_samples, in_epoch
         )

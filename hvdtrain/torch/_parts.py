@@ -203,13 +203,17 @@ class TrainingPart(Part):
 
     def save(self, path: Path) -> None:
         optimizer = self.optimizer
+        batches = optimizer.session.batches
+        loader = None
+        if isinstance(batches, FromLoader):
+            loader = {**batches.data.state_dict(), **_place(batches, optimizer.session.world)}
         content = {
             "format": 1,
             "optimizer": optimizer.state_dict(),
             "optimizer_class": type(optimizer.wrapped).__name__,
             "precision": optimizer.session.precision.state_dict(),
             "progress": asdict(optimizer.progress),
-            "loader": None if self.data is None else {**self.data.state_dict(), **_place(optimizer)},
+            "loader": loader,
             "streams": self.streams,
         }
         _write(content, path, "training state")
@@ -227,6 +231,7 @@ class TrainingPart(Part):
         session.precision.load_state_dict(saved["precision"])
         session.gradients.restart()
         session.losses.forget()
+        session.batches.restart()
         self.optimizer.progress = Progress(**saved["progress"])
         if self.data is not None and saved["loader"] is not None:
             try:
@@ -240,13 +245,17 @@ class TrainingPart(Part):
             _start.split_streams(world, "resumed", saved["progress"]["samples_seen"])
 
 
-def _place(optimizer: Optimizer) -> dict[str, int]:
-    """Where the loader must go on if its last batch was handed out but not trained on; else nothing to correct."""
-    session = optimizer.session
-    batch = session.batches.now()
-    if batch is None or batch is session.gradients.batch or not batch.closes:
-        return {}
-    return {"epoch": batch.epoch, "samples_in_epoch": batch.consumed - batch.update_samples}
+def _place(batches: FromLoader, world: World) -> dict[str, int]:
+    """Where the loader goes on: after the last batch that is in the weights, however many were handed out since."""
+    epoch, samples = batches.place()
+    left = batches.data.left_early()
+    if left is not None and world.is_main:
+        print(
+            f"hvdtrain: epoch {left[0]} was left after {left[1]} of {batches.data.samples} samples: a run that is restored"
+            f" from this checkpoint begins epoch {left[0] + 1}, as this one would (save within the loop to go on there)",
+            flush=True,
+        )
+    return {"epoch": epoch, "samples_in_epoch": samples}
 
 
 def _check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, session: Session) -> None:

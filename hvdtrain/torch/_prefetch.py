@@ -90,8 +90,11 @@ class Ahead(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Ends the thread; what it was reading is finished first."""
+        """Ends the thread; what it was reading is finished first. Then closes the iterator."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        close = getattr(self._items, "close", None)
+        if close is not None:
+            close()

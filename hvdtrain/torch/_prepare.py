@@ -25,7 +25,7 @@ from hvdtrain.torch._rate import Rates
 from hvdtrain.torch._refusals import check_model, check_optimizer
 from hvdtrain.torch._session import Options, Session, engine_of, world_or_current
 from hvdtrain.torch._staged import check_staged
-from hvdtrain.torch._sync_batchnorm import convert
+from hvdtrain.torch._sync_batchnorm import convert, revert
 from hvdtrain.torch.engines.base import Settings, Staged, staged_or_none
 from hvdtrain.world import World
 
@@ -142,6 +142,7 @@ def _place(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, world: World, staged: Staged | None
 ) -> None:
     """Puts model and optimizer state where they compute; parameters stay the same objects."""
+    revert(model)  # an earlier `prepare` may have asked for it
     if options.sync_batchnorm:
         convert(model, engine_of(world))
     if staged is None:  # else each stage is where it belongs
@@ -162,9 +163,7 @@ def _bind(
 ) -> Session:
     engine = engine_of(world)
     inner = Inner(model, torch.compile(model) if options.compile else staged)  # type: ignore[arg-type]
-    batches: Batches = Counted(world.size, options.accumulate) if data is None else FromLoader(data)
-    if data is not None:
-        data.accumulate = options.accumulate
+    batches: Batches = Counted(world.size, options.accumulate) if data is None else FromLoader(data, options.accumulate)
     return Session(
         world=world,
         module=model,

@@ -31,13 +31,16 @@ class Rates:
         if not any(math.isclose(base, lr.base, rel_tol=1e-5) for base in self._bases):
             lr.check_optimizer(self._bases[0], global_batch)
         self._last: list[float] | None = None
+        self._marks = _marks(optimizer)
+        self._refuse_scheduler(getattr(optimizer.step, "_wrapped_by_lr_sched", False))
 
     def apply(self, samples_seen: int) -> None:
         """Sets the rates of the update that begins after `samples_seen` samples.
 
         Raises:
-            ConfigError: something else has set a rate since the last update.
+            ConfigError: something else has set a rate since the last update, or is about to.
         """
+        self._refuse_scheduler(_marks(self._optimizer) != self._marks)
         now = rates_of(self._optimizer)
         if self._last is not None and now != self._last:
             raise ConfigError(
@@ -53,6 +56,21 @@ class Rates:
     def forget(self) -> None:
         """A checkpoint has set the rates; the next update sets them anew."""
         self._last = None
+        self._marks = _marks(self._optimizer)
+
+    def _refuse_scheduler(self, found: bool) -> None:
+        """Before it has done anything: some begin after many epochs."""
+        if found:
+            raise ConfigError(
+                "prepare(..., lr=...) sets the learning rate before each update",
+                "a scheduler of torch.optim.lr_scheduler was made for the same optimizer",
+                "take the scheduler away, or leave lr= out and keep the scheduler",
+            )
+
+
+def _marks(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """Which groups torch's schedulers have written their initial rate to, which they do at once."""
+    return ["initial_lr" in group for group in optimizer.param_groups]
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:

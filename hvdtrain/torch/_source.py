@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from hvdtrain.same_data import Digest
 from hvdtrain.torch._steps import Step
 
 
@@ -15,8 +17,9 @@ class Fetched(NamedTuple):
     """What one step got.
 
     Attributes:
-        batch: tensors, nested as the data set nests them; None when no sample is left.
-        kept: which of the step's samples are in it, when some could not be read; None is all.
+        batch: tensors, nested as the data set nests them; where no sample is left, of two real ones that do not count
+            (one, where there is only one): normalisation over one would fail.
+        kept: which of the step's samples are in it, when some could not be read or there are none; None is all.
         bad: the names of those that could not be read, each with the reason.
     """
 
@@ -37,17 +40,12 @@ class Source(Protocol):
         """There is something to do ahead on a GPU: a copy to hide, or a process to wait for."""
         ...
 
-    @property
-    def may_skip(self) -> bool:
-        """Samples may turn out to be unreadable."""
+    def read(self, steps: Sequence[Step]) -> Generator[Fetched, None, None]:
+        """Yields what the steps ask for, in order; closing it ends what it holds."""
         ...
 
-    def read(self, steps: Sequence[Step]) -> Iterator[Fetched]:
-        """Returns what the steps ask for, in order; reading ahead begins with the call."""
-        ...
-
-    def ghost(self) -> Any:
-        """Returns a batch of two real samples (one, where there is only one): normalisation over one would fail."""
+    def digest(self) -> Digest:
+        """Returns what tells this rank's data from another's."""
         ...
 
     def close(self) -> None: ...
@@ -62,7 +60,9 @@ def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
         return type(batch)(map_tensors(change, part) for part in batch)
     if isinstance(batch, dict):
-        return type(batch)((key, map_tensors(change, part)) for key, part in batch.items())
+        changed = copy.copy(batch)  # what else it has (a default, an order, attributes) stays
+        changed.update((key, map_tensors(change, part)) for key, part in batch.items())
+        return changed
     return batch
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -126,7 +128,15 @@ def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def split_streams(world: World, *words: object) -> None:
-    """Gives each of several ranks a random stream of its own (dropout), derived from the seed, the rank, and words."""
-    if world.size > 1:
-        text = ":".join(map(str, (world.seed, world.rank, *words)))
-        torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1)
+    """Gives each of several ranks random numbers of its own, derived from the seed, the rank, and words.
+
+    Those of PyTorch (dropout, noise, the workers of a ``DataLoader``), of Python and of numpy (augmentation by hand).
+    One process keeps those it has, unless there are words.
+    """
+    if world.size == 1 and not words:
+        return
+    text = ":".join(map(str, (world.seed, world.rank, *words)))
+    seeds = hashlib.sha256(text.encode()).digest()
+    torch.manual_seed(int.from_bytes(seeds[:8], "little") >> 1)
+    random.seed(seeds[8:16])
+    np.random.seed(int.from_bytes(seeds[16:20], "little"))

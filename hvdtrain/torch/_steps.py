@@ -1,4 +1,4 @@
-"""What each step of an epoch serves to this rank, and to which update it belongs; pure numbers, known in advance."""
+"""What each step of an epoch serves to this rank; pure numbers, known in advance."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class Step:
     Attributes:
         plan: what deals the samples.
         epoch: counted from 0.
+        begin: samples of all ranks that were done in the epoch when the loop over it began.
+        number: of the step in that loop, counted from 0.
         first: where in the epoch's global order this rank's samples begin.
         samples: of this rank; 0 in a tail that is smaller than the number of ranks.
         global_samples: samples of all ranks in this step, as planned.
         consumed: samples of all ranks that are done in the epoch after it.
-        update_samples: samples of all ranks in all micro-batches of its update, as planned.
-        closes: it is the last micro-batch of its update.
     """
 
     plan: Plan
     epoch: int
+    begin: int
+    number: int
     first: int
     samples: int
     global_samples: int
     consumed: int
-    update_samples: int
-    closes: bool
 
     def indices(self) -> np.ndarray:
         """Returns int64 [samples], this rank's samples; computed with each call."""
@@ -44,16 +44,15 @@ class Step:
 
 
 class Steps(Sequence[Step]):
-    """Rank's steps for the rest of an epoch; an update takes `accumulate` of them, the epoch's last maybe fewer.
+    """Rank's steps for the rest of an epoch; each is made when it is read.
 
     Raises:
-        ConfigError: `consumed` out of range.
+        ConfigError: `begin` out of range.
     """
 
-    def __init__(self, plan: Plan, epoch: int, consumed: int, *, rank: int, accumulate: int = 1) -> None:
-        self._plan, self._epoch, self._consumed = plan, epoch, consumed
-        self._rank, self._accumulate = rank, accumulate
-        self._count = plan.steps(consumed)
+    def __init__(self, plan: Plan, epoch: int, begin: int, *, rank: int) -> None:
+        self._plan, self._epoch, self._begin, self._rank = plan, epoch, begin, rank
+        self._count = plan.steps(begin)
 
     def __len__(self) -> int:
         return self._count
@@ -66,30 +65,29 @@ class Steps(Sequence[Step]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(self._count))]
         number = range(self._count)[index]
-        plan, consumed = self._plan, self._consumed
-        mine, samples = plan.span(number, consumed, self._rank)
-        window = plan.global_batch * self._accumulate
-        end = min(plan.samples, consumed + self._count * plan.global_batch)
+        plan, begin = self._plan, self._begin
+        mine, samples = plan.span(number, begin, self._rank)
         return Step(
             plan=plan,
             epoch=self._epoch,
+            begin=begin,
+            number=number,
             first=mine.start,
             samples=mine.stop - mine.start,
             global_samples=samples,
-            consumed=consumed + number * plan.global_batch + samples,
-            update_samples=min(window, end - consumed - number // self._accumulate * window),
-            closes=(number + 1) % self._accumulate == 0 or number + 1 == self._count,
+            consumed=begin + number * plan.global_batch + samples,
         )
 
 
-def words(seed: int, epoch: int, first: int, samples: int, each: int, *, stream: int) -> np.ndarray:
+def words(plan: Plan, epoch: int, first: int, samples: int, each: int, *, stream: int) -> np.ndarray:
     """Returns random words for samples by their position in the epoch: the same at any world size, batch and resume.
 
     Philox is a function of key and counter (Salmon et al. 2011); numpy promises its words never to change (NEP 19).
     Each sample has whole blocks of four words for itself, so that a rank starts anywhere without drawing all before.
 
     Args:
-        seed, epoch: the key.
+        plan: its seed is the key; data of another size gets unrelated words.
+        epoch: counted from 0.
         first: position of the first sample in the epoch's global order.
         samples: how many, in a row.
         each: words a sample.
@@ -99,12 +97,13 @@ def words(seed: int, epoch: int, first: int, samples: int, each: int, *, stream:
         uint64 [samples, each].
     """
     blocks = -(-each // 4)
-    counter = np.array([first * blocks, 0, 0, stream], np.uint64)
-    raw = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=counter).random_raw(samples * blocks * 4)
+    counter = np.array([first * blocks, plan.samples, 0, stream], np.uint64)
+    key = np.array([plan.seed, epoch], np.uint64)
+    raw = np.random.Philox(key=key, counter=counter).random_raw(samples * blocks * 4)
     return raw.reshape(samples, blocks * 4)[:, :each]
 
 
-def uniforms(seed: int, epoch: int, first: int, samples: int, each: int) -> np.ndarray:
+def uniforms(plan: Plan, epoch: int, first: int, samples: int, each: int) -> np.ndarray:
     """Returns float64 [samples, each] in [0, 1), for augmentation, by the samples' positions (see `words`)."""
-    drawn = words(seed, epoch, first, samples, each, stream=AUGMENT_STREAM)
+    drawn = words(plan, epoch, first, samples, each, stream=AUGMENT_STREAM)
     return (drawn >> np.uint64(11)) * 2.0**-53  # 53 bits fill a double's mantissa

@@ -58,6 +58,13 @@ def convert(model: nn.Module, engine: TorchEngine) -> nn.Module:
     return model
 
 
+def revert(model: nn.Module) -> None:
+    """Makes the layers that `convert` changed plain again, in place."""
+    for layer in model.modules():
+        if _engines.pop(layer, None) is not None:
+            layer.__class__ = next((plain for plain, kind in _KINDS.items() if kind is type(layer)), type(layer))
+
+
 @contextmanager
 def acting(mode: Mode) -> Iterator[None]:
     """How the layers treat forward passes while it lasts, see `Mode`."""

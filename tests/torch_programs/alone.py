@@ -261,15 +261,23 @@ def case_learning_rates_are_scaled_once_and_by_one_hand(world: hvdtrain.World) -
     with refused("must be the base", kind=ConfigError):
         hvt.prepare(model, sgd(model, lr=0.3), train, lr=hvdtrain.LR(0.1, 2))
     model, optimizer = hvt.prepare(model, sgd(model), train, lr=hvdtrain.LR(0.1, 2))
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     batches = iter(train)
     optimizer.backward(loss_of(model, next(batches)))
     optimizer.step()
     assert abs(optimizer.lr - 0.4) < 1e-12
-    schedule.step()
+    optimizer.param_groups[0]["lr"] = 0.2
     optimizer.backward(loss_of(model, next(batches)))
     with refused("one hand", kind=ConfigError):
         optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.4
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)  # which would not touch the rate for a long time
+    with refused("a scheduler of torch.optim.lr_scheduler", kind=ConfigError):
+        optimizer.step()
+    model = mlp()
+    plain = sgd(model)
+    torch.optim.lr_scheduler.StepLR(plain, step_size=1000)
+    with refused("a scheduler of torch.optim.lr_scheduler", kind=ConfigError):
+        hvt.prepare(model, plain, train, lr=hvdtrain.LR(0.1, 2))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import random
 import signal
+import traceback
 from typing import Any
 
 import numpy as np
@@ -40,8 +42,6 @@ def acted(rank: int, size: int, seed: int = 0) -> World:
 
 class Numbers(Dataset):
     """Sample i is (i, i); those in `bad` cannot be read."""
-
-    may_skip = True
 
     def __init__(self, samples: int, bad: tuple[int, ...] = ()) -> None:
         self.samples, self.bad = samples, bad
@@ -98,41 +98,64 @@ def case_windows_and_what_a_batch_counts() -> None:
     for samples, size, batch, accumulate in ((50, 1, 8, 3), (50, 4, 2, 3), (17, 4, 3, 2), (5, 3, 1, 4), (24, 2, 3, 2)):
         for rank in range(size):
             train = hvt.loader(arrays(samples), batch, world=acted(rank, size), seed=1)
-            train.accumulate = accumulate
-            lives = [train.live for _ in train]
+            train.for_training()
+            lives = [train.live for _ in all_batches(train)]
             assert len(set(map(id, lives))) == len(lives)
             steps = -(-samples // (size * batch))
             assert len(lives) == steps == train.plan.steps(0)
-            assert [live.closes for live in lives] == [
+            assert sum(live.global_samples for live in lives) == lives[-1].consumed == samples
+            found = [train.plan.update(live.number, live.begin, accumulate) for live in lives]
+            assert [closes for _, closes in found] == [
                 (n + 1) % accumulate == 0 or n + 1 == steps for n in range(steps)
             ]
-            assert sum(live.global_samples for live in lives) == lives[-1].consumed == samples
             for start in range(0, steps, accumulate):
-                window = lives[start : start + accumulate]
-                planned = sum(live.global_samples for live in window)
-                assert all(live.update_samples == planned for live in window), (samples, size, start)
+                planned = sum(live.global_samples for live in lives[start : start + accumulate])
+                assert all(its == planned for its, _ in found[start : start + accumulate]), (samples, size, start)
+
+
+def all_batches(train: Any) -> Any:
+    """As a loop that trains reads them: batches that count nothing are differentiated too."""
+    for batch in train:
+        yield batch
+        train.differentiated(train.live)
+
+
+def counted(train: Any) -> list[tuple[Any, int]]:
+    return [(train.live, len(x)) for x, _ in all_batches(train)]
 
 
 def case_ranks_shares_make_up_every_step() -> None:
     for samples in range(1, 41):
         for size in range(1, 5):
+            loaders = [hvt.loader(arrays(samples), 3, world=acted(rank, size)) for rank in range(size)]
+            read = [[y.tolist() for _, y in train] for train in loaders]
+            assert sorted(y for its in read for batch in its for y in batch) == list(range(samples))  # a user's loop
+            assert [len(its) for its in read] == [len(train) for train in loaders]
+            for train in loaders:
+                train.for_training()
             lives = [
-                [(train.live.samples, train.live.global_samples, train.live.ghost, len(x)) for x, _ in train]
-                for train in (hvt.loader(arrays(samples), 3, world=acted(rank, size)) for rank in range(size))
+                [
+                    (train.live.samples, train.live.global_samples, train.live.ghost, len(x))
+                    for x, _ in all_batches(train)
+                ]
+                for train in loaders
             ]
+            assert [len(its) for its in lives] == [len(train) for train in loaders] == [train.plan.steps()] * size
             for step in zip(*lives, strict=True):
                 assert sum(own for own, *_ in step) == step[0][1]
                 assert all(ghost == (own == 0) for own, _, ghost, _ in step)
                 assert all(length == (own or min(2, samples)) for own, _, _, length in step)
 
 
-def case_position_is_that_of_the_last_complete_update() -> None:
+def case_position_is_that_of_the_last_batch() -> None:
     train = hvt.loader(arrays(20), 3, world=World.solo())
-    train.accumulate = 2
     assert train.position == (0, 0) and len(train) == 7
-    positions = [train.position for _ in train]
-    assert positions == [(0, 0), (0, 6), (0, 6), (0, 12), (0, 12), (0, 18), (1, 0)], positions
-    assert train.position == (1, 0) and len(train) == 7
+    found = [(train.position, train.position_after(None)) for _ in train]
+    assert found == [*(((0, done), (0, 0)) for done in range(3, 20, 3)), ((1, 0), (0, 0))], found
+    assert train.position == train.position_after(None) == (1, 0) and len(train) == 7
+    for _ in train:
+        break
+    assert train.position == (2, 0) and train.left_early() == (1, 3) and train.left_early() is None
 
 
 def case_a_resumed_epoch_is_the_rest_of_an_unbroken_one() -> None:
@@ -202,6 +225,7 @@ def case_places_that_are_not_there() -> None:
     state = train.state_dict()
     for name, value in (("samples", 13), ("seed", 9), ("shuffle", False), ("order", "sorted words")):
         refused(lambda name=name, value=value: train.load_state_dict({**state, name: value}), f"{name}={value}")
+    refused(lambda: train.load_state_dict({n: v for n, v in state.items() if n != "order"}), "order=unknown")
     train.load_state_dict(state)
     train.go_on(3, 12)
     assert train.position == (4, 0)
@@ -211,7 +235,7 @@ def case_tail_dropped() -> None:
     train = hvt.loader(arrays(14), 4, world=World.solo(), tail="drop")
     assert len(train) == 3
     assert [len(x) for x, _ in train] == [4, 4, 4]
-    assert train.position == (1, 0) and train.live.closes and train.live.update_samples == 4
+    assert train.position == (1, 0)
 
 
 def case_arrays_of_all_kinds() -> None:
@@ -228,7 +252,7 @@ def case_arrays_of_all_kinds() -> None:
         alone.zero_()
     assert own.sum() == 45
     known = hvt.loader(TensorDataset(own, own), 4, world=World.solo())
-    assert known.workers == 0 and not known.may_skip and len(next(iter(known))) == 2
+    assert known.workers == 0 and len(next(iter(known))) == 2
 
 
 def case_refusals() -> None:
@@ -299,12 +323,18 @@ def case_samples_that_cannot_be_read() -> None:
         assert got == {sample: value for sample, value in whole.items() if sample not in (3, 17)}
 
 
-def case_a_batch_without_a_readable_sample_is_a_ghost() -> None:
-    train = hvt.loader(Numbers(6, (2, 3)), 2, world=World.solo(), workers=0, shuffle=False)
-    found = [(train.live.samples, train.live.ghost, y.tolist()) for _, y in train]
-    assert found == [(2, False, [0, 1]), (0, True, [0, 1]), (2, False, [4, 5])]
-    one = hvt.loader(Numbers(3, (0, 1)), 2, world=World.solo(), workers=0, shuffle=False)
-    assert [(one.live.samples, y.tolist()) for _, y in one] == [(0, [2]), (1, [2])]
+def case_a_batch_without_a_readable_sample_counts_nothing() -> None:
+    for bad, samples, found in (
+        ((2, 3), 6, [(2, False, [0, 1]), (0, True, [0, 1]), (2, False, [4, 5])]),
+        ((0, 1), 3, [(0, True, [2]), (1, False, [2])]),
+    ):
+        train = hvt.loader(Numbers(samples, bad), 2, world=World.solo(), workers=0, shuffle=False)
+        assert [y.tolist() for _, y in train] == [y for _, ghost, y in found if not ghost]
+        train.for_training()
+        assert [(train.live.samples, train.live.ghost, y.tolist()) for _, y in all_batches(train)] == found
+        with torch.no_grad():
+            assert [y.tolist() for _, y in train] == [y for _, ghost, y in found if not ghost]
+        refused(lambda train=train: list(train), "no_grad()", "did not train on them")
     refused(lambda: list(hvt.loader(Numbers(3, (0, 1, 2)), 2, world=World.solo(), workers=0)), "none of 3")
 
 
@@ -327,33 +357,44 @@ def case_a_killed_worker_is_named() -> None:
     train = hvt.loader(Slow(40), 4, world=World.solo(), workers=1, shuffle=False)
     refused(lambda: list(train), "workers must live", "shm-size", kind=HvdtrainError)
     assert not psutil.Process().children(recursive=True)
+    train.close()
     refused(lambda: list(train), "closed")
 
 
-def case_workers_stay_and_end() -> None:
-    class Who(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            return os.getpid(), torch.get_num_threads()
+def case_workers_see_the_data_set_as_it_is_and_end() -> None:
+    class Growing(Numbers):
+        size = 1
 
-    train = hvt.loader(Who(12), 3, world=World.solo(), workers=2)
-    processes = [set(pids.tolist()) for _ in train.epochs(2) for pids, threads in train if threads.max() == 1]
-    assert len(processes) == 8 and len(set.union(*processes)) == 2 and os.getpid() not in set.union(*processes)
-    for number, _ in enumerate(train):
-        if number == 1:
-            break
-    assert sum(len(pids) for pids, _ in train) == 12  # what was read ahead for the loop left early is not served
-    refused(lambda: next(train.one_pass()) and next(iter(train)) is not None and next(train.one_pass()), "one loop")
-    train.close()
-    assert not psutil.Process().children(recursive=True)
+        def __getitem__(self, index: int) -> Any:
+            return os.getpid(), torch.get_num_threads(), self.size
+
+    for workers in (0, 2):
+        data = Growing(12)
+        train = hvt.loader(data, 3, world=World.solo(), workers=workers)
+        passes = []
+        for data.size in (1, 2, 3):
+            batches = list(train)
+            assert {size for _, _, sizes in batches for size in sizes.tolist()} == {data.size}
+            passes.append({pid for pids, _, _ in batches for pid in pids.tolist()})
+            assert workers == 0 or all(threads.max() == 1 for _, threads, _ in batches)
+            assert not psutil.Process().children(recursive=True)
+        assert [len(pids) for pids in passes] == [workers or 1] * 3
+        assert (os.getpid() in set.union(*passes)) == (workers == 0)
+        for number, _ in enumerate(train):
+            if number == 1:
+                break
+        assert sum(len(pids) for pids, _, _ in train) == 12  # what was read ahead for the loop left early is not served
+        next(iter(train))
+        assert sum(len(batch[0]) for batch, _ in train.one_pass()) == 12  # beside a loop
+        train.close()
+        assert not psutil.Process().children(recursive=True)
 
 
 def case_a_worker_that_hangs_at_its_fork_is_forked_again() -> None:
     hanging.forks, hanging.left = 0, 1
     train = hvt.loader(Numbers(40), 4, world=World.solo(), workers=2)
     assert sorted(int(i) for _, indices in train for i in indices) == list(range(40))
-    assert hanging.forks == 3 and len(psutil.Process().children()) == 2
-    train.close()
-    assert not psutil.Process().children()
+    assert hanging.forks == 3 and not psutil.Process().children()
 
     hanging.left = 1  # the twin: what a DataLoader starts by itself
     plain = torch.multiprocessing.get_context("fork").Process(target=print)
@@ -378,23 +419,103 @@ def case_workers_that_always_hang_are_given_up() -> None:
 def case_errors_of_the_data_set_come_through() -> None:
     class Broken(Numbers):
         def __getitem__(self, index: int) -> Any:
-            raise KeyError("a bug of the user's")
+            if index == 3:
+                raise self.kind("a bug of the user's")
+            return index
+
+    def collate(samples: list[int]) -> Tensor:
+        raise RuntimeError("a bug in collate")
 
     for workers in (0, 1):
-        train = hvt.loader(Broken(4), 2, world=World.solo(), workers=workers)
-        refused(lambda train=train: next(iter(train)), "a bug of the user's", kind=KeyError)
-        train.close()
+        for kind in (KeyError, RuntimeError):
+            Broken.kind = kind
+            train = hvt.loader(Broken(4), 2, world=World.solo(), workers=workers, shuffle=False)
+            try:
+                list(train)
+            except kind as error:
+                text = "".join(traceback.format_exception(error))
+                assert type(error) is kind and "a bug of the user's" in text and "while reading sample 3" in text, text
+                assert "out-of-memory" not in text
+            else:
+                raise AssertionError("no error")
+        train = hvt.loader(Numbers(4), 2, world=World.solo(), workers=workers, shuffle=False, collate=collate)
+        try:
+            list(train)
+        except RuntimeError as error:
+            text = "".join(traceback.format_exception(error))
+            assert "a bug in collate" in text and "while collating samples 0, 1" in text, text
+        else:
+            raise AssertionError("no error")
+        assert not psutil.Process().children(recursive=True)
+
+
+def case_collate_and_getitem_of_the_users_are_called() -> None:
+    class Doubled(TensorDataset):
+        def __getitem__(self, index: Any) -> Any:
+            x, y = super().__getitem__(index)
+            return x * 2, y
+
+    x = torch.arange(6.0)
+    world, plain = World.solo(), {"shuffle": False, "world": World.solo()}
+    for workers in (0, 1):
+        got = [batch[0].tolist() for batch in hvt.loader(Doubled(x, x), 3, workers=workers, **plain)]
+        assert got == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]
+    for data in ((x, x), TensorDataset(x, x)):
+        found = list(hvt.loader(data, 3, collate=lambda rows: {"sum": sum(a + b for a, b in rows)}, **plain))
+        assert [float(batch["sum"]) for batch in found] == [6.0, 24.0]
+    assert [float(batch) for batch in hvt.loader(x, 3, world=world, shuffle=False, collate=sum)] == [3.0, 12.0]
+
+
+def case_dictionaries_of_all_kinds() -> None:
+    class Named(dict):
+        """With an attribute and a way to be made of its own, as models' libraries have them."""
+
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.kind = kind
+
+    def collate(rows: list[Any]) -> Any:
+        made = Named("batch")
+        made["x"] = torch.stack([x for x, _ in rows])
+        return {"named": made, "lists": collections.defaultdict(list, y=[torch.tensor([i for _, i in rows])])}
+
+    (batch,) = hvt.loader(Numbers(2), 2, world=World.solo(), workers=0, collate=collate, shuffle=False)
+    assert type(batch["named"]) is Named and batch["named"].kind == "batch" and batch["named"]["x"].tolist() == [0, 1]
+    assert batch["lists"]["y"][0].tolist() == [0, 1] and batch["lists"]["new"] == []
+
+
+def case_two_loaders_side_by_side_must_differ() -> None:
+    def pairs(second: Any, first_data: int = 12) -> list[tuple[int, int]]:
+        first = hvt.loader(arrays(first_data), 4, world=World.solo())
+        batches = [(a.tolist(), b.tolist()) for (_, a), (_, b) in zip(first, second, strict=False)]
+        return [pair for a, b in batches for pair in zip(a, b, strict=False)]
+
+    refused(lambda: pairs(hvt.loader(arrays(12), 4, world=World.solo())), "meet itself", "loader(..., seed=1)")
+    refused(lambda: pairs(hvt.loader(arrays(12), 2, world=World.solo())), "meet itself")
+    for other in (
+        hvt.loader(arrays(12), 4, world=World.solo(), seed=1),
+        hvt.loader(arrays(13), 4, world=World.solo()),
+        hvt.loader(arrays(12), 4, world=World.solo(), shuffle=False),
+    ):
+        assert sum(a == b for a, b in pairs(other)) < 6
+    first, second = (hvt.loader(arrays(12), 4, world=World.solo()) for _ in range(2))
+    assert [y.tolist() for _, y in first] == [y.tolist() for _, y in second]  # one after the other is no pair
 
 
 def case_random_words_by_position() -> None:
-    whole = _steps.words(5, 2, 0, 100, 6, stream=1)
-    parts = [_steps.words(5, 2, first, count, 6, stream=1) for first, count in ((0, 7), (7, 50), (57, 43))]
+    plan, larger = (shard.Plan(samples, 1, 1, seed=5) for samples in (4000, 4001))
+    whole = _steps.words(plan, 2, 0, 100, 6, stream=1)
+    parts = [_steps.words(plan, 2, first, count, 6, stream=1) for first, count in ((0, 7), (7, 50), (57, 43))]
     assert (np.concatenate(parts) == whole).all()
-    others = [_steps.words(5, 2, 0, 100, 6, stream=2), _steps.words(5, 3, 0, 100, 6, stream=1)]
+    others = [
+        _steps.words(plan, 2, 0, 100, 6, stream=2),
+        _steps.words(plan, 3, 0, 100, 6, stream=1),
+        _steps.words(larger, 2, 0, 100, 6, stream=1),
+    ]
     assert all(not np.intersect1d(whole, other).size for other in others)
     order = shard._words(4000, 5, 2, 4000)
     assert not np.intersect1d(whole, order).size
-    drawn = _steps.uniforms(0, 0, 0, 10000, 3)
+    drawn = _steps.uniforms(plan, 0, 0, 10000, 3)
     assert drawn.min() >= 0 and drawn.max() < 1 and abs(drawn.mean() - 0.5) < 0.01
 
 

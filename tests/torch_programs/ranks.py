@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,6 @@ from torch.nn.functional import cross_entropy
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.errors import ConfigError, ReplicaError
-from hvdtrain.shard import Plan
 from hvdtrain.torch import _amp, _buffers, _start, _verify
 from hvdtrain.torch._nonfinite import NonFiniteError
 
@@ -282,40 +280,6 @@ def case_a_ghost_leaves_running_statistics_alone(world: hvdtrain.World) -> None:
         optimizer.step()
     assert optimizer.progress.samples_seen == 4 * world.size + 2
     assert len(set(world.gather([p.tolist().__repr__() for p in model.parameters()][0]))) == 1
-
-
-class SkippingLoader:
-    """A loader two of whose planned samples, on one rank, turn out to be unreadable."""
-
-    def __init__(self, world: hvdtrain.World) -> None:
-        self.plan = Plan(4 * world.size, world.size, 4)
-        self.samples, self.per_rank_batch, self.global_batch = self.plan.samples, 4, self.plan.global_batch
-        self.accumulate, self.may_skip, self.live = 1, True, None
-        self.count = 2 if at_last(world) else 4
-
-    def batch(self, world: hvdtrain.World) -> tuple[Tensor, Tensor]:
-        x, y = data(self.samples)
-        start = world.rank * 4
-        self.live = SimpleNamespace(
-            samples=self.count, update_samples=self.samples, closes=True, ghost=False, epoch=0, consumed=self.samples,
-            global_samples=self.samples,
-        )  # fmt: skip
-        return x[start : start + self.count], y[start : start + self.count]
-
-
-def case_samples_that_were_skipped_do_not_shrink_the_gradient(world: hvdtrain.World) -> None:
-    model = mlp()
-    train: Any = SkippingLoader(world)
-    model, optimizer = hvt.prepare(model, sgd(model), train, verify=False)
-    x, y = (tensor[: train.samples - 2] for tensor in data(train.samples))  # those that are left, of all ranks
-    loss = cross_entropy(hvt.unwrap(model)(x), y)
-    wanted = torch.autograd.grad(loss, list(model.parameters()))
-    inputs, labels = train.batch(world)
-    optimizer.backward(cross_entropy(model(inputs), labels))
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
-    optimizer.step()
-    assert abs(optimizer.record()["loss"] - float(loss.detach())) < 1e-6
 
 
 def case_buffers_become_the_mean(world: hvdtrain.World) -> None:

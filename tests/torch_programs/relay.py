@@ -41,10 +41,11 @@ def leg(folder: str, engine: str, updates: int, *, model_only: bool = False) -> 
                 optimizer.zero_grad()
                 optimizer.backward(nn.functional.mse_loss(model(x), y))
                 optimizer.step()
-                if optimizer.progress.step == goal:
+                if optimizer.progress.step == goal:  # saved within the loop, to go on within the epoch
+                    place = list(train.position)
+                    checkpoints.save(hvt.model_state(model, optimizer, train), progress=optimizer.progress)
                     break
-        ended = {"weights": hvt.fingerprint(model), "step": optimizer.progress.step, "place": list(train.position)}
-        checkpoints.save(hvt.model_state(model, optimizer, train), progress=optimizer.progress)
+        ended = {"weights": hvt.fingerprint(model), "step": optimizer.progress.step, "place": place}
         values = [value for tensor in module.state_dict().values() for value in tensor.flatten().tolist()]
         facts = {"engine": world.engine, "size": world.size, "began": began, "ended": ended, "values": values}
         if world.is_main:
