@@ -23,6 +23,7 @@ from hvdtrain.torch._source import Fetched, Source, tensors_of, to_device
 from hvdtrain.torch._steps import Step, Steps, uniforms
 from hvdtrain.world import World
 
+TOGETHER = 2  # batches in a row that two loaders of one order may serve in turns
 WARNED_FILES = 3  # unreadable files that are named as they come; all are in `Loader.skipped`
 
 
@@ -308,6 +309,8 @@ class _Epoch:
         self._loader = loader
         self._over = False
         self._stand_in: Live | None = None
+        self._count = 0
+        self._others: dict[int, tuple[int, int]] = {}  # of each twin: batches it had served, how often it went along
 
     def __iter__(self) -> _Epoch:
         return self
@@ -322,10 +325,8 @@ class _Epoch:
                 f"a second loop was begun while this one was in epoch {self.epoch}",
                 "make a second loader for a second loop",
             )
-        if self not in _Epoch.running:
-            self._refuse_twins()
-            _Epoch.running.add(self)
         self._check_stand_in()
+        self._refuse_twins()
         CLOCK.enter("input")
         item = self._next()
         if item is None:
@@ -336,6 +337,7 @@ class _Epoch:
             raise StopIteration
         batch, live = item
         self._stand_in = live if live.ghost else None
+        self._count += 1
         loader.live, loader._begun = live, True
         CLOCK.enter("forward")
         return batch
@@ -359,12 +361,20 @@ class _Epoch:
             )
 
     def _refuse_twins(self) -> None:
-        """Two loaders side by side must not serve the same order: pairs of a sample with itself."""
+        """Two loaders side by side must not serve the same order: pairs of a sample with itself.
+
+        Side by side is what goes along, batch for batch, several times in a row: a loop that was interrupted does not.
+        """
         mine = self._loader
+        _Epoch.running.add(self)
         for other in _Epoch.running:
             its = other._loader
-            alike = its._identity() == mine._identity() and other.epoch == self.epoch
-            if alike and its is not mine and mine.plan.shuffle and its._loop is not None and its._loop() is other:
+            if its is mine or not mine.plan.shuffle or (its._identity(), other.epoch) != (mine._identity(), self.epoch):
+                continue
+            before, together = self._others.get(id(other), (other._count, 0))
+            together = together + 1 if other._count > before else 0
+            self._others[id(other)] = (other._count, together)
+            if together == TOGETHER:
                 raise ConfigError(
                     "two loaders in one loop serve their samples in different orders",
                     f"both have {mine.samples} samples and seed {mine.plan.seed}, and are in epoch {self.epoch}: each"

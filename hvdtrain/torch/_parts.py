@@ -251,8 +251,8 @@ def _place(batches: FromLoader, world: World) -> dict[str, int]:
     left = batches.data.left_early()
     if left is not None and world.is_main:
         print(
-            f"hvdtrain: epoch {left[0]} was left after {left[1]} of {batches.data.samples} samples: a run that is restored"
-            f" from this checkpoint begins epoch {left[0] + 1}, as this one would (save within the loop to go on there)",
+            f"hvdtrain: epoch {left[0]} was left after {left[1]} of {batches.data.samples} samples: a run restored from"
+            f" this checkpoint begins epoch {left[0] + 1}, as this one would (to go on there, save within the loop)",
             flush=True,
         )
     return {"epoch": epoch, "samples_in_epoch": samples}
