@@ -78,7 +78,8 @@ class Loader:
         self._loop: ref[_Epoch] | None = None
         self._items: Items | None = None
         self._moves = 0
-        self._left: tuple[int, int] | None = None
+        self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
+        self._left_told = False
         self._trained = False
         self._differentiated: Live | None = None
 
@@ -125,17 +126,19 @@ class Loader:
     def _notice_end(self) -> None:
         """A loop that was left (by ``break``, say) is gone: as anywhere, a new loop is a new epoch."""
         if self._begun and (self._loop is None or self._loop() is None):
-            self._left = (self._epoch, self._done)
+            self._left = (self._epoch, self._done) if self.plan.steps(self._done) else None
             self._end_of_loop(self._epoch + 1, 0)
 
     def _end_of_loop(self, epoch: int, done: int) -> None:
         self._epoch, self._done, self._begin, self._begun, self._loop = epoch, done, done, False, None
 
     def left_early(self) -> tuple[int, int] | None:
-        """Returns (epoch, samples done in it) of a loop that was left with samples to come; once, then None."""
+        """Returns (epoch, samples done in it) of the first loop that was left with samples to come; once, then None."""
         self._notice_end()
-        left, self._left = self._left, None
-        return left if left and self.plan.steps(left[1]) else None
+        if self._left is None or self._left_told:
+            return None
+        self._left_told = True
+        return self._left
 
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
         """Makes the next loop begin there; the world may have another size than the one that got there.

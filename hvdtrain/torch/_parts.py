@@ -248,7 +248,7 @@ class TrainingPart(Part):
 def _place(batches: FromLoader, world: World) -> dict[str, int]:
     """Where the loader goes on: after the last batch that is in the weights, however many were handed out since."""
     epoch, samples = batches.place()
-    left = batches.data.left_early()
+    left = batches.data.left_early()  # told once
     if left is not None and world.is_main:
         print(
             f"hvdtrain: epoch {left[0]} was left after {left[1]} of {batches.data.samples} samples: a run restored from"

@@ -130,6 +130,13 @@ def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None
     check_amp(options.amp)
     if options.compression not in (None, "fp16", "bf16"):
         raise ConfigError('compression must be None, "fp16" or "bf16"', f"compression={options.compression!r}")
+    if data is not None and not hasattr(data, "for_training"):
+        raise ConfigError(
+            "prepare takes the loader that counts samples over all ranks: one of hvdtrain.torch.loader",
+            f"a {type(data).__name__}",
+            "train = hvdtrain.torch.loader(dataset, per_rank_batch); or leave data out, and give every rank as many"
+            " batches of as many samples",
+        )
     if lr is not None and data is None:
         raise ConfigError(
             "the learning rate is a function of samples seen, which the loader counts",

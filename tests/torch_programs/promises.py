@@ -1,0 +1,353 @@
+"""The loader's promises, attacked on ranks; what is trained is compared with loops of plain PyTorch in one process.
+
+Prints "shown ROW TEXT" for what a row of docs/limits.md tells.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from cases import main, refused
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset, Subset
+
+import hvdtrain
+import hvdtrain.torch as hvt
+from hvdtrain.errors import ConfigError, HvdtrainError, ReplicaError
+
+torch.set_default_dtype(torch.float64)
+
+
+def shown(world: hvdtrain.World, row: str, text: object) -> None:
+    if world.is_main:
+        print(f"shown {row} {' '.join(str(text).split())}", flush=True)
+
+
+def data(samples: int) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(3)
+    return torch.randn(samples, 3, generator=made), torch.randn(samples, 2, generator=made)
+
+
+def net() -> nn.Module:
+    made = torch.Generator().manual_seed(5)
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=made))
+    return model
+
+
+def prepared(train: Any, **options: Any) -> tuple[Any, Any]:
+    model = net()
+    return hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), train, verify=False, **options)
+
+
+def update(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.backward(mse_loss(model(x), y))
+    optimizer.step()
+
+
+def plain(updates: list[tuple[Tensor, Tensor]]) -> nn.Module:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in updates:
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def gap(ours: nn.Module, theirs: nn.Module) -> float:
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+# -- samples that cannot be read ----------------------------------------------------------------------------------
+class Holes(Dataset):
+    """Rows of which some cannot be read; nothing about it says so before they are read."""
+
+    bad = (1, 6, 7, 9, 17)
+
+    def __init__(self, samples: int) -> None:
+        self.x, self.y = (part[:samples] for part in data(24))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return hvt.Unreadable(str(index), "gone") if index in self.bad else (self.x[index], self.y[index])
+
+
+def case_samples_left_out_do_not_weigh(world: hvdtrain.World) -> None:
+    samples, batch = 20, 8
+    x, y = data(24)
+    there = [[i for i in range(s, min(s + batch, samples)) if i not in Holes.bad] for s in range(0, samples, batch)]
+    wanted = plain([(x[rows], y[rows]) for rows in there])
+    unweighted = plain([(x[rows], y[rows] * 1.1) for rows in there])
+    for source in (Holes(samples), Subset(Holes(samples + 4), range(samples))):
+        train = hvt.loader(source, batch // world.size, shuffle=False, workers=0)
+        model, optimizer = prepared(train)
+        for rows in train:
+            update(model, optimizer, *rows)
+        error = gap(model, wanted)
+        assert error < 1e-10 < gap(model, unweighted), error
+    shown(world, "t4", error)
+
+
+# -- one loader, two models ---------------------------------------------------------------------------------------
+def case_one_loader_for_two_models(world: hvdtrain.World) -> None:
+    samples, batch = 26, 4  # 7 batches: the last update of four micro-batches has three
+    x, y = data(samples)
+    train = hvt.loader((x, y), batch // world.size, shuffle=False)
+    often, its_optimizer = prepared(train)
+    rarely, other_optimizer = prepared(train, accumulate=4)
+    for rows in train:
+        update(often, its_optimizer, *rows)
+        update(rarely, other_optimizer, *rows)
+    assert (its_optimizer.progress.step, other_optimizer.progress.step) == (7, 2)
+    error = max(gap(often, plain(in_windows(x, y, 4))), gap(rarely, plain(in_windows(x, y, 16))))
+    assert error < 1e-10 < gap(often, rarely), error
+    shown(world, "t7", error)
+
+
+def in_windows(x: Tensor, y: Tensor, window: int) -> list[tuple[Tensor, Tensor]]:
+    return [(x[start : start + window], y[start : start + window]) for start in range(0, len(x), window)]
+
+
+# -- a validation loop of the user's own --------------------------------------------------------------------------
+def case_a_loop_of_ones_own_has_each_sample_once(world: hvdtrain.World) -> None:
+    x, y = data(9)
+    model = net()
+    held_out = hvt.loader((x, y), 8 // world.size, shuffle=False)
+    train = hvt.loader((x, y), 8 // world.size, shuffle=False)
+    prepared(train)
+    wanted = float(mse_loss(model(x), y).detach())
+    for loader in (held_out, train):
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for inputs, targets in loader:
+                total += float(mse_loss(model(inputs), targets)) * len(inputs)
+                count += len(inputs)
+        sums = world.sum({"total": total, "count": count})
+        assert sums["count"] == 9
+        error = abs(sums["total"] / 9 - wanted)
+        assert error < 1e-12, error
+    shown(world, "t10a", error)
+    ghosts = 0
+    try:  # the training loader, read with gradients: its last batch counts nothing on rank 1
+        for _ in train:
+            ghosts += train.live.ghost
+    except ConfigError as error:
+        assert "no_grad()" in str(error)
+        text = str(error)
+    else:
+        text = ""
+    found = world.gather((ghosts, text))
+    assert [bool(its) for _, its in found] == [its > 0 for its, _ in found] == [rank > 0 for rank in range(world.size)]
+    shown(world, "t10b", next((its for _, its in found if its), "no rank had none"))
+
+
+# -- the same data, another order ---------------------------------------------------------------------------------
+def case_ranks_with_other_data_are_refused(world: hvdtrain.World) -> None:
+    if world.size == 1:
+        return
+    x, y = data(24)
+    rows = [(x[i], y[i]) for i in range(24)]
+    turned = rows[world.rank :] + rows[: world.rank]
+    for row, mine, said in (
+        ("t11b", (x[world.rank :: world.size], y[world.rank :: world.size]), "x[rank::size]"),
+        ("t11c", turned, "rank 1: "),
+        ("", (x.roll(world.rank, 0), y.roll(world.rank, 0)), "in another order"),
+    ):
+        with refused(said, kind=ReplicaError):
+            try:
+                hvt.loader(mine, 4, workers=1)
+            except ReplicaError as error:
+                if row:
+                    shown(world, row, error)
+                raise
+    hvt.loader(rows, 4, workers=1)
+    hvt.loader(Noisy(), 4, workers=0)  # random transforms are not other data
+
+
+class Noisy(Dataset):
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Any:
+        return index + torch.rand(()), np.random.rand(), random.random(), np.random.default_rng().normal(), index
+
+
+def case_a_loader_that_goes_along_with_its_twin_is_refused(world: hvdtrain.World) -> None:
+    first, second = (hvt.loader(data(24), 4) for _ in range(2))
+    with refused("each sample would meet itself", "seed=6", kind=ConfigError):
+        try:
+            for _ in zip(first, second, strict=True):
+                pass
+        except ConfigError as error:
+            shown(world, "t11a", error)
+            raise
+
+
+# -- random numbers -----------------------------------------------------------------------------------------------
+def drawn() -> list[Any]:
+    own = next(iter(DataLoader(Noisy(), batch_size=1)))  # no workers: this process's generators
+    return [random.random(), np.random.rand(), float(torch.rand(())), *[float(part) for part in own[:3]]]
+
+
+def case_random_numbers_differ_by_rank_and_are_restored(world: hvdtrain.World) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    train = hvt.loader(data(16), 4)
+    model, optimizer = prepared(train)
+    everywhere = world.gather(drawn())
+    for rank, its in enumerate(everywhere[1:], 1):
+        assert all(a != b for a, b in zip(everywhere[0], its, strict=True)), rank
+    in_workers = [float(part) for part in next(iter(DataLoader(Noisy(), num_workers=1)))[:3]]
+    assert all(len(set(its)) == world.size for its in zip(*world.gather(in_workers), strict=True))
+    with folder(world) as path:
+        checkpoints = hvdtrain.Checkpointer(path)
+        checkpoints.save(hvt.model_state(model, optimizer), progress=optimizer.progress)
+        after = drawn()
+        again, other = prepared(hvt.loader(data(16), 4))
+        assert drawn() != after
+        checkpoints.restore(hvt.model_state(again, other))
+        assert drawn() == after
+    shown(world, "t11d", "each rank draws its own; a restored run draws what the saved one would have")
+
+
+@contextmanager
+def folder(world: hvdtrain.World) -> Iterator[str]:
+    path = world.broadcast(tempfile.mkdtemp() if world.is_main else "")
+    yield path
+
+
+def case_synchronised_batch_norm_comes_off(world: hvdtrain.World) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hvt.prepare(model, optimizer, sync_batchnorm=True, verify=False)
+    assert (type(model[1]) is nn.BatchNorm1d) == (world.size == 1)
+    hvt.prepare(model, optimizer, verify=False)
+    assert type(model[1]) is nn.BatchNorm1d
+    shown(world, "t11e", "the layers are plain again")
+
+
+# -- where a run goes on ------------------------------------------------------------------------------------------
+class Run:
+    """Epochs of 4 updates of 8 samples; keeps the samples it was given."""
+
+    def __init__(self, world: hvdtrain.World, path: str, accumulate: int = 1) -> None:
+        self.world, self.checkpoints = world, hvdtrain.Checkpointer(path)
+        x, y = data(32)
+        self.train = hvt.loader((x, y, torch.arange(32)), 8 // world.size // accumulate, seed=2)
+        self.model, self.optimizer = prepared(self.train, accumulate=accumulate)
+        self.seen: list[int] = []
+
+    def save(self) -> None:
+        self.checkpoints.save(hvt.model_state(self.model, self.optimizer), progress=self.optimizer.progress)
+
+    def restore(self) -> Run:
+        self.checkpoints.restore(hvt.model_state(self.model, self.optimizer))
+        return self
+
+    def batch(self, rows: Any) -> None:
+        x, y, numbers = rows
+        update(self.model, self.optimizer, x, y)
+        self.seen += [number for its in self.world.gather(numbers.tolist()) for number in its]
+
+    def epochs(self, total: int, *, leave_after: int = 99, stop: int = 99) -> Run:
+        """Leaves each epoch after so many updates; saves after each; ends after `stop` epochs."""
+        for number, _ in enumerate(self.train.epochs(total), 1):
+            for update_number, rows in enumerate(self.train, 1):
+                self.batch(rows)
+                if update_number == leave_after:
+                    break
+            self.save()
+            if number == stop:
+                break
+        return self
+
+
+def case_saved_before_the_first_update(world: hvdtrain.World) -> None:
+    for accumulate in (1, 2):
+        with folder(world) as path:
+            first = Run(world, path, accumulate)
+            for number, _ in enumerate(first.train):
+                if number == accumulate - 1:  # one batch was handed out (in micro-batches), and no update made
+                    first.save()
+                    break
+            again = Run(world, path, accumulate).restore()
+            for rows in again.train:
+                again.batch(rows)
+            assert sorted(again.seen) == list(range(32)), (accumulate, len(again.seen))
+    shown(world, "t13b", f"{len(again.seen)} of 32 samples of the epoch are trained on")
+
+
+def case_saved_in_mid_update(world: hvdtrain.World) -> None:
+    with folder(world) as path:
+        first = Run(world, path, accumulate=2)
+        for number, rows in enumerate(first.train, 1):
+            first.batch(rows)
+            if number == 5:  # two updates and a micro-batch, whose gradients are in no weight
+                first.save()
+                break
+        again = Run(world, path, accumulate=2).restore()
+        for rows in again.train:
+            again.batch(rows)
+        assert sorted(first.seen[:16] + again.seen) == list(range(32))
+
+
+def case_epochs_that_were_left(world: hvdtrain.World) -> None:
+    with folder(world) as path:
+        whole = Run(world, path + "/whole").epochs(4, leave_after=2)
+        first = Run(world, path + "/parts").epochs(4, leave_after=2, stop=2)
+        again = Run(world, path + "/parts").restore().epochs(4, leave_after=2)
+    steps = again.optimizer.progress.step
+    assert steps == whole.optimizer.progress.step == 8
+    assert first.seen + again.seen == whole.seen
+    assert gap(again.model, whole.model) == 0.0
+    shown(world, "t13c", f"{steps} updates, as without the restart, on the same samples")
+
+
+def case_a_loader_that_prepare_was_not_given(world: hvdtrain.World) -> None:
+    train = hvt.loader(data(16), 4)
+    model, optimizer = prepared(None)
+    with refused("the loader that prepare() was given", kind=ConfigError):
+        try:
+            hvt.model_state(model, optimizer, train)
+        except ConfigError as error:
+            shown(world, "t13a", error)
+            raise
+    with refused("hvdtrain.torch.loader", "DataLoader", kind=ConfigError):
+        try:
+            prepared(DataLoader(Noisy()))
+        except ConfigError as error:
+            shown(world, "t17data", error)
+            raise
+
+
+# -- the rest -----------------------------------------------------------------------------------------------------
+def case_a_scheduler_beside_lr_is_refused_at_once(world: hvdtrain.World) -> None:
+    train = hvt.loader(data(16), 8 // world.size)
+    model, optimizer = prepared(train, lr=hvdtrain.LR(0.1, 8))
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+    (x, y), *_ = train
+    optimizer.backward(mse_loss(model(x), y))
+    with refused("a scheduler of torch.optim.lr_scheduler", kind=HvdtrainError):
+        try:
+            optimizer.step()
+        except HvdtrainError as error:
+            shown(world, "t19lr", error)
+            raise
+
+
+if __name__ == "__main__":
+    main(globals().copy())
