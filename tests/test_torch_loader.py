@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness import run_ranks
+from limits import Limit
 from torch_programs.passing import names_of, verdict_on
 
 FOLDER = Path(__file__).parent / "torch_programs"
@@ -36,3 +37,24 @@ def test_unreadable_files_are_named_as_they_come() -> None:
     lines = output_of("loader_alone.py").splitlines()
     assert "hvdtrain: rank 0 leaves out file 3: broken" in lines
     assert not any("file 8: broken" in line for line in lines)  # after a few, the list at the end must do
+
+
+def test_limits_of_the_loader_alone(limit: Limit) -> None:
+    for row, attack, name, now in (
+        (
+            "T3", "a `TensorDataset` with a `__getitem__` of its own, `collate=` for arrays",
+            "case_collate_and_getitem_of_the_users_are_called", "both are called",
+        ),
+        (
+            "T5", "workers never see that the data set was changed between epochs",
+            "case_workers_see_the_data_set_as_it_is_and_end", "the same with and without workers: 1, 2, 3",
+        ),
+        (
+            "T19a", "a RuntimeError in a data set or collate function is blamed on the out-of-memory killer",
+            "case_errors_of_the_data_set_come_through", "the error as it is, and the sample's index",
+        ),
+        ("T19b", "batches that are a `defaultdict`", "case_dictionaries_of_all_kinds", "stay what they are"),
+    ):  # fmt: skip
+        problem = verdict_on(name, output_of("loader_alone.py"))
+        assert not problem, problem
+        limit(row, attack, mended=now)

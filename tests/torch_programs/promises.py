@@ -98,7 +98,7 @@ def case_samples_left_out_do_not_weigh(world: hvdtrain.World) -> None:
             update(model, optimizer, *rows)
         error = gap(model, wanted)
         assert error < 1e-10 < gap(model, unweighted), error
-    shown(world, "t4", error)
+    shown(world, "T4", error)
 
 
 # -- one loader, two models ---------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def case_one_loader_for_two_models(world: hvdtrain.World) -> None:
     assert (its_optimizer.progress.step, other_optimizer.progress.step) == (7, 2)
     error = max(gap(often, plain(in_windows(x, y, 4))), gap(rarely, plain(in_windows(x, y, 16))))
     assert error < 1e-10 < gap(often, rarely), error
-    shown(world, "t7", error)
+    shown(world, "T7", error)
 
 
 def in_windows(x: Tensor, y: Tensor, window: int) -> list[tuple[Tensor, Tensor]]:
@@ -139,7 +139,7 @@ def case_a_loop_of_ones_own_has_each_sample_once(world: hvdtrain.World) -> None:
         assert sums["count"] == 9
         error = abs(sums["total"] / 9 - wanted)
         assert error < 1e-12, error
-    shown(world, "t10a", error)
+    shown(world, "T10a", error)
     ghosts = 0
     try:  # the training loader, read with gradients: its last batch counts nothing on rank 1
         for _ in train:
@@ -151,7 +151,7 @@ def case_a_loop_of_ones_own_has_each_sample_once(world: hvdtrain.World) -> None:
         text = ""
     found = world.gather((ghosts, text))
     assert [bool(its) for _, its in found] == [its > 0 for its, _ in found] == [rank > 0 for rank in range(world.size)]
-    shown(world, "t10b", next((its for _, its in found if its), "no rank had none"))
+    shown(world, "T10b", next((its for _, its in found if its), "no rank had none"))
 
 
 # -- the same data, another order ---------------------------------------------------------------------------------
@@ -162,8 +162,8 @@ def case_ranks_with_other_data_are_refused(world: hvdtrain.World) -> None:
     rows = [(x[i], y[i]) for i in range(24)]
     turned = rows[world.rank :] + rows[: world.rank]
     for row, mine, said in (
-        ("t11b", (x[world.rank :: world.size], y[world.rank :: world.size]), "x[rank::size]"),
-        ("t11c", turned, "rank 1: "),
+        ("T11b", (x[world.rank :: world.size], y[world.rank :: world.size]), "x[rank::size]"),
+        ("T11c", turned, "rank 1: "),
         ("", (x.roll(world.rank, 0), y.roll(world.rank, 0)), "in another order"),
     ):
         with refused(said, kind=ReplicaError):
@@ -192,7 +192,7 @@ def case_a_loader_that_goes_along_with_its_twin_is_refused(world: hvdtrain.World
             for _ in zip(first, second, strict=True):
                 pass
         except ConfigError as error:
-            shown(world, "t11a", error)
+            shown(world, "T11a", error)
             raise
 
 
@@ -221,7 +221,7 @@ def case_random_numbers_differ_by_rank_and_are_restored(world: hvdtrain.World) -
         assert drawn() != after
         checkpoints.restore(hvt.model_state(again, other))
         assert drawn() == after
-    shown(world, "t11d", "each rank draws its own; a restored run draws what the saved one would have")
+    shown(world, "T11d", "each rank draws its own; a restored run draws what the saved one would have")
 
 
 @contextmanager
@@ -237,7 +237,7 @@ def case_synchronised_batch_norm_comes_off(world: hvdtrain.World) -> None:
     assert (type(model[1]) is nn.BatchNorm1d) == (world.size == 1)
     hvt.prepare(model, optimizer, verify=False)
     assert type(model[1]) is nn.BatchNorm1d
-    shown(world, "t11e", "the layers are plain again")
+    shown(world, "T11e", "the layers are plain again")
 
 
 # -- where a run goes on ------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def case_saved_before_the_first_update(world: hvdtrain.World) -> None:
             for rows in again.train:
                 again.batch(rows)
             assert sorted(again.seen) == list(range(32)), (accumulate, len(again.seen))
-    shown(world, "t13b", f"{len(again.seen)} of 32 samples of the epoch are trained on")
+    shown(world, "T13b", f"{len(again.seen)} of 32 samples of the epoch are trained on")
 
 
 def case_saved_in_mid_update(world: hvdtrain.World) -> None:
@@ -314,7 +314,7 @@ def case_epochs_that_were_left(world: hvdtrain.World) -> None:
     assert steps == whole.optimizer.progress.step == 8
     assert first.seen + again.seen == whole.seen
     assert gap(again.model, whole.model) == 0.0
-    shown(world, "t13c", f"{steps} updates, as without the restart, on the same samples")
+    shown(world, "T13c", f"{steps} updates, as without the restart, on the same samples")
 
 
 def case_a_loader_that_prepare_was_not_given(world: hvdtrain.World) -> None:
@@ -324,13 +324,13 @@ def case_a_loader_that_prepare_was_not_given(world: hvdtrain.World) -> None:
         try:
             hvt.model_state(model, optimizer, train)
         except ConfigError as error:
-            shown(world, "t13a", error)
+            shown(world, "T13a", error)
             raise
     with refused("hvdtrain.torch.loader", "DataLoader", kind=ConfigError):
         try:
             prepared(DataLoader(Noisy()))
         except ConfigError as error:
-            shown(world, "t17data", error)
+            shown(world, "T17d", error)
             raise
 
 
@@ -345,7 +345,7 @@ def case_a_scheduler_beside_lr_is_refused_at_once(world: hvdtrain.World) -> None
         try:
             optimizer.step()
         except HvdtrainError as error:
-            shown(world, "t19lr", error)
+            shown(world, "T19d", error)
             raise
 
 
