@@ -92,7 +92,7 @@ class Tracker:
 
     # -- operations of the host ----------------------------------------------------------------------------------
     @contextmanager
-    def meeting(self, comm: Engine, kind: str, key: str = "") -> Iterator[None]:
+    def meeting(self, comm: Engine, kind: str, key: str = "", value: float | None = None) -> Iterator[float]:
         """Has the ranks compare what they are about to do, then lets them do it; collective.
 
         Operations within this one are not compared again: all ranks run the same code there.
@@ -101,31 +101,34 @@ class Tracker:
             comm: carries the comparison.
             kind: what is done.
             key: what else must be the same.
+            value: is summed over the ranks on the way, and given; None: 0 is.
 
         Raises:
             ReplicaError: on every rank, with the line of each; or on rank 0, inside a function that it runs alone.
         """
         self._refuse_alone(kind)
         if not self.on or (self._meeting is not None and self._meeting.agreed):
-            yield
+            yield 0.0 if value is None else comm.sum_floats([value])[0]
             return
         place = self._meeting = Place(kind, self.meetings + 1, key, _ended() if kind == END else user_line())
         try:
-            self._compare(comm, place)
+            total = self._compare(comm, place, value or 0.0)
             place.agreed = True
-            yield
+            yield total
         finally:
             self._meeting = None
 
-    def _compare(self, comm: Engine, place: Place) -> None:
+    def _compare(self, comm: Engine, place: Place, value: float) -> float:
         line = "" if place.kind in (BARRIER, END) else (place.line or "").partition(": ")[0]
         words = repr((place.kind, place.number, place.key, line, self.updates)).encode()
         own = int.from_bytes(hashlib.blake2b(words, digest_size=6).digest(), "big")  # a float64 holds it exactly
-        found = comm.sum_floats([float(own) if rank == self.rank else 0.0 for rank in range(self.size)])
+        mine = [float(own) if rank == self.rank else 0.0 for rank in range(self.size)]
+        *found, total = comm.sum_floats([*mine, value])
         self.meetings += 1
         if any(value != found[0] for value in found):
             states = comm.allgather_bytes(json.dumps(self.state_of(place)).encode())
             raise out_of_step([json.loads(state) for state in states])
+        return total
 
     @contextmanager
     def on_main(self, name: str) -> Iterator[None]:

@@ -76,17 +76,18 @@ class World:
         """Return a world of one that needs no framework; for tools and tests."""
         return _world_of(SoloEngine(), ALONE, seed=seed, node=0)
 
-    def in_step(self, kind: str, key: object = "") -> AbstractContextManager[None]:
+    def in_step(self, kind: str, key: object = "", *, value: float | None = None) -> AbstractContextManager[float]:
         """Return a context that every rank enters together, for what is collective; entering it is collective.
 
         Args:
             kind: what is done in it.
             key: what else must be the same on all ranks.
+            value: the context gives its sum over ranks, which costs nothing more; None on every rank: 0.
 
         Raises:
             ReplicaError: on every rank, with the line of each, when they are not about to do the same.
         """
-        return self.tracker.meeting(self.comm, kind, str(key))
+        return self.tracker.meeting(self.comm, kind, str(key), value)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -169,8 +169,8 @@ class Last(_callbacks.Callback):
         self._share_stop()
 
     def _share_stop(self) -> None:
-        wanted = self.world.comm.sum_floats([float(bool(self.model.stop_training))])
-        self.model.stop_training = wanted[0] > 0
+        with self.world.in_step("end of a step", value=float(bool(self.model.stop_training))) as wanted:
+            self.model.stop_training = wanted > 0
 
 
 class LastOfBatch(Last):
