@@ -52,7 +52,6 @@ REFUSED = {
     "rate_without_batch": ("ConfigError", "per_rank_batch"),
     "not_compiled": ("ConfigError", "compile"),
     "unknown_compression": ("ConfigError", "'int3'"),
-    "loss_that_sums": ("ReplicaError", "mean over the batch", "reduction='sum'"),
     "evaluates_replicas_that_differ": ("ReplicaError", "when they are evaluated", "rank 1: sum"),
 }
 ACCEPTED = [
@@ -68,7 +67,6 @@ ACCEPTED = [
     "evaluates_each_sample_once",
     "watch_cost",
     "two_optimizers",
-    "weighted_loss",
 ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import keras
@@ -90,6 +91,7 @@ class Epoch(Callback):
         super().__init__(session)
         self._in_epoch = False
         self._train: tuple[_metrics.States, float] | None = None
+        self._validation = ExitStack()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._in_epoch, self._train = True, None
@@ -98,6 +100,10 @@ class Epoch(Callback):
         if self._in_epoch:
             self._trained(validates=True)
             self._train = self._now()  # validation is about to reset the metrics of training
+            self._validates_together()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._validation.close()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._in_epoch = False
@@ -122,6 +128,15 @@ class Epoch(Callback):
         """The first thing after the last batch; a rank that validates meets one that does not, and both say so."""
         self.world.agree("validation of this epoch", validates)
         _state.average_statistics(self.model, self.world)
+
+    def _validates_together(self) -> None:
+        """Losses are then those of global batches; those that do not divide by samples take a word among the ranks."""
+        if self.session.alone:
+            return
+        if not self.session.by_samples:
+            batches = getattr(getattr(self.model, "_eval_epoch_iterator", None), "num_batches", None)
+            self.world.agree("number of validation steps (batches(...) deals the same to all ranks)", batches)
+        self._validation.enter_context(_hook.together(self.model))
 
     def _now(self) -> tuple[_metrics.States, float]:
         return _metrics.states(self.model), _metrics.samples_of(self.model)
@@ -272,9 +287,13 @@ class Watch(Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._checksums = None
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._next_batch = 0
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._steps += 1
-        if self._steps % self.every:
+        before, self._steps = self._steps, self._steps + batch + 1 - self._next_batch
+        self._next_batch = batch + 1
+        if self._steps // self.every == before // self.every:  # several steps with steps_per_execution
             return
         if self._checksums is None:
             self._variables = _state.replicated(self.model)

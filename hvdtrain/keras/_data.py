@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -12,10 +12,10 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from hvdtrain import same_data
 from hvdtrain.errors import ConfigError
-from hvdtrain.keras import _metrics, _state
+from hvdtrain.keras import _hook, _metrics, _state
 from hvdtrain.keras._backend import BACKEND
-from hvdtrain.keras._session import world_or_current
-from hvdtrain.shard import Plan, contiguous
+from hvdtrain.keras._session import KEY, NO_SAMPLE, Session, world_or_current
+from hvdtrain.shard import Plan
 from hvdtrain.world import World
 
 
@@ -34,26 +34,27 @@ class Batches(keras.utils.PyDataset, DataAdapter):
     It is its own data adapter, which ``fit`` takes as it is: the adapter that Keras makes for a ``PyDataset``
     shuffles the batches once more (``fit(shuffle=True)`` is the default) with Python's generator, on every
     rank in another order; ranks would not work on the same global batch, and a resumed epoch not on the
-    samples that are left. ``class_weight`` of ``fit`` has no effect on it: give sample weights or weigh the
-    loss.
+    samples that are left. Weights are given to ``batches``: ``fit`` refuses its own beside it.
 
     Attributes:
         plan: the ``hvdtrain.Plan`` that deals the samples.
         epoch: the epoch whose order is being read; set by our callbacks, else counted.
     """
 
-    def __init__(self, x: Any, y: Any, plan: Plan, *, rank: int, epoch: int = 0, consumed: int = 0) -> None:
+    def __init__(
+        self, x: Any, y: Any, plan: Plan, *, rank: int, epoch: int = 0, consumed: int = 0, weights: Any = None
+    ) -> None:
         super().__init__(workers=1)
         self.plan = plan
         self.rank = rank
-        self._x, self._y = x, y
+        self._x, self._y, self._weights = x, y, weights
         self._first = epoch
         self._consumed = consumed
         self._begun = False
         self._adapter = PyDatasetAdapter(self, shuffle=False)
-        # one share of weight 0 makes Keras expect weights in every batch, on every rank
+        # one share without a sample makes Keras expect weights in every batch, on every rank
         tail = plan.samples % plan.global_batch if plan.tail == "weighted" else 0
-        self._weighted = 0 < tail < plan.size
+        self._weighted = weights is not None or 0 < tail < plan.size
         self._read(epoch)
 
     def _read(self, epoch: int) -> None:
@@ -71,12 +72,15 @@ class Batches(keras.utils.PyDataset, DataAdapter):
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         share = self._shares[index]
         live = len(share.indices) > 0
-        # no sample left for this rank: any sample at weight 0 keeps the shapes, and the step in step
+        # no sample left for this rank: any sample keeps the shapes, and the step in step; its weight says it is none
         chosen = share.indices if live else np.zeros(1, np.int64)
         batch = (_take(self._x, chosen), _take(self._y, chosen))
         if not self._weighted:
             return batch[:1] if self._y is None else batch
-        return (*batch, np.full(len(chosen), 1.0 if live else 0.0, keras.backend.floatx()))
+        if self._weights is None:
+            return (*batch, np.full(len(chosen), live))
+        weights = keras.tree.map_structure(lambda w: w[chosen] if live else w[chosen] * NO_SAMPLE, self._weights)
+        return (*batch, weights)
 
     def get_numpy_iterator(self) -> Any:
         return self._adapter.get_numpy_iterator()
@@ -92,6 +96,11 @@ class Batches(keras.utils.PyDataset, DataAdapter):
 
     def get_torch_dataloader(self) -> Any:
         return self._adapter.get_torch_dataloader()
+
+    @property
+    def samples(self) -> int:
+        """This rank's samples in the epoch."""
+        return sum(len(share.indices) for share in self._shares)
 
     @property
     def batch_size(self) -> int | None:
@@ -123,6 +132,8 @@ def batches(
     tail: str = "weighted",
     epoch: int = 0,
     consumed: int = 0,
+    sample_weight: Any = None,
+    class_weight: Mapping[int, float] | None = None,
 ) -> Batches:
     """Returns this rank's training batches: each sample once an epoch over all ranks, the same order at any
     world size.
@@ -138,19 +149,22 @@ def batches(
             exactly) or ``drop``.
         epoch: the epoch to begin with (a resumed run's).
         consumed: samples of that epoch that are done; then fit that one epoch.
+        sample_weight: array of all samples' weights (or a structure of arrays, one an output), as ``fit`` takes it.
+        class_weight: class to weight, as ``fit`` takes it: for one output, whose ``y`` are class numbers or one-hot.
 
     Returns:
         A ``keras.utils.PyDataset`` with ``.plan``; give ``fit`` also ``hvdtrain.keras.callbacks``, which tell
         it the epoch.
 
     Raises:
-        ConfigError: arrays of different lengths, data of another kind, or an argument out of range.
+        ConfigError: arrays of different lengths, data of another kind, an argument out of range, both kinds of weights.
         ReplicaError: the ranks' data or its order differ (this call is collective).
     """
     world = world_or_current(world)
     x, y = arrays(x, "x"), arrays(y, "y")
-    samples = _count(x, y)
-    same_data.check(world, same_data.of_arrays((x, y)), what="the data given to batches()")
+    weights = _weights(y, sample_weight, class_weight)
+    samples = _count(x, y, weights)
+    same_data.check(world, same_data.of_arrays((x, y, weights)), what="the data given to batches()")
     plan = Plan(
         samples, world.size, per_rank_batch, seed=world.seed if seed is None else seed, shuffle=shuffle,
         tail=tail,  # type: ignore[arg-type]
@@ -158,7 +172,7 @@ def batches(
     world.agree("plan of batches() (seed, per_rank_batch, shuffle, tail), epoch and consumed", (plan, epoch, consumed))
     if plan.samples == 0 or plan.steps(consumed) == 0:
         raise ConfigError("an epoch needs samples", f"{plan.samples} samples, {consumed} consumed", "give more data")
-    return Batches(x, y, plan, rank=world.rank, epoch=epoch, consumed=consumed)
+    return Batches(x, y, plan, rank=world.rank, epoch=epoch, consumed=consumed, weights=weights)
 
 
 def evaluate(model: keras.Model, x: Any, y: Any, batch_size: int, *, world: World | None = None) -> dict[str, float]:
@@ -179,17 +193,18 @@ def evaluate(model: keras.Model, x: Any, y: Any, batch_size: int, *, world: Worl
     """
     world = world_or_current(world)
     x, y = arrays(x, "x"), arrays(y, "y")
-    samples = _count(x, y)
+    plan = Plan(_count(x, y), world.size, batch_size, seed=0, shuffle=False)
     same_data.check(world, same_data.of_arrays((x, y)), what="the data given to evaluate()")
+    data: Any = Batches(x, y, plan, rank=world.rank)
+    if world.size == 1:
+        return dict(model.evaluate(data, verbose=0, return_dict=True))
     weights = model.trainable_weights
     _state.check_equal(weights, world, lambda: BACKEND.checksums(weights), when="when they are evaluated")
-    mine = contiguous(samples, world.rank, world.size)
-    empty = mine.start == mine.stop
-    piece = slice(0, 1) if empty else mine  # one sample builds the metrics; it is not counted
-    model.evaluate(_take(x, piece), _take(y, piece), batch_size=batch_size, verbose=0, return_dict=True)
-    if empty:
-        model.reset_metrics()
-    return _metrics.results(model, _metrics.states(model), world, 0.0 if empty else float(mine.stop - mine.start))
+    vars(model).setdefault(KEY, Session(world))
+    _hook.hook_test_step(model)
+    with _hook.together(model):
+        model.evaluate(data, verbose=0, return_dict=True)
+    return _metrics.results(model, _metrics.states(model), world, float(data.samples))
 
 
 def arrays(data: Any, name: str) -> Any:
@@ -220,8 +235,33 @@ def _take(data: Any, where: Any) -> Any:
     return keras.tree.map_structure(cut, data)
 
 
-def _count(x: Any, y: Any) -> int:
-    lengths = [len(leaf) for leaf in keras.tree.flatten((x, y)) if leaf is not None]
+def _count(x: Any, y: Any, weights: Any = None) -> int:
+    lengths = [len(leaf) for leaf in keras.tree.flatten((x, y, weights)) if leaf is not None]
     if not lengths or len(set(lengths)) != 1:
-        raise ConfigError("x and y need the same number of samples", f"lengths {lengths}", "check how the data was cut")
+        raise ConfigError(
+            "x, y and sample weights need the same number of samples",
+            f"lengths {lengths}",
+            "check how the data was cut",
+        )
     return lengths[0]
+
+
+def _weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
+    """Returns the samples' weights as arrays, of weights or of classes."""
+    if class_weight is None:
+        return keras.tree.map_structure(
+            lambda w: None if w is None else np.asarray(w, keras.backend.floatx()), sample_weight
+        )
+    labels = None if keras.tree.is_nested(y) else np.asarray(y)
+    if sample_weight is not None or labels is None:
+        raise ConfigError(
+            "class_weight= weighs the samples of one output, by their class",
+            "sample_weight= beside it" if sample_weight is not None else "several outputs",
+            "multiply the class weights into sample_weight=",
+        )
+    if labels.ndim > 1:
+        labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels[..., 0]
+    table = {int(label): float(weight) for label, weight in class_weight.items()}
+    classes, where = np.unique(labels, return_inverse=True)
+    each = np.array([table.get(int(label), 1.0) for label in classes], keras.backend.floatx())
+    return each[where].reshape(labels.shape)

@@ -29,6 +29,7 @@ _HARMLESS = (
 )  # fmt: skip
 _HOOKS = ("on_train_begin", "on_epoch_begin", "on_batch_begin", "on_batch_end", "on_train_batch_begin",
           "on_train_batch_end")  # fmt: skip
+_UNREAD = ("class_weight", "validation_split", "steps_per_epoch")
 
 
 def wrap_fit(model: keras.Model, session: Session) -> None:
@@ -45,6 +46,9 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     bound.apply_defaults()
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
     given = {**bound.arguments, **bound.arguments.get(rest or "", {})}
+    _refuse_unread(given)
+    if not session.world.is_main and "verbose" in bound.arguments and given["verbose"] == "auto":
+        bound.arguments["verbose"] = 0  # one progress bar: rank 0's
     callbacks = _in_order(given.get("callbacks"))
     _check_clock(session, callbacks, given)
     if not session.alone:
@@ -55,6 +59,23 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     elif rest is not None:
         bound.arguments[rest]["callbacks"] = callbacks
     return inner(*bound.args, **bound.kwargs)
+
+
+def _refuse_unread(given: dict[str, Any]) -> None:
+    if not isinstance(given.get("x"), Batches):
+        return
+    unread = [name for name in _UNREAD if given.get(name)]
+    if given.get("y") is not None:
+        unread.insert(0, "y")
+    if given.get("sample_weight") is not None:
+        unread.append("sample_weight")
+    if unread:
+        raise ConfigError(
+            "fit() does not read these beside batches(...), which deal labels and weights, and know an epoch's steps",
+            f"fit({', '.join(f'{name}=' for name in unread)})",
+            "give y, sample_weight= or class_weight= to hvdtrain.keras.batches; leave steps_per_epoch= out",
+            shared=True,
+        )
 
 
 def _listed(callbacks: Any) -> list[Any]:

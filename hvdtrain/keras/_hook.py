@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import keras
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from hvdtrain.errors import ConfigError, ReplicaError
-from hvdtrain.keras import _random, _reduce, _state, _steps
+from hvdtrain.keras import _random, _reduce, _state, _steps, _units
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._session import KEY, LiveBatch, Session, is_stock, leaves_of, missing_hook, optimizers_of
 
@@ -157,40 +157,50 @@ def attach(model: keras.Model, session: Session) -> None:
     """Puts the session's hooks on a compiled model's optimizers and its train step, and XLA off. Can be
     repeated.
     """
-    vars(model)[KEY] = session
+    if vars(model).get(KEY) is not session:
+        model.train_function = None  # what was traced is another session's
+        vars(model)[KEY] = session
+    if session.wants_first is None:
+        session.wants_first = BACKEND.flag()
     session.attached = True
-    session.by_weight = divides_by_weights(model)
+    if vars(model).get(KEY) is not session:
+        model.train_function = None  # what was traced is another session's
+        vars(model)[KEY] = session
+    if session.wants_first is None:
+        session.wants_first = BACKEND.flag()
+    session.attached = True
     from hvdtrain.keras import _fit
 
     _fit.wrap_fit(model, session)
     if session.alone:
         return
+    refuse_synchronized(model)
+    _units.check_reduction(model)
+    hook_test_step(model)
     _steps.wrap_train_function(model)
     for index, optimizer in enumerate(optimizers_of(model)):
         hook_optimizer(optimizer, session, index)
     _no_xla(model, session)
     if "train_step" not in vars(model):
+        session.own_step = type(model).train_step is not keras.Model.train_step
         vars(model)["train_step"] = _make_train_step(model, model.train_step)
         vars(model)["make_train_function"] = _note_train_function(model, model.make_train_function)
         model.train_function = None
 
 
-def divides_by_weights(model: keras.Model) -> bool:
-    """True if the loss is a mean over sample weights instead of samples; ranks must then weigh by those.
+def refuse_synchronized(model: keras.Model) -> None:
+    """Refuses batch normalisation that asks for the statistics of all ranks.
 
     Raises:
-        ReplicaError: a loss that sums over the batch: the mean over ranks is an N-th of the sum over the global batch.
+        ConfigError: Keras computes them inside ``tf.distribute`` only, and else says nothing.
     """
-    losses = [loss for loss in keras.tree.flatten(getattr(model, "loss", None)) if loss is not None]
-    kinds = {getattr(loss, "reduction", None) for loss in losses}
-    if "sum" in kinds:
-        raise ReplicaError(
-            "the loss must be a mean over the batch: ranks average their gradients",
-            f"reduction='sum' in {', '.join(type(loss).__name__ for loss in losses)}",
-            "leave reduction out (the default is the mean), and scale the learning rate instead",
-            shared=True,
+    asking = [layer.name for layer in model._flatten_layers() if getattr(layer, "synchronized", False)]
+    if asking:
+        raise ConfigError(
+            "each rank normalises by its own part of the batch: Keras synchronises inside tf.distribute only",
+            f"BatchNormalization(synchronized=True): {', '.join(asking)}",
+            "leave synchronized out, or use GroupNormalization, whose result does not depend on the batch",
         )
-    return kinds == {"mean_with_sample_weight"}
 
 
 def _no_xla(model: keras.Model, session: Session) -> None:
@@ -231,31 +241,21 @@ def _make_train_step(model: keras.Model, inner: Callable[[Any], Any]) -> Callabl
         session: Session = vars(model)[KEY]
         _before_step(model, session, data)
         _steps.note_batch(session, data)
-        x, sample_weight = _parts_of(data)
-        with _live_batch(session, x, sample_weight), _all_averaged(model, session), _random.of_step(session):
-            if sample_weight is None:
+        samples, data, may_be_dead = _split_dead(data)
+        if not session.loss_proven and session.verify and not session.own_step:
+            BACKEND.keep_first(data, session)
+        with (
+            _live_batch(session, samples), _units.weighed(session, data), _all_averaged(model, session),
+            _random.of_step(session),
+        ):  # fmt: skip
+            # a batch without a sample must leave no trace in metrics and moving statistics
+            local = _rank_local(model, data) if may_be_dead else []
+            with BACKEND.unmoved_if_dead(samples, local) if may_be_dead else nullcontext():
                 logs = inner(data)
-                _random.check_saved(session)
-                return logs
-            # a batch without a live sample (all weights 0) must leave no trace in metrics and moving
-            # statistics
-            local = _rank_local(model, data)
-            before = BACKEND.copies(local)
-            logs = inner(data)
             _random.check_saved(session)
-            assert session.live is not None
-            BACKEND.unless_live(session.live.samples, local, before)
             return logs
 
     return train_step
-
-
-def _parts_of(data: Any) -> tuple[Any, Any]:
-    """Inputs and sample weights of a batch; all of it counts as inputs where it is a user's own structure."""
-    if isinstance(data, (tuple, list)) and len(data) > 3:
-        return data, None
-    x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    return x, sample_weight
 
 
 @contextmanager
@@ -274,6 +274,59 @@ def _all_averaged(model: keras.Model, session: Session) -> Iterator[None]:
         yield
     finally:
         BaseOptimizer.apply = original
+
+
+def hook_test_step(model: keras.Model) -> None:
+    """Makes batches without a sample leave no trace in an evaluation, and losses those of global batches where the
+    ranks evaluate together (``together``).
+    """
+    if "test_step" in vars(model):
+        return
+    inner = model.test_step
+
+    @functools.wraps(inner)
+    def test_step(data: Any) -> Any:
+        session: Session = vars(model)[KEY]
+        samples, data, may_be_dead = _split_dead(data)
+        with ExitStack() as around:
+            if may_be_dead:
+                around.enter_context(BACKEND.unmoved_if_dead(samples, _metric_variables(model, data)))
+            if session.together and not session.alone:
+                around.enter_context(_live_batch(session, samples, at_once=False))
+                around.enter_context(_units.weighed(session, data))
+            return inner(data)
+
+    vars(model)["test_step"] = test_step
+    model.test_function = None
+
+
+@contextmanager
+def together(model: keras.Model) -> Iterator[None]:
+    """Inside, batches of an evaluation are the ranks' parts of global batches; else ``evaluate`` is this rank's own, as
+    in plain Keras.
+    """
+    session: Session = vars(model)[KEY]
+
+    def swap() -> None:  # what was traced for one is not for the other
+        session.test_function, model.test_function = model.test_function, session.test_function
+
+    swap()
+    session.together = True
+    try:
+        model.make_test_function()
+        yield
+    finally:
+        session.together = False
+        swap()
+
+
+def _split_dead(data: Any) -> tuple[Any, Any, bool]:
+    """Returns a batch's samples, the batch as the model may see it, and whether it may hold no sample at all."""
+    if not isinstance(data, (tuple, list)) or len(data) != 3:
+        return BACKEND.split_dead(data, None)[0], data, False
+    x, y, sample_weight = data
+    samples, shown = BACKEND.split_dead(x, sample_weight)
+    return samples, (x, y, shown), sample_weight is not None
 
 
 def _before_step(model: keras.Model, session: Session, data: Any) -> None:
@@ -302,24 +355,31 @@ def is_built(model: keras.Model) -> bool:
 
 
 @contextmanager
-def _live_batch(session: Session, x: Any, sample_weight: Any) -> Iterator[None]:
-    """Notes the weight of the batch in flight and starts its sum over ranks, beside the forward pass."""
-    samples = BACKEND.live(x, sample_weight, by_weight=session.by_weight)
-    started = BACKEND.start_sum(samples, f"{session.name}.live")
-    session.live = LiveBatch(samples, started, BACKEND.finish_sum)
+def _live_batch(session: Session, samples: Any, *, at_once: bool = True) -> Iterator[None]:
+    """Notes the samples of the batch in flight; their sum over ranks starts at once, beside the forward pass, or when
+    somebody asks for it.
+    """
+    name = f"{session.name}.live"
+    session.live = LiveBatch(samples, lambda: BACKEND.start_sum(samples, name), BACKEND.finish_sum)
     try:
+        if at_once:
+            session.live.start()
         yield
-        session.live.total()  # a step that never reached the optimizer still takes part in the sum
+        if at_once:
+            session.live.total()  # a step that never reached the optimizer still takes part in the sum
     finally:
         session.live = None
+
+
+def _metric_variables(model: keras.Model, data: Any) -> list[Any]:
+    if model._compile_metrics is not None and not model._compile_metrics.built:
+        with BACKEND.eager():
+            model._symbolic_build(data_batch=data)
+    return [variable for metric in model.metrics for variable in metric.variables]
 
 
 def _rank_local(model: keras.Model, data: Any) -> list[Any]:
     """Variables that a step changes on its own rank only: metric states, and statistics such as
     BatchNorm's.
     """
-    if model._compile_metrics is not None and not model._compile_metrics.built:
-        with BACKEND.eager():
-            model._symbolic_build(data_batch=data)
-    metrics = [variable for metric in model.metrics for variable in metric.variables]
-    return [*metrics, *model.non_trainable_weights]
+    return [*_metric_variables(model, data), *model.non_trainable_weights]

@@ -46,7 +46,10 @@ def _sum(local: States, world: World, samples: float) -> list[np.ndarray]:
     if world.size == 1 or not local:
         return [value for _, value in local]
     means = [getattr(v, "aggregation", "sum") == "mean" for v, _ in local]
-    weighted = [np.asarray(a, np.float64) * (samples if m else 1.0) for (_, a), m in zip(local, means, strict=True)]
+    weighted = [
+        np.asarray(a, np.float64) * (samples if m else 1.0) if samples or not m else np.zeros(a.shape)
+        for (_, a), m in zip(local, means, strict=True)
+    ]
     flat = np.concatenate([*(a.reshape(-1) for a in weighted), [samples]])
     world.agree("set of metrics", [(tuple(a.shape), m) for a, m in zip(weighted, means, strict=True)])
     flat = BACKEND.host_allreduce(flat, "sum", "hvdtrain.metrics")

@@ -20,6 +20,9 @@ from hvdtrain.lr import LR
 from hvdtrain.world import World, given_or_current
 
 KEY = "_hvdtrain"
+# A rank that has no sample left takes part with a batch of one row that is none. Its sample weight says so: NaN, which
+# shows in a step without our hooks; where there are no sample weights, a mask (bool): is this row a sample?
+NO_SAMPLE = float("nan")
 
 # Creation order names the collectives, so ranks must prepare their models in the same order (checked at
 # start).
@@ -28,17 +31,24 @@ _created = itertools.count()
 
 @dataclass
 class LiveBatch:
-    """The weight of the batch in flight: this rank's live samples, and the sum over ranks on its way."""
+    """The batch in flight: this rank's samples, and their sum over ranks on its way."""
 
     samples: Any
-    started: Any
+    begin: Callable[[], Any]
     finish: Callable[[Any], Any]
+    _started: Any = None
     _total: Any = None
 
+    def start(self) -> None:
+        """Starts the sum over ranks; once."""
+        if self._started is None:
+            self._started = self.begin()
+
     def total(self) -> Any:
-        """Live samples of all ranks; waits for the sum the first time."""
+        """Samples of all ranks; waits for the sum the first time."""
         if self._total is None:
-            self._total = self.finish(self.started)
+            self.start()
+            self._total = self.finish(self._started)
         return self._total
 
 
@@ -53,7 +63,11 @@ class Session:
         verify: prove the averaging before the first step.
         watch_every: compare replicas every so many steps; 0 is never.
         lr, per_rank_batch: the learning-rate contract, and the batch it is computed from.
-        by_weight: batches weigh by their sample weights, because the loss divides by those.
+        by_samples: every loss so far divides by samples, so that ranks need no word about it in a step.
+        together: batches of an evaluation are the ranks' parts of global batches.
+        test_function: ``model.test_function`` for those.
+        own_step: the model's class has a ``train_step`` of its own.
+        kept_batch: this rank's first batch, kept until the loss is proven on it; wants_first: not kept yet.
         live: weight of the batch in flight; ``None`` outside a train step (then all ranks weigh the same).
         ready: the checks of this ``fit`` are done.
         wants_broadcast: the callbacks asked for rank 0's state before the next step.
@@ -82,7 +96,13 @@ class Session:
     name: str = field(default_factory=lambda: f"hvdtrain.{next(_created)}")
     live: LiveBatch | None = None
     attached: bool = False
-    by_weight: bool = False
+    by_samples: bool = True
+    together: bool = False
+    test_function: Any = None
+    own_step: bool = False
+    kept_batch: Any = None
+    wants_first: Any = None
+    loss_proven: bool = False
     ready: bool = False
     wants_broadcast: bool = False
     streams_set: bool = False

@@ -34,6 +34,9 @@ def start(model: keras.Model, session: Session) -> None:
     variables = [*model.weights, *_state.optimizer_variables(model)]
     _state.check_same_variables(variables, world)
     if session.wants_broadcast:
+        if session.streams_set and session.restored_random is None:  # not the first fit: each rank goes on accumulating
+            own = {id(variable) for variable in _state.accumulators(model)}
+            variables = [variable for variable in variables if id(variable) not in own]
         _state.broadcast(variables, world)
         session.wants_broadcast = False
     if session.verify and session.proof is None:

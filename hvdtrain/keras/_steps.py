@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from hvdtrain.errors import ReplicaError
-from hvdtrain.keras import _state
+from hvdtrain.keras import _decompose, _state
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._session import KEY, Session
 
@@ -61,6 +61,8 @@ def _after_first(model: keras.Model, session: Session) -> None:
         seen = session.world.gather(BACKEND.to_numpy(session.first_batch).tolist())
         if all(other == seen[0] for other in seen) and seen[0][1] > 0:
             raise same_work(f"the first batch is the same on all {session.world.size} ranks")
+    if session.verify and not session.loss_proven:
+        _decompose.check(model, session)
 
 
 def note_batch(session: Session, data: Any) -> None:

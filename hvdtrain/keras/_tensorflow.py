@@ -7,8 +7,8 @@ one rank has built one model more, and ranks that wait for different names wait 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -83,25 +83,80 @@ class TensorFlowBackend:
         return lambda: checksums().numpy()
 
     # ---------------------------------------------------------------- inside a step
-    def live(self, x: Any, sample_weight: Any, *, by_weight: bool) -> Any:
-        """What this rank's batch weighs (float64 scalar): its samples, or the sum of its sample weights.
+    def split_dead(self, x: Any, sample_weight: Any) -> tuple[Any, Any]:
+        """Returns this rank's samples (float64 scalar), and its sample weights as Keras may see them.
 
-        0 if all its sample weights are 0.
+        See ``_session.NO_SAMPLE``.
         """
         first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         samples = tf.cast(_rows(first), tf.float64)
-        weights = [w for w in keras.tree.flatten(sample_weight) if w is not None]
+        if getattr(sample_weight, "dtype", None) == tf.bool:
+            return tf.where(tf.reduce_any(sample_weight), samples, tf.zeros_like(samples)), None
+        weights = [w for w in keras.tree.flatten(sample_weight) if w is not None and tf.as_dtype(w.dtype).is_floating]
         if not weights:
-            return samples
-        if by_weight:
-            return tf.add_n([tf.reduce_sum(tf.cast(weight, tf.float64)) for weight in weights])
-        alive = tf.reduce_any(tf.stack([tf.reduce_any(tf.cast(weight, tf.bool)) for weight in weights]))
-        return tf.where(alive, samples, tf.zeros_like(samples))
+            return samples, sample_weight
+        dead = tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_nan(weight)) for weight in weights]))
+        shown = keras.tree.map_structure(
+            lambda w: w if w is None else tf.where(dead, tf.zeros_like(w), w), sample_weight
+        )
+        return tf.where(dead, tf.zeros_like(samples), samples), shown
 
-    def start_sum(self, samples: Any, name: str) -> Any:
+    def flag(self) -> Any:
+        """A variable that is true, for ``keep_first``; to be made outside of a step."""
+        return tf.Variable(True, trainable=False)
+
+    def keep_first(self, data: Any, session: Any) -> None:
+        """Keeps the first batch as ``session.kept_batch``: in a traced step, when it runs for the first time."""
+        leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        if tf.executing_eagerly():
+            if session.kept_batch is None:
+                session.kept_batch = data
+            return
+        if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
+            return  # ragged and sparse batches are not cut in pieces
+        wanted = session.wants_first
+
+        def store(*arrays: Any) -> None:
+            came = iter([np.array(array) for array in arrays])
+            session.kept_batch = keras.tree.map_structure(lambda leaf: None if leaf is None else next(came), data)
+
+        def keep() -> Any:
+            with tf.control_dependencies([tf.numpy_function(store, leaves, [])]):
+                return wanted.assign(False, read_value=False)
+
+        tf.cond(wanted, keep, tf.no_op)
+
+    def no_gradient(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def total(self, values: Any) -> Any:
+        """The sum of a tensor, as a float64 scalar without gradient."""
+        return tf.reduce_sum(tf.cast(tf.stop_gradient(tf.convert_to_tensor(values)), tf.float64))
+
+    def elements(self, values: Any) -> Any:
+        return tf.cast(tf.size(values, out_type=tf.int64), tf.float64)
+
+    def by_samples(self, values: Any, data: Any) -> bool:
+        """True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
+        leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and hasattr(leaf, "shape")]
+        rows = leaves[0].shape[0] if leaves else None
+        if rows is not None:  # a batch that was given as it is: the next may have another shape
+            return tuple(values.shape) == (rows,)
+        return all(leaf.shape.rank is not None and None not in leaf.shape[1:] for leaf in leaves)
+
+    def unless_zero(self, value: Any, samples: Any) -> Any:
+        """``value``, or 0 if there are no samples."""
+        value = tf.cast(value, tf.float64)
+        return tf.where(tf.equal(samples, 0), tf.zeros_like(value), value)
+
+    def times(self, tensor: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        """``tensor * (a * b) / (c * d)``, exactly ``tensor`` where the products are equal; 0 for a division by 0."""
+        return tensor * tf.cast(tf.math.divide_no_nan(a * b, c * d), tensor.dtype)
+
+    def start_sum(self, value: Any, name: str) -> Any:
         """Starts the sum of a float64 scalar over ranks; in a graph it runs beside the forward pass."""
         with tf.device("CPU:0"):
-            row = tf.reshape(samples, [1])
+            row = tf.reshape(value, [1])
             sums = self.hvd.allreduce(row, op=self.hvd.Sum, name=name, ignore_name_scope=True)
             return sums[0]  # in the step's own graph: the first to ask for it may be a branch of a user's cond
 
@@ -122,29 +177,31 @@ class TensorFlowBackend:
 
     def weigh(self, tensors: list[Any], samples: Any, total: Any, size: int) -> list[Any]:
         """Multiplies tensors by ``samples * size / total``; equal shares return them untouched, bit for
-        bit.
+        bit, and no samples zeros, whatever the tensors hold.
         """
 
         def scaled() -> list[Any]:
             factor = tf.math.divide_no_nan(samples * size, total)
-            return [tensor * tf.cast(factor, tensor.dtype) for tensor in tensors]
+            return [tf.math.multiply_no_nan(tensor, tf.cast(factor, tensor.dtype)) for tensor in tensors]
 
         even = tf.equal(samples * size, total)
         if tf.executing_eagerly():
             return tensors if bool(even) else scaled()
         return list(tf.cond(even, lambda: [tf.identity(tensor) for tensor in tensors], scaled))
 
-    def unless_live(self, samples: Any, variables: Sequence[Any], copies: Sequence[Any]) -> None:
-        """Puts the copies back if this rank's batch held no live sample."""
-        if tf.executing_eagerly():
-            if int(samples) == 0:
-                self.put_back(variables, copies)
-            return
+    @contextmanager
+    def unmoved_if_dead(self, samples: Any, variables: Sequence[Any]) -> Iterator[None]:
+        """Undoes what happens to variables inside, if this rank's batch holds no sample."""
+        before = self.copies(variables)
+        yield
 
         def restore() -> Any:
-            return tf.group(*[v.value.assign(c) for v, c in zip(variables, copies, strict=True)])
+            return tf.group(*[v.value.assign(c) for v, c in zip(variables, before, strict=True)])
 
-        tf.cond(tf.equal(samples, 0), restore, tf.no_op)
+        if not tf.executing_eagerly():
+            tf.cond(tf.equal(samples, 0), restore, tf.no_op)
+        elif float(samples) == 0:
+            self.put_back(variables, before)
 
     def reduce(self, tensors: list[Any], op: str, name: str, *, half: bool, size: int) -> list[Any]:
         """All-reduces dense tensors of one dtype as one group. ``op``: ``average`` | ``max``."""

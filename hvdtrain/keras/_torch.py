@@ -6,8 +6,8 @@ Twin of ``_tensorflow.py``; both implement the protocol in ``_backend.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -69,22 +69,64 @@ class TorchBackend:
         return lambda: self.checksums(variables)
 
     # ---------------------------------------------------------------- inside a step
-    def live(self, x: Any, sample_weight: Any, *, by_weight: bool) -> float:
-        """What this rank's batch weighs: its samples, or the sum of its sample weights; 0 if those are all 0."""
+    def split_dead(self, x: Any, sample_weight: Any) -> tuple[float, Any]:
+        """Returns this rank's samples, and its sample weights as Keras may see them.
+
+        See ``_session.NO_SAMPLE``.
+        """
         first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
-        weights = [w for w in keras.tree.flatten(sample_weight) if w is not None]
-        if weights and by_weight:
-            return sum(float(torch.as_tensor(weight).sum(dtype=torch.float64)) for weight in weights)
-        if weights and not any(bool((torch.as_tensor(weight) != 0).any()) for weight in weights):
-            return 0.0
-        return float(first.shape[0])
+        weights = [torch.as_tensor(w) for w in keras.tree.flatten(sample_weight) if w is not None]
+        single = bool(weights) and all(w.shape[0] == 1 for w in weights)  # else no step waits for a GPU here
+        if weights and weights[0].dtype == torch.bool:
+            return 0.0 if single and not bool(weights[0]) else float(first.shape[0]), None
+        if not single or not all(bool(w.isnan().all()) for w in weights):
+            return float(first.shape[0]), sample_weight
+        return 0.0, keras.tree.map_structure(lambda w: None if w is None else torch.zeros_like(w), sample_weight)
 
-    def start_sum(self, samples: float, name: str) -> Any:
+    def flag(self) -> Any:
+        return None
+
+    def keep_first(self, data: Any, session: Any) -> None:
+        """Keeps the first batch as ``session.kept_batch``."""
+        if session.kept_batch is None:
+            session.kept_batch = data
+
+    def no_gradient(self) -> AbstractContextManager[Any]:
+        return torch.no_grad()
+
+    def total(self, values: Any) -> Any:
+        """The sum of a tensor, as a float64 scalar without gradient."""
+        return torch.as_tensor(values).detach().sum(dtype=torch.float64)
+
+    def elements(self, values: Any) -> float:
+        return float(values.numel())
+
+    def by_samples(self, values: Any, data: Any) -> bool:
+        """True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
+        first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
+        return tuple(values.shape) == (first.shape[0],)
+
+    def unless_zero(self, value: Any, samples: float) -> Any:
+        """``value``, or 0 if there are no samples."""
+        return value if samples else value * 0.0
+
+    def times(self, tensor: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        """``tensor * (a * b) / (c * d)``, exactly ``tensor`` where the products are equal; 0 for a division by 0."""
+        below = c * d
+        if torch.is_tensor(below):
+            ratio = torch.where(below == 0, torch.zeros_like(below), a * b / below)
+            return tensor * ratio.to(tensor.dtype)
+        return tensor * (a * b / below if below else 0.0)
+
+    def start_sum(self, value: Any, name: str) -> Any:
         """Starts the sum of a number over ranks; it travels while the forward pass runs."""
-        return self.hvd.allreduce_async(torch.tensor([samples], dtype=torch.float64), op=self.hvd.Sum, name=name)
+        row = value.reshape(1) if torch.is_tensor(value) else torch.tensor([value], dtype=torch.float64)
+        return self.hvd.allreduce_async(row, op=self.hvd.Sum, name=name), torch.is_tensor(value)
 
-    def finish_sum(self, started: Any) -> float:
-        return float(self.hvd.synchronize(started)[0])
+    def finish_sum(self, started: Any) -> Any:
+        handle, stays = started
+        sums = self.hvd.synchronize(handle)
+        return sums[0] if stays else float(sums[0])
 
     def usable_here(self, tensor: Any) -> bool:
         del tensor
@@ -92,17 +134,22 @@ class TorchBackend:
 
     def weigh(self, tensors: list[Any], samples: float, total: float, size: int) -> list[Any]:
         """Multiplies tensors by ``samples * size / total``; equal shares return them untouched, bit for
-        bit.
+        bit, and no samples zeros, whatever the tensors hold.
         """
         if samples * size == total:
             return tensors
-        factor = samples * size / total if total else 0.0
+        if samples == 0:
+            return [torch.zeros_like(tensor) for tensor in tensors]
+        factor = samples * size / total
         return [tensor * factor for tensor in tensors]
 
-    def unless_live(self, samples: float, variables: Sequence[Any], copies: Sequence[Any]) -> None:
-        """Puts the copies back if this rank's batch held no live sample."""
+    @contextmanager
+    def unmoved_if_dead(self, samples: float, variables: Sequence[Any]) -> Iterator[None]:
+        """Undoes what happens to variables inside, if this rank's batch holds no sample."""
+        before = self.copies(variables) if samples == 0 else []
+        yield
         if samples == 0:
-            self.put_back(variables, copies)
+            self.put_back(variables, before)
 
     def reduce(self, tensors: list[Any], op: str, name: str, *, half: bool, size: int) -> list[Any]:
         """All-reduces dense tensors of one dtype as one group. ``op``: ``average`` | ``max``."""

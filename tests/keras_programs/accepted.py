@@ -237,26 +237,3 @@ def step(network: Any, optimizer: Any, x: Any, y: Any) -> None:
     keras.ops.mean((network(x) - y) ** 2).backward()
     with torch.no_grad():
         optimizer.apply([v.value.grad for v in network.trainable_variables], network.trainable_variables)
-
-
-@case
-def weighted_loss() -> str:
-    """A loss that divides by the sample weights: ranks weigh by those, not by their samples."""
-    rng = np.random.default_rng(9)
-    x, y, w = rng.normal(size=(16, 6)), rng.normal(size=(16, 1)), rng.uniform(0.1, 5, 16)
-    x, y, w = (array.astype("float32") for array in (x, y, w))
-
-    def train(prepared: bool, rows: slice) -> list[np.ndarray]:
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([L.Input((6,)), L.Dense(1)])
-        model.compile(O.SGD(0.1), keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
-        callbacks = hvk.callbacks(hvk.prepare(model)) if prepared else []
-        options = {"batch_size": 16, "epochs": 3, "verbose": 0, "shuffle": False}
-        model.fit(x[rows], y[rows], sample_weight=w[rows], callbacks=callbacks, **options)
-        return [numpy_of(v) for v in model.weights]
-
-    each = 16 // SIZE
-    together, alone = train(True, slice(RANK * each, RANK * each + each)), train(False, slice(0, 16))
-    gap = max(float(np.abs(a - b).max()) for a, b in zip(together, alone, strict=True))
-    assert gap < 1e-5, gap
-    return f"{gap:.2g}"

@@ -214,13 +214,6 @@ def unknown_compression() -> str:
 
 
 @case
-def loss_that_sums() -> str:
-    """N ranks that average sums make an N-th of the step."""
-    hvk.prepare(compiled(loss=keras.losses.MeanSquaredError(reduction="sum")))
-    return "prepared"
-
-
-@case
 def evaluates_replicas_that_differ() -> str:
     x, y = images(8)
     hvk.evaluate(compiled(seed=RANK), x.astype("float32"), y, 8)

@@ -1,0 +1,210 @@
+"""Losses that divide by samples, labels, masked steps, weights or nothing: each trained a few steps in float64.
+
+usage: losses.py OUT.npz [case ...]     one process: plain Keras, nothing of hvdtrain; N ranks: an N-th of each batch
+
+OUT.npz holds the weights, OUT.npz.json what `fit` logged, or the error. Samples are unlike in what losses divide by:
+the ranks' halves of a global batch hold different numbers of labels, steps and weight.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from common import BACKEND, L, block, dense, numpy_of, weights_of
+
+RANKED = int(os.environ.get("HOROVOD_SIZE", "1")) > 1
+BATCH, SAMPLES, EPOCHS = 12, 44, 2
+O = keras.optimizers  # noqa: E741
+RNG = np.random.default_rng(5)
+STEPS = 6
+X = RNG.normal(size=(SAMPLES, 5))
+LABEL = RNG.integers(0, 3, SAMPLES)
+# lengths that grow within every global batch, so that the ranks' parts are unlike
+LENGTH = 1 + (np.arange(SAMPLES) % BATCH) * STEPS // BATCH
+TOKENS = np.where(np.arange(STEPS) < LENGTH[:, None], RNG.integers(1, 9, (SAMPLES, STEPS)), 0)
+TAGS = RNG.integers(0, 3, (SAMPLES, STEPS))
+IGNORED = np.where(np.arange(STEPS) < LENGTH[:, None], TAGS, -1)
+ONE_RANK_IGNORED = np.where(np.arange(SAMPLES)[:, None] % BATCH < BATCH // 2, -1, TAGS)
+WEIGHT = np.linspace(0.1, 3.0, SAMPLES) * (1 + np.arange(SAMPLES) % BATCH)
+HALF_ZERO = np.where(np.arange(SAMPLES) % BATCH < BATCH // 2, 0.0, WEIGHT)
+PICTURES = RNG.normal(size=(SAMPLES, 4, 4, 1))
+SHAPES = (PICTURES > 0.4).astype("float64")
+
+
+def net(units: int = 3, **arguments: Any) -> keras.Model:
+    return keras.Sequential([L.Input((5,)), dense(4, activation="tanh", **arguments), dense(units)])
+
+
+def tagger(masked: bool = False) -> keras.Model:
+    return keras.Sequential([L.Input((STEPS,), dtype="int32"), L.Embedding(9, 4, mask_zero=masked), wide(3)])
+
+
+def wide(units: int) -> keras.layers.Layer:
+    """A dense layer over steps, which keeps masks; in float64 on torch too."""
+    layer = L.EinsumDense("bti,ij->btj", output_shape=(None, units), bias_axes="j")
+    layer.supports_masking = True
+    return layer
+
+
+def recurrent() -> keras.Model:
+    return keras.Sequential([L.Input((STEPS, 1)), L.Masking(0.0), L.LSTM(3, return_sequences=True), wide(3)])
+
+
+def segmenter() -> keras.Model:
+    return keras.Sequential([L.Input((4, 4, 1)), L.Conv2D(2, 3, padding="same"), L.Conv2D(1, 1, activation="sigmoid")])
+
+
+def two_outputs() -> keras.Model:
+    tokens = L.Input((STEPS,), dtype="int32")
+    inner = L.Embedding(9, 4)(tokens)
+    return keras.Model(tokens, {"tags": wide(3)(inner), "label": dense(3)(L.GlobalAveragePooling1D()(inner))})
+
+
+class Kl(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+def adding() -> keras.Model:
+    return keras.Sequential([L.Input((STEPS,), dtype="int32"), L.Embedding(9, 4), Kl(), wide(3)])
+
+
+def regular(masked: bool = False) -> keras.Model:
+    model = tagger(masked)
+    model.layers[-1].kernel_regularizer = keras.regularizers.L2(0.1)
+    return keras.Sequential([L.Input((STEPS,), dtype="int32"), L.Embedding(9, 4, embeddings_regularizer="l2"), wide(3)])
+
+
+def ce(**arguments: Any) -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **arguments)
+
+
+def both(y: Any, p: Any) -> Any:
+    """A function that makes its loss of two, each with its own unit."""
+    return ce(ignore_class=-1)(y, p) + 0.5 * keras.losses.MeanSquaredError()(keras.ops.zeros_like(p), p)
+
+
+def one_hot(y: np.ndarray) -> np.ndarray:
+    return np.eye(3)[y]
+
+
+# model, loss, x, y, then compile arguments, weights of samples or classes
+CASES: dict[str, dict[str, Any]] = {
+    "ce": {"model": net, "loss": ce, "y": LABEL},
+    "ignore_class": {"model": tagger, "loss": lambda: ce(ignore_class=-1), "x": TOKENS, "y": IGNORED},
+    "one_rank_ignored": {"model": tagger, "loss": lambda: ce(ignore_class=-1), "x": TOKENS, "y": ONE_RANK_IGNORED},
+    "mask_zero": {"model": lambda: tagger(True), "loss": ce, "x": TOKENS, "y": TAGS},
+    "masking_lstm": {"model": recurrent, "loss": ce, "x": TOKENS[..., None].astype("float64"), "y": TAGS},
+    "mask_and_weights": {
+        "model": lambda: tagger(True), "loss": ce, "x": TOKENS, "y": TAGS, "sample_weight": IGNORED + 2.0,
+    },
+    "sample_weight": {"model": net, "loss": ce, "y": LABEL, "sample_weight": WEIGHT, "weighted": True},
+    "weights_zero_on_a_rank": {"model": net, "loss": ce, "y": LABEL, "sample_weight": HALF_ZERO, "weighted": True},
+    "mean_of_weights": {
+        "model": net, "loss": lambda: ce(reduction="mean_with_sample_weight"), "y": LABEL, "sample_weight": WEIGHT,
+    },
+    "class_weight": {"model": net, "loss": ce, "y": LABEL, "class_weight": {0: 1.0, 1: 5.0, 2: 0.5}},
+    "smoothing": {
+        "model": net, "y": one_hot(LABEL),
+        "loss": lambda: keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1),
+    },
+    "focal": {"model": segmenter, "loss": keras.losses.BinaryFocalCrossentropy, "x": PICTURES, "y": SHAPES},
+    "dice": {"model": segmenter, "loss": lambda: keras.losses.Dice(axis=(1, 2, 3)), "x": PICTURES, "y": SHAPES},
+    "huber": {"model": net, "loss": keras.losses.Huber, "y": one_hot(LABEL)},
+    "sum": {"model": net, "loss": lambda: ce(reduction="sum"), "y": LABEL},
+    "masked_sum": {"model": lambda: tagger(True), "loss": lambda: ce(reduction="sum"), "x": TOKENS, "y": TAGS},
+    "two_outputs": {
+        "model": two_outputs, "loss": lambda: {"tags": ce(ignore_class=-1), "label": ce()}, "x": TOKENS,
+        "y": {"tags": IGNORED, "label": LABEL}, "compile": {"loss_weights": {"tags": 0.7, "label": 2.0}},
+    },
+    "two_losses_in_one": {"model": tagger, "loss": lambda: both, "x": TOKENS, "y": IGNORED},
+    "add_loss": {"model": adding, "loss": lambda: ce(ignore_class=-1), "x": TOKENS, "y": IGNORED},
+    "regularised": {"model": regular, "loss": lambda: ce(ignore_class=-1), "x": TOKENS, "y": IGNORED},
+    "activity": {"model": lambda: net(activity_regularizer="l2"), "loss": ce, "y": LABEL},
+    # refused
+    "none": {"model": net, "loss": lambda: ce(reduction=None), "y": LABEL},
+    "dice_of_the_batch": {"model": segmenter, "loss": keras.losses.Dice, "x": PICTURES, "y": SHAPES},
+}  # fmt: skip
+
+
+def train(case: dict[str, Any], accumulate: int, samples: int) -> tuple[keras.Model, dict[str, list[float]]]:
+    x, y = (keras.tree.map_structure(lambda a: a[:samples], case.get(key, X)) for key in ("x", "y"))
+    weights = {key: case[key] for key in ("sample_weight", "class_weight") if key in case}
+    if "sample_weight" in weights:
+        weights["sample_weight"] = weights["sample_weight"][:samples]
+    model = case["model"]()
+    model.compile(
+        O.SGD(0.5, gradient_accumulation_steps=accumulate if accumulate > 1 else None), case["loss"](),
+        weighted_metrics=["accuracy"] if case.get("weighted") else None, **case.get("compile", {}),
+    )  # fmt: skip
+    if not RANKED:
+        history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, **weights)
+        return model, history.history
+    import hvdtrain.keras as hvk
+
+    hvk.prepare(model, verify=not os.environ.get("OFF"))
+    if os.environ.get("OFF"):
+        off()
+    size = int(os.environ["HOROVOD_SIZE"])
+    data = hvk.batches(x, y, BATCH // size, shuffle=False, **weights)
+    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=hvk.callbacks(model, plan=data.plan))
+    return model, history.history
+
+
+def off() -> None:
+    """The negative twin: ranks weigh by samples only."""
+    from contextlib import nullcontext
+
+    from hvdtrain.keras import _units
+
+    _units.weighed = lambda *arguments, **options: nullcontext()
+
+
+def main(out: str, wanted: list[str]) -> None:
+    keras.config.set_floatx("float64")
+    start: Callable[[], Any] = lambda: None  # noqa: E731
+    if RANKED:
+        import hvdtrain
+
+        world = hvdtrain.init("keras", seed=5)
+        start = world.barrier
+    else:
+        block("horovod", "hvdtrain")
+    arrays: dict[str, np.ndarray] = {}
+    facts: dict[str, Any] = {}
+    for name in wanted or list(CASES):
+        for accumulate in (1, 3):
+            for samples in (SAMPLES,) if accumulate > 1 else (SAMPLES, 2 * BATCH + 1):
+                key = f"{name}/{accumulate}/{samples}"
+                keras.backend.clear_session()
+                keras.utils.set_random_seed(3)
+                try:
+                    model, history = train(CASES[name], accumulate, samples)
+                except Exception as error:
+                    facts[key] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+                    if not hasattr(error, "shared") and RANKED:
+                        print(f"case {key} failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                        os._exit(3)
+                    continue
+                facts[key] = {"history": history}
+                arrays.update({f"{key}/{i}": value for i, value in enumerate(weights_of(model))})
+                assert all(numpy_of(v).dtype == "float64" for v in model.weights), BACKEND
+    if not RANKED or world.is_main:
+        np.savez(out, **arrays)
+        with open(out + ".json", "w") as file:
+            json.dump(facts, file, default=float)
+    start()
+    if RANKED:
+        world.comm.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
