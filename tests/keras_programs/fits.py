@@ -1,0 +1,366 @@
+"""Whole fits on two ranks, with validation, callbacks and metrics, beside plain Keras in the same process.
+
+usage: fits.py FOLDER        writes FOLDER/fits.rankR.json: case -> "passed ..." or the error's text
+
+A model that was not prepared trains as plain Keras, on all samples: the reference, in float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from common import BACKEND, L, dense, numpy_of, weights_of
+from jobs import RANK, SIZE, O, case, hvk, run_cases, world
+
+keras.config.set_floatx("float64")
+RNG = np.random.default_rng(6)
+X, Y = RNG.normal(size=(60, 5)), RNG.integers(0, 3, 60)
+STEPS = 4
+TOKENS, TAGS = RNG.integers(1, 9, (60, STEPS)), RNG.integers(0, 3, (60, STEPS))
+TAGS[np.arange(STEPS) > np.arange(60)[:, None] % STEPS] = -1
+BATCH = 6 * SIZE
+EXACT = 1e-10 if BACKEND == "tensorflow" else 1e-5
+
+
+def net(optimizer: Any = None, seed: int = 1, layers: Any = (), **compile: Any) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([L.Input((5,)), dense(4, activation="tanh"), *layers, dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer or O.SGD(0.3), loss, jit_compile=False, **compile)
+    return model
+
+
+def tagger() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    wide = L.EinsumDense("bti,ij->btj", output_shape=(None, 3), bias_axes="j")
+    model = keras.Sequential([L.Input((STEPS,), dtype="int32"), L.Embedding(9, 4), wide])
+    model.compile(O.SGD(0.3), keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1))
+    return model
+
+
+def apart(a: Any, b: Any) -> float:
+    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(a, b, strict=True))
+
+
+def same_history(mine: Any, plain: Any) -> float:
+    assert set(mine.history) == set(plain.history), (mine.history, plain.history)
+    return max(apart(mine.history[name], values) for name, values in plain.history.items())
+
+
+def deal(x: Any, y: Any, **options: Any) -> Any:
+    return hvk.batches(x, y, BATCH // SIZE, shuffle=False, **options)
+
+
+def both(make: Any, x: Any, y: Any, val: Any, epochs: int = 3, callbacks: Any = lambda: []) -> str:
+    """Fits with validation on all ranks and in plain Keras: the logs, and what callbacks make of them."""
+    model, plain = hvk.prepare(make()), make()
+    data = deal(x, y)
+    options = {"epochs": epochs, "verbose": 0}
+    here = model.fit(
+        data, validation_data=deal(*val), callbacks=[*hvk.callbacks(model, plan=data.plan), *callbacks()], **options
+    )
+    there = plain.fit(
+        x, y, batch_size=BATCH, shuffle=False, validation_data=val, validation_batch_size=BATCH,
+        callbacks=callbacks(), **options,
+    )  # fmt: skip
+    gap = max(same_history(here, there), apart(weights_of(model), weights_of(plain)))
+    assert gap < EXACT, (gap, here.history, there.history)
+    return f"{gap:.1e}"
+
+
+@case
+def validates_with_a_tail() -> str:
+    """One sample more than full batches: a rank has none in the last step."""
+    return both(lambda: net(metrics=["accuracy"]), X[:44], Y[:44], (X[44:57], Y[44:57]))
+
+
+@case
+def validates_fewer_samples_than_ranks() -> str:
+    return both(lambda: net(metrics=["accuracy"]), X[:44], Y[:44], (X[44:45], Y[44:45]), epochs=2)
+
+
+@case
+def validates_masked_labels() -> str:
+    return both(tagger, TOKENS[:36], TAGS[:36], (TOKENS[36:], TAGS[36:]))
+
+
+@case
+def stops_early_as_plain_keras() -> str:
+    """EarlyStopping and ReduceLROnPlateau see the validation of all samples."""
+
+    def watching() -> list[Any]:
+        plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.05)
+        return [plateau, keras.callbacks.EarlyStopping("val_loss", patience=2, min_delta=0.02)]
+
+    return both(lambda: net(O.SGD(1.0)), X[:36], Y[:36], (X[36:49], Y[36:49]), epochs=8, callbacks=watching)
+
+
+@case
+def evaluates_as_plain_keras() -> str:
+    gaps = []
+    for model, x, y in ((net(metrics=["accuracy"]), X, Y), (tagger(), TOKENS, TAGS)):
+        hvk.prepare(model)
+        for samples in (1, 13, 40):
+            here = hvk.evaluate(model, x[:samples], y[:samples], BATCH // SIZE)
+            there = model.evaluate(x[:samples], y[:samples], batch_size=BATCH, verbose=0, return_dict=True)
+            gaps.append(max(abs(here[name] - there[name]) for name in there))
+    assert max(gaps) < EXACT, gaps
+    return f"{max(gaps):.1e}"
+
+
+class Largest(keras.metrics.Metric):
+    """A metric whose state is declared to be averaged over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(name="mean_of_x")
+        self.seen = self.add_variable((), "zeros", aggregation="mean", name="seen")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.seen.assign(2.0 + keras.ops.cast(keras.ops.max(y_true), self.seen.dtype))
+
+    def result(self) -> Any:
+        return self.seen.value
+
+
+@case
+def averages_a_metric_that_says_so() -> str:
+    """Ranks hold 9 and 4 of 13 samples... each rank's state counts by its samples."""
+    model = hvk.prepare(net(O.SGD(0.0), metrics=[Largest()]))
+    mine = slice(0, 9) if RANK == 0 else slice(9, 13)
+    y = np.where(np.arange(13) < 9, 0, 2)
+    logs = model.fit(X[mine], y[mine], batch_size=9, verbose=0, callbacks=hvk.callbacks(model)).history
+    expected = (9 * 2.0 + 4 * 4.0) / 13
+    assert abs(logs["mean_of_x"][0] - expected) < 1e-6, (logs, expected)
+    return f"{logs['mean_of_x'][0]:.6f}"
+
+
+@case
+def normalises_by_live_samples_only() -> str:
+    """Moving statistics: the mean over ranks of what plain Keras has after each rank's own samples."""
+
+    def make() -> keras.Model:
+        return net(O.SGD(0.0), layers=[L.BatchNormalization(momentum=0.7)])
+
+    model = hvk.prepare(make())
+    data = deal(X[:13], Y[:13])  # rank 0: 6 and 1 samples, rank 1: 6 and none
+    model.fit(data, epochs=1, verbose=0, callbacks=hvk.callbacks(model))
+    expected = []
+    for rank in range(SIZE):
+        plain = make()
+        for rows in (slice(rank * 6, rank * 6 + 6), slice(12 + rank, 13)):
+            if rows.stop > rows.start:
+                plain.train_on_batch(X[rows], Y[rows])
+        expected.append([numpy_of(v) for v in plain.non_trainable_weights])
+    found = [numpy_of(v) for v in model.non_trainable_weights]
+    gap = apart(found, [np.mean(both, axis=0) for both in zip(*expected, strict=True)])
+    assert gap < EXACT and apart(expected[0], expected[1]) > 1e-3, gap
+    return f"{gap:.1e}"
+
+
+@case
+def goes_on_accumulating() -> str:
+    """Two fits of two steps, three steps an update: the second goes on with what the first accumulated."""
+    model, plain = (net(O.SGD(0.5, gradient_accumulation_steps=3)) for _ in range(2))
+    hvk.prepare(model)
+    for part in (slice(0, 24), slice(24, 48)):
+        data = deal(X[part], Y[part])
+        model.fit(data, verbose=0, callbacks=hvk.callbacks(model, plan=data.plan))
+        plain.fit(X[part], Y[part], batch_size=BATCH, shuffle=False, verbose=0)
+    gap = apart(weights_of(model), weights_of(plain))
+    assert gap < EXACT, gap
+    return f"{gap:.1e}"
+
+
+@case
+def counts_every_step_of_an_execution() -> str:
+    """steps_per_execution: steps, samples, and comparisons of replicas every so many steps."""
+    several = 2 if BACKEND == "tensorflow" else 1
+    model = hvk.prepare(net(steps_per_execution=several), watch_every=2)
+    data = deal(X[:48], Y[:48])
+    callbacks = hvk.callbacks(model, plan=data.plan, run=_Log())
+    compared = []
+    from hvdtrain.keras import _state
+
+    original = _state.check_equal
+    _state.check_equal = lambda *a, when, **k: (compared.append(when), original(*a, when=when, **k))[1]
+    try:
+        model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+    finally:
+        _state.check_equal = original
+    count = next(c for c in callbacks if type(c).__name__ == "Count")
+    assert (count.step, count.samples_seen) == (8, 96), (count.step, count.samples_seen)
+    watched = [when for when in compared if when.startswith("after step")]
+    assert len(watched) == 4, compared
+    return str(watched)
+
+
+class _Log:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **options: None
+
+
+@case
+def draws_other_masks_on_each_rank() -> str:
+    """All ranks have the same seed, as everybody writes it; their dropout masks differ all the same."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([L.Input((64,)), L.Dropout(0.5, seed=4), dense(3)])
+    model.compile(O.SGD(0.0), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    hvk.prepare(model)
+    data = deal(np.ones((24, 64)), np.zeros(24, "int64"))
+    model.fit(data, verbose=0, callbacks=hvk.callbacks(model))
+    drawn = numpy_of(model.layers[0](np.ones((1, 64)), training=True)) > 0
+    masks = world.gather(drawn.tobytes())
+    assert len(set(masks)) == SIZE, "the ranks draw the same masks"
+    return f"{len(set(masks))} masks"
+
+
+@case
+def halves_before_the_sum() -> str:
+    """compression="fp16": gradients of 40000 on both ranks do not overflow on their way."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([L.Input((1,)), dense(1, use_bias=False) if BACKEND == "tensorflow" else L.Dense(1)])
+    model.compile(O.SGD(1e-6), lambda y, p: 40000.0 * keras.ops.squeeze(p, -1))
+    hvk.prepare(model, compression="fp16")
+    data = deal(np.ones((12, 1)), np.ones((12, 1)))
+    before = weights_of(model)
+    model.fit(data, verbose=0, callbacks=hvk.callbacks(model))
+    moved = float((before[0] - weights_of(model)[0]).squeeze())
+    assert abs(moved - 0.04) < 1e-3, moved
+    return f"{moved:.4f}"
+
+
+@case
+def prepared_again_with_another_option() -> str:
+    """What was traced for the first ``prepare`` is not used after the second."""
+    model = hvk.prepare(net(O.SGD(1.0)), verify=False)
+    data = deal(X[:12], Y[:12])
+    model.fit(data, verbose=0, callbacks=hvk.callbacks(model))
+    for variable, value in zip(model.weights, weights_of(net(seed=2)), strict=True):
+        variable.assign(value)
+    hvk.prepare(model, compression="fp16", verify=False)
+    model.fit(data, verbose=0, callbacks=hvk.callbacks(model))
+    plain = net(O.SGD(1.0), seed=2)
+    plain.fit(X[:12], Y[:12], batch_size=BATCH, shuffle=False, verbose=0)
+    gap = apart(weights_of(model), weights_of(plain))
+    assert 1e-8 < gap < 1e-2, f"{gap}: float16 left no trace"
+    return f"{gap:.1e}"
+
+
+@case
+def schedule_free() -> str:
+    model, plain = (net(O.ScheduleFreeAdamW(1e-2), seed=1) for _ in range(2))
+    hvk.prepare(model)
+    data = deal(X[:48], Y[:48])
+    model.fit(data, epochs=3, verbose=0, callbacks=hvk.callbacks(model))
+    plain.fit(X[:48], Y[:48], batch_size=BATCH, epochs=3, shuffle=False, verbose=0)
+    gap = apart(weights_of(model), weights_of(plain))
+    assert gap < EXACT, gap
+    return f"{gap:.1e}"
+
+
+@case
+def proves_the_loss_quickly() -> str:
+    """No note and no refusal for clean programs, in under two seconds; nothing moves."""
+    from hvdtrain.keras import _decompose
+
+    model = net(layers=[L.Dropout(0.5), L.LayerNormalization()], metrics=["accuracy"])
+    hvk.prepare(model)
+    before = [numpy_of(v).tobytes() for v in model.variables]
+    import time
+
+    kind, text = _decompose._judge(model, (X[:12], Y[:12]))
+    started = time.perf_counter()
+    _decompose._judge(model, (X[:12], Y[:12]))
+    seconds = time.perf_counter() - started
+    assert (kind, text) == ("fine", "") and [numpy_of(v).tobytes() for v in model.variables] == before, (kind, text)
+    return f"{seconds:.3f}"
+
+
+# ---------------------------------------------------------------------------- refused
+def refused(**options: Any) -> str:
+    model = hvk.prepare(net())
+    model.fit(deal(X[:24], Y[:24]), verbose=0, callbacks=hvk.callbacks(model), **options)
+    return "trained"
+
+
+@case
+def fit_with_y() -> str:
+    return refused(y=Y[:24])
+
+
+@case
+def fit_with_sample_weight() -> str:
+    return refused(sample_weight=np.ones(24))
+
+
+@case
+def fit_with_class_weight() -> str:
+    return refused(class_weight={0: 1.0, 1: 2.0, 2: 1.0})
+
+
+@case
+def fit_with_steps() -> str:
+    return refused(steps_per_epoch=1)
+
+
+@case
+def both_kinds_of_weights() -> str:
+    deal(X[:24], Y[:24], sample_weight=np.ones(24), class_weight={0: 2.0})
+    return "dealt"
+
+
+@case
+def synchronized_statistics() -> str:
+    hvk.prepare(net(layers=[L.BatchNormalization(synchronized=True)]))
+    return "prepared"
+
+
+@case
+def a_function_that_sums() -> str:
+    keras.utils.set_random_seed(1)
+    model = net()
+    model.compile(O.SGD(0.1), lambda y, p: keras.ops.sum((p - 1.0) ** 2))
+    hvk.prepare(model)
+    model.fit(deal(X[:24], Y[:24]), verbose=0, callbacks=hvk.callbacks(model))
+    return "trained"
+
+
+class ByHand(keras.Model):
+    """A train step that moves a weight by hand, on each rank in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        kernel = self.inner.trainable_variables[0]
+        kernel.assign(kernel * (1.0 + 0.1 * RANK))
+        return logs
+
+
+@case
+def moved_by_hand() -> str:
+    keras.utils.set_random_seed(1)
+    model = ByHand()
+    model.build((None, 5))
+    model.compile(O.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    hvk.prepare(model)
+    model.fit(deal(X[:24], Y[:24]), verbose=0, callbacks=hvk.callbacks(model))
+    return "trained"
+
+
+@case
+def bar_of_rank_0() -> str:
+    model = hvk.prepare(net())
+    model.fit(deal(X[:24], Y[:24]), epochs=1, callbacks=hvk.callbacks(model))
+    return "trained"
+
+
+if __name__ == "__main__":
+    run_cases("fits")
