@@ -82,10 +82,10 @@ def note_batch(session: Session, data: Any) -> None:
 
 
 def _is_dense(leaf: Any) -> bool:
-    kind = keras.backend.standardize_dtype(leaf.dtype)
-    return (
-        hasattr(leaf, "shape") and kind.startswith(("float", "int", "uint", "bfloat")) and not hasattr(leaf, "indices")
-    )
+    """True for a plain tensor of numbers."""
+    if getattr(leaf, "is_sparse", False) or type(leaf).__name__ in ("SparseTensor", "RaggedTensor"):
+        return False
+    return any(word in str(leaf.dtype) for word in ("float", "int"))
 
 
 def _few(leaf: Any) -> Any:

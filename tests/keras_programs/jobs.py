@@ -50,9 +50,12 @@ def state(model: keras.Model) -> list[Any]:
 
 
 def run_cases(name: str) -> None:
-    """Runs all cases; writes FOLDER/NAME.rankR.json: case -> "passed ..." or the error's text."""
+    """Runs all cases, or those named after FOLDER; writes FOLDER/NAME.rankR.json: case -> outcome."""
     outcomes: dict[str, str] = {}
+    wanted = sys.argv[2:]
     for job in CASES:
+        if wanted and job.__name__ not in wanted:
+            continue
         try:
             outcomes[job.__name__] = f"passed {job()}"
         except hvdtrain.HvdtrainError as error:

@@ -1,0 +1,534 @@
+"""Training loops and data that would go wrong over ranks: refused by all, or right; one after the other in the same
+ranks.
+
+usage: loop.py FOLDER        writes FOLDER/loop.rankR.json: case -> "passed ..." or the error's text
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from typing import Any
+
+import keras
+import numpy as np
+from accepted import step
+from common import BACKEND, L, dense, images, loss, numpy_of
+from jobs import CASES, RANK, SIZE, O, case, compiled, data, fit, hvk, run_cases, world
+
+import hvdtrain
+from hvdtrain import LR
+
+CASES.clear()  # those of `accepted` belong to catches.py
+K = keras.callbacks
+X, Y = images(64)
+X = X.astype("float32")
+
+
+def mine(each: int = 16) -> slice:
+    return slice(RANK * each, RANK * each + each)
+
+
+def equal(model: keras.Model) -> str:
+    assert len(set(world.gather(hvk.fingerprint(model)))) == 1, "replicas differ"
+    return "equal"
+
+
+# -------------------------------------------------------------------- the same data
+@case
+def strided_data() -> str:
+    hvk.batches(X[RANK::SIZE], Y[RANK::SIZE], 8)
+    return "dealt"
+
+
+@case
+def other_order() -> str:
+    order = np.random.default_rng(RANK).permutation(64)
+    hvk.batches(X[order], Y[order], 8)
+    return "dealt"
+
+
+@case
+def other_length() -> str:
+    hvk.batches(X[: 60 + 4 * RANK], Y[: 60 + 4 * RANK], 8)
+    return "dealt"
+
+
+@case
+def other_seed() -> str:
+    hvk.batches(X, Y, 8, seed=RANK)
+    return "dealt"
+
+
+@case
+def strided_evaluation() -> str:
+    return str(hvk.evaluate(hvk.prepare(compiled()), X[RANK::SIZE], Y[RANK::SIZE], 8))
+
+
+@case
+def plain_fit_of_all_data() -> str:
+    model = hvk.prepare(compiled())
+    model.fit(X, Y, verbose=0, callbacks=hvk.callbacks(model))
+    return "trained"
+
+
+def source(rows: Any) -> Any:
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).batch(8)
+    import torch
+
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*map(torch.from_numpy, (X[rows], Y[rows]))), 8)
+
+
+@case
+def data_set_of_all_data() -> str:
+    model = hvk.prepare(compiled())
+    model.fit(source(slice(None)), verbose=0, callbacks=hvk.callbacks(model))
+    return "trained"
+
+
+@case
+def data_set_of_own_shard() -> str:
+    model = hvk.prepare(compiled())
+    model.fit(source(slice(RANK, None, SIZE)), verbose=0, callbacks=hvk.callbacks(model))
+    return equal(model)
+
+
+# -------------------------------------------------------------------- kinds of data
+@case
+def labels_in_a_list() -> str:
+    hvk.batches(X, Y.tolist(), 8)
+    return "dealt"
+
+
+@case
+def tensors_and_no_targets() -> str:
+    x = keras.ops.convert_to_tensor(X[:17])  # a tail of one: rank 1 gets a dummy of weight 0
+    x2 = keras.ops.convert_to_tensor(X[:17])
+
+    class Auto(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = keras.Sequential([L.Input((6, 6, 1)), L.Flatten(), L.Dense(36)])
+
+        def call(self, x: Any) -> Any:
+            return self.inner(x)
+
+        def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None,
+                         training: bool = True) -> Any:  # fmt: skip
+            values = keras.ops.mean((keras.ops.reshape(x, (-1, 36)) - y_pred) ** 2, axis=-1)
+            values = values if sample_weight is None else values * keras.ops.cast(sample_weight, values.dtype)
+            return keras.ops.mean(values)
+
+    def train(prepared: bool) -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)
+        model = Auto()
+        model.compile(O.SGD(0.1))
+        model.build((None, 6, 6, 1))
+        if prepared:
+            batches = hvk.batches(x, None, 8, shuffle=False)
+            model.fit(batches, verbose=0, callbacks=hvk.callbacks(hvk.prepare(model)))
+        else:
+            model.fit(x2, batch_size=16, shuffle=False, verbose=0)
+        return [numpy_of(v) for v in model.weights]
+
+    gap = max(float(np.abs(a - b).max()) for a, b in zip(train(True), train(False), strict=True))
+    assert gap < 1e-6, gap
+    return f"{gap:.2g}"
+
+
+# -------------------------------------------------------------------- optimizers
+class Parts(keras.Model):
+    """A GAN's shape: optimizers in a dict, in a list or with a sub-model; or none at all."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.first = keras.Sequential([L.Input((6,)), L.Dense(4)])
+        self.second = keras.Sequential([L.Input((6,)), L.Dense(4)])
+        self.built = BACKEND == "torch"
+        self.kept = kept
+        if kept == "dict":
+            self.opts = {"inner": [O.Adam(0.1)]}
+        elif kept == "submodel":
+            self.second.compile(O.Adam(0.1))
+        elif kept == "hidden":
+            hidden = O.Adam(0.1)
+            self.find = lambda: hidden
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        step(self.first, self.optimizer, x, y)
+        if self.kept == "by hand":
+            for variable in self.second.trainable_variables:
+                variable.assign_add(keras.ops.zeros_like(variable) + keras.ops.cast(keras.ops.mean(x), "float32"))
+        else:
+            found = {"dict": lambda: self.opts["inner"][0], "submodel": lambda: self.second.optimizer}
+            step(self.second, found.get(self.kept, getattr(self, "find", None))(), x, y)
+        return {"steps": 1.0}
+
+
+def parts(kept: str) -> str:
+    keras.utils.set_random_seed(20)
+    model = Parts(kept)
+    model.compile(O.SGD(0.1))
+    model.optimizer.build(model.first.trainable_variables)
+    if kept in ("dict", "submodel"):
+        (model.opts["inner"][0] if kept == "dict" else model.second.optimizer).build(model.second.trainable_variables)
+    hvk.prepare(model, verify=False)
+    rng = np.random.default_rng(RANK)
+    x, y = rng.normal(size=(16, 6)).astype("float32"), rng.normal(size=(16, 4)).astype("float32")
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=hvk.callbacks(model))
+    return equal(model)
+
+
+@case
+def optimizer_in_a_dict() -> str:
+    return parts("dict")
+
+
+@case
+def optimizer_of_a_submodel() -> str:
+    return parts("submodel")
+
+
+@case
+def optimizer_out_of_sight() -> str:
+    return parts("hidden")
+
+
+@case
+def variables_assigned_by_hand() -> str:
+    return parts("by hand")
+
+
+@case
+def optimizer_without_callbacks() -> str:
+    model = compiled(hvk.prepare(O.SGD(0.1)), seed=RANK)
+    model.fit(X[mine()], Y[mine()], verbose=0)
+    return "trained"
+
+
+@case
+def batches_of_four() -> str:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = keras.Sequential([L.Input((6,)), L.Dense(4)])
+            self.built = True
+
+        def call(self, x: Any) -> Any:
+            return self.inner(x)
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            a, b, y, _ = data
+            step(self.inner, self.optimizer, a + b, y)
+            return {"steps": 1.0}
+
+    rng = np.random.default_rng(RANK)
+    rows = [tuple(rng.normal(size=(8, n)).astype("float32") for n in (6, 6, 4, 1)) for _ in range(3)]
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        rows = tf.data.Dataset.from_generator(
+            lambda: iter(list(rows_)), output_signature=tuple(tf.TensorSpec((8, n)) for n in (6, 6, 4, 1))
+        ) if (rows_ := rows) else None  # fmt: skip
+        rows = rows.repeat()
+    else:
+        import torch
+
+        rows = torch.utils.data.DataLoader([tuple(map(torch.from_numpy, row)) for row in rows], batch_size=None)
+    model = Own()
+    model.compile(O.SGD(0.1))
+    model.optimizer.build(model.inner.trainable_variables)
+    hvk.prepare(model, verify=False)
+    model.fit(rows, steps_per_epoch=3, verbose=0, callbacks=hvk.callbacks(model))
+    return equal(model)
+
+
+# -------------------------------------------------------------------- clock
+@case
+def other_batch_than_prepared() -> str:
+    model = hvk.prepare(compiled(), lr=LR(0.1, 8), per_rank_batch=8)
+    batches = hvk.batches(X, Y, 16)
+    model.fit(batches, verbose=0, callbacks=hvk.callbacks(model))
+    return "trained"
+
+
+@case
+def a_fit_for_each_epoch() -> str:
+    """The rates of three fits of one epoch are those of one fit of three."""
+
+    def rates(fits: list[tuple[int, int]]) -> list[float]:
+        seen: list[float] = []
+        lr = LR(0.1, 8, warmup_samples=64, schedule="cosine", total_samples=200)
+        model = hvk.prepare(compiled(), lr=lr, per_rank_batch=8)
+        for first, epochs in fits:
+            look = K.LambdaCallback(
+                on_train_batch_end=lambda *_, **__: seen.append(float(numpy_of(model.optimizer.learning_rate)))
+            )
+            model.fit(
+                data(samples=64), initial_epoch=first, epochs=epochs, verbose=0, callbacks=[look, *hvk.callbacks(model)]
+            )
+        return seen
+
+    once, thrice = rates([(0, 3)]), rates([(0, 1), (1, 2), (2, 3)])
+    assert len(once) == 12 and once == thrice and len(set(once)) == 12, (once, thrice)
+    return f"{len(once)} rates"
+
+
+def restored(progress: Any, **arguments: Any) -> str:
+    model = hvk.prepare(compiled(), lr=LR(0.1, 8), per_rank_batch=8)
+    fitted = arguments.pop("batches", None) or hvk.batches(X, Y, 8)
+    model.fit(fitted, epochs=3, verbose=0, callbacks=hvk.callbacks(model, progress=progress), **arguments)
+    return "trained"
+
+
+@case
+def progress_without_initial_epoch() -> str:
+    return restored(hvdtrain.Progress(2, 8, 128, 0))
+
+
+@case
+def mid_epoch_without_consumed() -> str:
+    return restored(hvdtrain.Progress(2, 9, 144, 16), initial_epoch=2)
+
+
+@case
+def mid_epoch_with_consumed() -> str:
+    batches = hvk.batches(X, Y, 8, epoch=2, consumed=16)
+    return restored(hvdtrain.Progress(2, 9, 144, 16), initial_epoch=2, batches=batches)
+
+
+@case
+def two_hands_on_the_rate() -> str:
+    model = hvk.prepare(compiled(), lr=LR(0.1, 8), per_rank_batch=8)
+    fit(model, [*hvk.callbacks(model), K.ReduceLROnPlateau()])
+    return "trained"
+
+
+@case
+def two_hands_by_a_callback() -> str:
+    model = hvk.prepare(compiled(), lr=LR(0.1, 8), per_rank_batch=8)
+
+    def halve(*_: Any, **__: Any) -> None:
+        model.optimizer.learning_rate = 0.01
+
+    fit(model, [*hvk.callbacks(model), K.LambdaCallback(on_epoch_end=halve)], epochs=2)
+    return "trained"
+
+
+@case
+def several_rates() -> str:
+    multi = O.MultiOptimizer(O.OptimizerMap(O.SGD(0.05), {".*kernel": O.Adam(1e-2)}))
+    hvk.prepare(compiled(multi), lr=LR(0.05, 8), per_rank_batch=8)
+    return "prepared"
+
+
+@case
+def several_rates_recorded() -> str:
+    multi = O.MultiOptimizer(O.OptimizerMap(O.SGD(0.05), {".*kernel": O.Adam(1e-2)}))
+    model = hvk.prepare(compiled(multi))
+    with tempfile.TemporaryDirectory() as folder:
+        folder = world.broadcast(folder)
+        with hvdtrain.RunLog(folder, world, config={}, progress=False, tensorboard=False) as run:
+            fit(model, hvk.callbacks(model, run=run))
+        world.barrier()
+    return "trained"
+
+
+# -------------------------------------------------------------------- stop together
+class Stop(K.Callback):
+    """Stops after a batch, on one rank or on all."""
+
+    def __init__(self, at: int, rank: int | None = None) -> None:
+        super().__init__()
+        self.at, self.rank, self.steps = at, rank, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps += 1
+        if self.steps == self.at and self.rank in (None, RANK):
+            self.model.stop_training = True
+
+
+def stopped(callback: Any, *, rows: int = 64, epochs: int = 3) -> str:
+    model = hvk.prepare(compiled())
+    fitted = data(samples=rows)
+    model.fit(
+        fitted, epochs=epochs, verbose=0, validation_data=(X[:8], Y[:8]), callbacks=[*callback, *hvk.callbacks(model)]
+    )
+    return f"{int(numpy_of(model.optimizer.iterations))} updates, {equal(model)}"
+
+
+@case
+def stop_on_one_rank() -> str:
+    return stopped([Stop(2, rank=1)])
+
+
+@case
+def stop_on_one_rank_only_there() -> str:
+    """The callback itself is on one rank only."""
+    return stopped([Stop(2)] if RANK == 1 else [])
+
+
+@case
+def stop_on_all_ranks() -> str:
+    return stopped([Stop(3)])
+
+
+@case
+def stop_at_an_epochs_end_of_one_rank() -> str:
+    def stop(epoch: int, logs: Any) -> None:
+        if RANK == 1:
+            model.stop_training = True
+
+    model = hvk.prepare(compiled())
+    fit(model, [*hvk.callbacks(model), K.LambdaCallback(on_epoch_end=stop)], epochs=3)
+    hvk.evaluate(model, X, Y, 8)
+    return f"{int(numpy_of(model.optimizer.iterations))} updates, {equal(model)}"
+
+
+@case
+def early_stopping_before_ours() -> str:
+    return stopped([K.EarlyStopping("loss", patience=0, min_delta=1e9, restore_best_weights=True)])
+
+
+@case
+def nan_on_one_rank() -> str:
+    x = X.copy()
+    x[5 + 16 * (SIZE - 1)] = np.nan
+    model = hvk.prepare(compiled())
+    model.fit(x[mine()], Y[mine()], batch_size=8, epochs=3, shuffle=False, verbose=0,
+              callbacks=[*hvk.callbacks(model), K.TerminateOnNaN()])  # fmt: skip
+    return f"{int(numpy_of(model.optimizer.iterations))} updates"
+
+
+@case
+def unknown_length() -> str:
+    def rows() -> Any:
+        for start in range(0, 32 + 8 * RANK, 8):
+            yield X[mine(8)][:, :] + start, Y[mine(8)]
+
+    model = hvk.prepare(compiled())
+    model.fit(rows(), verbose=0, callbacks=hvk.callbacks(model))
+    return "trained"
+
+
+@case
+def unequal_first_epochs() -> str:
+    model = hvk.prepare(compiled())
+    model.fit(data(), epochs=3, initial_epoch=RANK, verbose=0, callbacks=hvk.callbacks(model))
+    return "trained"
+
+
+# -------------------------------------------------------------------- random state
+class Noisy(keras.Model):
+    """Its train step draws without a seed: from Keras' global generator, and where it can from numpy and Python."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = keras.Sequential([L.Input((6, 6, 1)), L.Flatten(), dense(4)])
+        self.drawn = self.add_weight(shape=(), name="drawn", trainable=False)
+        self.kind = kind
+
+    def get_config(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        if self.kind == "keras":
+            noise = keras.random.normal(())
+        elif self.kind == "tf":
+            import tensorflow as tf
+
+            noise = tf.random.normal(())
+        else:
+            noise = keras.ops.convert_to_tensor(np.float32(np.random.normal() + random.random()))
+        self.drawn.assign(noise)
+        return super().train_step(data)
+
+
+def noisy(kind: str, *, eagerly: bool = False) -> keras.Model:
+    keras.utils.set_random_seed(9)
+    model = Noisy(kind)
+    model.build((None, 6, 6, 1))
+    model.compile(O.SGD(0.1), loss(), run_eagerly=eagerly)
+    return hvk.prepare(model, verify=False)
+
+
+def noise_of(kind: str, *, eagerly: bool = False) -> str:
+    """Each rank's noise differs, and goes on exactly from a checkpoint."""
+
+    def train(folder: str, epochs: int, *, resume: bool = False) -> list[float]:
+        model = noisy(kind, eagerly=eagerly)
+        saver = hvdtrain.Checkpointer(folder, best=None)
+        progress = saver.restore(hvk.model_state(model)) if resume else None
+        seen: list[float] = []
+        end = K.LambdaCallback(on_train_batch_end=lambda *_, **__: seen.append(float(numpy_of(model.drawn))))
+        batches = data()
+        model.fit(batches, epochs=epochs, initial_epoch=progress.epoch if progress else 0, verbose=0,
+                  callbacks=[*hvk.callbacks(model, checkpointer=saver, progress=progress), end])  # fmt: skip
+        return seen
+
+    with tempfile.TemporaryDirectory() as folder:
+        folder = world.broadcast(folder)
+        whole = train(f"{folder}/whole", 2)
+        keras.backend.clear_session()
+        train(f"{folder}/cut", 1)
+        keras.backend.clear_session()
+        rest = train(f"{folder}/cut", 2, resume=True)
+        world.barrier()
+    assert whole[len(whole) // 2 :] == rest, (whole, rest)
+    ranks = world.gather(whole)
+    assert not set(ranks[0]) & set(ranks[1]) and len(set(whole)) == len(whole), ranks
+    return f"{len(whole)} draws"
+
+
+@case
+def keras_noise() -> str:
+    return noise_of("keras")
+
+
+@case
+def numpy_and_python_noise() -> str:
+    found = noise_of("numpy", eagerly=True)
+    after = world.gather((random.random(), np.random.random()))
+    assert len(set(after)) == 1, "the generators outside of the step differ over ranks"
+    return found
+
+
+@case
+def tensorflow_noise() -> str:
+    if BACKEND != "tensorflow":
+        return "none"
+    model = noisy("tf")
+    fit(model, hvk.callbacks(model))
+    drawn = world.gather(float(numpy_of(model.drawn)))
+    assert len(set(drawn)) == SIZE, drawn
+    return "differs"
+
+
+@case
+def tensorflow_noise_with_checkpoints() -> str:
+    if BACKEND != "tensorflow":
+        raise hvdtrain.ConfigError("TensorFlow only: random.normal")
+    model = noisy("tf")
+    with tempfile.TemporaryDirectory() as folder:
+        saver = hvdtrain.Checkpointer(world.broadcast(folder), best=None)
+        fit(model, hvk.callbacks(model, checkpointer=saver))
+    return "trained"
+
+
+# -------------------------------------------------------------------- other packages
+@case
+def model_of_keras_2() -> str:
+    Old = type("Sequential", (), {"__module__": "tf_keras.src.engine.sequential", "optimizer": None})
+    hvk.prepare(Old())
+    return "prepared"
+
+
+if __name__ == "__main__":
+    run_cases("loop")
