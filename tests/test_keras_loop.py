@@ -79,7 +79,7 @@ TENSORFLOW = {"tensorflow_noise", "tensorflow_noise_with_checkpoints"}
 @pytest.fixture(scope="module", params=["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("loop")
-    run_ranks([PROGRAM, folder], 2, env={"KERAS_BACKEND": request.param}, timeout_s=300).check()
+    run_ranks([PROGRAM, folder], 2, env={"KERAS_BACKEND": request.param}, timeout_s=420).check()
     return {rank: json.loads((folder / f"loop.rank{rank}.json").read_text()) for rank in (0, 1)}
 
 
