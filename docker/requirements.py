@@ -1,14 +1,17 @@
 """Prints the requirements file of an image: hvdtrain's own requirements and extras, as setup.cfg pins them.
 
     python requirements.py cpu|cuda FRAMEWORKS TORCH_INDEX
+    python requirements.py --lock REPORT REQUIREMENTS
 
 FRAMEWORKS: extras of setup.cfg, with commas between them; empty: the variant's default. TORCH_INDEX: a package index
-that is asked as well ("" for none), for PyTorch's CPU builds, which are not on PyPI. Only the standard library is used.
+that is asked as well ("" for none), for PyTorch's CPU builds, which are not on PyPI. With --lock: what pip installed, as
+it reported it, each package with its hash: pip then takes nothing else. Only the standard library is used.
 """
 
 from __future__ import annotations
 
 import configparser
+import json
 import sys
 from pathlib import Path
 
@@ -51,9 +54,32 @@ def requirements(setup_cfg: str, variant: str, frameworks: str, torch_index: str
     return [*([f"--extra-index-url {torch_index}"] if torch_index else []), *dict.fromkeys(lines)]
 
 
+def lock(report: str, asked: str) -> list[str]:
+    """The lines of a requirements file for exactly what was installed.
+
+    Args:
+        report: of `pip install --report`.
+        asked: the requirements file it was given, whose options (further indexes) stay.
+
+    Raises:
+        ValueError: a package came without a hash.
+    """
+    lines = [line for line in asked.splitlines() if line.startswith("--") and "hash" not in line]
+    for its in json.loads(report)["install"]:
+        name, hashes = its["metadata"]["name"], its["download_info"].get("archive_info", {}).get("hashes", {})
+        if "sha256" not in hashes:
+            raise ValueError(f"{name} was installed from {its['download_info']['url']}, without a hash")
+        lines.append(f"{name}=={its['metadata']['version']} --hash=sha256:{hashes['sha256']}")
+    return lines
+
+
 def main() -> int:
     try:
-        print("\n".join(requirements(Path("setup.cfg").read_text(encoding="utf-8"), *sys.argv[1:])))
+        if sys.argv[1] == "--lock":
+            lines = lock(*(Path(name).read_text(encoding="utf-8") for name in sys.argv[2:4]))
+        else:
+            lines = requirements(Path("setup.cfg").read_text(encoding="utf-8"), *sys.argv[1:])
+        print("\n".join(lines))
     except ValueError as error:
         print(f"requirements.py: {error}", file=sys.stderr)
         return 2

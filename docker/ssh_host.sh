@@ -25,16 +25,25 @@ PASSED_ON="PATH LD_LIBRARY_PATH KERAS_BACKEND PYTHONUNBUFFERED OMPI_MCA_btl_vade
 
 die() { printf 'hvdtrain-ssh-host: %s\n    fix: %s\n' "$1" "$2" >&2; exit 2; }
 
+# OpenShift, say, gives a container a uid of its own choice.
+named_user() {
+  id -un >/dev/null 2>&1 ||
+    die "uid $(id -u) has no name in this container: ssh and sshd refuse to work for it" \
+      "run it as the image's user (Kubernetes: runAsUser: 1000), or build with --build-arg USER_ID=$(id -u)"
+}
+
 # The file of the cluster's private key; empty when this container belongs to no cluster.
 cluster_key() {
   local key=${HVDTRAIN_SSH_KEY:-/run/secrets/hvdtrain_ssh_key} shared=${HVDTRAIN_SSH_SHARED:-}
   if [ -e "$key" ]; then
-    [ -r "$key" ] || die "the key file $key cannot be read by user $(id -un) (uid $(id -u))" "give it to that uid, mode 0400"
+    named_user
+    [ -r "$key" ] || die "the key file $key cannot be read by uid $(id -u)" "give it to that uid, mode 0400"
     printf '%s\n' "$key"
   elif [ -n "${HVDTRAIN_SSH_KEY:-}" ]; then
     die "HVDTRAIN_SSH_KEY names $key, which does not exist" "mount the secret there"
   elif [ -n "$shared" ]; then
-    [ -w "$shared" ] || die "the folder $shared cannot be written by user $(id -un) (uid $(id -u))" \
+    named_user
+    [ -w "$shared" ] || die "the folder $shared cannot be written by uid $(id -u)" \
       "use a volume mounted at /cluster, or a folder that belongs to that uid"
     [ -e "$shared/id_ed25519" ] || make_cluster_key "$shared"
     printf '%s\n' "$shared/id_ed25519"

@@ -91,7 +91,8 @@ def listen(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socke
 
 
 def _listen(detected: Detected, environ: Mapping[str, str], seconds: float) -> tuple[socket.socket, Meeting]:
-    own = _address_of(next((environ[name] for name in _INTERFACES if environ.get(name)), ""))
+    named = next((environ[name] for name in _INTERFACES if environ.get(name)), "")
+    own = environ.get("HOROVOD_GLOO_ADDRESS") or _address_of(named)
     bound = "127.0.0.1" if detected.local_size == detected.size else own
     listener = socket.create_server((bound, 0), backlog=min(detected.size, 1024))
     listener.setblocking(False)

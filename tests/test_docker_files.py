@@ -173,6 +173,31 @@ def test_another_index_is_asked_as_well() -> None:
     assert any(line.startswith("torch==") for line in lines)
 
 
+def test_an_image_can_be_built_again_with_the_same_packages(tmp_path: Path, limit) -> None:
+    """From pip's own report of an install, the file that pip then takes, and nothing else."""
+    wheel, top = tmp_path / "found", tmp_path / "one"
+    top.mkdir()
+    (top / "setup.py").write_text("import setuptools; setuptools.setup(name='one', version='1.2', py_modules=[])")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    quiet = {"capture_output": True, "text": True}
+    made = [*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", str(wheel), str(top)]
+    subprocess.run(made, **quiet, check=True)  # type: ignore[call-overload]
+    install = [*pip, "install", "--no-index", "--find-links", str(wheel), "--target", str(tmp_path / "site")]
+    report = tmp_path / "report.json"
+    subprocess.run([*install, "--report", str(report), "one"], **quiet, check=True)  # type: ignore[call-overload]
+    lines = requirements.lock(report.read_text(), "--extra-index-url https://x\none\n")
+    assert lines[0] == "--extra-index-url https://x" and lines[1].startswith("one==1.2 --hash=sha256:")
+    (tmp_path / "lock").write_text(lines[1])
+    again = [*install, "--dry-run", "-r", str(tmp_path / "lock")]
+    assert subprocess.run(again, **quiet).returncode == 0  # type: ignore[call-overload]
+    (wheel / "one-1.2-py3-none-any.whl").write_bytes((wheel / "one-1.2-py3-none-any.whl").read_bytes() + b" ")
+    refused = subprocess.run(again, **quiet)  # type: ignore[call-overload]
+    assert refused.returncode != 0 and "DO NOT MATCH THE HASHES" in refused.stderr
+    with pytest.raises(ValueError, match="without a hash"):
+        requirements.lock(report.read_text().replace("sha256", "md5"), "")
+    limit("C15a", "an image built again next month: other packages", mended="requirements.lock with hashes, as LOCK")
+
+
 @pytest.mark.parametrize(
     ("variant", "frameworks", "said"),
     [
@@ -387,6 +412,20 @@ def test_settings_that_cannot_work_are_refused_with_the_fix(
 ) -> None:
     done = Home(tmp_path / "host", {**settings, setting: value}).call("setup")
     assert done.returncode == 2 and said in done.stderr and "fix: " in done.stderr
+
+
+def test_a_user_without_a_name_is_refused(settings: dict[str, str], tmp_path: Path, limit) -> None:
+    """As OpenShift gives a container some number."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root and setpriv, to be a user without a name")
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o777)
+        home = Home(Path(place) / "host", {**settings, "HVDTRAIN_SSH_SHARED": place})
+        home.folder.chmod(0o777)
+        command = ["setpriv", "--reuid=54321", "--regid=0", "--clear-groups", "--", "bash", str(SSH_HOST), "setup"]
+        done = subprocess.run(command, env=home.environment, capture_output=True, text=True, timeout=20, cwd=place)
+    assert done.returncode == 2 and "uid 54321 has no name" in done.stderr, done.stderr
+    limit("C15b", "a container's uid that /etc/passwd does not know (OpenShift)", refused=done.stderr)
 
 
 def test_without_a_key_a_container_is_no_host(tmp_path: Path) -> None:

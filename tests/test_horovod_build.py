@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import psutil
@@ -193,7 +194,36 @@ def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
     with pytest.raises(HvdtrainError, match="exit code -9"):
         steps("hanging", [sys.executable, "-c", program], timeout_s=2)
     child = int((tmp_path / "log").read_text().splitlines()[-1])
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    deadline = time.monotonic() + 10  # the kernel ends a process some time after SIGKILL
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
+            return
+        time.sleep(0.02)
+    raise AssertionError("it still runs")
+
+
+def test_an_archive_that_the_index_made_up_is_not_run(tmp_path, monkeypatch, limit):
+    """pip runs setup.py for an archive's metadata; the checksum has to come before that."""
+    ran, index = tmp_path / "ran", tmp_path / "index" / "horovod"
+    index.mkdir(parents=True)
+    top = tmp_path / f"horovod-{build.HOROVOD_VERSION}"
+    top.mkdir()
+    (top / "setup.py").write_text(f"open({str(ran)!r}, 'w')\nimport setuptools\nsetuptools.setup(name='horovod')\n")
+    archive = index / f"{top.name}.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(top, top.name)
+    (index / "index.html").write_text(f'<a href="{archive.name}">{archive.name}</a>')
+    monkeypatch.setenv("PIP_INDEX_URL", index.parent.as_uri())
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with pytest.raises(HvdtrainError, match="DO NOT MATCH THE HASHES") as error:
+        build.fetch_sdist(cache, build.Steps(tmp_path / "log", print))
+    assert not ran.exists() and build.SDIST_SHA256 in str(error.value)
+    limit("C11a", "a package index that lies: its archive's setup.py", refused=str(error.value).splitlines()[0])
 
 
 def recipe(*arguments: str, python: str = sys.executable, **variables: str) -> subprocess.CompletedProcess:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,40 @@ def test_an_srun_that_starts_nothing_is_no_success(starts: bool, code: int, tmp_
     assert done.returncode == code, done.stderr
     assert ("\na rank $(no)\n" in done.stdout) == starts and ("no rank was started" in done.stderr) != starts
     assert os.listdir(tmp_path) == ["srun"]
+
+
+SAVES = "trap 'echo saved >>log; exit 0' USR1; echo $$ >pid; while :; do sleep 0.1; done"
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_ranks_are_asked_to_save_before_the_requeue(asks: bool, tmp_path: Path, limit) -> None:
+    """The commands of Slurm are stand-ins that note what they are asked for."""
+    flags = "while [ $# -gt 0 ] && [ $1 != sh ]; do [ $1 = --export=ALL ] && echo all >>log; shift; done\n"
+    stubs = {
+        "srun": f'{flags}SLURM_PROCID=0 exec "$@"',
+        "scancel": 'echo "scancel $*" >>log; kill -USR1 $(cat pid)',
+        "scontrol": 'echo "$*" >>log; kill -KILL $(cat pid)',
+    }
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"HVDTRAIN_STARTER": "srun", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURM_NTASKS": "1"}
+    job |= {"HVDTRAIN_SAVE_SIGNAL": "USR1"} if asks else {}
+    env = clean_environment(job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    script = subprocess.Popen(["bash", TEMPLATE, "bash", "-c", SAVES], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        script.send_signal(signal.SIGUSR1)
+        script.wait(20)
+    finally:
+        script.kill()
+        script.wait()
+    saves = ["scancel --signal=USR1 7", "saved"] if asks else []
+    assert (tmp_path / "log").read_text().splitlines() == ["all", *saves, "requeue 7"]
+    limit("C14", "the time limit of a Slurm job", mended="HVDTRAIN_SAVE_SIGNAL: ranks save first, then it is requeued")
 
 
 # ---- under Slurm

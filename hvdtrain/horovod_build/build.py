@@ -186,24 +186,20 @@ def _kill_after(process: subprocess.Popen, timeout_s: float | None) -> Callable[
 def fetch_sdist(cache: Path, run: Steps) -> Path:
     """Horovod's source distribution from PyPI, kept in ``cache``; its checksum is compared at every use.
 
+    pip runs an archive's setup.py to learn its requirements, so pip compares the checksum first (``--require-hashes``):
+    nothing of an archive that the index made up is run.
+
     Raises:
         HvdtrainError: the package index cannot be reached, or sent something else.
     """
     archive = cache / f"horovod-{HOROVOD_VERSION}.tar.gz"
     if not archive.is_file() or sha256_of(archive) != SDIST_SHA256:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--no-binary",
-            "horovod",
-            "--no-build-isolation",
-        ]
-        run(
-            f"fetching horovod {HOROVOD_VERSION} from PyPI", [*command, "-d", str(cache), f"horovod=={HOROVOD_VERSION}"]
-        )
+        archive.unlink(missing_ok=True)
+        wanted = cache / "requirements.txt"
+        wanted.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{SDIST_SHA256}\n")
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "horovod"]
+        command += ["--no-build-isolation", "--require-hashes", "-r", str(wanted), "-d", str(cache)]
+        run(f"fetching horovod {HOROVOD_VERSION} from PyPI", command)
     found = sha256_of(archive)
     if found != SDIST_SHA256:
         raise HvdtrainError(
@@ -226,7 +222,7 @@ def unpack(archive: Path, target: Path) -> Path:
     except (tarfile.TarError, OSError, EOFError) as error:
         raise HvdtrainError(
             rule="the source distribution must be a readable .tar.gz", came=f"{archive}: {error}",
-            remedy=f"pip download --no-deps --no-binary horovod horovod=={HOROVOD_VERSION}",
+            remedy=f"pass horovod-{HOROVOD_VERSION}.tar.gz from PyPI, sha256 {SDIST_SHA256}",
         ) from error  # fmt: skip
     top = target / f"horovod-{HOROVOD_VERSION}"
     if not (top / "setup.py").is_file():
