@@ -27,6 +27,7 @@ _HOME_OF = {
     "CIFAR10_MEAN": "_augment",
     "CIFAR10_STD": "_augment",
     "CLOCK": "_clock",
+    "Check": "_check",
     "IMAGENET_MEAN": "_augment",
     "IMAGENET_STD": "_augment",
     "ImageFiles": "_folder",
@@ -36,6 +37,7 @@ _HOME_OF = {
     "Optimizer": "_optimizer",
     "Proof": "_verify",
     "Unreadable": "_workers",
+    "check": "_check",
     "classification": "_evaluate",
     "crop_flip": "_augment",
     "evaluate": "_evaluate",
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
     from hvdtrain.torch._augment import IMAGENET_STD as IMAGENET_STD
     from hvdtrain.torch._augment import crop_flip as crop_flip
     from hvdtrain.torch._augment import normalise as normalise
+    from hvdtrain.torch._check import Check as Check
+    from hvdtrain.torch._check import check as check
     from hvdtrain.torch._clock import CLOCK as CLOCK
     from hvdtrain.torch._evaluate import classification as classification
     from hvdtrain.torch._evaluate import evaluate as evaluate

@@ -27,6 +27,9 @@ class Precision:
 
     Attributes:
         skipped_steps: updates that were left out because a gradient was infinite (fp16).
+        unit: a power of two near to the weight of a planned sample in the last update. Given weights are divided by it
+            before gradients are summed, so that tokens by the thousand do not overflow float16; being a power of two
+            it changes no digit.
     """
 
     def __init__(self, amp: Literal["bf16", "fp16"] | None, device: torch.device) -> None:
@@ -34,6 +37,12 @@ class Precision:
         self._device_type = device.type
         self._scaler = torch.amp.GradScaler(device.type) if amp == "fp16" else None
         self.skipped_steps = 0
+        self.unit: float | Tensor = 1.0
+
+    def note_weights(self, per_planned: Tensor) -> None:
+        """Sets `unit`; a scalar, of any device, not read."""
+        unit = torch.where(per_planned > 0, torch.exp2(torch.log2(per_planned).round()), torch.ones_like(per_planned))
+        self.unit = float(unit) if unit.device.type == "cpu" else unit
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the forward pass."""
@@ -49,13 +58,13 @@ class Precision:
         """The loss to differentiate."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def factor(self, weight: float, device: torch.device) -> float | Tensor:
+    def factor(self, weight: float | Tensor, device: torch.device) -> float | Tensor:
         """What gradients are multiplied with where the loss is not at hand: `weight`, times the scale if there is one.
 
         Args:
             device: where the loss will be.
         """
-        return weight if self._scaler is None else self._scaler.scale(torch.tensor(weight, device=device))
+        return weight if self._scaler is None else self._scaler.scale(torch.as_tensor(weight, device=device))
 
     def unscale(self, stepper: Stepper) -> None:
         """Divides the (averaged) gradients by the scale, and looks for infinities."""
@@ -75,11 +84,12 @@ class Precision:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: plain numbers."""
         scaler = dict(self._scaler.state_dict()) if self._scaler is not None else {}
-        return {"scaler": scaler, "skipped_steps": self.skipped_steps}
+        return {"scaler": scaler, "skipped_steps": self.skipped_steps, "unit": float(self.unit)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave; a checkpoint of a run without scaler leaves a new scaler as it is."""
         self.skipped_steps = int(state["skipped_steps"])
+        self.unit = float(state.get("unit", 1.0))
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
 

@@ -24,6 +24,7 @@ class Batch:
         ghost: this rank has no samples left, and takes part with weight 0.
         epoch: counted from 0.
         consumed: samples of all ranks done in the epoch after this batch.
+        planned: what the update's weights are expected to sum to: its samples; where nobody counts them, its batches.
     """
 
     weight: float
@@ -34,6 +35,12 @@ class Batch:
     ghost: bool
     epoch: int
     consumed: int
+    planned: float
+
+    @property
+    def amount(self) -> float:
+        """What the batch weighs if the caller does not say."""
+        return float(self.samples) if self.update_samples else float(not self.ghost)
 
 
 class Batches(Protocol):
@@ -107,6 +114,7 @@ class FromLoader:
             ghost=live.ghost,
             epoch=live.epoch,
             consumed=live.consumed,
+            planned=float(update_samples),
         )
 
 
@@ -116,14 +124,15 @@ class Counted:
     may_skip = False
 
     def __init__(self, size: int, accumulate: int) -> None:
-        self._weight = 1.0 / (size * accumulate)
+        self._planned = float(size * accumulate)
         self._accumulate = accumulate
         self._done = 0
         self._batch = self._next()
 
     def _next(self) -> Batch:
         closes = (self._done + 1) % self._accumulate == 0
-        return Batch(self._weight, 0, 0, 0, closes, ghost=False, epoch=0, consumed=0)
+        weight = 1.0 / self._planned
+        return Batch(weight, 0, 0, 0, closes, ghost=False, epoch=0, consumed=0, planned=self._planned)
 
     def now(self) -> Batch:
         return self._batch

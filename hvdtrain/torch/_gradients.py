@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.torch._batches import Batch
+from hvdtrain.torch._tally import Number, Tally
 
 # idle: backward() is next. more: another backward() for the same batch was announced. partial: a micro-batch is done
 # that does not close its update. ready: p.grad is the gradient of the global batch, and step() is next.
 State = Literal["idle", "more", "partial", "ready"]
+_running: list[Gradients] = []  # whose backward pass is under way; hooks run in threads of autograd's
 
 
 class Gradients:
@@ -30,68 +34,138 @@ class Gradients:
 
     Attributes:
         state: see `State`.
-        loss: this rank's part of the update's mean loss: a number on the CPU, a tensor elsewhere.
-        samples: this rank's live ones in the update.
+        tally: of the update: this rank's part of its loss, and the weights.
         batch: the last one whose backward pass began.
         had_some: the complete update has a gradient.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, *, staged: bool = False) -> None:
         self._parameters = list(module.parameters())  # a walk through all modules takes longer than all the rest here
         self._device = device
+        self._call = "optimizer.forward_backward(x, y, loss_fn)" if staged else "optimizer.backward(loss)"
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self.state: State = "idle"
         self.batch: Batch | None = None
-        self.loss: Tensor | float = 0.0
-        self.samples = 0
+        self.tally = Tally()
         self.had_some = False
         self._open = False
+        self._weight: Number = 0.0
+        self._watch()
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._samples_seen = 0
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
-    def begin(self, batch: Batch, loss: Tensor) -> None:
-        """Makes ``p.grad`` what the backward pass of `batch`, which gave `loss`, adds to.
+    def begin(self, batch: Batch, weight: Number | None, unit: Number) -> tuple[Number, Number]:
+        """Makes ``p.grad`` what the backward pass of `batch` adds to; `add_loss` follows.
+
+        Args:
+            batch: the one that training is at.
+            weight: what its mean loss divides by; None: samples.
+            unit: a power of two that given weights are divided by, beside `Batch.planned`.
+
+        Returns:
+            The weight, and what the mean loss is multiplied with.
 
         Raises:
-            ConfigError: the loop is out of order, or the loss is not a mean.
+            ConfigError: a layer was frozen, or weights were begun or left out, in the middle of an update.
         """
-        self.check_turn(batch)
-        check_loss(loss)
-        self.open(batch)
-        self.add_loss(batch, loss)
+        self._open_update(batch)
+        tally, new = self.tally, batch is not self.batch
+        given = weight is not None
+        if tally.given not in (None, given):
+            raise ConfigError(
+                "all batches of an update are weighed alike",
+                "weight= was " + ("given now, and not before" if given else "given before, and not now"),
+                "give weight= in every backward() of the update, or in none",
+            )
+        tally.given = given
+        amount: Number = 0.0 if batch.ghost else batch.amount if weight is None else weight
+        if new:
+            self._samples_seen += batch.global_samples
+            tally.weight = tally.weight + amount
+            self._weight = amount
+        elif isinstance(amount, Tensor) or isinstance(self._weight, Tensor):
+            tally.problems = tally.problems + (torch.as_tensor(amount) != self._weight).double()  # nothing waits
+        elif amount != self._weight:
+            raise ConfigError(
+                "two losses of one batch, announced with more=True, are weighed alike: they are divided by one sum",
+                f"weight={self._weight:g}, then weight={amount:g}",
+                "divide both losses by the same count, and give it as weight= to both",
+            )
+        self.batch = batch
+        return amount, batch.weight if not given or batch.ghost else amount / (batch.planned * unit)
 
-    def open(self, batch: Batch) -> None:
-        """As `begin`, for a batch whose loss is not known yet; `add_loss` follows."""
+    def _open_update(self, batch: Batch) -> None:
         if self._open and self.batch is not None and batch.epoch != self.batch.epoch:
             self.drop()  # the user left the epoch in the middle of an update
+        for parameter in self._parameters:
+            # a new update starts from nothing, even if zero_grad was forgotten; nor does what another model's loss left
+            # between two micro-batches count
+            parameter.grad = None
         if not self._open:
-            for parameter in self._parameters:
-                parameter.grad = None  # a new update starts from nothing, even if zero_grad was forgotten
+            self._watch()
             self._open = True
-            self._samples_seen = self.samples = 0
-            self.loss = 0.0
+            self._samples_seen = 0
+            self.tally = Tally()
+        if any(not parameter.requires_grad for parameter, _ in self._aside):
+            raise ConfigError(
+                "layers are frozen and thawed between two updates",
+                "one was frozen between the micro-batches of an update: what it has gathered could not be averaged",
+                "call requires_grad_(False) after the step() that applies an update",
+            )
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
-        if batch is not self.batch:
-            self._samples_seen += batch.global_samples
-            self.samples += batch.samples
-        self.batch = batch
 
-    def add_loss(self, batch: Batch, loss: Tensor) -> None:
+    def add_loss(self, loss: Tensor, weight: Number, coefficient: Number) -> None:
         """Counts the mean loss of a batch."""
-        if not batch.ghost:
-            # on the CPU a number costs less than a tensor; elsewhere to ask for the number is to wait for the device
-            value = float(loss.detach()) if self._device.type == "cpu" else loss.detach().double().reshape(())
-            self.loss = self.loss + value * batch.weight
+        # on the CPU a number costs less than a tensor; elsewhere to ask for the number is to wait for the device
+        value = float(loss.detach()) if self._device.type == "cpu" else loss.detach().double().reshape(())
+        self.tally.count(value, weight, coefficient)
 
     def sums(self) -> Tensor:
-        """Returns float64 [2], to be summed over ranks: this rank's `loss` and `samples`."""
-        if isinstance(self.loss, Tensor):
-            return torch.stack([self.loss, torch.full_like(self.loss, self.samples)])
-        return torch.tensor([self.loss, self.samples], dtype=torch.float64, device=self._device)
+        """Returns float64 [k], to be summed over ranks: this rank's `tally`."""
+        return self.tally.tensor(self._device)
+
+    # -- backward passes that are not the optimizer's ---------------------------------------------------------
+    @contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """While it lasts, gradients may come."""
+        _running.append(self)
+        try:
+            yield
+        finally:
+            _running.remove(self)
+
+    def _watch(self) -> None:
+        """Has gradients refused that no prepared optimizer asked for; parameters that were thawed since, too."""
+        for parameter in self._parameters:
+            if parameter.requires_grad and id(parameter) not in self._hooks:
+                hook = partial(_on_gradient, ref(self))
+                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+
+    def refuse_foreign(self) -> None:
+        """Raises `ConfigError` for a gradient of a backward pass that is not this model's."""
+        if not _running:
+            raise ConfigError(
+                f"gradients must come from {self._call}: it weighs, scales and averages them",
+                "loss.backward() was called, or a pipeline's own step()",
+                f"write {self._call} instead, with the optimizer that prepare() returned",
+            )
+        if self.state == "ready":
+            raise ConfigError(
+                "between backward() and step() a model's gradients are those of its update",
+                "the backward pass of another prepared model reached its parameters, and would add to them",
+                "call step() first; or detach what the other model is given: critic(fake.detach())",
+            )
 
     def check_turn(self, batch: Batch) -> None:
         """Raises `ConfigError` where no backward pass of `batch` is due."""
@@ -164,15 +238,27 @@ class Gradients:
             )
 
 
+def _on_gradient(of: ref[Gradients], parameter: Tensor) -> None:
+    gradients = of()  # not held: a model that is dropped is freed with all that was put on it
+    if gradients is not None and gradients not in _running:
+        gradients.refuse_foreign()
+
+
 @contextmanager
-def uncounted(parameters: Sequence[nn.Parameter], ghost: bool) -> Iterator[None]:
-    """While it lasts, and `ghost`, gradients are exactly 0: a weight of 0 does not undo a loss that is NaN."""
-    hooks = [parameter.register_hook(torch.zeros_like) for parameter in parameters] if ghost else []
+def uncounted(parameters: Sequence[nn.Parameter], weight: Number) -> Iterator[None]:
+    """While it lasts, and `weight` is 0, gradients are exactly 0: a weight of 0 does not undo a loss that is NaN."""
+    keep = partial(_where_counted, weight) if isinstance(weight, Tensor) else torch.zeros_like
+    asked = isinstance(weight, Tensor) or not weight
+    hooks = [parameter.register_hook(keep) for parameter in parameters] if asked else []
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _where_counted(weight: Tensor, gradient: Tensor) -> Tensor:
+    return torch.where(weight.to(gradient.device) != 0, gradient, torch.zeros_like(gradient))
 
 
 def check_loss(loss: Tensor, *, untracked: bool = False) -> None:

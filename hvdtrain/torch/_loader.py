@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -50,6 +50,12 @@ class Live:
     global_samples: int
 
 
+class Follower(Protocol):
+    """Is told what each batch counts as it is handed out; None at the end."""
+
+    def handed_out(self, live: Live | None) -> None: ...
+
+
 class Loader:
     """One rank's batches; made by `loader`. A loop over it is one epoch, and the next loop the next epoch.
 
@@ -62,6 +68,7 @@ class Loader:
         live: what the batch last handed out counts; None before the first.
         skipped: files of this rank that could not be read, with the reason, each once.
         device: where batches are handed out.
+        followers: prepared models that train on these batches.
     """
 
     def __init__(self, source: Source, plan: Plan, world: World, *, augment: Augment | None) -> None:
@@ -69,6 +76,7 @@ class Loader:
         self.live: Live | None = None
         self.skipped: list[tuple[str, str]] = []
         self.device = device_of(world)
+        self.followers: WeakSet[Follower] = WeakSet()
         self._source = source
         self._world = world
         self._augment = augment
@@ -337,11 +345,13 @@ class _Epoch:
             _Epoch.running.discard(self)
             loader._end_of_loop(self.epoch + 1, 0)
             CLOCK.enter("other")
+            _tell(loader, None)
             raise StopIteration
         batch, live = item
         self._stand_in = live if live.ghost else None
         self._count += 1
         loader.live, loader._begun = live, True
+        _tell(loader, live)
         CLOCK.enter("forward")
         return batch
 
@@ -385,6 +395,11 @@ class _Epoch:
                     f"give one of them another seed: loader(..., seed={mine.plan.seed + 1}); for data that belongs"
                     " together make one loader of both: loader((x, y, z), ...)",
                 )
+
+
+def _tell(loader: Loader, live: Live | None) -> None:
+    for follower in loader.followers:
+        follower.handed_out(live)
 
 
 def loader(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -49,19 +51,25 @@ class Model(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module on a batch, through the engine; float outputs come in float32 under mixed precision."""
-        if not torch.is_grad_enabled():
-            return self._run(args, kwargs, ghost=False)
-        if self.session.staged is not None:
+        if torch.is_grad_enabled() and self.session.staged is not None:
             refuse_call(self.session.module)
+        return self._enter(None, args, kwargs)
+
+    def _enter(self, call: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return self._run(call, args, kwargs, ghost=False)
         if CLOCK.phase == "other":  # no loader has said so
             CLOCK.enter("forward")
         batch = self.session.batches.now()
-        self.session.last_call = (args, kwargs)  # to find the layer where a NaN began
-        return self._run(args, kwargs, ghost=batch is not None and batch.ghost)
+        if call is None or args or kwargs:  # to find the layer where a NaN began
+            self.session.last_call, self.session.last_method = (args, kwargs), call
+        return self._run(call, args, kwargs, ghost=batch is not None and batch.ghost)
 
     forward = __call__  # type: ignore[assignment]
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ghost: bool) -> Any:
+    def _run(
+        self, call: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, ghost: bool
+    ) -> Any:
         session = self.session
         if session.options.channels_last:
             args = tuple(map(channels_last, args))
@@ -72,7 +80,21 @@ class Model(nn.Module):
             explained("forward pass", session.sizes),
             session.precision.autocast(),
         ):
-            return session.precision.outputs(session.bound.call(*args, **kwargs))
+            out = session.precision.outputs((call or session.bound.call)(*args, **kwargs))
+        if torch.is_grad_enabled():
+            session.entered = True
+            session.proof.saw(out)
+        return out
+
+    def check_entered(self) -> None:
+        """Raises `ConfigError` where mixed precision was asked for, and no forward pass went through this model."""
+        if self.session.precision.amp is not None and not self.session.entered:
+            raise ConfigError(
+                "mixed precision begins where the prepared model is called, or one of its methods",
+                "a backward pass without such a call: parts of the model were called by themselves",
+                "put those calls into forward() or a method of the model: model.training_step(x, y)",
+            )
+        self.session.entered = False
 
     @property
     def training(self) -> bool:  # type: ignore[override]
@@ -100,7 +122,18 @@ class Model(nn.Module):
         self.module.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["module"], name)
+        module = vars(self)["module"]
+        value = getattr(module, name)
+        # the user's own methods see what forward sees: mixed precision, and a batch that does not count
+        own = inspect.ismethod(value) and value.__self__ is module and not hasattr(nn.Module, name)
+        if not own or self.session.staged is not None:
+            return value
+
+        @functools.wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self._enter(value, args, kwargs)
+
+        return method
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:

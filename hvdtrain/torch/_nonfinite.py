@@ -38,10 +38,14 @@ class _Reading:
     mine: Tensor | float  # of this rank
     arrived: Any  # CUDA event, or None
     layer: str
+    wrong: Tensor | float
+    explain: Callable[[], Exception]
 
     def take(self) -> tuple[float, float]:
         if self.arrived is not None:
             self.arrived.synchronize()
+        if float(self.wrong):
+            raise self.explain()
         return float(self.every), float(self.mine)
 
 
@@ -59,7 +63,16 @@ class Losses:
         self._under_way: deque[_Reading] = deque()
         self.last: float | None = None
 
-    def add(self, step: int, epoch: int, every: Tensor, mine: Tensor | float, layer: str) -> None:
+    def add(
+        self,
+        step: int,
+        epoch: int,
+        every: Tensor,
+        mine: Tensor | float,
+        layer: str,
+        wrong: Tensor,
+        explain: Callable[[], Exception],
+    ) -> None:
         """Notes the losses of an update and reads those that are due; the same call on every rank.
 
         Args:
@@ -68,20 +81,22 @@ class Losses:
             every: float64 scalar, summed over ranks.
             mine: this rank's part of it.
             layer: what `first_bad_layer` found, if this rank's loss is known to be bad.
+            wrong: float64 scalar, the same on every rank: not 0 where the update's weights are not right.
+            explain: makes the error for that; collective.
 
         Raises:
-            NonFiniteError: on every rank.
+            NonFiniteError, ConfigError: on every rank.
         """
         arrived = None
         if self._on_gpu:
             mine = mine if isinstance(mine, Tensor) else torch.full_like(every, mine)  # a rank without samples
-            every, mine = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(
-                torch.stack([every, mine]), non_blocking=True
+            every, mine, wrong = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(
+                torch.stack([every, mine, wrong]), non_blocking=True
             )
             arrived = torch.cuda.Event()
             arrived.record()
-        self._under_way.append(_Reading(step, epoch, every, mine, arrived, layer))
-        self.settle(0 if self.at_once else _LAG)
+        self._under_way.append(_Reading(step, epoch, every, mine, arrived, layer, wrong, explain))
+        self.settle(0 if self.at_once or self.last is None else _LAG)  # the first one shows whether weights are right
 
     def settle(self, left: int = 0) -> None:
         """Reads all but the newest `left` losses; collective where one is not finite.

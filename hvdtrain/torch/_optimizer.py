@@ -16,15 +16,16 @@ from hvdtrain.checkpoint import Progress
 from hvdtrain.errors import ConfigError
 from hvdtrain.torch import _watch
 from hvdtrain.torch._amp import Stepper
-from hvdtrain.torch._batches import Batch, require_batch
+from hvdtrain.torch._batches import Batch, FromLoader, require_batch
 from hvdtrain.torch._clock import CLOCK
-from hvdtrain.torch._gradients import uncounted
+from hvdtrain.torch._gradients import Gradients, check_loss, uncounted
 from hvdtrain.torch._model import Model
 from hvdtrain.torch._nonfinite import first_bad_layer, gradient_error
 from hvdtrain.torch._oom import explained
 from hvdtrain.torch._rate import rates_of
 from hvdtrain.torch._session import Session
 from hvdtrain.torch._staged import SMALLER_STAGES, Loss, refuse_backward, run_step
+from hvdtrain.torch._tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.engines.base import Bound, StagedBound
 
 
@@ -45,13 +46,14 @@ class Optimizer(torch.optim.Optimizer):
         self._stepper = Stepper(self.wrapped, partial(_step_engine, session))
         self._layer = ""
         self._updated: Batch | None = None
+        self._compared = session.world.size == 1
         # nothing that stays on model and optimizer may refer to this one: when it is dropped, they are plain again
         guard = self.wrapped.register_step_pre_hook(partial(_refuse_bare_step, ref(session)))
-        self._closing = finalize(self, _close, guard, session.bound)
+        self._closing = finalize(self, _close, guard, session.gradients, session.bound)
         self._closing.atexit = False
 
     # -- one update ------------------------------------------------------------------------------------------
-    def forward_backward(self, x: Any, y: Any, loss: Loss) -> Tensor:
+    def forward_backward(self, x: Any, y: Any, loss: Loss, *, weight: Weight = None) -> Tensor:
         """Runs the model on this rank's batch, forward and backward; the loop for whole models and pipelines alike.
 
         For a whole model it is ``backward(loss(model(x), y))``; a pipeline runs micro-batch by micro-batch, and
@@ -60,7 +62,9 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             x: what the model takes; a tuple is its positional arguments. Tensors have samples along dimension 0.
             y: the targets.
-            loss: called with outputs and targets; the mean over the samples it is given.
+            loss: called with outputs and targets; the mean over what it is given.
+            weight: what that mean divides by: as of `backward`, or a function of the targets that adds up over pieces,
+                ``lambda y: (y != -100).sum()``, which a pipeline calls for each micro-batch.
 
         Returns:
             The mean loss of the batch, detached; a scalar. Of a pipeline on a rank that has no samples left: 0.
@@ -70,47 +74,66 @@ class Optimizer(torch.optim.Optimizer):
         """
         args = x if isinstance(x, tuple) else (x,)
         if self.session.staged is not None:
-            return self._run_stages(args, y, loss)
+            return self._run_stages(args, y, loss, weight)
+        given = weight(y) if callable(weight) else weight
+        self._prove_pieces(args, y, loss, weight)
         mean = loss(self._model(*args), y)
-        self.backward(mean)
+        self.backward(mean, weight=given)
         return mean.detach()
 
-    def _run_stages(self, args: tuple[Any, ...], y: Any, loss: Loss) -> Tensor:
+    def _prove_pieces(self, args: tuple[Any, ...], y: Any, loss: Loss, weight: Weight) -> None:
+        """On the first batch: whether model and loss can be put together of two pieces of it."""
+        session, proof = self.session, self.session.proof
+        batch = session.batches.now()
+        if proof.outputs is None or batch is None or batch.ghost or isinstance(weight, (int, float, Tensor)):
+            return
+        from hvdtrain.torch._check import pieces_differ
+
+        with session.gradients.differentiating():
+            proof.suspicion = pieces_differ(session, self._model, args, y, loss, weight)
+
+    def _run_stages(self, args: tuple[Any, ...], y: Any, loss: Loss, weight: Weight) -> Tensor:
         session, gradients = self.session, self.session.gradients
         batch = require_batch(session.batches.now())
         gradients.check_turn(batch)
-        gradients.open(batch)
-        session.last_call = (args, {})
+        whole = weight(y) if callable(weight) else weight
+        given = None if whole is None else weight_of(whole, session.engine.device)
+        amount, coefficient = gradients.begin(batch, given, session.precision.unit)
+        session.last_call, session.last_method = (args, {}), None
         CLOCK.enter("backward")  # and forward, in turns
-        sums = torch.zeros(2, dtype=torch.float64, device=session.engine.device) if batch.closes else None
+        sums = torch.zeros(SIZE, dtype=torch.float64, device=session.engine.device) if batch.closes else None
         mean = torch.zeros((), device=session.engine.device)
 
         def passes() -> None:
             nonlocal mean
             if not batch.ghost:  # else nothing counts, and no other rank waits within the passes
-                mean = run_step(session, args, y, loss, batch.weight)
-                gradients.add_loss(batch, mean)
+                mean = run_step(session, args, y, loss, coefficient, weight)
+                gradients.add_loss(mean, amount, coefficient)
             if sums is not None:
                 sums.copy_(gradients.sums())
 
         bound = cast(StagedBound, session.bound)
-        with explained("passes of the pipeline", session.sizes, SMALLER_STAGES):
+        with explained("passes of the pipeline", session.sizes, SMALLER_STAGES), gradients.differentiating():
             bound.run(passes, reduce=sums is not None, extras=sums)
         self._conclude(batch, mean, sums)
         return mean
 
-    def backward(self, loss: Tensor, *, more: bool = False) -> None:
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, more: bool = False) -> None:
         """Differentiates the mean loss of this rank's batch.
 
-        After the batch that completes an update, ``p.grad`` is the gradient of the mean loss over all samples of all
-        ranks and micro-batches, unscaled. Before, ``p.grad`` is None.
+        After the batch that completes an update, ``p.grad`` is the gradient of the mean loss over all ranks and
+        micro-batches, sum(weight x gradient) / sum(weight), unscaled. Before, ``p.grad`` is None.
 
         Args:
-            loss: a scalar, the mean over the samples of the batch.
+            loss: a scalar, the mean over the batch: of its samples, or of what `weight` counts.
+            weight: what that mean divides by, if not by samples: a number, or a scalar (which may be on a GPU: nothing
+                waits for it). ``(y != -100).sum()`` with ``ignore_index``, ``class_weights[y].sum()`` with class
+                weights, ``mask.sum()`` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
             more: another backward for the same batch follows, of another loss; they add up.
 
         Raises:
             ConfigError: no batch, a second backward for one batch, backward instead of step, no scalar, or a pipeline.
+                On every rank: what the loss divides by is not its weight, or no weight makes it right.
             NonFiniteError: on every rank, when the loss of one is NaN or infinite.
             HvdtrainError: out of memory.
         """
@@ -118,10 +141,19 @@ class Optimizer(torch.optim.Optimizer):
         if session.staged is not None:
             raise refuse_backward()
         batch = require_batch(session.batches.now())
-        gradients.begin(batch, loss)
+        gradients.check_turn(batch)
+        check_loss(loss)
+        self._model.check_entered()
+        given = None if weight is None else weight_of(weight, session.engine.device)
+        amount, coefficient = gradients.begin(batch, given, session.precision.unit)
+        gradients.add_loss(loss, amount, coefficient)
+        if not batch.ghost:
+            samples = batch.samples or session.samples_called()
+            session.proof.look_once(loss, samples, gradients.tally)
+            session.proof.read(loss, amount, samples, gradients.tally)
         CLOCK.enter("backward")
         sums = gradients.sums() if batch.closes and not more else None
-        self._differentiate(loss, batch, sums)
+        self._differentiate(loss, amount, coefficient, sums)
         self._conclude(batch, loss, sums, more=more)
 
     def _conclude(self, batch: Batch, loss: Tensor, sums: Tensor | None, *, more: bool = False) -> None:
@@ -141,13 +173,15 @@ class Optimizer(torch.optim.Optimizer):
             session.batches.done()
         CLOCK.enter("other")
 
-    def _differentiate(self, loss: Tensor, batch: Batch, sums: Tensor | None) -> None:
+    def _differentiate(self, loss: Tensor, weight: Number, coefficient: Number, sums: Tensor | None) -> None:
         session, gradients = self.session, self.session.gradients
         wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-        scaled = session.precision.scale(wide.reshape(()) * batch.weight)
+        factor = coefficient.to(wide.device, wide.dtype) if isinstance(coefficient, Tensor) else coefficient
+        scaled = session.precision.scale(wide.reshape(()) * factor)
         with (
             explained("backward pass", session.sizes),
-            uncounted(gradients.parameters() if batch.ghost else (), batch.ghost),
+            gradients.differentiating(),
+            uncounted(gradients.parameters(), weight),
         ):
             session.bound.backward(scaled, reduce=sums is not None, extras=sums)
 
@@ -157,21 +191,29 @@ class Optimizer(torch.optim.Optimizer):
         if session.losses.at_once and not self._layer and not math.isfinite(float(loss.detach())):
             args, kwargs = session.last_call or ((), {})
             with session.precision.autocast():
-                self._layer = first_bad_layer(session.module, args, kwargs, session.staged)  # type: ignore[arg-type]
+                call: Any = session.last_method if session.staged is None else session.staged
+                self._layer = first_bad_layer(session.module, args, kwargs, call)
 
     def _settle_update(self, batch: Batch, sums: Tensor) -> None:
-        """Once the gradients are there: checks the loss, corrects for samples left out, takes the scale away."""
-        session = self.session
-        every, live = sums
-        if session.batches.may_skip and batch.update_samples:
-            # without asking for the number of live samples: that would make a GPU wait
-            factor = torch.where(live > 0, batch.update_samples / live, torch.zeros_like(live))
+        """Once the gradients are there: checks loss and weights, divides by what the weights really sum to (samples may
+        have been left out), takes the scale away."""
+        session, tally = self.session, self.session.gradients.tally
+        every, weight = sums[0], sums[1]
+        if tally.given or (session.batches.may_skip and batch.update_samples):
+            unit = session.precision.unit if tally.given else 1.0
+            # without asking for the sum: that would make a GPU wait
+            factor = torch.where(weight > 0, batch.planned * unit / weight, torch.zeros_like(weight))
             present = [p.grad for p in session.gradients.parameters() if p.grad is not None]
             if present:
                 _scale(present, factor)
             every = every * factor
         layer, self._layer = self._layer, ""
-        session.losses.add(self.progress.step + 1, batch.epoch, every, session.gradients.loss, layer)
+        session.losses.add(
+            self.progress.step + 1, batch.epoch, every, tally.loss, layer,
+            wrong(sums, session.world.size), session.proof.explain(tally, sums),
+        )  # fmt: skip
+        if tally.given:
+            session.precision.note_weights(weight / batch.planned)
         session.precision.unscale(self._stepper)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
@@ -204,7 +246,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: no backward before, a closure, or gradients that were thrown away.
             NonFiniteError: the norm of the gradients is not finite.
-            ReplicaError: every `watch_every` updates, when replicas differ.
+            ReplicaError: after the first update, and every `watch_every` updates, when replicas differ.
         """
         session, gradients = self.session, self.session.gradients
         self._check_step(closure)
@@ -219,9 +261,13 @@ class Optimizer(torch.optim.Optimizer):
         with explained("optimizer's step", session.sizes):
             session.precision.step(self._stepper)
         gradients.stepped()
+        if isinstance(session.batches, FromLoader):
+            session.handed_out(session.batches.data.live)  # what was saved of buffers is put back, and kept on
         self._advance()
         every = session.options.watch_every
-        if every and self.progress.step % every == 0 and session.world.size > 1:
+        due = bool(every and self.progress.step % every == 0) or not self._compared
+        if due and session.world.size > 1:
+            self._compared = self._compared or gradients.had_some
             _watch.check_equal(session.module, session.world, f"after update {self.progress.step}")
         CLOCK.enter("other")
 
@@ -340,8 +386,9 @@ class Optimizer(torch.optim.Optimizer):
         self._closing()
 
 
-def _close(guard: RemovableHandle, bound: Bound) -> None:
+def _close(guard: RemovableHandle, gradients: Gradients, bound: Bound) -> None:
     guard.remove()
+    gradients.close()
     bound.close()
 
 

@@ -18,6 +18,7 @@ from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._gradients import Gradients
 from hvdtrain.torch._in_step import Noted
 from hvdtrain.torch._inner import Inner, unwrap
+from hvdtrain.torch._loss_proof import LossProof
 from hvdtrain.torch._model import Model
 from hvdtrain.torch._nonfinite import Losses
 from hvdtrain.torch._optimizer import Optimizer
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
 # so that preparing a model again, with another optimizer or other options, first takes off what the last one put on;
 # held weakly on both sides: an optimizer refers to its model, and what the user drops is to be freed
 _prepared: WeakKeyDictionary[nn.Module, ref[Optimizer]] = WeakKeyDictionary()
+
+
+def session_of(module: nn.Module) -> Session | None:
+    """Returns what ties a plain module to the ranks, if it was prepared."""
+    optimizer = _prepared[module]() if module in _prepared else None
+    return None if optimizer is None else optimizer.session
 
 
 def prepare(
@@ -106,6 +113,8 @@ def prepare(
     _start.broadcast_state(model, optimizer, world)
     session = _bind(model, optimizer, options, data, world, staged)
     session.rates = rates
+    if data is not None:
+        data.followers.add(session)
     wrapped_model, wrapped_optimizer = Model(session), Optimizer(session)
     _prepared[model] = ref(wrapped_optimizer)
     if verify:
@@ -169,6 +178,7 @@ def _bind(
     staged: Staged | None,
 ) -> Session:
     engine = engine_of(world)
+    pieces = world.size * options.accumulate * (1 if staged is None else max(staged.micro_batches, 2))
     inner = Inner(model, torch.compile(model) if options.compile else staged)  # type: ignore[arg-type]
     batches: Batches = Counted(world.size, options.accumulate) if data is None else FromLoader(data, options.accumulate)
     return Session(
@@ -186,6 +196,7 @@ def _bind(
         per_rank_batch=None if data is None else data.per_rank_batch,
         precision=Precision(options.amp, engine.device),
         losses=Losses(world, engine.device),
-        gradients=Gradients(model, engine.device),
+        gradients=Gradients(model, engine.device, staged=staged is not None),
+        proof=LossProof(world, pieces, verify=options.verify),
         staged=staged,
     )

@@ -135,8 +135,6 @@ class Reducer:
                 bucket.fill(index)
                 if bucket.missing == 0:
                     bucket.send(self._sum_async, self._wire_type)
-            elif self._state == "outside":
-                raise _unasked(self._staged is not None)
 
         return hook
 
@@ -242,15 +240,6 @@ def by_stage(
         mine = [left.pop(id(parameter)) for parameter in owned if id(parameter) in left]
         groups.append((mine, partial(staged.finishing, index)))
     return [*reversed(groups), (list(left.values()), lambda: False)]
-
-
-def _unasked(staged: bool) -> ConfigError:
-    call = "optimizer.forward_backward(x, y, loss_fn)" if staged else "optimizer.backward(loss)"
-    return ConfigError(
-        f"gradients must come from {call}: it weighs, scales and averages them",
-        "the pipeline's own step() was called" if staged else "loss.backward() was called",
-        f"write {call} instead, with the optimizer that prepare() returned",
-    )
 
 
 def bucketize(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.torch import _buffers
 from hvdtrain.torch._amp import Precision
 from hvdtrain.torch._batches import Batches
 from hvdtrain.torch._gradients import Gradients
 from hvdtrain.torch._inner import Inner
+from hvdtrain.torch._loss_proof import LossProof
 from hvdtrain.torch._nonfinite import Losses
 from hvdtrain.torch._rate import Rates
+from hvdtrain.torch._sync_batchnorm import uncounting
 from hvdtrain.torch.engines.base import Bound, Staged, TorchEngine
 from hvdtrain.torch.engines.solo import Solo
 from hvdtrain.world import World, given_or_current
+
+if TYPE_CHECKING:
+    from hvdtrain.torch._loader import Live
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,12 @@ class Session:
         batches: how much each batch counts.
         per_rank_batch: samples; None without a loader.
         gradients: of the update being gathered.
+        proof: whether the loss can be put together of pieces.
         staged: the pipeline that runs the module's passes, if one does.
         rates: who sets the learning rate; None leaves it to the user.
         last_call: arguments of the last training forward pass.
+        last_method: the user's own that took them, in place of forward.
+        entered: the model was called, or a method of it, since the last backward pass.
         stepping: the optimizer's step is called by `Optimizer.step`.
     """
 
@@ -63,18 +74,36 @@ class Session:
     precision: Precision
     losses: Losses
     gradients: Gradients
+    proof: LossProof
     staged: Staged | None = None
     rates: Rates | None = None
     last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    last_method: Callable[..., Any] | None = None
     stepping: bool = False
+    entered: bool = False
+    _empty_batch: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
     def engine(self) -> TorchEngine:
         return engine_of(self.world)
 
+    def handed_out(self, live: Live | None) -> None:
+        """A batch has come from the loader: one that does not count leaves no trace in buffers, whoever runs what part
+        of the model on it. None: there are no more."""
+        self._empty_batch.close()
+        if live is not None and live.ghost:
+            self._empty_batch.enter_context(_buffers.kept(self.module))
+            self._empty_batch.enter_context(uncounting(self.module))
+
+    def samples_called(self) -> int:
+        """Samples of the last training forward pass; 0 where that is not known."""
+        call = self.last_call
+        tensors = [value for value in (call[0] if call else ()) if isinstance(value, torch.Tensor) and value.dim()]
+        return len(tensors[0]) if tensors else 0
+
     def sizes(self) -> str:
         """Says what a step holds in memory."""
-        batch = str(self.per_rank_batch) if self.per_rank_batch else _batch_of(self.last_call)
+        batch = str(self.per_rank_batch) if self.per_rank_batch else str(self.samples_called() or "unknown")
         options, staged = self.options, self.staged
         where = str(self.engine.device)
         if staged is not None:
@@ -83,11 +112,6 @@ class Session:
             f"rank {self.world.rank}: per_rank_batch {batch}, accumulate {options.accumulate}, amp {options.amp},"
             f" on {where}"
         )
-
-
-def _batch_of(call: tuple[tuple[Any, ...], dict[str, Any]] | None) -> str:
-    tensors = [value for value in (call[0] if call else ()) if isinstance(value, torch.Tensor) and value.dim()]
-    return str(len(tensors[0])) if tensors else "unknown"
 
 
 def engine_of(world: World) -> TorchEngine:

@@ -14,6 +14,7 @@ from hvdtrain.shard import tail_pieces
 from hvdtrain.torch._gradients import check_loss
 from hvdtrain.torch._session import Options, Session
 from hvdtrain.torch._sync_batchnorm import is_synchronized
+from hvdtrain.torch._tally import Number, Weight, weight_of
 from hvdtrain.torch.engines.base import Staged, TorchEngine
 
 Loss = Callable[[Any, Any], Tensor]
@@ -100,7 +101,7 @@ def pieces_for(session: Session, args: tuple[Any, ...]) -> Iterator[None]:
         staged.micro_batches = usual
 
 
-def whole_loss(session: Session, loss: Loss) -> Loss:
+def whole_loss(session: Session, loss: Loss, weight: Weight = None) -> Loss:
     """Returns the loss as the pipeline calls it, with a micro-batch's outputs: outside of autocast, checked, and wide
     enough, like that of a model that is whole.
 
@@ -115,28 +116,48 @@ def whole_loss(session: Session, loss: Loss) -> Loss:
             value = loss(session.precision.outputs(outputs), targets)
         check_loss(value, untracked=not torch.is_grad_enabled())  # a pass whose activations are computed again
         wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        if value.requires_grad:  # once a micro-batch; and by the last stage alone
+            _look(session, value, outputs, targets, weight)
         return wide.reshape(())
 
     return compute
 
 
-def run_step(session: Session, args: tuple[Any, ...], y: Any, loss: Loss, weight: float) -> Tensor:
+def _look(session: Session, value: Tensor, outputs: Any, targets: Any, weight: Weight) -> None:
+    """Compares what the loss of a micro-batch divides by with what the micro-batch weighs."""
+    proof, tally = session.proof, session.gradients.tally
+    samples = next((len(part) for part in (targets, outputs) if isinstance(part, Tensor) and part.dim()), 0)
+    amount: Number = samples
+    if weight is not None:
+        amount = weight_of(weight(targets) if callable(weight) else weight, session.engine.device)
+    if not samples:
+        return
+    proof.saw(outputs)
+    proof.look_once(value, samples, tally)
+    proof.read(value, amount, samples, tally)
+
+
+def run_step(
+    session: Session, args: tuple[Any, ...], y: Any, loss: Loss, coefficient: Number, weight: Weight
+) -> Tensor:
     """Runs forward and backward of a batch through the stages; returns its mean loss, on the session's device.
 
     Args:
         args: of the model; tensors have samples along dimension 0.
         y: the targets.
         loss: the mean over the samples it is given.
-        weight: of the batch in its update.
+        coefficient: of the batch's mean loss in its update.
+        weight: see `Optimizer.forward_backward`.
     """
     assert session.staged is not None
     staged = session.staged
     if session.options.channels_last:
         args = tuple(map(channels_last, args))
-    factor = session.precision.factor(weight, torch.device(staged.devices[-1]))
+    factor = session.precision.factor(coefficient, torch.device(staged.devices[-1]))
     with pieces_for(session, args), session.precision.autocast():
         inputs = args if len(args) > 1 else args[0]
-        return staged.step(inputs, y, whole_loss(session, loss), factor=factor).to(session.engine.device)
+        mean = staged.step(inputs, y, whole_loss(session, loss, weight), weight=weight, factor=factor)
+        return mean.to(session.engine.device)
 
 
 def refuse_backward() -> ConfigError:

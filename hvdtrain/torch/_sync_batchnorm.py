@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ _mode: Mode = "counted"
 
 # beside the layers, not in them: a copy of the model (an average of weights, an export) must not carry an engine along
 _engines: WeakKeyDictionary[nn.Module, TorchEngine] = WeakKeyDictionary()
+_uncounted: WeakSet[nn.Module] = WeakSet()  # layers of models whose rank has no samples in the batch at hand
 
 
 def convert(model: nn.Module, engine: TorchEngine) -> nn.Module:
@@ -76,6 +77,17 @@ def acting(mode: Mode) -> Iterator[None]:
         _mode = before
 
 
+@contextmanager
+def uncounting(model: nn.Module) -> Iterator[None]:
+    """While it lasts, forward passes of the model's layers do not count, whoever calls them."""
+    layers = [layer for layer in model.modules() if layer in _engines]
+    _uncounted.update(layers)
+    try:
+        yield
+    finally:
+        _uncounted.difference_update(layers)
+
+
 def is_synchronized(layer: nn.Module) -> bool:
     """Whether the layer's running statistics are those of all ranks' samples, on every rank."""
     return layer in _engines
@@ -90,7 +102,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if engine is None or _mode == "alone" or not self.training:
             return super().forward(x)
         self._check_input_dim(x)
-        output, mean, var, count = _Normalise.apply(x, self.weight, self.bias, self.eps, engine, _mode == "counted")
+        counted = _mode == "counted" and self not in _uncounted
+        output, mean, var, count = _Normalise.apply(x, self.weight, self.bias, self.eps, engine, counted)
         self._track(mean, var, count)
         return output
 

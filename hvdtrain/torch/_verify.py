@@ -100,9 +100,10 @@ def prove(session: Session) -> Proof:
     mean = sum(rank * rank for rank in range(1, world.size + 1)) / total
     weight = (world.rank + 1) / total
     extras = torch.tensor([weight, world.rank + 1.0], dtype=torch.float64, device=session.engine.device)
-    loss = session.bound.call(Probe(world.rank + 1.0))
-    session.bound.backward(loss * weight, reduce=True, extras=extras)
-    session.bound.finish()
+    with session.gradients.differentiating():
+        loss = session.bound.call(Probe(world.rank + 1.0))
+        session.bound.backward(loss * weight, reduce=True, extras=extras)
+        session.bound.finish()
     largest = mean * LARGEST
     off = _largest_gap(parameters, mean) / largest
     own = _largest_gap(parameters, (world.rank + 1.0) * weight) / largest

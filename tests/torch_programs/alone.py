@@ -44,7 +44,8 @@ def case_steps_in_the_wrong_order_are_refused(world: hvdtrain.World) -> None:
     with refused("a second backward() for the same batch", kind=ConfigError):
         optimizer.backward(loss_of(model, batch))
     batch = next(batches)
-    cross_entropy(model(batch[0]), batch[1]).backward()
+    with refused("write optimizer.backward(loss) instead", kind=ConfigError):
+        cross_entropy(model(batch[0]), batch[1]).backward()
     with refused("write optimizer.backward(loss) instead of loss.backward()", kind=ConfigError):
         optimizer.step()
     optimizer.backward(loss_of(model, batch), more=True)

@@ -217,9 +217,10 @@ def case_on_a_gpu_losses_are_read_two_updates_later(world: hvdtrain.World) -> No
     with mock.patch("torch.cuda.Event", Event), mock.patch("torch.empty", unpinned):
         losses = Losses(world, torch.device("cuda"))
         for step, loss in enumerate((3.0, 2.0, 1.0, float("nan")), start=1):
-            Event.now, Event.done = float(step), step - 2.0  # the GPU is two updates behind
+            Event.now, Event.done = float(step), max(step - 2.0, 1.0)  # the GPU is two updates behind
             value = torch.tensor(loss, dtype=torch.float64)
-            losses.add(step, 0, value, value if step > 1 else 0.0, "")  # 0.0: of a rank that has only ghosts
+            mine = value if step > 1 else 0.0  # of a rank that has only ghosts
+            losses.add(step, 0, value, mine, "", torch.zeros_like(value), AssertionError)
         assert losses.last == 2.0
         Event.done = 9.0
         with refused("nan at step 4", "HVDTRAIN_CHECK_EVERY_STEP=1", kind=NonFiniteError):

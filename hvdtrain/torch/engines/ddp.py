@@ -12,16 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdtrain.errors import ConfigError
 from hvdtrain.launchers import Detected
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch.engines._group import GroupEngine, join, rank_losses
 from hvdtrain.torch.engines.base import Settings
 
 _BUCKET_BYTES = 25 << 20
-_COMPRESSION = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+_WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> DdpEngine:
@@ -50,7 +50,6 @@ class DdpBound:
         self, engine: DdpEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
     ) -> None:
         self.call: Callable[..., Any] = module
-        self._size = engine.size
         self._module = module
         self._optimizer = optimizer
         self._settings = settings
@@ -69,8 +68,8 @@ class DdpBound:
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
         )
-        if self._settings.compression:
-            ddp.register_comm_hook(None, _COMPRESSION[self._settings.compression])
+        compression = self._settings.compression
+        ddp.register_comm_hook(_WIRE_TYPES[compression] if compression else None, _sum)
         self._ddp = ddp
 
     def _now_trainable(self) -> list[nn.Parameter]:
@@ -78,7 +77,6 @@ class DdpBound:
 
     def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
         """See `Bound.backward`."""
-        loss = loss * self._size  # DDP divides by the number of ranks, what earlier micro-batches have added up too
         if not reduce:
             loss.backward()  # DDP's hooks expect nothing: gradients add up here
             return
@@ -91,7 +89,7 @@ class DdpBound:
                 self._extras_work = dist.all_reduce(extras, async_op=True)
             carried = self._ddp(loss)
             carried.register_hook(_when_the_graph_is_done)
-            carried.backward()
+            _once(carried)
 
     def finish(self) -> None:
         """See `Bound.finish`; gradients are there already, DDP's backward pass waits for them."""
@@ -107,6 +105,32 @@ class DdpBound:
         """Ends DDP: its reducer takes its hooks off the parameters when nothing refers to it any more."""
         self._ddp = None
         gc.collect()
+
+
+def _sum(wire_type: torch.dtype | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sums over ranks. Left to itself DDP divides by their number, and a loss that is multiplied with it before shows
+    every gradient hook another gradient than one process does."""
+    buffer = bucket.buffer()
+    sent = buffer if wire_type is None else buffer.to(wire_type)
+    work = dist.all_reduce(sent, async_op=True).get_future()
+    return work.then(lambda done: buffer if sent is buffer else buffer.copy_(done.value()[0]))
+
+
+# DDP looks at these, and takes no strings
+_sum.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+
+
+def _once(loss: Tensor) -> None:
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        if "mark a variable ready only once" not in str(error) and "marked as ready twice" not in str(error):
+            raise
+        raise ConfigError(
+            "a parameter has one gradient in a backward pass",
+            "a second one came for the same parameter, after the first was sent",
+            "use torch.utils.checkpoint with use_reentrant=False",
+        ) from error
 
 
 def _when_the_graph_is_done(grad: Tensor) -> None:

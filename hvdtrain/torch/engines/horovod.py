@@ -90,6 +90,8 @@ class HorovodEngine(ByteCollectives):
         """Starts to sum a contiguous tensor over ranks, in place; the function returned waits for it."""
         if not tensor.numel():
             return lambda: None
+        if tensor.is_complex():
+            return self.sum_async(torch.view_as_real(tensor), name)
         sent = tensor if tensor.dtype in _SUMMABLE else tensor.to(_SENT_AS.get(tensor.dtype, torch.int32))
         with rank_losses():
             handle = self.hvd.allreduce_async_(sent, name=name, op=self.hvd.Sum)

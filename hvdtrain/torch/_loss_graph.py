@@ -1,0 +1,242 @@
+"""What a loss divides by, read off the graph that autograd keeps of it: labels that count, class weights, a mask's sum.
+
+A mean over a batch is a sum over samples, tokens or pixels, divided by a count. Only the sum adds up over ranks and
+micro-batches, so the count must be known; the graph's last operations hold it. Nothing is computed and nothing waits
+for a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# what changes neither a number nor how many are added up
+_PASS = {
+    "Neg", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "ToCopy", "Transpose",
+    "Permute", "T", "MaskedFill", "Add", "Sub", "Stack", "Cat", "Where", "Slice", "Select", "Unbind", "Split", "Expand",
+}  # fmt: skip
+_LOOKED_AT = 200  # nodes, until a term is taken to depend on data
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of the loss.
+
+    Attributes:
+        divisor: what its sum is divided by.
+        what: that number in words.
+        weight: the argument to type, of the targets `y`.
+        divided: something divides it; else it is a bare sum.
+        reduced: numbers of several samples are added up in it.
+    """
+
+    divisor: float | Tensor = 1.0
+    what: str = "a sum that nothing divides"
+    weight: str = ""
+    divided: bool = False
+    reduced: bool = False
+
+    def over(self, divisor: float | Tensor, what: str, weight: str) -> Term:
+        return replace(self, divisor=self.divisor * divisor, what=what, weight=weight, divided=True, reduced=True)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The terms of a loss, and names of operations behind which nothing can be told."""
+
+    terms: tuple[Term, ...]
+    unknown: tuple[str, ...]
+
+
+class Reader:
+    """Reads one loss after the other; what it learns of a place in the graph it keeps."""
+
+    def __init__(self) -> None:
+        self._free: dict[str, bool] = {}
+
+    def read(self, loss: Tensor) -> Reading:
+        """Returns the terms of a scalar loss that depend on data."""
+        terms: list[Term] = []
+        unknown: list[str] = []
+        if loss.grad_fn is not None:
+            self._walk(loss.grad_fn, Term(), "", terms, unknown)
+        return Reading(tuple(terms), tuple(dict.fromkeys(unknown)))
+
+    def _walk(self, node: Any, term: Term, path: str, terms: list[Term], unknown: list[str]) -> None:
+        name = re.sub(r"Backward\d*$", "", node.name())
+        path = f"{path}/{name}"
+        if len(path) < 2000 and not hasattr(node, "_saved_reduction"):
+            below = list(self._below(name, node, term, path))
+            if below:
+                for index, (child, its_term) in enumerate(below):
+                    self._walk(child, its_term, f"{path}{index}", terms, unknown)
+                return
+        if self._data_free(node, path):
+            return
+        if hasattr(node, "_saved_reduction"):
+            terms.append(_of_loss(name, node, term))
+        elif term.reduced:
+            terms.append(term)
+        else:
+            unknown.append(name)
+
+    def _below(self, name: str, node: Any, term: Term, path: str) -> Iterator[tuple[Any, Term]]:
+        """Yields what a linear operation adds up, each with what it is divided by so far; nothing for any other."""
+        children = [child for child, _ in node.next_functions]
+        if name in _PASS:
+            yield from ((child, term) for child in children if child is not None)
+        elif name == "Sum":
+            yield children[0], replace(term, reduced=True)
+        elif name == "Mean":
+            values = math.prod(node._saved_self_sym_sizes) / max(_numel(node), 1)
+            yield children[0], term.over(values, f"the {values:g} values of a mean", "weight=values.numel()")
+        elif name in ("Mul", "Div"):
+            one = self._only(children, path)
+            other = None if one is None else _constant(node, one)
+            if one is None or (name == "Div" and one == 1):
+                return
+            if other is None or (isinstance(other, Tensor) and other.numel() != 1):
+                yield children[one], term  # a mask, or a number for each sample
+            elif name == "Div":
+                what = f"the number that it is divided by ({type(other).__name__.lower()})"
+                yield children[one], replace(term.over(other, what, "weight=that number"), reduced=term.reduced)
+            else:
+                other = other.detach() if isinstance(other, Tensor) else other
+                yield children[one], replace(term, divisor=term.divisor / other)
+
+    def _only(self, children: list[Any], path: str) -> int | None:
+        """The index of the one operand that depends on data; None where both do."""
+        live = [index for index, child in enumerate(children) if child is not None]
+        if len(live) > 1:
+            live = [index for index in live if not self._data_free(children[index], f"{path}|{index}")]
+        return live[0] if len(live) == 1 else None
+
+    def _data_free(self, node: Any, path: str) -> bool:
+        """Whether it is computed of parameters alone, like a penalty on weights: the same on every rank."""
+        if path not in self._free:
+            self._free[path] = _of_parameters_alone(node)
+        return self._free[path]
+
+
+def _of_loss(name: str, node: Any, term: Term) -> Term:
+    """The term of one of PyTorch's own losses."""
+    if node._saved_reduction != 1:
+        return replace(term, reduced=True)
+    if not name.startswith("NllLoss"):
+        values = node._saved_self.numel()
+        return term.over(values, f"the {values} values of its mean", "weight=y.numel()")
+    ignored = node._saved_ignore_index
+    ignored -= (1 << 64) * (ignored >= 1 << 63)
+    if node._saved_weight is not None:
+        what, weight = "the class weights of its labels", f"weight=class_weights[y[y != {ignored}]].sum()"
+    else:
+        what, weight = f"the labels that are not {ignored}", f"weight=(y != {ignored}).sum()"
+    return term.over(node._saved_total_weight, what, weight)
+
+
+def _numel(node: Any) -> int:
+    return math.prod(node._input_metadata[0].shape)
+
+
+def _constant(node: Any, live: int) -> Any:
+    """The other operand of a product or quotient, where it is no function of parameters."""
+    return getattr(node, "_saved_other" if live == 0 else "_saved_self", None)
+
+
+def _of_parameters_alone(node: Any) -> bool:
+    """Follows the graph down: data shows as a saved tensor that needs no gradient and has no parameter's shape."""
+    stack, seen = [node], {node}
+    strange: set[Any] = set()
+    shapes = set()
+    while stack:
+        if len(seen) > _LOOKED_AT:
+            return False
+        now = stack.pop()
+        if hasattr(now, "variable"):
+            shapes.add(now.variable.shape)
+        for tensor in _saved(now):
+            if not tensor.requires_grad and tensor.numel() > 1:
+                if not tensor.is_floating_point():
+                    return False
+                strange.add(tensor.shape)
+        for child, _ in now.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return bool(shapes) and strange <= shapes
+
+
+def _saved(node: Any) -> Iterator[Tensor]:
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # changed in place since, or freed
+                continue
+            yield from (item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, Tensor))
+
+
+def couples(loss: Tensor, outputs: list[Tensor], samples: int) -> bool | None:
+    """Whether the loss compares samples with each other, so that no weights can put it together of pieces.
+
+    A loss that adds up over samples has second derivatives within each sample only; those of the model's outputs of one
+    half of the batch by the other half's are looked at. Nothing is added to any ``.grad``, no random stream is used.
+
+    Args:
+        loss: a scalar, whose graph is kept.
+        outputs: of the model, in the batch; those without a dimension of `samples` are left out.
+        samples: in the batch.
+
+    Returns:
+        None where it cannot be told.
+    """
+    placed = [(output, halves) for output in outputs if (halves := _halves(output, samples))]
+    if samples < 2 or not placed:
+        return None
+    try:
+        first = torch.autograd.grad(loss, [o for o, _ in placed], create_graph=True, allow_unused=True)
+        if all(gradient is None for gradient in first):
+            return None
+        # a flat output may hold samples one after the other, or copies of the batch one after the other
+        return all(_coupled(first, placed, layout) for layout in range(min(len(halves) for _, halves in placed)))
+    except (RuntimeError, NotImplementedError):  # a loss that is differentiated once only
+        return None
+
+
+def _coupled(first: Any, placed: list[tuple[Tensor, list[Tensor]]], layout: int) -> bool:
+    made = torch.Generator().manual_seed(1)
+    probe: Any = 0.0
+    for gradient, (_, halves) in zip(first, placed, strict=True):
+        if gradient is not None and gradient.requires_grad:
+            noise = torch.randn(gradient.shape, generator=made, dtype=torch.float64).to(gradient)
+            probe = probe + (gradient * noise * halves[layout]).sum()
+    if not isinstance(probe, Tensor):
+        return False  # linear in the outputs
+    second = torch.autograd.grad(probe, [o for o, _ in placed], retain_graph=True, allow_unused=True)
+    pairs = [(s, halves[layout]) for s, (_, halves) in zip(second, placed, strict=True) if s is not None]
+    if not pairs:
+        return False
+    own = max(float((s * half).abs().max()) for s, half in pairs)
+    other = max(float((s * ~half).abs().max()) for s, half in pairs)
+    return other > 1e-5 * max(own, other) > 0
+
+
+def _halves(output: Tensor, samples: int) -> list[Tensor]:
+    """Masks of half the samples: one for each way in which samples may lie in the output."""
+    if not output.is_floating_point() or not output.requires_grad or not output.dim():
+        return []
+    exact = [dim for dim, size in enumerate(output.shape) if size == samples]
+    dim = exact[0] if exact else 0
+    copies, rest = divmod(output.shape[dim], samples)
+    if rest or not copies:
+        return []
+    places = torch.arange(output.shape[dim], device=output.device)
+    layouts = [places % samples] + ([places // copies] if copies > 1 else [])
+    shape = [-1 if index == dim else 1 for index in range(output.dim())]
+    return [(own < (samples + 1) // 2).view(shape).expand(output.shape) for own in layouts]

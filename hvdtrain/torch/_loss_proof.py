@@ -1,0 +1,103 @@
+"""Whether the user's loss can be put together of pieces, weighed as they are: looked at in every backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.torch._loss_graph import Reader, couples
+from hvdtrain.torch._tally import Number, Tally, refusal
+from hvdtrain.world import World
+
+_COUPLED = (
+    "samples are compared with each other: the loss is no sum over samples (contrastive, the hardest of the batch, a"
+    " ratio or root of sums)"
+)
+
+
+class LossProof:
+    """Of one prepared model.
+
+    Args:
+        world: the ranks.
+        pieces: ranks x micro-batches of an update; with 1 there is nothing to prove.
+        verify: look for losses that compare samples.
+
+    Attributes:
+        outputs: of the model in the batch at hand, while they are wanted.
+        problem: why no weight makes this rank's loss right; "" for no reason.
+        suspicion: what the whole batch against its pieces has shown.
+    """
+
+    def __init__(self, world: World, pieces: int, *, verify: bool) -> None:
+        self._world = world
+        self._reader = Reader()
+        self.needed = pieces > 1
+        self.outputs: list[Tensor] | None = [] if self.needed and verify else None
+        self.problem = self.suspicion = ""
+        self._types: list[str] = []
+        self._noted = False
+
+    def saw(self, out: Any) -> None:
+        """Takes note of what the model gave, until the first loss has been looked at."""
+        if self.outputs is None:
+            return
+        if isinstance(out, Tensor):
+            self.outputs.append(out)
+        elif isinstance(out, dict):
+            self.saw(list(out.values()))
+        elif isinstance(out, (list, tuple)):
+            for item in out:
+                self.saw(item)
+
+    def read(self, loss: Tensor, weight: Number, samples: int, tally: Tally) -> None:
+        """Compares what the loss divides by with its weight, without asking a GPU for numbers."""
+        if not self.needed:
+            return
+        reading = self._reader.read(loss)
+        if reading.unknown:
+            tally.unknown()
+            self._note(reading.unknown, tally)
+            return
+        tally.compare(reading.terms, weight, samples)
+        self._types = list(dict.fromkeys(term.weight for term in reading.terms if term.weight))
+        if any(term.reduced and not term.divided for term in reading.terms):
+            self.found("the loss is a sum that nothing divides", tally)
+
+    def look_once(self, loss: Tensor, samples: int, tally: Tally) -> None:
+        """On the first batch with two samples: whether the loss compares samples; waits for a GPU."""
+        if self.outputs is None:
+            return
+        verdict = couples(loss, self.outputs, samples) if samples > 1 else None
+        self.outputs = None if samples > 1 else []
+        if verdict or self.suspicion:
+            self.found(_COUPLED if verdict else self.suspicion, tally)
+
+    def found(self, problem: str, tally: Tally) -> None:
+        """Has the update refused, on every rank."""
+        self.problem = self.problem or problem
+        tally.problems = tally.problems + 1.0
+
+    def _note(self, unknown: tuple[str, ...], tally: Tally) -> None:
+        if self._noted or tally.given or not self._world.is_main:
+            return
+        self._noted = True
+        print(
+            f"hvdtrain: what the loss divides by cannot be read off its graph ({', '.join(unknown)}): batches count by"
+            " their samples; hvdtrain.torch.check(step, batch) tells whether that is right",
+            flush=True,
+        )
+
+    def explain(self, tally: Tally, sums: Tensor) -> Callable[[], ConfigError]:
+        """Returns what makes the error of an update that is refused; collective when it is called."""
+        problem, types = self.problem, self._types
+
+        def error() -> ConfigError:
+            reports = self._world.gather((tally.text(), problem, types))
+            texts, problems, all_types = map(list, zip(*reports, strict=True))
+            return refusal(texts, sums.tolist(), self._world.size, problems, next(filter(None, all_types), [""]))
+
+        return error
