@@ -21,6 +21,13 @@ _PASS = {
     "Neg", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "ToCopy", "Transpose",
     "Permute", "T", "MaskedFill", "Add", "Sub", "Stack", "Cat", "Where", "Slice", "Select", "Unbind", "Split", "Expand",
 }  # fmt: skip
+# of a whole batch: no sum over samples, whatever it is divided by
+_ACROSS = {
+    "Sqrt", "Rsqrt", "Log", "Log1P", "Log2", "Exp", "Expm1", "Pow", "Square", "Reciprocal", "Sigmoid", "Tanh", "Abs",
+    "Max", "Min", "Amax", "Amin", "Median", "Logsumexp", "Norm", "LinalgVectorNorm", "Prod", "Std", "Var", "Mul", "Div",
+    "Clamp", "Relu", "Softplus",
+}  # fmt: skip
+_CHOICES = {"Topk", "Sort", "Kthvalue"}  # among the values of a vector
 _LOOKED_AT = 200  # nodes, until a term is taken to depend on data
 
 
@@ -48,10 +55,11 @@ class Term:
 
 @dataclass(frozen=True)
 class Reading:
-    """The terms of a loss, and names of operations behind which nothing can be told."""
+    """The terms of a loss, names of operations behind which nothing can be told, and of those that no weight fits."""
 
     terms: tuple[Term, ...]
     unknown: tuple[str, ...]
+    across: tuple[str, ...]
 
 
 class Reader:
@@ -64,23 +72,27 @@ class Reader:
         """Returns the terms of a scalar loss that depend on data."""
         terms: list[Term] = []
         unknown: list[str] = []
+        across: list[str] = []
         if loss.grad_fn is not None:
-            self._walk(loss.grad_fn, Term(), "", terms, unknown)
-        return Reading(tuple(terms), tuple(dict.fromkeys(unknown)))
+            self._walk(loss.grad_fn, Term(), "", (terms, unknown, across))
+        return Reading(tuple(terms), tuple(dict.fromkeys(unknown)), tuple(dict.fromkeys(across)))
 
-    def _walk(self, node: Any, term: Term, path: str, terms: list[Term], unknown: list[str]) -> None:
+    def _walk(self, node: Any, term: Term, path: str, found: tuple[list[Term], list[str], list[str]]) -> None:
         name = re.sub(r"Backward\d*$", "", node.name())
         path = f"{path}/{name}"
         if len(path) < 2000 and not hasattr(node, "_saved_reduction"):
             below = list(self._below(name, node, term, path))
             if below:
                 for index, (child, its_term) in enumerate(below):
-                    self._walk(child, its_term, f"{path}{index}", terms, unknown)
+                    self._walk(child, its_term, f"{path}{index}", found)
                 return
         if self._data_free(node, path):
             return
+        terms, unknown, across = found
         if hasattr(node, "_saved_reduction"):
             terms.append(_of_loss(name, node, term))
+        elif (name in _ACROSS and _numel(node) == 1) or (name in _CHOICES and len(node._input_metadata[0].shape) == 1):
+            across.append(name)
         elif term.reduced:
             terms.append(term)
         else:

@@ -58,6 +58,8 @@ class LossProof:
         if not self.needed:
             return
         reading = self._reader.read(loss)
+        if reading.across:
+            self.found(f"{_COUPLED} ({', '.join(reading.across)})", tally)
         if reading.unknown:
             tally.unknown()
             self._note(reading.unknown, tally)

@@ -308,6 +308,7 @@ def train(case: Case, world: hvdtrain.World) -> tuple[nn.Module, Any, list[float
     data = hvt.loader((x, y), each, world=world, seed=3) if case.loader else None
     with nullcontext() if case.broadcast else mock.patch.object(_start, "broadcast_state", lambda *_: None):
         model, optimizer = hvt.prepare(model, optimizer, data, world=world, **case.prepare)
+    optimizer._compared = optimizer._compared or case.off is not None or not case.broadcast  # twins are to differ
     losses = []
     with case.off(optimizer) if case.off is not None and world.size > 1 else nullcontext():
         for _ in range(2):

@@ -1,0 +1,394 @@
+"""Losses and layers on ranks, in micro-batches and in stages, against one process of plain PyTorch in float64.
+
+usage: losses.py ENGINE OUT.json [all]    "all" adds stages in micro-batches, and every loss through both calls
+
+A loss is "exact" as it is, "weighted" (refused with the weight to give, exact with it), or "refused".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hvdtrain
+import hvdtrain.pipeline
+import hvdtrain.torch as hvt
+from hvdtrain.errors import ConfigError
+
+UPDATE, SAMPLES, WIDTH, KINDS, LONG = 24, 53, 6, 3, 5  # the last update has 5 samples
+CLASSES = torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64)
+MADE = torch.Generator().manual_seed(3)
+X = torch.randn(SAMPLES, WIDTH, generator=MADE, dtype=torch.float64)
+Y = torch.randint(0, KINDS, (SAMPLES,), generator=MADE)
+HOLES = torch.where(torch.rand(SAMPLES, generator=MADE) < 0.4, -100, Y)
+HOLES[:9] = -100  # micro-batches, and ranks, of which no label counts
+TOKENS = torch.randint(0, KINDS, (SAMPLES, LONG), generator=MADE)
+TOKENS[torch.arange(LONG)[None] >= torch.randint(0, LONG + 1, (SAMPLES, 1), generator=MADE)] = -100
+TOKENS[:3] = -100
+REAL = torch.randn(SAMPLES, KINDS, generator=MADE, dtype=torch.float64)
+SHARES = REAL.softmax(1)
+SIGNS = torch.where(torch.rand(SAMPLES, generator=MADE) < 0.5, -1.0, 1.0).double()
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, KINDS))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, KINDS))
+
+
+def without_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5).eval(), nn.Tanh(), nn.Linear(8, KINDS))
+
+
+def unfrozen_head() -> nn.Module:
+    model = plain()
+    model[0].requires_grad_(False)
+    return model
+
+
+class Sequence(nn.Module):
+    """[n, WIDTH] to [n, LONG, KINDS]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 4 * LONG), nn.Linear(4, KINDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)).view(len(x), LONG, 4))
+
+
+class Attending(nn.Module):
+    """Attention over a sequence, with a mask that is each sample's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(WIDTH, 2, batch_first=True), nn.Linear(WIDTH, KINDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = torch.stack([x, x.roll(1, 1), x * 2], 1)
+        mask = torch.stack([torch.zeros_like(x[:, 0]), x[:, 0], x[:, 1]], 1) > 0.5
+        return self.last(self.attention(words, words, words, key_padding_mask=mask)[0].mean(1))
+
+
+class Words(nn.Module):
+    """An embedding whose weight is the last layer's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.middle = nn.Embedding(KINDS, 4), nn.Linear(4 + WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        word = self.words((x[:, 0] > 0).long() + (x[:, 1] > 0).long())
+        return torch.tanh(self.middle(torch.cat([word, x], 1))) @ self.words.weight.T
+
+
+class Unsure(nn.Module):
+    """Two heads, whose losses are weighed by learned numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.doubt = plain(), nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+# -- losses: (outputs, targets, model, inputs) -> scalar ---------------------------------------------------------------
+Loss = Callable[[Tensor, Any, nn.Module, Tensor], Tensor]
+
+
+def masked(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    mask = (y != -100).double()
+    return (F.cross_entropy(outputs, y.clamp_min(0), reduction="none") * mask).sum() / mask.sum()
+
+
+def selected(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    return F.cross_entropy(outputs, y.clamp_min(0), reduction="none")[y != -100].mean()
+
+
+def focal(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    hot = F.one_hot(y, KINDS).double()
+    chance = torch.sigmoid(outputs)
+    distance = (hot - chance).abs()
+    positives = (y > 0).sum().clamp_min(1)
+    return (distance**2 * F.binary_cross_entropy_with_logits(outputs, hot, reduction="none")).sum() / positives
+
+
+def dice(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    chance, hot = outputs.softmax(1), F.one_hot(y, KINDS).double()
+    return 1 - 2 * (chance * hot).sum() / (chance.sum() + hot.sum())
+
+
+def dice_by_sample(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    chance, hot = outputs.softmax(1), F.one_hot(y, KINDS).double()
+    return (1 - 2 * (chance * hot).sum(1) / (chance.sum(1) + hot.sum(1))).mean()
+
+
+def contrastive(outputs: Tensor, *_: Any) -> Tensor:
+    unit = F.normalize(outputs, dim=1)
+    return F.cross_entropy(unit @ (unit * 1.1).T / 0.1, torch.arange(len(unit)))
+
+
+def batch_hard(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    gaps = (outputs[:, None] - outputs[None]).square().sum(2)
+    same = y[:, None] == y[None]
+    far = (gaps * same).max(1).values
+    near = torch.where(same, torch.full_like(gaps, 1e3), gaps).min(1).values
+    return F.softplus(far - near).mean()
+
+
+def triplet(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
+    return F.triplet_margin_loss(outputs, model(x * 0.9), model(-x))
+
+
+def cosine(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
+    return F.cosine_embedding_loss(outputs, model(x * 0.9), y)
+
+
+def penalised(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
+    """With a penalty on the gradient by the inputs, as of WGAN-GP."""
+    inputs = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    return F.cross_entropy(outputs, y) + 10 * ((slope.norm(2, dim=1) - 1) ** 2).mean()
+
+
+def decayed(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, y) + 0.01 * sum((p**2).sum() for p in model.parameters())
+
+
+def anchored(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
+    """With a pull to where the weights began, as of elastic weight consolidation, and a norm of a weight."""
+    parts = [((p - 0.1) ** 2 * torch.full_like(p, 0.3).detach()).mean() for p in model.parameters()]
+    return F.cross_entropy(outputs, y) + sum(parts) + 0.1 * next(model.parameters()).norm()
+
+
+def auxiliary(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, y) + 0.4 * F.cross_entropy(outputs * 0.5, y) + 0.1 * (outputs**2).mean()
+
+
+def two_counts(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    return F.cross_entropy(outputs, y) + F.cross_entropy(outputs * 0.5, y.clamp_min(0))
+
+
+def unsure(outputs: Tensor, y: Tensor, model: Any, x: Tensor) -> Tensor:
+    doubt = getattr(model, "doubt")  # noqa: B009 (an attribute of a prepared model, too)
+    first, second = F.cross_entropy(outputs, y), outputs.square().mean()
+    return first * torch.exp(-doubt[0]) + second * torch.exp(-doubt[1]) + doubt.sum()
+
+
+def gaussian(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    return F.gaussian_nll_loss(outputs[:, :1], y[:, :1], F.softplus(outputs[:, 1:2]))
+
+
+def ctc(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    chances = outputs.log_softmax(2).transpose(0, 1)
+    longs = torch.full((len(y),), LONG)
+    return F.ctc_loss(chances, y.clamp_min(0)[:, :2] % 2 + 1, longs, torch.full((len(y),), 2))
+
+
+def of(function: Any, **options: Any) -> Loss:
+    return lambda outputs, y, model, x: function(outputs, y, **options)
+
+
+def by_token(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), y.flatten())
+
+
+def valid(y: Tensor) -> Tensor:
+    return (y != -100).sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    loss: Loss
+    y: Any = Y
+    model: Callable[[], nn.Module] = plain
+    verdict: str = "exact"
+    weight: Callable[[Any], Any] | None = None
+    says: str = ""  # what a refusal says
+
+
+def weighted(loss: Loss, y: Any, says: str, weight: Any = valid, model: Any = plain) -> Case:
+    return Case(loss, y, model, "weighted", weight, says)
+
+
+def refused(loss: Loss, says: str, y: Any = Y) -> Case:
+    return Case(loss, y, plain, "refused", None, says)
+
+
+CE = F.cross_entropy
+ADDED = "no sum over samples"
+CASES = {
+    "cross-entropy": Case(of(CE)),
+    "ignore_index": weighted(of(CE), HOLES, "weight=(y != -100).sum()"),
+    "class weights": weighted(of(CE, weight=CLASSES), Y, "weight=class_weights[", lambda y: CLASSES[y].sum()),
+    "class weights, ignore_index": weighted(
+        of(CE, weight=CLASSES), HOLES, "weight=class_weights[y[y != -100]].sum()", lambda y: CLASSES[y[y != -100]].sum()
+    ),
+    "label smoothing": Case(of(CE, label_smoothing=0.1)),
+    "label smoothing, ignore_index": weighted(of(CE, label_smoothing=0.1), HOLES, "(y != -100).sum()"),
+    "label smoothing, class weights": weighted(
+        of(CE, label_smoothing=0.1, weight=CLASSES), Y, "class_weights", lambda y: CLASSES[y].sum()
+    ),
+    "probabilities as targets": Case(of(CE), SHARES),
+    "sum": refused(of(CE, reduction="sum"), "a sum that nothing divides"),
+    "sum over samples": Case(lambda o, y, *_: CE(o, y, reduction="sum") / len(y)),
+    "tokens": weighted(by_token, TOKENS, "weight=(y != -100).sum()", model=Sequence),
+    "mask": weighted(masked, HOLES, "weight="),
+    "selected": weighted(selected, HOLES, "weight="),
+    "binary, pos_weight": Case(of(F.binary_cross_entropy_with_logits, pos_weight=CLASSES), SHARES),
+    "squares": Case(of(F.mse_loss), REAL),
+    "absolute": Case(of(F.l1_loss), REAL),
+    "Huber": Case(of(F.huber_loss), REAL),
+    "smooth absolute": Case(of(F.smooth_l1_loss), REAL),
+    "root of squares": refused(lambda o, y, *_: F.mse_loss(o, y).sqrt(), ADDED, REAL),
+    "divergence, batchmean": Case(lambda o, y, *_: F.kl_div(o.log_softmax(1), y, reduction="batchmean"), SHARES),
+    "divergence, sum": refused(
+        lambda o, y, *_: F.kl_div(o.log_softmax(1), y, reduction="sum"), "a sum that nothing divides", SHARES
+    ),
+    "CTC": Case(ctc, TOKENS, Sequence),
+    "focal, by positives": weighted(focal, Y, "weight=", lambda y: (y > 0).sum().clamp_min(1)),
+    "dice of the batch": refused(dice, ADDED),
+    "dice of samples": Case(dice_by_sample),
+    "contrastive": refused(contrastive, ADDED),
+    "triplet": Case(triplet),
+    "batch-hard triplet": refused(batch_hard, ADDED),
+    "hardest eighth": refused(lambda o, y, *_: CE(o, y, reduction="none").topk(-(-len(y) // 8)).values.mean(), ADDED),
+    "cosine": Case(cosine, SIGNS),
+    "hinge": Case(lambda o, y, *_: F.hinge_embedding_loss(o[:, 0], y), SIGNS),
+    "margins": Case(of(F.multi_margin_loss)),
+    "Gaussian": Case(gaussian, REAL),
+    "Poisson": Case(of(F.poisson_nll_loss), SHARES),
+    "gradient penalty": Case(penalised),
+    "weight penalty": Case(decayed),
+    "anchored weights": Case(anchored),
+    "auxiliary": Case(auxiliary),
+    "two counts": refused(two_counts, "divide all terms of the loss by the same count", HOLES),
+    "learned doubt": Case(unsure, Y, Unsure),
+    "attention mask": Case(of(CE), Y, Attending),
+    "layer norm": Case(of(CE), Y, normed),
+    "dropout off": Case(of(CE), Y, without_dropout),
+    "embedding, tied": Case(of(CE), Y, Words),
+    "frozen layer": Case(of(CE), Y, unfrozen_head),
+}
+IN_STAGES = [
+    "cross-entropy", "ignore_index", "class weights, ignore_index", "label smoothing, ignore_index", "mask", "selected",
+    "sum", "squares", "focal, by positives", "dice of the batch", "contrastive", "layer norm", "binary, pos_weight",
+]  # fmt: skip
+
+
+# -- one process of plain PyTorch --------------------------------------------------------------------------------------
+def by_hand(case: Case) -> tuple[list[Tensor], list[float]]:
+    model = made(case)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    losses = []
+    for start in range(0, SAMPLES, UPDATE):
+        x, y = X[start : start + UPDATE], case.y[start : start + UPDATE]
+        optimizer.zero_grad()
+        loss = case.loss(model(x), y, model, x)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return [p.detach() for p in model.parameters()], losses
+
+
+def made(case: Case) -> nn.Module:
+    torch.manual_seed(9)
+    return case.model()
+
+
+# -- the same on ranks -------------------------------------------------------------------------------------------------
+def on_ranks(
+    case: Case, world: hvdtrain.World, accumulate: int, call: str, weight: Any, micro_batches: int = 0
+) -> tuple[list[Tensor], list[float], str]:
+    """Parameters, losses and what was refused."""
+    each = UPDATE // world.size // accumulate
+    model: Any = made(case)
+    parameters = list(model.parameters())
+    optimizer: Any = torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1, momentum=0.9)
+    if micro_batches:
+        balance = [2, 1] if case.model is normed else [1, 1]  # segments of a stage: nothing is measured
+        model = hvdtrain.pipeline.split(model, X[:each], ["cpu", "cpu"], micro_batches=micro_batches, balance=balance)
+    data = hvt.loader((X, case.y), each, world=world, shuffle=False, workers=0)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        model, optimizer = hvt.prepare(model, optimizer, data, world=world, accumulate=accumulate)
+        losses, refusal = [], ""
+        try:
+            for x, y in data:
+                if call == "backward":
+                    loss = case.loss(model(x), y, model, x)
+                    optimizer.backward(loss, weight=None if weight is None else weight(y))
+                else:
+                    loss_of = lambda o, t, x=x: case.loss(o, t, model, x)  # noqa: E731
+                    optimizer.forward_backward(x, y, loss_of, weight=weight)
+                optimizer.step()
+                losses += [] if (noted := optimizer.record()["loss"]) is None else [noted]
+        except ConfigError as error:
+            refusal = str(error)
+    if "cannot be read" in said.getvalue():
+        refusal += "a note"
+    optimizer.close()
+    return [p.detach() for p in parameters], losses, refusal
+
+
+def distance(first: tuple[list[Tensor], list[float]], second: tuple[list[Tensor], list[float]]) -> float:
+    """The largest difference of parameters and losses, as part of the largest (NaN is not overlooked)."""
+    gaps = [(a - b).abs().max() / b.abs().max() for a, b in zip(first[0], second[0], strict=True)]
+    gaps += [(torch.tensor(a) - b).abs() / max(abs(b), 1e-3) for a, b in zip(first[1], second[1], strict=True)]
+    return float(torch.stack([gap.double() for gap in gaps]).max())
+
+
+def ways(case: Case, name: str, everything: bool) -> Iterator[tuple[str, int]]:
+    yield "backward", 0
+    uses_model = case.loss in (triplet, cosine, penalised)  # which the pieces' first look calls with the whole input
+    if (everything or case.verdict != "exact") and not uses_model:
+        yield "forward_backward", 0
+    if name in IN_STAGES:
+        yield from (("forward_backward", count) for count in ((1, 3) if everything else (3,)))
+
+
+def look_at(name: str, world: hvdtrain.World, everything: bool) -> list[dict[str, Any]]:
+    case, found = CASES[name], []
+    wanted = by_hand(case)
+    for call, micro_batches in ways(case, name, everything):
+        for accumulate in (1, 3):
+            one = world.size * accumulate == 1 and micro_batches < 2
+            for weight in dict.fromkeys([None, case.weight]):
+                came = on_ranks(case, world, accumulate, call, weight, micro_batches)
+                found.append({
+                    "case": name, "call": call, "accumulate": accumulate, "micro_batches": micro_batches, "one": one,
+                    "weight": weight is not None, "refusal": came[2],
+                    "error": None if came[2] else distance(came[:2], wanted),
+                })  # fmt: skip
+    return found
+
+
+def main(engine: str, out: str, everything: bool) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    with hvdtrain.init("torch", engine=engine, device="cpu", seed=5) as world:
+        found = []
+        for index, name in enumerate(CASES):
+            found += look_at(name, world, everything)
+            if not index:
+                gc.freeze()  # engines collect garbage after each model; PyTorch's own million objects are none
+        reports = world.gather(found)
+        if world.is_main:
+            with open(out, "w") as file:
+                json.dump(reports, file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], "all" in sys.argv[3:])
