@@ -7,6 +7,7 @@ stream that is not put back.
 from __future__ import annotations
 
 import functools
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -151,7 +152,7 @@ def _compare(
         for p in {**wanted, **sums}
         if p.numel()
     }
-    off = abs(float(whole) - loss / total) / max(abs(float(whole)), 1e-12)
+    off = abs(float(whole) - loss / total) / max(abs(float(whole)), 1e-12)  # NaN where no label of the batch counts
     worst = max(gaps, key=lambda name: gaps[name], default="")
     gap = gaps.get(worst, 0.0)
     tolerance = _TOLERANCES.get(_coarsest(wanted), _COARSE)
@@ -309,6 +310,6 @@ def pieces_differ(session: Session, model: Any, args: Any, y: Any, loss: Any, we
             found = _check(lambda batch: loss(model(*batch[0]), batch[1]), (args, y), ofs, samples, modules)
         except Exception:  # a batch of another size is no business of this model: the real pass will say what is wrong
             return ""
-    if found.exact or any("may be theirs" in note for note in found.notes):
+    if found.exact or not math.isfinite(found.loss) or any("may be theirs" in note for note in found.notes):
         return ""
     return f"model and loss of this batch: {found}"

@@ -18,8 +18,9 @@ from torch import Tensor
 
 # what changes neither a number nor how many are added up
 _PASS = {
-    "Neg", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "ToCopy", "Transpose",
-    "Permute", "T", "MaskedFill", "Add", "Sub", "Stack", "Cat", "Where", "Slice", "Select", "Unbind", "Split", "Expand",
+    "Neg", "Rsub", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "ToCopy",
+    "Transpose", "Permute", "T", "MaskedFill", "Add", "Sub", "Stack", "Cat", "Where", "Slice", "Select", "Unbind",
+    "Split", "Expand",
 }  # fmt: skip
 # of a whole batch: no sum over samples, whatever it is divided by
 _ACROSS = {
@@ -27,6 +28,7 @@ _ACROSS = {
     "Max", "Min", "Amax", "Amin", "Median", "Logsumexp", "Norm", "LinalgVectorNorm", "Prod", "Std", "Var", "Mul", "Div",
     "Clamp", "Relu", "Softplus",
 }  # fmt: skip
+_BY_ELEMENT = {"Mul", "Div", "Pow", "Sub", "Add", "Where"}
 _CHOICES = {"Topk", "Sort", "Kthvalue"}  # among the values of a vector
 _LOOKED_AT = 200  # nodes, until a term is taken to depend on data
 
@@ -78,7 +80,7 @@ class Reader:
         return Reading(tuple(terms), tuple(dict.fromkeys(unknown)), tuple(dict.fromkeys(across)))
 
     def _walk(self, node: Any, term: Term, path: str, found: tuple[list[Term], list[str], list[str]]) -> None:
-        name = re.sub(r"Backward\d*$", "", node.name())
+        name = _name(node)
         path = f"{path}/{name}"
         if len(path) < 2000 and not hasattr(node, "_saved_reduction"):
             below = list(self._below(name, node, term, path))
@@ -89,9 +91,10 @@ class Reader:
         if self._data_free(node, path):
             return
         terms, unknown, across = found
+        dims = len(node._input_metadata[0].shape)  # of what the operation gave
         if hasattr(node, "_saved_reduction"):
             terms.append(_of_loss(name, node, term))
-        elif (name in _ACROSS and _numel(node) == 1) or (name in _CHOICES and len(node._input_metadata[0].shape) == 1):
+        elif (name in _ACROSS and not dims) or (name in _CHOICES and dims == 1):
             across.append(name)
         elif term.reduced:
             terms.append(term)
@@ -113,7 +116,7 @@ class Reader:
             other = None if one is None else _constant(node, one)
             if one is None or (name == "Div" and one == 1):
                 return
-            if other is None or (isinstance(other, Tensor) and other.numel() != 1):
+            if other is None or (isinstance(other, Tensor) and other.dim()):
                 yield children[one], term  # a mask, or a number for each sample
             elif name == "Div":
                 what = f"the number that it is divided by ({type(other).__name__.lower()})"
@@ -152,6 +155,10 @@ def _of_loss(name: str, node: Any, term: Term) -> Term:
     return term.over(node._saved_total_weight, what, weight)
 
 
+def _name(node: Any) -> str:
+    return re.sub(r"Backward\d*$", "", node.name())
+
+
 def _numel(node: Any) -> int:
     return math.prod(node._input_metadata[0].shape)
 
@@ -162,9 +169,10 @@ def _constant(node: Any, live: int) -> Any:
 
 
 def _of_parameters_alone(node: Any) -> bool:
-    """Follows the graph down: data shows as a saved tensor that needs no gradient and has no parameter's shape."""
+    """Follows the graph down: data shows as a saved tensor that needs no gradient, other than a factor for each number
+    of a parameter."""
     stack, seen = [node], {node}
-    strange: set[Any] = set()
+    factors: set[Any] = set()
     shapes = set()
     while stack:
         if len(seen) > _LOOKED_AT:
@@ -174,14 +182,15 @@ def _of_parameters_alone(node: Any) -> bool:
             shapes.add(now.variable.shape)
         for tensor in _saved(now):
             if not tensor.requires_grad and tensor.numel() > 1:
-                if not tensor.is_floating_point():
+                by_element = _name(now) in _BY_ELEMENT and tensor.shape == now._input_metadata[0].shape
+                if not (by_element and tensor.is_floating_point()):
                     return False
-                strange.add(tensor.shape)
+                factors.add(tensor.shape)
         for child, _ in now.next_functions:
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
-    return bool(shapes) and strange <= shapes
+    return bool(shapes) and factors <= shapes
 
 
 def _saved(node: Any) -> Iterator[Tensor]:

@@ -118,9 +118,8 @@ def refusal(texts: list[str], sums: list[float], ranks: int, problems: list[str]
             "all ranks weigh their loss alike", f"weight= was given on {sums[4]:g} of {ranks} ranks",
             "give weight= on every rank", shared=True,
         )  # fmt: skip
-    lines = [
-        f"rank {rank}: {problem or text}" for rank, (text, problem) in enumerate(zip(texts, problems, strict=True))
-    ]
+    said = ["; ".join(filter(None, pair)) for pair in zip(problems, texts, strict=True)]
+    lines = [f"rank {rank}: {text}" for rank, text in enumerate(said)]
     if any(problems):
         return ConfigError(
             "the loss of a batch must be a mean, put together of its pieces' means by their weights",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import hvdtrain
 import hvdtrain.pipeline
 import hvdtrain.torch as hvt
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import HvdtrainError
 
 UPDATE, SAMPLES, WIDTH, KINDS, LONG = 24, 53, 6, 3, 5  # the last update has 5 samples
 CLASSES = torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64)
@@ -122,12 +122,11 @@ def focal(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     hot = F.one_hot(y, KINDS).double()
     chance = torch.sigmoid(outputs)
     distance = (hot - chance).abs()
-    positives = (y > 0).sum().clamp_min(1)
-    return (distance**2 * F.binary_cross_entropy_with_logits(outputs, hot, reduction="none")).sum() / positives
+    return (distance**2 * F.binary_cross_entropy_with_logits(outputs, hot, reduction="none")).sum() / (y + 1).sum()
 
 
 def dice(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
-    chance, hot = outputs.softmax(1), F.one_hot(y, KINDS).double()
+    chance, hot = outputs.sigmoid(), F.one_hot(y, KINDS).double()
     return 1 - 2 * (chance * hot).sum() / (chance.sum() + hot.sum())
 
 
@@ -259,7 +258,7 @@ CASES = {
         lambda o, y, *_: F.kl_div(o.log_softmax(1), y, reduction="sum"), "a sum that nothing divides", SHARES
     ),
     "CTC": Case(ctc, TOKENS, Sequence),
-    "focal, by positives": weighted(focal, Y, "weight=", lambda y: (y > 0).sum().clamp_min(1)),
+    "focal, normalised": weighted(focal, Y, "weight=", lambda y: (y + 1).sum()),
     "dice of the batch": refused(dice, ADDED),
     "dice of samples": Case(dice_by_sample),
     "contrastive": refused(contrastive, ADDED),
@@ -285,7 +284,7 @@ CASES = {
 }
 IN_STAGES = [
     "cross-entropy", "ignore_index", "class weights, ignore_index", "label smoothing, ignore_index", "mask", "selected",
-    "sum", "squares", "focal, by positives", "dice of the batch", "contrastive", "layer norm", "binary, pos_weight",
+    "sum", "squares", "focal, normalised", "dice of the batch", "contrastive", "layer norm", "binary, pos_weight",
 ]  # fmt: skip
 
 
@@ -335,8 +334,8 @@ def on_ranks(
                     optimizer.forward_backward(x, y, loss_of, weight=weight)
                 optimizer.step()
                 losses += [] if (noted := optimizer.record()["loss"]) is None else [noted]
-        except ConfigError as error:
-            refusal = str(error)
+        except HvdtrainError as error:
+            refusal = f"{type(error).__name__}: {error}"
     if "cannot be read" in said.getvalue():
         refusal += "a note"
     optimizer.close()

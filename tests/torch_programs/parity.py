@@ -223,9 +223,8 @@ def keeps_old_gradients(optimizer: Optimizer) -> Iterator[None]:
     """A new update adds to what the last one left."""
 
     def stepped(self: Any) -> None:
-        self.state = "idle"
-        self._samples_seen = self.samples = 0
-        self.loss = 0.0
+        self.put_aside("idle")
+        self._samples_seen, self.tally = 0, _gradients.Tally()
 
     with mock.patch.object(_gradients.Gradients, "stepped", stepped):
         yield
