@@ -1,0 +1,401 @@
+"""Each promise of the README to a PyTorch loop, on the engine given: against one process of plain PyTorch, or refused.
+
+usage: promises.py ENGINE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from cases import refused, run_cases
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+import hvdtrain
+import hvdtrain.torch as hvt
+from hvdtrain.errors import ConfigError, ReplicaError
+from hvdtrain.torch import _session
+from hvdtrain.torch._nonfinite import NonFiniteError
+
+SAMPLES = 25  # three updates of 8, and one sample: on two ranks one has none
+
+
+def points(samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(3)
+    x = torch.randn(samples, 4, generator=made)
+    return x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(9)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def prepared(world: hvdtrain.World, model: nn.Module, data: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    each = 8 // world.size // options.get("accumulate", 1)
+    train = hvt.loader(points() if data is None else data, each, world=world, shuffle=False, workers=0)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return *hvt.prepare(model, sgd(model), train, world=world, **options), train
+
+
+def updates(model: nn.Module, loss_of: Callable[..., Tensor], data: Any = None, clip: float = 0.0) -> list[float]:
+    """One process of plain PyTorch; returns the losses."""
+    x, y = points() if data is None else data
+    optimizer, losses = sgd(model), []
+    for start in range(0, len(x), 8):
+        optimizer.zero_grad()
+        loss = loss_of(model, x[start : start + 8], y[start : start + 8])
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def ce(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model(x), y)
+
+
+def same(model: nn.Module, other: nn.Module) -> None:
+    exact = next(other.parameters()).dtype == torch.float64
+    for ours, theirs in zip(hvt.unwrap(model).state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10 if exact else 1e-5)
+
+
+def at_last(world: hvdtrain.World) -> bool:
+    return world.rank == world.size - 1
+
+
+# -- the same answer --------------------------------------------------------------------------------------------------
+def case_uneven_tails_accumulation_clipping_and_the_loss(world: hvdtrain.World) -> None:
+    for accumulate in (1, 2, 4):
+        whole, model = plain(), plain()
+        wanted = updates(whole, ce, clip=0.3)
+        model, optimizer, train = prepared(world, model, accumulate=accumulate, clip=0.3)
+        losses = []
+        for x, y in train:
+            optimizer.zero_grad()  # between micro-batches, too
+            optimizer.backward(ce(model, x, y))
+            optimizer.step()
+            losses += [] if (loss := optimizer.record()["loss"]) is None else [loss]
+        same(model, whole)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=0, atol=1e-5)
+
+
+def case_accumulation_without_a_loader_is_a_mean(world: hvdtrain.World) -> None:
+    x, y = points(24)
+    whole, model = plain(), plain()
+    updates(whole, ce, (x, y))
+    with contextlib.redirect_stdout(io.StringIO()):
+        model, optimizer = hvt.prepare(model, sgd(model), world=world, accumulate=2)
+    each = 4 // world.size
+    for start in range(0, 24, 4):
+        mine = slice(start + world.rank * each, start + (world.rank + 1) * each)
+        optimizer.backward(ce(model, x[mine], y[mine]))
+        optimizer.step()
+    same(model, whole)
+
+
+def case_weights_of_the_losss_own(world: hvdtrain.World) -> None:
+    x, y = points()
+    y = torch.where(torch.arange(SAMPLES) % 3 == 0, -100, y)
+    y[:4] = -100  # one rank, or two micro-batches, without a label that counts; the last sample is another
+    for accumulate in (1, 2):
+        whole, model = plain(), plain()
+        updates(whole, ce, (x[:24], y[:24]))
+        model, optimizer, train = prepared(world, model, (x[:24], y[:24]), accumulate=accumulate)
+        for a, b in train:
+            optimizer.backward(ce(model, a, b), weight=(b != -100).sum())
+            optimizer.step()
+        same(model, whole)
+    model, optimizer, train = prepared(world, plain(), (x, y), accumulate=2)
+    with refused("weight=(y != -100).sum()", kind=ConfigError):
+        for a, b in train:
+            optimizer.backward(ce(model, a, b))
+            optimizer.step()
+
+
+def case_gradient_hooks_see_what_one_process_sees(world: hvdtrain.World) -> None:
+    """A clamp of each micro-batch's own gradient: with equal batches it is the same for any size of the world."""
+    x, y = points(8)[0][:4].repeat(2, 1), points(8)[1][:4].repeat(2)
+    seen: list[float] = []
+
+    def train_one(model: Any) -> nn.Module:
+        hvt.unwrap(model)[0].weight.register_hook(lambda g: seen.append(float(g.abs().max())))
+        return model
+
+    whole = train_one(plain())
+    ce(whole, x, y).backward()
+    alone = seen.pop()
+    model, optimizer, train = prepared(world, plain(), (x, y))
+    train_one(model)
+    for a, b in train:
+        optimizer.backward(ce(model, a, b))
+        optimizer.step()
+    pieces = getattr(world.comm, "pieces", 1)
+    seen[:] = [sum(seen)] if pieces > 1 else seen
+    assert len(seen) == 1 and abs(seen[0] * world.size - alone) < 1e-5, (seen, alone)
+
+
+class Methods(nn.Module):
+    """Trained through a method and through its parts, never through forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.head = nn.Linear(8, 3)
+        self.types: list[torch.dtype] = []
+
+    def training_step(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.head(self.backbone(x))
+        self.types.append(out.dtype)
+        return cross_entropy(out.float() if out.dtype == torch.bfloat16 else out, y)
+
+
+def case_methods_and_parts_leave_no_trace_of_an_empty_batch(world: hvdtrain.World) -> None:
+    for way in ("method", "parts"):
+        model, optimizer, train = prepared(world, Methods())
+        for x, y in train:
+            few = train.live.global_samples < 8
+            before = model.backbone[1].running_mean.clone()
+            if few and not train.live.ghost:
+                model.eval()  # one sample has no statistics of its own
+            optimizer.backward(model.training_step(x, y) if way == "method" else parts(model, x, y))
+            optimizer.step()
+            model.train()
+            assert torch.equal(model.backbone[1].running_mean, before) == few, way
+        assert world.size == 1 or any(world.gather(train.live.ghost)), "nobody had an empty batch"
+
+
+def parts(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model.head(model.backbone(x)), y)
+
+
+def case_synchronised_statistics_through_a_method_with_an_empty_rank(world: hvdtrain.World) -> None:
+    """9 samples, 8 a step on 4 in the last: on two ranks the second has none of the last 2."""
+    if getattr(world.comm, "pieces", 1) > 1:
+        return  # refused: batch norm of pieces is their own
+    x, y = points(8 + world.size)
+    torch.manual_seed(4)
+    whole = Methods()
+    model = Methods()
+    model.load_state_dict(whole.state_dict())
+    optimizer = sgd(whole)
+    ghosts = []
+    sizes = [8] + ([] if world.size == 1 else [world.size])
+    for start, size in zip((0, 8), sizes, strict=False):
+        optimizer.zero_grad()
+        whole.training_step(x[start : start + size], y[start : start + size]).backward()
+        optimizer.step()
+    x, y = x[: sum(sizes)], y[: sum(sizes)]
+    model, optimizer, train = prepared(world, model, (x, y), sync_batchnorm=True)
+    for a, b in train:
+        ghosts.append(train.live.ghost)
+        optimizer.backward(model.training_step(a, b))
+        optimizer.step()
+    same(model, whole)
+
+
+def case_mixed_precision_reaches_methods(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(world, Methods().float(), (points(8)[0].float(), points(8)[1]), amp="bf16")
+    for x, y in train:
+        optimizer.backward(model.training_step(x, y))
+        optimizer.step()
+    assert set(model.types) == {torch.bfloat16}
+    model, optimizer, train = prepared(world, Methods().float(), (points(8)[0].float(), points(8)[1]), amp="bf16")
+    for x, y in train:
+        with refused("parts of the model were called by themselves", kind=ConfigError):
+            optimizer.backward(parts(model, x, y))
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.rare, self.never = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.always(x) + (self.rare(x) if (x[:, 0] > 1.5).any() else 0.0)
+
+
+def case_a_parameter_without_a_gradient_here_or_anywhere(world: hvdtrain.World) -> None:
+    torch.manual_seed(2)
+    model, optimizer, train = prepared(world, Sometimes())
+    for x, y in train:
+        optimizer.backward(ce(model, x, y))
+        assert model.never.weight.grad is None
+        optimizer.step()
+    assert len(set(world.gather(hvt.fingerprint(model)))) == 1
+
+
+# -- or refused -------------------------------------------------------------------------------------------------------
+def case_a_bare_backward_is_refused(world: hvdtrain.World) -> None:
+    for after in (False, True):
+        model, optimizer, train = prepared(world, plain())
+        x, y = next(iter(train))
+        if after:
+            optimizer.backward(ce(model, x, y))
+        with refused("optimizer.backward(loss)", "loss.backward() was called", kind=ConfigError):
+            ce(model, x, y).backward()
+
+
+def case_zero_grad_between_backward_and_step_is_refused(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(world, plain())
+    x, y = next(iter(train))
+    optimizer.backward(ce(model, x, y))
+    with refused("zero_grad() between backward() and step()", kind=ConfigError):
+        optimizer.zero_grad()
+
+
+def case_a_layer_frozen_within_an_update_is_refused(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(world, plain(), accumulate=2)
+    batches = iter(train)
+    x, y = next(batches)
+    optimizer.backward(ce(model, x, y))
+    optimizer.step()
+    model[0].requires_grad_(False)
+    x, y = next(batches)
+    with refused("frozen between the micro-batches", kind=ConfigError):
+        optimizer.backward(ce(model, x, y))
+
+
+def case_replicas_are_compared_after_the_first_update(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(world, plain())
+    x, y = next(iter(train))
+    optimizer.backward(ce(model, x, y))
+    if at_last(world):
+        model[2].bias.data[0] += 1e-3
+    if world.size == 1:
+        optimizer.step()
+        return
+    with refused("after update 1", "2.bias", kind=ReplicaError):
+        optimizer.step()
+
+
+def case_a_nan_stops_all_ranks_at_its_step(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared(world, plain())
+    for number, (x, y) in enumerate(train):
+        if number == 1:
+            with refused("nan at step 2", f"rank {world.size - 1}: nan", kind=NonFiniteError):
+                optimizer.backward(ce(model, x * float("nan") if at_last(world) else x, y))
+            return
+        optimizer.backward(ce(model, x, y))
+        optimizer.step()
+
+
+def case_an_overflow_on_one_rank_skips_the_step_on_all(world: hvdtrain.World) -> None:
+    x, y = points(24)
+    model, optimizer, train = prepared(world, plain().float(), (x.float(), y), amp="fp16")
+    for number, (a, b) in enumerate(train):
+        before = hvt.fingerprint(model)
+        hook = model[2].bias.register_hook(lambda g: g * float("inf")) if number == 1 and at_last(world) else None
+        optimizer.backward(ce(model, a, b))
+        optimizer.step()
+        assert (hvt.fingerprint(model) == before) == (number == 1)
+        if hook is not None:
+            hook.remove()
+    assert optimizer.skipped_steps == 1 and len(set(world.gather(hvt.fingerprint(model)))) == 1
+
+
+def case_evaluation_counts_each_sample_once(world: hvdtrain.World) -> None:
+    model, _, _ = prepared(world, plain())
+    x, y = points()
+    found = hvt.evaluate(model, (x, y), hvt.classification(top=(1,)), per_rank_batch=4, world=world, workers=0)
+    with torch.no_grad():
+        out = hvt.unwrap(model)(x)
+    assert abs(found["top1"] - float((out.argmax(1) == y).double().mean())) < 1e-6
+    assert abs(found["loss"] - float(cross_entropy(out, y))) < 1e-5
+
+
+# -- two models that meet ---------------------------------------------------------------------------------------------
+def critic() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def maker() -> nn.Module:
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def adversary(judge: Any, make: Any, x: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+    made, fake, true = make(x), 0.0, 1.0
+    real = binary_cross_entropy_with_logits(judge(x)[:, 0], torch.full((len(x),), true))
+    not_real = binary_cross_entropy_with_logits(judge(made.detach())[:, 0], torch.full((len(x),), fake))
+    return real, not_real, lambda: binary_cross_entropy_with_logits(judge(made)[:, 0], torch.full((len(x),), true))
+
+
+def case_the_standard_loop_of_a_gan(world: hvdtrain.World) -> None:
+    """Two losses for the critic, then one through the critic for the generator."""
+    x = points(24)[0]
+    judge, make = critic(), maker()
+    first, second = sgd(judge), sgd(make)
+    for start in range(0, 24, 8):
+        real, not_real, fooled = adversary(judge, make, x[start : start + 8])
+        judge.zero_grad()
+        real.backward()
+        not_real.backward()
+        first.step()
+        make.zero_grad()
+        fooled().backward()
+        second.step()
+    judged, ours, train = prepared(world, critic(), (x, points(24)[1]))
+    with contextlib.redirect_stdout(io.StringIO()):
+        maker_model = maker()
+        made, theirs = hvt.prepare(maker_model, sgd(maker_model), train, world=world)
+    for a, _ in train:
+        real, not_real, fooled = adversary(judged, made, a)
+        ours.backward(real, more=True)
+        ours.backward(not_real)
+        ours.step()
+        theirs.backward(fooled())
+        theirs.step()
+    same(judged, judge)
+    same(made, make)
+
+
+# -- `check` ----------------------------------------------------------------------------------------------------------
+def case_check_changes_nothing_and_names_what_differs(world: hvdtrain.World) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 3))
+    model, optimizer, _ = prepared(world, model)
+    x, y = points(9)
+    state = hvt.fingerprint(model), torch.get_rng_state(), [layer.training for layer in model.modules()]
+
+    def contrast(batch: Any) -> Tensor:
+        out = torch.nn.functional.normalize(model(batch[0]), dim=1)
+        return cross_entropy(out @ out.T / 0.1, torch.arange(len(out)))
+
+    found = hvt.check(lambda batch: ce(model, *batch), (x, y))
+    assert found.exact and found.draws and any("batch normalisation" in note for note in found.notes), found
+    bad = hvt.check(contrast, (x, y))
+    assert not bad.exact and bad.gradient > 0.01 and bad.parameter, bad
+    holes = torch.where(torch.arange(9) < 3, -100, y)
+    read = hvt.check(lambda batch: ce(model, *batch), (x, holes))
+    assert read.exact and "give weight=(y != -100).sum()" in str(read), read
+    given = hvt.check(lambda batch: ce(model, *batch), (x, holes), weight=lambda batch: (batch[1] != -100).sum())
+    assert given.exact, given
+    assert state[0] == hvt.fingerprint(model) and torch.equal(state[1], torch.get_rng_state())
+    assert state[2] == [layer.training for layer in model.modules()]
+    assert all(p.grad is None for p in model.parameters()) and isinstance(optimizer.session, _session.Session)
+
+
+def main(engine: str) -> None:
+    torch.set_num_threads(1)
+    if engine != "deepspeed":
+        torch.set_default_dtype(torch.float64)
+    with hvdtrain.init("torch", engine=engine, device="cpu", seed=5) as world:
+        failed = run_cases(globals().copy(), world)
+    sys.exit(3 if failed else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
