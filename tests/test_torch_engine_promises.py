@@ -11,7 +11,7 @@ from limits import Limit
 
 from hvdtrain import engines
 
-PROGRAM = "promises.py"
+PROGRAM = "engine_promises.py"
 PROMISES = torch_cases.names(PROGRAM)
 # launcher and ranks
 ENGINES = {

@@ -1,6 +1,6 @@
 """Each promise of the README to a PyTorch loop, on the engine given: against one process of plain PyTorch, or refused.
 
-usage: promises.py ENGINE
+usage: engine_promises.py ENGINE
 """
 
 from __future__ import annotations
