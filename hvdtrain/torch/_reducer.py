@@ -11,6 +11,7 @@ while the first ones still run theirs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,23 +30,31 @@ _SMALL_BUCKET_BYTES, _DUST_BYTES = 1 << 20, 1 << 16
 _WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+OWN_REFERENCES = 3  # to a view while they are counted: the list's, the loop's, the call's
+
+
 class Bucket:
     """Gradients that travel together: one flat tensor, and a view of it for each parameter."""
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
         self.name = name
         self.parameters = list(parameters)
-        first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        pieces = self.flat.split([p.numel() for p in parameters])
-        self.views = [_view_like(piece, p) for piece, p in zip(pieces, parameters, strict=True)]
+        self._allocate()
         self.missing = len(self.parameters)
         self.filled = [False] * len(self.parameters)
         self.wait: Wait | None = None
+
+    def _allocate(self) -> None:
+        first = self.parameters[0]
+        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+        pieces = self.flat.split([p.numel() for p in self.parameters])
+        self.views = [_view_like(piece, p) for piece, p in zip(pieces, self.parameters, strict=True)]
         self.wire = self.flat
 
     def begin(self) -> None:
-        """Forgets the last update."""
+        """Forgets the last update; where the user has kept ``p.grad`` of it, that memory is left to the user."""
+        if any(sys.getrefcount(view) > OWN_REFERENCES for view in self.views):
+            self._allocate()
         self.missing = len(self.parameters)
         self.filled = [False] * self.missing
         self.wait = None

@@ -240,6 +240,55 @@ def case_synchronised_batch_norm_comes_off(world: hvdtrain.World) -> None:
     shown(world, "T11e", "the layers are plain again")
 
 
+# -- what is kept --------------------------------------------------------------------------------------------------
+def case_gradients_that_are_kept_stay(world: hvdtrain.World) -> None:
+    x, y = data(32)
+    train = hvt.loader((x, y), 8 // world.size, shuffle=False)
+    model, optimizer = prepared(train)
+    kept, wanted = [], []
+    for rows in train:
+        update(model, optimizer, *rows)
+        kept.append([parameter.grad for parameter in model.parameters()])
+        wanted.append([parameter.grad.clone() for parameter in model.parameters()])
+    pairs = [(a, b) for its, then in zip(kept, wanted, strict=True) for a, b in zip(its, then, strict=True)]
+    assert len(pairs) == 8 and all(torch.equal(a, b) for a, b in pairs)
+    del kept, pairs
+    addresses = set()
+    for _ in range(2):
+        for rows in train:
+            update(model, optimizer, *rows)
+            addresses.add(next(iter(model.parameters())).grad.data_ptr())
+    assert world.engine != "horovod" or len(addresses) == 1, "memory is used again where nobody kept it"
+    shown(world, "T11f", "they stay as they were; the next update takes other memory")
+
+
+class Rows(nn.Module):
+    """Batch normalisation over the places of a sample: one sample is enough for statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(3), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x)).squeeze(2)
+
+
+def case_stand_ins_leave_running_statistics_alone(world: hvdtrain.World) -> None:
+    made = torch.Generator().manual_seed(3)
+    x, y = torch.randn(9, 3, 4, generator=made), torch.randn(9, 3, generator=made)
+    train = hvt.loader((x, y), 8 // world.size, shuffle=False)
+    model = Rows()
+    model, optimizer = hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), train, verify=False)
+    ghosts = 0
+    for inputs, targets in train:
+        ghosts += train.live.ghost
+        before = [buffer.clone() for buffer in model.buffers()]
+        update(model, optimizer, inputs, targets)
+        same = all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+        assert same == train.live.ghost
+    assert world.gather(ghosts) == [0] + [1] * (world.size - 1)
+
+
 # -- where a run goes on ------------------------------------------------------------------------------------------
 class Run:
     """Epochs of 4 updates of 8 samples; keeps the samples it was given."""
