@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain import datasets
-from hvdtrain.datasets import cifar10
+from hvdtrain.datasets import cifar10, files
 from hvdtrain.datasets.images import together
 from hvdtrain.errors import ConfigError
 from hvdtrain.world import World
@@ -59,7 +59,7 @@ def load(source: str, *, world: World, image_size: int | None = None, strict: bo
     Args:
         source: "auto" (CIFAR-10 if every rank has it in its cache, else the digits; never the network), "digits",
             "cifar10", "mnist", "synthetic"; or a path: of a folder in ImageNet's layout, of CIFAR-10 (archive or
-            folder), of MNIST (``mnist.npz``).
+            folder), of MNIST (``mnist.npz``, an IDX file, or a folder with either).
         world: the ranks.
         image_size: pixels on a side of a folder's or synthetic pictures; None: 224.
         strict: a picture that cannot be read is an error; else it is left out, and told.
@@ -92,6 +92,8 @@ def kind_of(source: str) -> str:
         return "mnist"
     if (path / "train").is_dir():
         return "folder"
+    if path.is_dir() and files.holds(path):
+        return "mnist"
     published = (*cifar10.ARCHIVES, *cifar10.FOLDERS.values(), f"{cifar10.TEST}.bin", cifar10.TEST)
     cifar = ".tar" in path.suffixes or any((path / name).exists() for name in published)
     return "cifar10" if cifar else "folder"

@@ -122,8 +122,7 @@ def train(args: argparse.Namespace, world: World) -> None:
         weights = hvk.fingerprint(model)
         world.agree("the final weights (SHA-256)", weights)
         seconds = time.perf_counter() - started
-        run.result(**{f"test_{name}": value for name, value in test.items()})
-        run.result(weights_sha256=weights, seconds=seconds)
+        run.result(loss=test["loss"], top1=test["accuracy"], weights_sha256=weights, seconds=seconds)
         if world.is_main:
             saved = checkpoints.latest()
             report(test, len(x_test), weights, world, seconds, saved.path / "model.keras" if saved else None)

@@ -124,16 +124,19 @@ def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
     assert "oneDNN" not in result.err and "absl" not in result.err
     run = record(run_dir)
     assert run["status"] == "finished" and run["world"]["size"] == ranks
-    assert f"test accuracy {run['result']['test_accuracy']:.4f}" in text
+    assert f"test accuracy {run['result']['top1']:.4f}" in text
     return run["result"]
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_two_ranks_reach_the_accuracy_and_plain_keras_agrees(tmp_path: Path) -> None:
+def test_two_ranks_reach_the_accuracy_and_plain_keras_agrees(tmp_path: Path, limit: Limit) -> None:
     result = run_program("horovodrun", 2, "--run-dir", tmp_path / "run", "--data", "digits")
     ended = check_run(result, tmp_path / "run", 2)
-    assert ended["test_accuracy"] >= 0.97
+    assert ended["top1"] >= 0.97 and {"loss", "top1", "weights_sha256"} <= ended.keys()
+    limit(
+        "K19a", "run.json says test_accuracy (Keras) and top1 (PyTorch) for one thing", mended="loss and top1 in both"
+    )
     assert "epochs: 12 over 2 ranks: 6 each" in result.ranks_output[0]
     saved = re.search(r"load_model\('(.+)'\)", result.ranks_output[0])
     assert saved is not None
@@ -155,8 +158,8 @@ def check_in_plain_keras(saved: Path, tmp_path: Path, ended: dict[str, Any]) -> 
     )
     plain = run_ranks([script, saved, tmp_path / "test.npz"], 1, launcher="none").check()
     numbers = json.loads(plain.out.splitlines()[-1])
-    assert numbers["accuracy"] == pytest.approx(ended["test_accuracy"], abs=1e-6)
-    assert numbers["loss"] == pytest.approx(ended["test_loss"], rel=1e-4)
+    assert numbers["accuracy"] == pytest.approx(ended["top1"], abs=1e-6)
+    assert numbers["loss"] == pytest.approx(ended["loss"], rel=1e-4)
 
 
 @pytest.mark.ranks
@@ -178,7 +181,7 @@ def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], few_pic
         "--per-rank-batch", 32 // ranks, *flags,
     )  # fmt: skip
     ended = check_run(result, run_dir, ranks)
-    assert 0.2 < ended["test_accuracy"] <= 1.0
+    assert 0.2 < ended["top1"] <= 1.0
     run = record(run_dir)
     assert run["effective_batch"] == 32
     assert run["config"]["backend"] == ("torch" if "torch" in flags else "tensorflow")

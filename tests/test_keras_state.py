@@ -38,3 +38,10 @@ def test_limits(ended: Result, limit: Limit) -> None:
     limit(
         "K17a", "each epoch sends every frozen weight as float64", mended="what is equal on all ranks does not travel"
     )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_nothing_prepared_is_left(backend: str) -> None:
+    program = PROGRAM.with_name("leaks.py")
+    run_ranks([program], 2, env={"KERAS_BACKEND": backend}, timeout_s=400).check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pickle
 import re
@@ -14,7 +15,7 @@ from harness import REPOSITORY, Result, clean_environment, run_ranks
 from launcher_variables import HOROVODRUN, TORCHRUN
 
 from hvdtrain import errors, world
-from hvdtrain.errors import ConfigError, HvdtrainError, MainRankError
+from hvdtrain.errors import ConfigError, HvdtrainError, MainRankError, ReplicaError
 from hvdtrain.world import SoloEngine, World
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -53,6 +54,29 @@ class TestSolo:
         assert SoloEngine().sum_floats([1, 2]) == [1.0, 2.0]
         with pytest.raises(ValueError, match="root"):
             SoloEngine().broadcast_bytes(None, 0)
+
+
+class Among(SoloEngine):
+    """Rank 0 of several, who say what the test has them say."""
+
+    def __init__(self, *others: object) -> None:
+        super().__init__()
+        object.__setattr__(self, "others", others)
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        return [data, *(pickle.dumps(other) for other in self.others)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("odd", range(1, 5))
+def test_every_rank_is_asked_whether_it_agrees(odd: int) -> None:
+    others = [7] * 4
+    many = dataclasses.replace(World.solo(), size=5, comm=Among(*others))
+    many.agree("batch", 7)
+    others[odd - 1] = 8
+    many = dataclasses.replace(World.solo(), size=5, comm=Among(*others))
+    with pytest.raises(ReplicaError, match="batch must be the same") as caught:
+        many.agree("batch", 7)
+    assert f"rank {odd}: 8" in caught.value.came
 
 
 class TestErrors:

@@ -11,6 +11,7 @@ import math
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,11 +54,20 @@ def read(path: Path) -> Arrays:
     )
 
 
+def holds(folder: Path) -> bool:
+    """Whether `read` would look for MNIST in this folder: it has a ``.npz`` or an IDX file under its published name."""
+    return (folder / NPZ_NAME).is_file() or any(any(found.values()) for _, found in _idx_files(folder))
+
+
+def _idx_files(folder: Path) -> Iterator[tuple[Path, dict[str, Path | None]]]:
+    for place in (folder, folder / "MNIST" / "raw"):  # the second is where torchvision unpacks to
+        yield place, {array: _idx_file(place, stem) for array, stem in IDX_STEMS.items()}
+
+
 def _read_folder(folder: Path) -> Arrays:
     if (folder / NPZ_NAME).is_file():
         return _read_npz(folder / NPZ_NAME)
-    for place in (folder, folder / "MNIST" / "raw"):  # the second is where torchvision unpacks to
-        found = {array: _idx_file(place, stem) for array, stem in IDX_STEMS.items()}
+    for place, found in _idx_files(folder):
         if any(found.values()):
             missing = [IDX_STEMS[array] for array, file in found.items() if file is None]
             if missing:

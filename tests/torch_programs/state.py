@@ -24,6 +24,7 @@ import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.errors import ConfigError, HvdtrainError, NonFiniteError, ReplicaError
 from hvdtrain.torch import _buffers, _watch
+from hvdtrain.torch.engines import base
 
 SAMPLES, BATCH = 24, 8  # of all ranks: 3 updates an epoch
 
@@ -357,6 +358,37 @@ def case_m_another_world_size_gives_every_rank_a_stream_of_its_own(world: hvdtra
         torch.manual_seed(1)
         Job(world).restore(checkpoints)
         assert draws() == first, "it follows from the checkpoint"
+
+
+def case_m_what_is_longer_than_a_message_arrives_whole(world: hvdtrain.World) -> None:
+    with mock.patch.object(base, "_CHUNK_BYTES", 1000), mock.patch.object(_buffers, "_CHUNK_BYTES", 1000):
+        for root in range(world.size):
+            wanted = np.random.default_rng(root).integers(0, 256, 10_007, np.uint8).tobytes()
+            given = wanted if world.rank == root else None
+            assert world.comm.broadcast_bytes(given, root) == wanted
+        tensors = [torch.full((n,), float(world.rank + n)) for n in (3, 700, 1, 250, 90)]
+        tensors.append(torch.full((40, 3), world.rank))
+        _buffers.broadcast_(tensors, world, world.size - 1)
+        means = [torch.full((n,), float(world.rank)) for n in (5, 400, 30)]
+        _buffers.average_(means, world)
+    for tensor in tensors[:-1]:
+        assert bool((tensor == world.size - 1 + len(tensor)).all())
+    assert bool((tensors[-1] == world.size - 1).all())
+    assert all(bool((mean == (world.size - 1) / 2).all()) for mean in means)
+
+
+def case_m_optimizer_slots_are_rank_0s(world: hvdtrain.World) -> None:
+    """Ranks come with slots of their own, or with none at all."""
+    model, (x, y) = net(), data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if world.is_main or world.rank % 2 == 0:
+        cross_entropy(model(x * (1 + world.rank)), y).backward()
+        optimizer.step()
+    wanted = world.gather([value.clone() for slots in optimizer.state.values() for value in slots.values()])[0]
+    hvt.prepare(model, optimizer, hvt.loader((x, y), 4, world=world), verify=False)
+    found = [value for slots in optimizer.state.values() for value in slots.values()]
+    assert len(found) == len(wanted) == 12
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 if __name__ == "__main__":
