@@ -14,6 +14,7 @@ from hvdtrain import keras_mnist
 from hvdtrain.datasets import digits
 from hvdtrain.errors import ConfigError
 from tests.harness import Result, run_ranks
+from tests.limits import Limit
 
 FEW = 403  # prime: an uneven tail on any number of ranks
 

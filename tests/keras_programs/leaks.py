@@ -56,16 +56,14 @@ def grown(prepared: bool, models: int) -> tuple[float, list[str]]:
 
 
 if __name__ == "__main__":
-    for warm in (False, True):
-        grown(warm, WARM_UP)
-    threads = threading.active_count()
-    plain, _ = grown(False, MODELS)
-    own, alive = grown(True, MODELS)
-    print(
-        f"alive {alive}, threads {threads} -> {threading.active_count()}, plain {plain:.1f}, own {own:.1f} MiB",
-        flush=True,
-    )
-    wrong = bool(alive or now > threads or own - plain > MOST_MIB)
-    failed = any(world.gather(wrong))
-    world.comm.shutdown()
+    with world:
+        for warm in (False, True):
+            grown(warm, WARM_UP)
+        threads = threading.active_count()
+        plain, _ = grown(False, MODELS)
+        own, alive = grown(True, MODELS)
+        now = threading.active_count()
+        print(f"alive {alive}, threads {threads} -> {now}, plain {plain:.1f}, own {own:.1f} MiB", flush=True)
+        wrong = bool(alive or now > threads or own - plain > MOST_MIB)
+        failed = any(world.gather(wrong))
     sys.exit(3 if failed else 0)

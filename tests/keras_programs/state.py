@@ -318,7 +318,7 @@ def case_m_optimizer_slots_are_rank_0s() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(seen, before, strict=True))
 
 
-if __name__ == "__main__":
+def run_all() -> int:
     failures = 0
     for function in CASES:
         problem = ""
@@ -331,5 +331,10 @@ if __name__ == "__main__":
         if world.is_main:
             name = function.__name__
             print(f"FAILED {name}\n" + "\n".join(problems) if problems else f"passed {name}", flush=True)
-    world.comm.shutdown()
-    raise SystemExit(3 if failures else 0)
+    return failures
+
+
+if __name__ == "__main__":
+    with world:
+        failed = run_all()
+    raise SystemExit(3 if failed else 0)
