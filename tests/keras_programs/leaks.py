@@ -20,7 +20,7 @@ import hvdtrain
 world = hvdtrain.init("keras", seed=5)
 import hvdtrain.keras as hvk  # noqa: E402
 
-MODELS, WARM_UP, WIDTH = 10, 3, 1024  # 4 MiB of weights each
+MODELS, WARM_UP, WIDTH = 10, 12, 1024  # 4 MiB of weights each
 MOST_MIB = 20
 
 
