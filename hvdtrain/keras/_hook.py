@@ -297,7 +297,23 @@ def hook_test_step(model: keras.Model) -> None:
             return inner(data)
 
     vars(model)["test_step"] = test_step
+    vars(model)["_symbolic_build"] = _without_marks(model._symbolic_build)
     model.test_function = None
+
+
+def _without_marks(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``_symbolic_build``, which Keras on torch calls with the first batch: a mark is no sample weight."""
+
+    @functools.wraps(inner)
+    def _symbolic_build(iterator: Any = None, data_batch: Any = None) -> Any:
+        if iterator is not None:
+            iterator = (
+                (begin, end, [_split_dead(found[0])[1]] if isinstance(found, (list, tuple)) else found)
+                for begin, end, found in iterator
+            )
+        return inner(iterator=iterator, data_batch=data_batch)
+
+    return _symbolic_build
 
 
 @contextmanager

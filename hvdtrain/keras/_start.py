@@ -22,6 +22,8 @@ def start(model: keras.Model, session: Session) -> None:
     are an error (a forgotten broadcast).
     """
     if session.alone:
+        if not model.optimizer.built:  # as on many ranks: some optimizers start from the weights as they then are
+            model.optimizer.build(model.trainable_variables)
         _put_random_state(model, session)
         session.ready = True
         return

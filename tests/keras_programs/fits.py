@@ -250,7 +250,9 @@ def prepared_again_with_another_option() -> str:
 
 @case
 def schedule_free() -> str:
+    """Keras on TensorFlow starts its momentum anew in every step, unless the optimizer is built before ``fit``."""
     model, plain = (net(O.ScheduleFreeAdamW(1e-2), seed=1) for _ in range(2))
+    plain.optimizer.build(plain.trainable_variables)
     hvk.prepare(model)
     data = deal(X[:48], Y[:48])
     model.fit(data, epochs=3, verbose=0, callbacks=hvk.callbacks(model))
@@ -313,7 +315,12 @@ def both_kinds_of_weights() -> str:
 
 @case
 def synchronized_statistics() -> str:
-    hvk.prepare(net(layers=[L.BatchNormalization(synchronized=True)]))
+    if BACKEND == "torch":  # refused by Keras itself
+        layer = L.BatchNormalization()
+        layer.synchronized = True
+    else:
+        layer = L.BatchNormalization(synchronized=True)
+    hvk.prepare(net(layers=[layer]))
     return "prepared"
 
 

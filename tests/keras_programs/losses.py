@@ -202,8 +202,6 @@ def main(out: str, wanted: list[str]) -> None:
         with open(out + ".json", "w") as file:
             json.dump(facts, file, default=float)
     start()
-    if RANKED:
-        world.comm.shutdown()
 
 
 if __name__ == "__main__":
