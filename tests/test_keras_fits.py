@@ -26,7 +26,7 @@ ACCEPTED = {
     "prepared_again_with_another_option": ("K8e", "a second prepare() with another option"),
     "schedule_free": (
         "K17b",
-        "ScheduleFreeAdamW (plain Keras on TensorFlow starts its momentum anew each step unless it is built before fit)",
+        "ScheduleFreeAdamW (plain Keras on TensorFlow: right only if built before fit)",
     ),
     "proves_the_loss_quickly": None,
     "bar_of_rank_0": ("K8f", "the progress bar of fit"),
