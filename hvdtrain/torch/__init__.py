@@ -31,7 +31,7 @@ _HOME_OF = {
     "IMAGENET_MEAN": "_augment",
     "IMAGENET_STD": "_augment",
     "ImageFiles": "_folder",
-    "Live": "_loader",
+    "Live": "_epoch",
     "Loader": "_loader",
     "Model": "_model",
     "Optimizer": "_optimizer",
@@ -62,11 +62,11 @@ if TYPE_CHECKING:
     from hvdtrain.torch._check import Check as Check
     from hvdtrain.torch._check import check as check
     from hvdtrain.torch._clock import CLOCK as CLOCK
+    from hvdtrain.torch._epoch import Live as Live
     from hvdtrain.torch._evaluate import classification as classification
     from hvdtrain.torch._evaluate import evaluate as evaluate
     from hvdtrain.torch._folder import ImageFiles as ImageFiles
     from hvdtrain.torch._inner import unwrap as unwrap
-    from hvdtrain.torch._loader import Live as Live
     from hvdtrain.torch._loader import Loader as Loader
     from hvdtrain.torch._loader import loader as loader
     from hvdtrain.torch._model import Model as Model

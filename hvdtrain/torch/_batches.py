@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from hvdtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hvdtrain.torch._loader import Live, Loader
+    from hvdtrain.torch._epoch import Live
+    from hvdtrain.torch._loader import Loader
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +47,6 @@ class Batch:
 class Batches(Protocol):
     """Where batches come from."""
 
-    @property
-    def may_skip(self) -> bool:
-        """A batch may have fewer samples than planned."""
-        ...
-
     def now(self) -> Batch | None:
         """The batch that training is at; None before the first."""
         ...
@@ -71,15 +67,12 @@ class Batches(Protocol):
 class FromLoader:
     """Batches of an `hvdtrain.torch.loader`, which knows every rank's share."""
 
-    may_skip = True  # whatever the data set says of itself
-
     def __init__(self, data: Loader, accumulate: int) -> None:
         self.data = data
         self._accumulate = accumulate
         self._live: Live | None = None
         self._batch: Batch | None = None
         self._applied: Live | None = None
-        data.for_training()
 
     def now(self) -> Batch | None:
         live = self.data.live
@@ -120,8 +113,6 @@ class FromLoader:
 
 class Counted:
     """Batches of anything else: every rank's count the same, and samples are not counted."""
-
-    may_skip = False
 
     def __init__(self, size: int, accumulate: int) -> None:
         self._planned = float(size * accumulate)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import WeakSet, ref
 
 import torch
@@ -15,45 +14,15 @@ from torch import Tensor
 from hvdtrain import same_data
 from hvdtrain.errors import ConfigError
 from hvdtrain.shard import ORDER_RULE, Plan
-from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._data import Augment, augment_of, source_of
+from hvdtrain.torch._epoch import Epoch, Follower, Items, Live
 from hvdtrain.torch._prefetch import Ahead
 from hvdtrain.torch._session import device_of, world_or_current
 from hvdtrain.torch._source import Fetched, Source, tensors_of, to_device
 from hvdtrain.torch._steps import Step, Steps, uniforms
 from hvdtrain.world import World
 
-TOGETHER = 2  # batches in a row that two loaders of one order may serve in turns
 WARNED_FILES = 3  # unreadable files that are named as they come; all are in `Loader.skipped`
-
-
-@dataclass(frozen=True, eq=False)
-class Live:
-    """What the batch last handed out counts. A new object for every batch.
-
-    Attributes:
-        samples: samples of this rank that are in the batch and count; 0 in a ghost.
-        ghost: this rank has no sample left: the batch keeps the step in step, and counts nothing.
-        epoch: counted from 0.
-        begin: samples of all ranks that were done in the epoch when the loop over it began.
-        number: of the batch in that loop, counted from 0.
-        consumed: samples of all ranks that are done in the epoch after it.
-        global_samples: samples of all ranks in this step, as planned.
-    """
-
-    samples: int
-    ghost: bool
-    epoch: int
-    begin: int
-    number: int
-    consumed: int
-    global_samples: int
-
-
-class Follower(Protocol):
-    """Is told what each batch counts as it is handed out; None at the end."""
-
-    def handed_out(self, live: Live | None) -> None: ...
 
 
 class Loader:
@@ -83,12 +52,11 @@ class Loader:
         self._epoch, self._done = 0, 0  # of the loop that runs, else of the next one
         self._begin = 0
         self._begun = False  # a batch of the loop was handed out
-        self._loop: ref[_Epoch] | None = None
+        self._loop: ref[Epoch] | None = None
         self._items: Items | None = None
         self._moves = 0
         self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
         self._left_told = False
-        self._trained = False
         self._differentiated: Live | None = None
 
     @property
@@ -165,7 +133,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, and what it is a position in."""
         epoch, samples_in_epoch = self.position
-        return {"epoch": epoch, "samples_in_epoch": samples_in_epoch, **self._identity()}
+        return {"epoch": epoch, "samples_in_epoch": samples_in_epoch, **self.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved position.
@@ -173,7 +141,7 @@ class Loader:
         Raises:
             ConfigError: it is a position in other data, or in another order of it: samples would be repeated or missed.
         """
-        differ = {name: value for name, value in self._identity().items() if state.get(name, "unknown") != value}
+        differ = {name: value for name, value in self.identity().items() if state.get(name, "unknown") != value}
         if differ:
             saved = ", ".join(f"{name}={state.get(name, 'unknown')}" for name in differ)
             raise ConfigError(
@@ -183,7 +151,7 @@ class Loader:
             )
         self.go_on(int(state["epoch"]), int(state["samples_in_epoch"]))
 
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         rule = ORDER_RULE if self.plan.shuffle else "as it is"
         return {"samples": self.plan.samples, "seed": self.plan.seed, "shuffle": self.plan.shuffle, "order": rule}
 
@@ -203,7 +171,7 @@ class Loader:
         done = self.position[1]
         steps = self.plan.steps(done)
         last, _ = self.plan.span(steps - 1, done, self._world.rank)
-        return steps - (last.start == last.stop and not self._stands_in())
+        return steps - (last.start == last.stop and not self.stands_in())
 
     def __iter__(self) -> Iterator[Any]:
         epoch, done = self.position
@@ -211,7 +179,7 @@ class Loader:
             epoch, done = epoch + 1, 0  # the other loop can be finished by nobody
         self._stop()
         self._end_of_loop(epoch, done)
-        loop = _Epoch(self, epoch)
+        loop = Epoch(self, epoch)
         self._items = self._ready(Steps(self.plan, epoch, done, rank=self._world.rank))
         self._loop = ref(loop)
         return loop
@@ -222,12 +190,9 @@ class Loader:
             self._items.close()
             self._items = None
 
-    def for_training(self) -> None:
-        """Loops that train get a batch in every step, on every rank; `prepare` says so."""
-        self._trained = True
-
-    def _stands_in(self) -> bool:
-        return self._trained and torch.is_grad_enabled()
+    def stands_in(self) -> bool:
+        """Returns whether the loop of now trains: then it gets a batch in every step, on every rank."""
+        return bool(self.followers) and torch.is_grad_enabled()
 
     def differentiated(self, live: Live | None) -> None:
         """The batch had its backward pass."""
@@ -305,101 +270,6 @@ class Loader:
                 self.skipped.append((name, reason))
                 if len(self.skipped) <= WARNED_FILES:
                     print(f"hvdtrain: rank {self._world.rank} leaves out {name}: {reason}", file=sys.stderr, flush=True)
-
-
-Items = Generator[tuple[Any, Live], None, None] | Ahead[tuple[Any, Live]]
-
-
-class _Epoch:
-    """The loop over the rest of one epoch. The loader only knows it weakly: when it is gone, the loop was left."""
-
-    running: WeakSet[_Epoch] = WeakSet()
-
-    def __init__(self, loader: Loader, epoch: int) -> None:
-        self.epoch = epoch
-        self._loader = loader
-        self._over = False
-        self._stand_in: Live | None = None
-        self._count = 0
-        self._others: dict[int, tuple[int, int]] = {}  # of each twin: batches it had served, how often it went along
-
-    def __iter__(self) -> _Epoch:
-        return self
-
-    def __next__(self) -> Any:
-        loader = self._loader
-        if self._over:  # asked again: the loader may be elsewhere by now
-            raise StopIteration
-        if loader._loop is None or loader._loop() is not self:
-            raise ConfigError(
-                "a loader serves one loop at a time",
-                f"a second loop was begun while this one was in epoch {self.epoch}",
-                "make a second loader for a second loop",
-            )
-        self._check_stand_in()
-        self._refuse_twins()
-        CLOCK.enter("input")
-        item = self._next()
-        if item is None:
-            self._over = True
-            _Epoch.running.discard(self)
-            loader._end_of_loop(self.epoch + 1, 0)
-            CLOCK.enter("other")
-            _tell(loader, None)
-            raise StopIteration
-        batch, live = item
-        self._stand_in = live if live.ghost else None
-        self._count += 1
-        loader.live, loader._begun = live, True
-        _tell(loader, live)
-        CLOCK.enter("forward")
-        return batch
-
-    def _next(self) -> tuple[Any, Live] | None:
-        assert self._loader._items is not None
-        for batch, live in self._loader._items:
-            self._loader._done = live.consumed
-            if not live.ghost or self._loader._stands_in():
-                return batch, live
-        return None
-
-    def _check_stand_in(self) -> None:
-        """A batch that counts nothing must go where that is known."""
-        if self._stand_in is not None and self._stand_in is not self._loader._differentiated:
-            raise ConfigError(
-                "the training loader's batches go to optimizer.backward, which knows that some count nothing",
-                f"rank {self._loader._world.rank} had no sample left in the last step of epoch {self.epoch}, got others"
-                " to keep step, and did not train on them: a loop that only reads would count them",
-                "read under torch.no_grad(), or from a loader of its own",
-            )
-
-    def _refuse_twins(self) -> None:
-        """Two loaders side by side must not serve the same order: pairs of a sample with itself.
-
-        Side by side is what goes along, batch for batch, several times in a row: a loop that was interrupted does not.
-        """
-        mine = self._loader
-        _Epoch.running.add(self)
-        for other in _Epoch.running:
-            its = other._loader
-            if its is mine or not mine.plan.shuffle or (its._identity(), other.epoch) != (mine._identity(), self.epoch):
-                continue
-            before, together = self._others.get(id(other), (other._count, 0))
-            together = together + 1 if other._count > before else 0
-            self._others[id(other)] = (other._count, together)
-            if together == TOGETHER:
-                raise ConfigError(
-                    "two loaders in one loop serve their samples in different orders",
-                    f"both have {mine.samples} samples and seed {mine.plan.seed}, and are in epoch {self.epoch}: each"
-                    " sample would meet itself",
-                    f"give one of them another seed: loader(..., seed={mine.plan.seed + 1}); for data that belongs"
-                    " together make one loader of both: loader((x, y, z), ...)",
-                )
-
-
-def _tell(loader: Loader, live: Live | None) -> None:
-    for follower in loader.followers:
-        follower.handed_out(live)
 
 
 def loader(

@@ -199,7 +199,7 @@ class Optimizer(torch.optim.Optimizer):
         have been left out), takes the scale away."""
         session, tally = self.session, self.session.gradients.tally
         every, weight = sums[0], sums[1]
-        if tally.given or (session.batches.may_skip and batch.update_samples):
+        if tally.given or batch.update_samples:  # any data set may turn out to have fewer samples than planned
             unit = session.precision.unit if tally.given else 1.0
             # without asking for the sum: that would make a GPU wait
             factor = torch.where(weight > 0, batch.planned * unit / weight, torch.zeros_like(weight))

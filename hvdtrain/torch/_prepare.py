@@ -139,7 +139,7 @@ def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None
     check_amp(options.amp)
     if options.compression not in (None, "fp16", "bf16"):
         raise ConfigError('compression must be None, "fp16" or "bf16"', f"compression={options.compression!r}")
-    if data is not None and not hasattr(data, "for_training"):
+    if data is not None and not hasattr(data, "followers"):
         raise ConfigError(
             "prepare takes the loader that counts samples over all ranks: one of hvdtrain.torch.loader",
             f"a {type(data).__name__}",

@@ -25,7 +25,7 @@ from hvdtrain.torch.engines.solo import Solo
 from hvdtrain.world import World, given_or_current
 
 if TYPE_CHECKING:
-    from hvdtrain.torch._loader import Live
+    from hvdtrain.torch._epoch import Live
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,16 @@ def acted(rank: int, size: int, seed: int = 0) -> World:
     return World(rank, size, rank, size, 0, "acted", "acted", (), seed, comm=Acted(rank, size))
 
 
+class Training:
+    """Stands for a prepared model."""
+
+    def handed_out(self, live: Any) -> None:
+        pass
+
+
+TRAINING = Training()
+
+
 class Numbers(Dataset):
     """Sample i is (i, i); those in `bad` cannot be read."""
 
@@ -98,7 +108,7 @@ def case_windows_and_what_a_batch_counts() -> None:
     for samples, size, batch, accumulate in ((50, 1, 8, 3), (50, 4, 2, 3), (17, 4, 3, 2), (5, 3, 1, 4), (24, 2, 3, 2)):
         for rank in range(size):
             train = hvt.loader(arrays(samples), batch, world=acted(rank, size), seed=1)
-            train.for_training()
+            train.followers.add(TRAINING)
             lives = [train.live for _ in all_batches(train)]
             assert len(set(map(id, lives))) == len(lives)
             steps = -(-samples // (size * batch))
@@ -132,7 +142,7 @@ def case_ranks_shares_make_up_every_step() -> None:
             assert sorted(y for its in read for batch in its for y in batch) == list(range(samples))  # a user's loop
             assert [len(its) for its in read] == [len(train) for train in loaders]
             for train in loaders:
-                train.for_training()
+                train.followers.add(TRAINING)
             lives = [
                 [
                     (train.live.samples, train.live.global_samples, train.live.ghost, len(x))
@@ -330,7 +340,7 @@ def case_a_batch_without_a_readable_sample_counts_nothing() -> None:
     ):
         train = hvt.loader(Numbers(samples, bad), 2, world=World.solo(), workers=0, shuffle=False)
         assert [y.tolist() for _, y in train] == [y for _, ghost, y in found if not ghost]
-        train.for_training()
+        train.followers.add(TRAINING)
         assert [(train.live.samples, train.live.ghost, y.tolist()) for _, y in all_batches(train)] == found
         with torch.no_grad():
             assert [y.tolist() for _, y in train] == [y for _, ghost, y in found if not ghost]

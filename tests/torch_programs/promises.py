@@ -127,7 +127,7 @@ def case_a_loop_of_ones_own_has_each_sample_once(world: hvdtrain.World) -> None:
     model = net()
     held_out = hvt.loader((x, y), 8 // world.size, shuffle=False)
     train = hvt.loader((x, y), 8 // world.size, shuffle=False)
-    prepared(train)
+    training = prepared(train)
     wanted = float(mse_loss(model(x), y).detach())
     for loader in (held_out, train):
         total, count = 0.0, 0
@@ -141,6 +141,7 @@ def case_a_loop_of_ones_own_has_each_sample_once(world: hvdtrain.World) -> None:
         assert error < 1e-12, error
     shown(world, "T10a", error)
     ghosts = 0
+    assert training
     try:  # the training loader, read with gradients: its last batch counts nothing on rank 1
         for _ in train:
             ghosts += train.live.ghost
