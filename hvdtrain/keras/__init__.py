@@ -136,7 +136,7 @@ def callbacks(
         run: the run's record.
         checkpointer: saves after each epoch, as long as weights are finite.
         save_every: also saves within an epoch, at the first chance at or after every so many steps (with
-            ``steps_per_execution=4`` and ``save_every=10``: after 12, 20, 32, 40, ...); needs ``plan``.
+            ``steps_per_execution=4`` and ``save_every=10``: after 12, 20, 32, 40, ...); of ``batches``.
         watch_every: overrides ``prepare``'s.
         plan: how the samples are dealt (``batches(...).plan``); counts samples exactly.
         progress: where a restored run goes on (``Checkpointer.restore``); give ``fit`` also

@@ -347,8 +347,8 @@ class Save(Callback):
         if self.every_steps and self.count.plan is None:
             raise ConfigError(
                 "a checkpoint within an epoch knows its place in the data from the plan that deals it",
-                f"save_every={self.every_steps} without plan=",
-                "callbacks(..., plan=data.plan), with data = hvdtrain.keras.batches(...)",
+                f"save_every={self.every_steps}, data that hvdtrain does not deal",
+                "fit(hvdtrain.keras.batches(...)), or save after each epoch only",
             )
         self._saved_at = self.count.step
 

@@ -71,6 +71,15 @@ def run(model: keras.Model, checkpoints: hvdtrain.Checkpointer | None, epochs: i
     fit(model, hvk.callbacks(model, checkpointer=checkpoints, plan=data.plan, **options), epochs, data)
 
 
+class OwnData(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = images(8)
+        return x.astype("float32") + RANK, y
+
+
 def saved(path: Path) -> list[tuple[int, int, int]]:
     infos = hvdtrain.Checkpointer(path).list()
     return [(info.progress.epoch, info.progress.step, info.progress.samples_in_epoch) for info in infos]
@@ -110,10 +119,9 @@ def case_k11_save_every_is_kept_with_several_steps_an_execution() -> None:
         model = prepared(keras.optimizers.SGD(0.01))
         run(model, hvdtrain.Checkpointer(path, keep=99, best=None), epochs=1, samples=160, save_every=4)
         assert saved(path) == [(0, 4, 64), (0, 8, 128), (1, 10, 0)], saved(path)
-        with refused("save_every=4 without plan="):
-            data = batches()
+        with refused("save_every=4, data that hvdtrain does not deal"):
             own = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(path), save_every=4)
-            fit(model, own, 1, data)
+            fit(model, own, 1, OwnData())
 
 
 class Talkative(L.Dense):
@@ -245,11 +253,11 @@ def case_k17_frozen_weights_do_not_travel() -> None:
 
     with mock.patch.object(BACKEND, "host_allreduce", counted):
         _state.average_statistics(model, world)
-    assert sum(sent) <= 2 * len(model.non_trainable_weights), sent
+    assert 0 < sum(sent) < 100, sent  # checksums; the layer has 11,100 weights
 
 
 def seeds(model: keras.Model) -> list[list[int]]:
-    return world.gather([int(word) for v in _random.seed_variables(model) for word in numpy_of(v).reshape(-1)])
+    return world.gather([int(word) for v in _random.seed_variables(model).values() for word in numpy_of(v).reshape(-1)])
 
 
 @case
