@@ -4,8 +4,8 @@
     python requirements.py --lock REPORT REQUIREMENTS
 
 FRAMEWORKS: extras of setup.cfg, with commas between them; empty: the variant's default. TORCH_INDEX: a package index
-that is asked as well ("" for none), for PyTorch's CPU builds, which are not on PyPI. With --lock: what pip installed, as
-it reported it, each package with its hash: pip then takes nothing else. Only the standard library is used.
+that is asked as well ("" for none), for PyTorch's CPU builds, which are not on PyPI. With --lock: what pip installed,
+as it reported it, each package with its hash: pip then takes nothing else. Only the standard library is used.
 """
 
 from __future__ import annotations
