@@ -30,6 +30,8 @@ ROWS = {
     "T6": ("a gradient hook on ddp", "case_gradient_hooks_see_what_one_process_sees", "sees the gradient of the loss"),
     "T9": ("a layer frozen between micro-batches", "case_a_layer_frozen_within_an_update_is_refused", "refused"),
     "T19c": ("the standard DCGAN loop", "case_the_standard_loop_of_a_gan", "as one process"),
+    "T19e": ("complex parameters", "case_complex_parameters", "as one process"),
+    "T19f": ("a reentrant checkpoint", "case_recomputed_layers_are_exact_or_refused", "refused"),
 }  # fmt: skip
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

@@ -25,6 +25,7 @@ class Probe:
         total: Tensor | None = None
         for index, parameter in enumerate(trainable(module)):
             term = (parameter * pattern(index, parameter)).sum()
+            term = term.real if term.is_complex() else term
             term = term if term.dtype in (torch.float32, torch.float64) else term.float()
             total = term if total is None else total + term.to(total.device)  # stages have devices of their own
         assert total is not None

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.torch import _buffers
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._oom import explained
 from hvdtrain.torch._session import Session
 from hvdtrain.torch._staged import channels_last, refuse_call
-from hvdtrain.torch._sync_batchnorm import acting
 
 # the module's own methods: names in state dicts, in parameter lists and in printed text are those of the plain module
 _DELEGATED = (
@@ -56,35 +54,21 @@ class Model(nn.Module):
         return self._enter(None, args, kwargs)
 
     def _enter(self, call: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled():
-            return self._run(call, args, kwargs, ghost=False)
-        if CLOCK.phase == "other":  # no loader has said so
+        session, trains = self.session, torch.is_grad_enabled()
+        if trains and CLOCK.phase == "other":  # no loader has said so
             CLOCK.enter("forward")
-        batch = self.session.batches.now()
-        if call is None or args or kwargs:  # to find the layer where a NaN began
-            self.session.last_call, self.session.last_method = (args, kwargs), call
-        return self._run(call, args, kwargs, ghost=batch is not None and batch.ghost)
-
-    forward = __call__  # type: ignore[assignment]
-
-    def _run(
-        self, call: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, ghost: bool
-    ) -> Any:
-        session = self.session
+        if trains and (call is None or args or kwargs):  # to find the layer where a NaN began
+            session.last_call, session.last_method = (args, kwargs), call
         if session.options.channels_last:
             args = tuple(map(channels_last, args))
-        with (
-            # a batch that does not count must leave no trace in running statistics
-            acting("uncounted" if ghost else "counted"),
-            _buffers.kept(self.module, ghost),
-            explained("forward pass", session.sizes),
-            session.precision.autocast(),
-        ):
+        with explained("forward pass", session.sizes), session.precision.autocast():
             out = session.precision.outputs((call or session.bound.call)(*args, **kwargs))
-        if torch.is_grad_enabled():
+        if trains:
             session.entered = True
             session.proof.saw(out)
         return out
+
+    forward = __call__  # type: ignore[assignment]
 
     def check_entered(self) -> None:
         """Raises `ConfigError` where mixed precision was asked for, and no forward pass went through this model."""

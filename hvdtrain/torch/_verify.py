@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain.errors import ConfigError, ReplicaError
 from hvdtrain.torch import _watch
@@ -131,11 +131,15 @@ def _largest_gap(parameters: list[nn.Parameter], factor: float) -> float:
     if any(parameter.grad is None for parameter in parameters):
         return math.inf
     gaps = [
-        (parameter.grad.double() - pattern(index, parameter).double() * factor).abs().max()  # type: ignore[union-attr]
+        (_wide(parameter.grad) - _wide(pattern(index, parameter)) * factor).abs().max()  # type: ignore[arg-type]
         for index, parameter in enumerate(parameters)
         if parameter.numel()
     ]
     return float(torch.stack([gap.to(gaps[0].device) for gap in gaps]).max()) if gaps else 0.0
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _not_averaged(off: list[float], own: list[float], tolerance: float) -> ReplicaError:

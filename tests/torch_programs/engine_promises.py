@@ -6,12 +6,14 @@ usage: engine_promises.py ENGINE
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from cases import refused, run_cases
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
@@ -235,6 +237,64 @@ def case_a_parameter_without_a_gradient_here_or_anywhere(world: hvdtrain.World) 
         assert model.never.weight.grad is None
         optimizer.step()
     assert len(set(world.gather(hvt.fingerprint(model)))) == 1
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((x.to(torch.complex128) @ self.first).abs().to(x.dtype))
+
+
+def case_complex_parameters(world: hvdtrain.World) -> None:
+    torch.manual_seed(1)
+    whole, model = Waves(), Waves()
+    model.load_state_dict(whole.state_dict())
+    if world.engine == "deepspeed":
+        with refused("DeepSpeed reduces gradients of", "complex128", kind=ConfigError):
+            prepared(world, model)
+        return
+    updates(whole, ce)
+    model, optimizer, train = prepared(world, model)
+    for x, y in train:
+        optimizer.backward(ce(model, x, y))
+        optimizer.step()
+    same(model, whole)
+
+
+class Again(nn.Module):
+    """One layer, twice, each recomputed in a backward pass of its own: two gradients come for it."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.last, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(lambda v: torch.tanh(self.layer(v)), x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def case_recomputed_layers_are_exact_or_refused(world: hvdtrain.World) -> None:
+    torch.manual_seed(1)
+    start = Again(reentrant=False)
+    whole = copy.deepcopy(start)
+    updates(whole, ce, points(8))
+    for reentrant in (False, True):
+        model = Again(reentrant=reentrant)
+        model.load_state_dict(start.state_dict())
+        model, optimizer, train = prepared(world, model, points(8))
+        x, y = next(iter(train))
+        if reentrant and world.engine in ("ddp", "horovod"):
+            with refused("one gradient in a backward pass", "use_reentrant=False", kind=ConfigError):
+                optimizer.backward(ce(model, x, y))
+            continue
+        optimizer.backward(ce(model, x, y))
+        optimizer.step()
+        same(model, whole)
 
 
 # -- or refused -------------------------------------------------------------------------------------------------------

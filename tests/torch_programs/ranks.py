@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 from collections.abc import Iterator
@@ -276,20 +277,33 @@ def case_bf16_trains_on_all_ranks(world: hvdtrain.World) -> None:
 
 # -- batches that do not count as planned -------------------------------------------------------------------------
 def case_a_ghost_leaves_running_statistics_alone(world: hvdtrain.World) -> None:
-    model, optimizer, train = prepared(mlp(norm=True), samples=4 * world.size + 2)
-    for number, batch in enumerate(train):
-        before = model[1].running_mean.clone()
-        if optimizer.session.batches.now().ghost or number == 0:
-            optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
-        else:  # one sample is too few for batch norm: as a loop with frozen statistics would
-            model.eval()
-            optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
-            model.train()
-        if optimizer.session.batches.now().ghost:
-            assert torch.equal(model[1].running_mean, before)
+    model, optimizer, train = prepared(mlp(norm=True), samples=4 * world.size + 1)  # only rank 0 has one of the last
+    ghosts = 0
+    for batch in train:
+        ghosts += train.live.ghost
+        few, before = train.live.consumed > 4 * world.size, model[1].running_mean.clone()
+        if few and not train.live.ghost:
+            model.eval()  # one sample is too few for batch norm: as a loop with frozen statistics would
+        optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
         optimizer.step()
-    assert optimizer.progress.samples_seen == 4 * world.size + 2
+        model.train()
+        assert torch.equal(model[1].running_mean, before) == few
+    assert ghosts == (not world.is_main), "a case without a stand-in batch cannot fail"
+    assert optimizer.progress.samples_seen == 4 * world.size + 1
     assert len(set(world.gather([p.tolist().__repr__() for p in model.parameters()][0]))) == 1
+
+
+def case_a_restored_learning_rate_is_no_other_hand(world: hvdtrain.World) -> None:
+    """A checkpoint sets the rates; the contract sets them anew."""
+    model, optimizer, train = prepared(lr=hvdtrain.LR(0.1, 4 * world.size, warmup_samples=16 * world.size))
+    batches = iter(train)
+    saved = copy.deepcopy(optimizer.state_dict())
+    update(model, optimizer, next(batches))
+    optimizer.load_state_dict(saved)
+    update(model, optimizer, next(batches))
+    optimizer.wrapped.param_groups[0]["lr"] = 3.0
+    with refused("one hand sets the learning rate", kind=ConfigError):
+        update(model, optimizer, next(batches))
 
 
 def case_buffers_become_the_mean(world: hvdtrain.World) -> None:

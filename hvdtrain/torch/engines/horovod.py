@@ -82,8 +82,9 @@ class HorovodEngine(ByteCollectives):
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Gives every rank root's contiguous tensor, in place."""
         if tensor.numel():
+            sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             with rank_losses():
-                self.hvd.synchronize(self.hvd.broadcast_async_(tensor, root, name=self._next()))
+                self.hvd.synchronize(self.hvd.broadcast_async_(sent, root, name=self._next()))
         return tensor
 
     def sum_async(self, tensor: Tensor, name: str) -> Wait:
