@@ -58,7 +58,10 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         bound.arguments["callbacks"] = callbacks
     elif rest is not None:
         bound.arguments[rest]["callbacks"] = callbacks
-    return inner(*bound.args, **bound.kwargs)
+    try:
+        return inner(*bound.args, **bound.kwargs)
+    finally:
+        session.stops_in_epoch = True
 
 
 def _refuse_unread(given: dict[str, Any]) -> None:

@@ -163,12 +163,6 @@ def attach(model: keras.Model, session: Session) -> None:
     if session.wants_first is None:
         session.wants_first = BACKEND.flag()
     session.attached = True
-    if vars(model).get(KEY) is not session:
-        model.train_function = None  # what was traced is another session's
-        vars(model)[KEY] = session
-    if session.wants_first is None:
-        session.wants_first = BACKEND.flag()
-    session.attached = True
     from hvdtrain.keras import _fit
 
     _fit.wrap_fit(model, session)

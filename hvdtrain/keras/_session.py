@@ -79,7 +79,7 @@ class Session:
         count: the clock of the last ``fit``, which the next goes on from.
         first_epoch: ``initial_epoch`` of this ``fit``.
         executions: calls of the train function in this epoch.
-        stops_in_epoch: ranks ask each other after every step whether to stop.
+        stops_in_epoch: nobody minds a stop within this epoch: ranks ask each other after every step, or no ``fit`` runs.
         compared: what was compared over ranks in this ``fit``: "step", or an optimizer's collectives.
         applying: the hooked optimizer is at work, with those it holds.
         first_batch: numbers of the first batch; ``False`` until there is one, ``None`` if nobody asks.
@@ -112,7 +112,7 @@ class Session:
     count: Any = None
     first_epoch: int = 0
     executions: int = 0
-    stops_in_epoch: bool = False
+    stops_in_epoch: bool = True
     compared: set[str] = field(default_factory=set)
     applying: bool = False
     first_batch: Any = None
