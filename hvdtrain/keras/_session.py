@@ -79,7 +79,7 @@ class Session:
         count: the clock of the last ``fit``, which the next goes on from.
         first_epoch: ``initial_epoch`` of this ``fit``.
         executions: calls of the train function in this epoch.
-        stops_in_epoch: nobody minds a stop within this epoch: ranks ask each other after every step, or no ``fit`` runs.
+        stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no ``fit`` runs.
         compared: what was compared over ranks in this ``fit``: "step", or an optimizer's collectives.
         applying: the hooked optimizer is at work, with those it holds.
         first_batch: numbers of the first batch; ``False`` until there is one, ``None`` if nobody asks.
