@@ -66,5 +66,4 @@ def run_cases(name: str) -> None:
             os._exit(3)
         keras.backend.clear_session()
     report(sys.argv[1], name, RANK, outcomes)
-    world.barrier()
-    world.comm.shutdown()
+    world.__exit__(None)
