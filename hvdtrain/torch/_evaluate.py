@@ -41,7 +41,7 @@ def evaluate(
 
     Args:
         model: called with all parts of a batch but the last.
-        data: the same on every rank: what `loader` takes, or a `Loader` (which keeps its workers for next time).
+        data: the same on every rank: what `loader` takes, or a `Loader`.
         metrics: called with the model's outputs and the last part of the batch; for example `classification()`.
         per_rank_batch: samples a rank takes at a time; not needed with a `Loader`.
         world: the ranks; by default those of `hvdtrain.init`.
