@@ -123,6 +123,7 @@ class Optimizer(torch.optim.Optimizer):
 
         After the batch that completes an update, ``p.grad`` is the gradient of the mean loss over all ranks and
         micro-batches, sum(weight x gradient) / sum(weight), unscaled. Before, ``p.grad`` is None.
+        On ddp and deepspeed clone a gradient to keep it: the next update uses its memory again, as PyTorch's own does.
 
         Args:
             loss: a scalar, the mean over the batch: of its samples, or of what `weight` counts.
