@@ -27,7 +27,7 @@ def data(samples: int = STEPS * BATCH) -> TensorDataset:
 
 def prepared() -> tuple[torch.nn.Module, hvt.Optimizer]:
     model = torch.nn.Linear(3, 2)
-    return hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), verify=False)
+    return hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), verify=False)  # here
 
 
 def train(world: World, *, batches: int = STEPS, stop: int = 0, skip: int = 0, end: int = 0) -> None:
@@ -122,6 +122,7 @@ def barrier_against_gather(world: World) -> None:
 
 def one_trains_more(world: World) -> None:
     train(world, batches=STEPS + world.rank)
+    beacon.parts()
 
 
 def one_prepares_more(world: World) -> None:
