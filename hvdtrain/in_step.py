@@ -45,7 +45,7 @@ class Place:
     Attributes:
         kind: "update" (of training), or what is done at a meeting.
         number: of the update, or of the meeting, counted from 1.
-        key: what else must be the same on all ranks.
+        key: what else must be the same on all ranks; its text counts.
         line: the user's, as text; None: look for it in the thread's stack when it is asked for.
         agreed: every rank is known to be in it.
         since_s: when this rank came (time.monotonic).
@@ -54,7 +54,7 @@ class Place:
 
     kind: str
     number: int
-    key: str
+    key: object
     line: str | None = None
     agreed: bool = False
     since_s: float = field(default_factory=time.monotonic)
@@ -148,7 +148,7 @@ class Tracker:
             )
 
     # -- training --------------------------------------------------------------------------------------------------
-    def begin_update(self, key: str) -> None:
+    def begin_update(self, key: object) -> None:
         """Notes that this rank is in the reduction of a training step; the next `begin_update` replaces it."""
         if self.on:
             self._refuse_alone("a training step")
@@ -200,7 +200,7 @@ class Tracker:
             return None
         return self.state_of(place)
 
-    def state_of_update(self, key: str) -> State:
+    def state_of_update(self, key: object) -> State:
         """Returns the state of a rank that has just completed an update, and found that it was not the others'."""
         return self.state_of(Place("update", self.updates, key, user_line()))
 
@@ -209,7 +209,7 @@ class Tracker:
         if line is None:
             line = user_line(sys._current_frames().get(place.thread))
         return {
-            "kind": place.kind, "number": place.number, "key": place.key, "line": line,
+            "kind": place.kind, "number": place.number, "key": str(place.key), "line": line,
             "updates": self.updates, "meetings": self.meetings,
         }  # fmt: skip
 

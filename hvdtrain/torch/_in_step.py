@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
+import struct
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,20 @@ from hvdtrain.torch.engines.base import Bound, StagedBound
 from hvdtrain.world import World
 
 _LAG = 2  # updates, on a GPU, so that none waits for the answer
+_BITS = (1 << 20) - 1  # of a digest: their squares, added up over 8192 ranks, are exact in a float64
 _bound = itertools.count(1)  # of this process; ranks prepare their models in the same order
+
+
+class _Place(NamedTuple):
+    """What an update is of: a model, and where in the loader its last batch ends."""
+
+    model: int
+    epoch: int
+    consumed: int
+
+    def __str__(self) -> str:
+        at = f", sample {self.consumed} of epoch {self.epoch}" if self.consumed else ""
+        return f"of model {self.model}{at}"
 
 
 class Noted:
@@ -37,8 +51,8 @@ class Noted:
         self._bound, self._world, self._batches = bound, world, batches
         self._model = next(_bound)
         self._extras: tuple[Tensor, Tensor] | None = None  # the caller's; with two numbers more
-        self._under_way: deque[tuple[str, Tensor, Any]] = deque()
-        self._place = ""
+        self._under_way: deque[tuple[_Place, Tensor, Any]] = deque()
+        self._place = _Place(0, 0, 0)
         self.call: Callable[..., Any] = bound.call
 
     @contextmanager
@@ -48,10 +62,9 @@ class Noted:
             yield extras
             return
         batch = self._batches.now()
-        at = "" if batch is None or not batch.consumed else f", sample {batch.consumed} of epoch {batch.epoch}"
-        self._place = f"of model {self._model}{at}"
-        own = _digest(self._place)
-        sent = torch.cat([extras, extras.new_tensor([own, own * own])])
+        self._place = _Place(self._model, *((0, 0) if batch is None else (batch.epoch, batch.consumed)))
+        own = zlib.crc32(struct.pack("3q", *self._place)) & _BITS
+        sent = torch.cat([extras, torch.tensor([own, own * own], dtype=extras.dtype, device=extras.device)])
         self._extras = extras, sent
         self._world.tracker.begin_update(self._place)
         try:
@@ -97,7 +110,7 @@ class Noted:
         while len(self._under_way) > (0 if arrived is None else _LAG):
             self._check(*self._under_way.popleft())
 
-    def _check(self, place: str, sums: Tensor, arrived: Any) -> None:
+    def _check(self, place: _Place, sums: Tensor, arrived: Any) -> None:
         if arrived is not None:
             arrived.synchronize()
         total, squares = map(int, sums.tolist())
@@ -112,8 +125,3 @@ class Noted:
     def close(self) -> None:
         """See `Bound.close`."""
         self._bound.close()
-
-
-def _digest(place: str) -> int:
-    """Returns 20 bits: squares of such numbers, added up over 8192 ranks, are exact in a float64."""
-    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=3).digest(), "big") >> 4
