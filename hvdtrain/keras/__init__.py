@@ -167,6 +167,7 @@ def callbacks(
         found.append(_callbacks.Rate(session, rate, count, global_batch))
     if session.watch_every and not session.alone:
         found.append(_callbacks.Watch(session, session.watch_every))
+    session.records = run is not None and getattr(model, "_loss_tracker", None) is not None
     if run is not None:
         found.append(_callbacks.Record(session, run, count))
     if checkpointer is not None:

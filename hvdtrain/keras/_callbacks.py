@@ -311,6 +311,7 @@ class Record(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch_started = self._ended = time.perf_counter()
+        self._seen = (0.0, 0.0)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._began = time.perf_counter()
@@ -322,9 +323,19 @@ class Record(Callback):
         count = self.count
         self.run.step(
             step=count.step, epoch=count.epoch, samples_seen=count.samples_seen,
-            loss=float((logs or {}).get("loss", float("nan"))), lr=rate_of(self.model.optimizer),
+            loss=self._loss(logs or {}), lr=rate_of(self.model.optimizer),
             samples=count.last_step_samples, seconds=seconds,
         )  # fmt: skip
+
+    def _loss(self, logs: dict[str, Any]) -> float:
+        """The global batch's: Keras' own is the mean since the epoch began, and this rank's."""
+        if not self.session.alone:
+            noted = BACKEND.loss_noted(self.session) if self.session.records else float("nan")
+            return noted if np.isfinite(noted) and noted else float(logs.get("loss", float("nan")))
+        total, count = self._seen
+        self._seen = _metrics.seen(self.model)
+        since = self._seen[1] - count
+        return (self._seen[0] - total) / since if since > 0 else float(logs.get("loss", float("nan")))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         numbers = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}

@@ -161,7 +161,7 @@ def attach(model: keras.Model, session: Session) -> None:
         model.train_function = None  # what was traced is another session's
         vars(model)[KEY] = session
     if session.wants_first is None:
-        session.wants_first = BACKEND.flag()
+        session.wants_first, session.step_loss = BACKEND.flag(), BACKEND.noted()
     session.attached = True
     from hvdtrain.keras import _fit
 
@@ -244,9 +244,12 @@ def _make_train_step(model: keras.Model, inner: Callable[[Any], Any]) -> Callabl
         ):  # fmt: skip
             # a batch without a sample must leave no trace in metrics and moving statistics
             local = _rank_local(model, data) if may_be_dead else []
+            before = BACKEND.copies([model._loss_tracker.total]) if session.records else []
             with BACKEND.unmoved_if_dead(samples, local) if may_be_dead else nullcontext():
                 logs = inner(data)
             _random.check_saved(session)
+            if before:
+                BACKEND.note_loss(session, model._loss_tracker.total - before[0], f"{session.name}.loss")
             return logs
 
     return train_step

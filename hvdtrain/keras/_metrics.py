@@ -73,10 +73,16 @@ def _number(value: Any) -> Any:
     return float(array) if array.ndim == 0 else array
 
 
-def samples_of(model: keras.Model) -> float:
-    """Returns how many samples this rank's loss metric has counted since it was reset; 0 if the step does
-    not use it.
+def seen(model: keras.Model) -> tuple[float, float]:
+    """Returns the loss summed over this rank's samples, and their number, since its metric was reset; 0 if the step
+    does not use it.
     """
     tracker = getattr(model, "_loss_tracker", None)
-    count = getattr(tracker, "count", None)
-    return float(BACKEND.to_numpy(count)) if count is not None else 0.0
+    if getattr(tracker, "count", None) is None:
+        return 0.0, 0.0
+    return float(BACKEND.to_numpy(tracker.total)), float(BACKEND.to_numpy(tracker.count))
+
+
+def samples_of(model: keras.Model) -> float:
+    """Returns how many samples this rank's loss metric has counted since it was reset."""
+    return seen(model)[1]

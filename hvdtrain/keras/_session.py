@@ -66,6 +66,7 @@ class Session:
         by_samples: every loss so far divides by samples, so that ranks need no word about it in a step.
         together: batches of an evaluation are the ranks' parts of global batches.
         test_function: ``model.test_function`` for those.
+        records, step_loss: steps are recorded: the loss of the last step's global batch.
         own_step: the model's class has a ``train_step`` of its own.
         kept_batch: this rank's first batch, kept until the loss is proven on it; wants_first: not kept yet.
         live: weight of the batch in flight; ``None`` outside a train step (then all ranks weigh the same).
@@ -103,6 +104,8 @@ class Session:
     kept_batch: Any = None
     wants_first: Any = None
     loss_proven: bool = False
+    records: bool = False
+    step_loss: Any = None
     ready: bool = False
     wants_broadcast: bool = False
     streams_set: bool = False

@@ -105,6 +105,18 @@ class TensorFlowBackend:
         """A variable that is true, for ``keep_first``; to be made outside of a step."""
         return tf.Variable(True, trainable=False)
 
+    def noted(self) -> Any:
+        """Where ``note_loss`` puts its number; to be made outside of a step."""
+        return tf.Variable(float("nan"), trainable=False, dtype=tf.float64)
+
+    def note_loss(self, session: Any, loss: Any, name: str) -> None:
+        """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
+        total = self.start_sum(tf.cast(loss, tf.float64), name)
+        session.step_loss.assign(total / session.live.total())
+
+    def loss_noted(self, session: Any) -> float:
+        return float(session.step_loss)
+
     def keep_first(self, data: Any, session: Any) -> None:
         """Keeps the first batch as ``session.kept_batch``: in a traced step, when it runs for the first time."""
         leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]

@@ -86,6 +86,20 @@ class TorchBackend:
     def flag(self) -> Any:
         return None
 
+    def noted(self) -> Any:
+        return None
+
+    def note_loss(self, session: Any, loss: Any, name: str) -> None:
+        """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
+        self.loss_noted(session)
+        session.step_loss = self.start_sum(loss.detach().double(), name), session.live.total()
+
+    def loss_noted(self, session: Any) -> float:
+        if isinstance(session.step_loss, tuple):
+            started, samples = session.step_loss
+            session.step_loss = float(self.finish_sum(started)) / samples
+        return float("nan") if session.step_loss is None else session.step_loss
+
     def keep_first(self, data: Any, session: Any) -> None:
         """Keeps the first batch as ``session.kept_batch``."""
         if session.kept_batch is None:

@@ -197,8 +197,30 @@ def counts_every_step_of_an_execution() -> str:
 
 
 class _Log:
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **options: None
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def step(self, *, loss: float, **facts: Any) -> None:
+        self.losses.append(loss)
+
+    def epoch(self, *arguments: Any) -> None:
+        pass
+
+
+@case
+def records_the_loss_of_the_global_batch() -> str:
+    """Step by step, tails included; not the running mean, nor one rank's."""
+    model, plain, log = hvk.prepare(net()), net(), _Log()
+    data = deal(X[:37], Y[:37])
+    model.fit(data, epochs=2, verbose=0, callbacks=hvk.callbacks(model, plan=data.plan, run=log))
+    expected = []
+    for _ in range(2):
+        for first in range(0, 37, BATCH):
+            rows = slice(first, min(first + BATCH, 37))
+            expected.append(plain.train_on_batch(X[rows], Y[rows]))
+    gap = apart(log.losses, np.ravel(expected))
+    assert gap < EXACT, (log.losses, expected)
+    return f"{gap:.1e}"
 
 
 @case
