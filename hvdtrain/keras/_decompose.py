@@ -121,6 +121,7 @@ def _loss(
         divisors.append(None if divisor.value is None else float(keras.ops.convert_to_numpy(divisor.value)))
         return loss if weights is None else loss * weights[len(divisors) - 1]
 
+    weight = tree.map_structure(lambda w: None if w is None else w + 0, weight)  # Keras on torch multiplies it in place
     with BACKEND.no_gradient(), _units.observed(weigh, (x, y)):
         y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
         loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weight, training=True)
