@@ -179,7 +179,7 @@ def sends_and_gradients(world: hvdtrain.World, gate: Callable[[int], bool] | Non
             optimizer.forward_backward(x, y, cross_entropy)
             optimizer.step()
         optimizer.close()
-    return [event for event in events if event != "other"], len(optimizer.session.bound._reducer.buckets)
+    return [event for event in events if event != "other"], len(optimizer.session.bound._bound._reducer.buckets)
 
 
 def case_the_last_stage_sends_while_the_first_computes(world: hvdtrain.World) -> None:
