@@ -185,14 +185,14 @@ def no_averaging(optimizer: Optimizer) -> Iterator[None]:
 @contextmanager
 def equal_weights(optimizer: Optimizer) -> Iterator[None]:
     """Every rank and micro-batch counts the same, whatever its samples: the mean of means."""
-    real = _batches._of_live
+    real = _batches.FromLoader._of_live
 
-    def of_live(live: Any) -> Any:
-        batch = real(live)
+    def of_live(self: Any, live: Any) -> Any:
+        batch = real(self, live)
         weight = 1 / (optimizer.session.world.size * optimizer.session.options.accumulate)
         return _batches.Batch(**{**vars(batch), "weight": weight})
 
-    with mock.patch.object(_batches, "_of_live", of_live):
+    with mock.patch.object(_batches.FromLoader, "_of_live", of_live):
         yield
 
 
