@@ -107,9 +107,14 @@ def test_a_paused_reader_does_not_keep_a_launcher_that_is_to_end(tmp_path, limit
 
 def test_a_slow_reader_does_not_delay_what_a_failure_needs(tmp_path, limit):
     """Output that nobody has taken is on its way, and the exit behind it: the other ranks must end all the same."""
-    with launched(tmp_path, "--grace=1", "0:wait:0", "1:wide:400", "1:exit:3", "0:wait:60") as job:
-        job.until("[0] waiting")
-        wait_for(lambda: len([p for p in processes_of(job.token) if str(TOY) in p.cmdline()]) == 1, 15)
+    many = ("1:sleep:0.5", "1:many:1500", "1:exit:3")
+    with launched(tmp_path, "--grace=1", "0:wide:80", "0:wait:60", *many) as job:
+
+        def ranks() -> int:
+            return len([process for process in processes_of(job.token) if process.cmdline()[1:2] == [str(TOY)]])
+
+        wait_for(lambda: ranks() == 2)
+        wait_for(lambda: ranks() == 0, 15)  # and nothing has been read
         ended = job.end(20)
     assert ended.code == 3, ended.text[-2000:]
     limit("C9e", "a rank fails while the reader takes 4 kB/s or nothing", mended="all ranks end within the grace")
