@@ -70,7 +70,7 @@ class Losses:
         every: Tensor,
         mine: Tensor | float,
         layer: str,
-        wrong: Tensor,
+        wrong: Tensor | float,
         explain: Callable[[], Exception],
     ) -> None:
         """Notes the losses of an update and reads those that are due; the same call on every rank.
@@ -90,6 +90,7 @@ class Losses:
         arrived = None
         if self._on_gpu:
             mine = mine if isinstance(mine, Tensor) else torch.full_like(every, mine)  # a rank without samples
+            wrong = wrong if isinstance(wrong, Tensor) else torch.full_like(every, wrong)
             every, mine, wrong = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(
                 torch.stack([every, mine, wrong]), non_blocking=True
             )

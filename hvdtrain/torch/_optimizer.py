@@ -205,7 +205,7 @@ class Optimizer(torch.optim.Optimizer):
             # without asking for the sum: that would make a GPU wait
             factor = torch.where(weight > 0, batch.planned * unit / weight, torch.zeros_like(weight))
             present = [p.grad for p in session.gradients.parameters() if p.grad is not None]
-            if present:
+            if present and not (factor.device.type == "cpu" and float(factor) == 1.0):
                 _scale(present, factor)
             every = every * factor
         layer, self._layer = self._layer, ""
