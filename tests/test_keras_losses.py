@@ -13,7 +13,7 @@ from limits import Limit
 
 PROGRAM = Path(__file__).parent / "keras_programs" / "losses.py"
 # the ways of a case: accumulation, samples (25 leave a tail of one, so that a rank has none)
-WAYS = ("1/44", "1/25", "3/44")
+WAYS = ("1/25", "3/44")
 EXACT = [
     "ce", "ignore_class", "one_rank_ignored", "mask_zero", "masking_lstm", "mask_and_weights", "sample_weight",
     "weights_zero_on_a_rank", "mean_of_weights", "class_weight", "smoothing", "focal", "dice", "huber", "sum",
@@ -129,7 +129,7 @@ def four(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_decompose_is_refused(case: str, two: Outcome, limit: Limit) -> None:
-    for way in WAYS[::2]:
+    for way in WAYS:
         error = two[1][f"{case}/{way}"]["error"]
         for text in REFUSED[case]:
             assert text in error, error
@@ -142,4 +142,4 @@ def test_ranks_that_weigh_by_samples_only_are_wrong(backend: str, one: Outcome, 
     """The negative twin."""
     off = run(backend, 2, tmp_path, BY_SAMPLES_WRONG, OFF="1")
     for case in BY_SAMPLES_WRONG:
-        assert gap(one, off, f"{case}/1/44") > 1e-4, case
+        assert gap(one, off, f"{case}/1/25") > 1e-4, case

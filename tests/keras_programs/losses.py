@@ -182,7 +182,7 @@ def main(out: str, wanted: list[str]) -> None:
     facts: dict[str, Any] = {}
     for name in wanted or list(CASES):
         for accumulate in (1, 3):
-            for samples in (SAMPLES,) if accumulate > 1 else (SAMPLES, 2 * BATCH + 1):
+            for samples in [SAMPLES if accumulate > 1 else 2 * BATCH + 1]:
                 key = f"{name}/{accumulate}/{samples}"
                 keras.backend.clear_session()
                 keras.utils.set_random_seed(3)
