@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -93,6 +94,35 @@ def test_it_is_the_best_of_all_cuts(balance, costs, speeds, limit, link, **run):
     least = min(one[first] for one in possible)
     ties = min(one[second] for one in possible if one[first] <= least * (1 + 1e-9))
     assert ((slowest, max(peaks))[first], (slowest, max(peaks))[second]) == pytest.approx((least, ties))
+
+
+def test_transfers_of_every_stage_count_on_both_sides():
+    """Every cut of chains whose transfers take about as long as their passes, each link another: a stage takes as long
+    as its passes, as what comes in before its first segment, or as what goes out behind its last."""
+    draw = random.Random(0)
+    for _ in range(400):
+        count = draw.randint(2, 7)
+        stages = draw.randint(2, min(count, 4))
+        passes, outputs = ([draw.randint(1, 9) for _ in range(count)] for _ in range(2))
+        speeds = [draw.choice([0.5, 1, 4]) for _ in range(stages - 1)]
+        costs = [
+            SegmentCost(str(at), Curve.per_sample(work), Curve.per_sample(0), output_bytes=Curve.per_sample(out))
+            for at, (work, out) in enumerate(zip(passes, outputs, strict=True))
+        ]
+
+        def seconds(cut, passes=passes, outputs=outputs, speeds=speeds):
+            ends = [0, *itertools.accumulate(cut)]
+            moved = [0.0, *(outputs[end - 1] / speed for end, speed in zip(ends[1:-1], speeds, strict=True)), 0.0]
+            return tuple(
+                4.0 * max(sum(passes[begin:end]), moved[stage], moved[stage + 1])
+                for stage, (begin, end) in enumerate(itertools.pairwise(ends))
+            )
+
+        links = [Link(0.0, speed) for speed in speeds]
+        devices = [Device(str(at)) for at in range(stages)]
+        found = partition(costs, devices, batch=4, micro_batches=2, links=links)
+        assert found.stage_s == pytest.approx(seconds(found.sizes))
+        assert found.bottleneck_s == pytest.approx(min(max(seconds(cut)) for cut in cuts(count, stages)))
 
 
 def test_brute_force_tells_good_from_bad():

@@ -45,7 +45,7 @@ def test_a_stage_that_raises(found: dict[str, Any]) -> None:
     ):
         assert part in came["said"]
     assert "runtime.py:" in came["said"] and came["cause"] == "ValueError"
-    assert came["threads"] == 1 and came["gradients"] == 0 and came["next_step"]
+    assert came["threads"] == 1 and came["gradients"] and came["next_step"]
     assert came["looked_at"] == 4 and came["alive"] == 0, "activations must be freed although the error is kept"
 
 
@@ -61,7 +61,7 @@ def test_interrupted(found: dict[str, Any], stages: int) -> None:
 
 
 REFUSED = {
-    "small": ("every micro-batch needs a sample", "batch of 3 in 4", "micro_batches=3"),
+    "empty": ("every micro-batch needs a sample", "batch of 0 in 1"),
     "targets": ("targets have one entry for each sample", "(5, 4) for a batch of 12"),
     "loss": ("returns one number", "shape (3, 4)"),
     "detached": ("can be differentiated", "requires_grad=False"),

@@ -7,18 +7,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hvdtrain.pipeline._context import Context
 from hvdtrain.pipeline._cutting import map_tensors, tensors_of
 from hvdtrain.pipeline._facts import batch_of, device_of, resized, to_device
 from hvdtrain.pipeline._lanes import Lane
 from hvdtrain.pipeline._segments import Segment, default_binder
 from hvdtrain.pipeline._stage import Copies
-from hvdtrain.pipeline._worker import _see_off, is_out_of_memory
+from hvdtrain.pipeline._threads import side_by_side
+from hvdtrain.pipeline._worker import is_out_of_memory
 
 Call = Callable[..., tuple[Any, ...]]
 
@@ -227,47 +229,25 @@ def together(lanes: Sequence[Lane], works: Sequence[Callable[[], Any]], stop: th
     """
     results: list[Any] = [None] * len(lanes)
     failures: list[BaseException] = []
-    news: SimpleQueue[None] = SimpleQueue()
-    autocast = [
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-    ]  # a thread does not inherit it
+    context = Context(threads=True)
 
     def run(index: int) -> None:
-        try:
-            with lanes[index].active(), torch.enable_grad(), autocast_of(autocast):
+        def work() -> None:
+            with torch.enable_grad(), context.autocast():
                 results[index] = works[index]()
+
+        try:
+            with lanes[index].active():
+                context.run(work)
         except BaseException as error:
             failures.append(error)
             stop.set()
-        finally:
-            news.put(None)
 
     intra_op = torch.get_num_threads()
-    threads = [threading.Thread(target=run, args=(index,), name="hvdtrain profile") for index in range(len(lanes))]
-    for thread in threads:
-        thread.start()
-    left = len(threads)
-    while left:
-        try:
-            news.get()  # see `Call._run_threads` for why this is no join()
-            left -= 1
-        except BaseException as error:
-            failures.append(error)
-            stop.set()
-    for thread in threads:
-        _see_off(thread)
-    torch.set_num_threads(intra_op)  # a thread's number is also what later ones start with
+    try:
+        side_by_side([partial(run, index) for index in range(len(lanes))], "hvdtrain profile", stop.set)
+    finally:
+        torch.set_num_threads(intra_op)  # a thread's number is also what later ones start with
     if failures:
         raise failures[0]
     return results
-
-
-@contextmanager
-def autocast_of(kinds: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
-    """Autocast, as the calling thread had it."""
-    if not kinds:
-        yield
-        return
-    (kind, dtype), *others = kinds
-    with torch.autocast(kind, dtype=dtype), autocast_of(others):
-        yield

@@ -17,6 +17,7 @@ from hvdtrain.pipeline import _code
 from hvdtrain.pipeline._cuts import Cut, find_cuts
 from hvdtrain.pipeline._facts import Different, Facts, attribute, device_of, look, module_of, to_device
 from hvdtrain.pipeline._modes import innermost
+from hvdtrain.pipeline._random import draws_by_name, may_draw
 from hvdtrain.pipeline._state import all_training, left_alone
 from hvdtrain.pipeline._trace import Program, trace
 
@@ -89,7 +90,8 @@ class Segment:
     Attributes:
         name: "layer1.0.conv1 .. layer1.0.relu".
         index: its place in the chain.
-        draws: it takes random numbers, in training.
+        draws: it took random numbers, in training.
+        may_draw: it did, or could with other settings of its layers, or by code of the user's.
         mutates: it changes what it is given in place.
     """
 
@@ -99,12 +101,14 @@ class Segment:
     moved: _code.Moved | None = None
     name: str = field(init=False)
     draws: bool = field(init=False)
+    may_draw: bool = field(init=False)
     mutates: bool = field(init=False)
 
     def __post_init__(self) -> None:
         work = [node for mode in (True, False) for node in self.chain.work(self.index, self.index + 1, mode)]
         self.name = span_name([label(self.chain.program, node) for node in work])
         self.draws = any(node in self.chain.facts.draws for node in work)
+        self.may_draw = self.draws or any(_may_draw(self.chain.program, node) for node in work)
         self.mutates = self.chain.changes_input(self.index)
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
@@ -237,6 +241,16 @@ def _not_the_same(error: Different) -> ConfigError:
         str(error),
         "list all parts, in the order in which the model calls them: modules=[...]",
     )
+
+
+def _may_draw(program: Program, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return may_draw(module_of(program, str(node.target)))
+    if isinstance(node.target, str):
+        return draws_by_name(node.target)
+    home = str(getattr(node.target, "__module__", None) or "torch").split(".")[0]
+    known = home in ("torch", "operator", "_operator", "builtins", "math", "collections", "hvdtrain")
+    return not known or draws_by_name(getattr(node.target, "__name__", ""))
 
 
 def default_binder(program: Program) -> _code.Binder:

@@ -27,7 +27,7 @@ class Stage:
         index: its place.
         device: where its parameters are.
         segments: its parts, bound to what this stage uses.
-        draws: it takes random numbers, in training.
+        may_draw: it takes random numbers in training, or could.
         mutates_input: it changes what it is given in place.
         proxies: (owner, proxy) for each parameter that lives in an earlier stage.
     """
@@ -38,7 +38,7 @@ class Stage:
         self.index, self.device = index, device
         work = [node for mode in (True, False) for node in self._chain.work(self._first, self._end, mode)]
         self.name = span_name([label(self._chain.program, node) for node in work])
-        self.draws = any(segment.draws for segment in segments)
+        self.may_draw = any(segment.may_draw for segment in segments)
         self.mutates_input = self._chain.changes_input(self._first)
         self._objects = _Objects(self._chain, index, device, owners)
         moved = (owners.traced_on, device)
@@ -48,6 +48,7 @@ class Stage:
         ):  # all of them now: proxies are known before the first call
             self._objects.bind(node)
         self.proxies = self._objects.proxies
+        self._changing = list(self._changing_now())
 
     def __call__(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._function(*values)
@@ -92,9 +93,22 @@ class Stage:
                     seen.add(id(buffer))
                     yield buffer
 
-    def changing_buffers(self) -> Iterator[Tensor]:
+    def changing_buffers(self) -> list[Tensor]:
         """Those of its buffers that a pass in training mode changes, as the example's did: not masks and tables."""
-        return (buffer for buffer in self.buffers() if id(buffer) in self._chain.facts.changed)
+        found = {id(buffer): buffer for owner, name in self._changing if (buffer := owner._buffers[name]) is not None}
+        return list(found.values())
+
+    def _changing_now(self) -> Iterator[tuple[nn.Module, str]]:
+        """By owner and name: a forward may put another tensor there."""
+        owners = dict.fromkeys(self.modules())
+        for node in self._chain.used(self._first, self._end):
+            if node.op == "get_attr" and str(node.target) not in self._chain.program.attributes:
+                owners[self._chain.program.model.get_submodule(str(node.target).rpartition(".")[0])] = None
+        used = {id(buffer) for buffer in self.buffers()}
+        for owner in owners:
+            for name, buffer in owner._buffers.items():
+                if id(buffer) in used and id(buffer) in self._chain.facts.changed:
+                    yield owner, name
 
     def refresh(self) -> None:
         """Takes over the values of what other stages own; before a step."""
@@ -208,7 +222,11 @@ class _Objects:
         for owner_buffer, ours in self._copies:
             ours.data.copy_(owner_buffer.data)
         for module, twin in self._twins.items():
-            twin.training = module.training
+            twin.__dict__.update((name, value) for name, value in module.__dict__.items() if name not in _OWN)
+
+
+# what a twin has of its own
+_OWN = ("_parameters", "_buffers", "_modules", "_flat_weights")
 
 
 class Copies(_Objects):

@@ -6,13 +6,13 @@ stages: the schedule does, by the order of each stage's own actions.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,10 +21,12 @@ from torch import Tensor
 
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.pipeline._batchnorm import Pooled
+from hvdtrain.pipeline._context import Context
 from hvdtrain.pipeline._cutting import map_tensors, tensors_of
 from hvdtrain.pipeline._lanes import Lane
 from hvdtrain.pipeline._random import Draws, Generators
 from hvdtrain.pipeline._stage import Stage
+from hvdtrain.pipeline._threads import side_by_side
 from hvdtrain.pipeline.plan import Action
 
 _SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -49,6 +51,7 @@ class Head:
     targets: Sequence[Any]
     weights: Sequence[float]
     factor: float | Tensor
+    key: Hashable = "loss"  # which loss it is: the same in every step
 
     def __call__(self, output: Any, micro: int, lane: Lane) -> tuple[Tensor, Tensor]:
         """Returns the mean loss over the micro-batch, and what is differentiated."""
@@ -113,7 +116,7 @@ class Call:
         self._failing = threading.Lock()
         self.forwards: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
         self.backwards: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
-        self._context = _Context()
+        self.context = Context(threads=count > 1)
         for values in self.inputs:
             self.forwards[0].put((values, None))
         workers = [_Worker(self, index) for index in range(count)]
@@ -126,41 +129,23 @@ class Call:
         return self.results
 
     def _run_threads(self, workers: Sequence[_Worker]) -> None:
-        ended: list[bool] = [False] * len(workers)
-        news: SimpleQueue[None] = SimpleQueue()
-
-        def work(worker: _Worker) -> None:
-            try:
-                self._work(worker)
-            finally:
-                ended[worker.index] = True
-                news.put(None)
-
-        threads = [
-            threading.Thread(target=work, args=(worker,), name=f"hvdtrain pipeline stage {worker.index}")
-            for worker in workers
-        ]
         intra_op = torch.get_num_threads()
-        for thread in threads:
-            thread.start()
-        interrupt: BaseException | None = None
-        while not all(ended):
-            try:
-                news.get()  # not join(): a join that Ctrl-C interrupts takes its thread for ended (CPython issue 90882)
-            except BaseException as error:
-                interrupt = interrupt or error
-                self.stop()
-        for thread in threads:
-            _see_off(thread)
-        # a thread's number of threads is also what threads that are made later start with
-        torch.set_num_threads(intra_op)
-        if interrupt is not None:
-            raise interrupt
+        try:
+            side_by_side([partial(self._work, worker) for worker in workers], "hvdtrain pipeline stage", self.stop)
+        except RuntimeError as error:
+            raise StageError(
+                "each stage of a pipeline works in a thread of its own",
+                str(error),
+                "fewer threads or processes of this user: ulimit -u, the container's pids limit",
+            ) from error
+        finally:
+            # a thread's number of threads is also what threads that are made later start with
+            torch.set_num_threads(intra_op)
 
     def _work(self, worker: _Worker) -> None:
         try:
-            with self.lanes[worker.index].active(), self._context.entered():
-                worker.run()
+            with self.lanes[worker.index].active():
+                self.context.run(worker.run)
         except _Stopped:
             return
         except BaseException as error:
@@ -198,57 +183,13 @@ class Call:
             f"{type(error).__name__}: {text[:600]}\nin {place.name}, {place.filename}:{place.lineno}",
             'more micro-batches, remat="all", balance="memory" or more devices need less memory'
             if is_out_of_memory(error)
-            else "mend the model there, or the batch; the gradients of this step are dropped",
+            else "mend the model there, or the batch; this step's gradients are dropped, those of earlier steps kept",
         ) from error
-
-
-def _see_off(thread: threading.Thread) -> None:
-    """Waits until a thread that has done its work is gone from the system as well.
-
-    Before Python 3.13 `join` returns a moment earlier (CPython issue 110829). In that moment PyTorch takes the thread's
-    own Python objects back, for which it needs the interpreter: if that has ended meanwhile, the process aborts.
-    """
-    thread.join()
-    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
-        os.sched_yield()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether PyTorch, or a library below it, had no memory left."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(s in str(error) for s in _SAYINGS)
-
-
-class _Context:
-    """What the caller's thread has set, for threads of our own: gradients, autocast."""
-
-    def __init__(self) -> None:
-        self._inference = torch.is_inference_mode_enabled()
-        self._grad = torch.is_grad_enabled()
-        kinds = ["cpu"] + ["cuda"] * torch.cuda.is_available()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in kinds
-            if torch.is_autocast_enabled(kind)
-        ]
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad):
-            yield
-
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Around each forward pass, not around the thread: weights cast for one pass may not be kept for another."""
-        if not self._autocast:
-            yield
-            return
-        (kind, dtype, cache), *more = self._autocast
-        with torch.autocast(kind, dtype=dtype, cache_enabled=cache):
-            if more:
-                with torch.autocast(more[0][0], dtype=more[0][1], cache_enabled=more[0][2]):
-                    yield
-            else:
-                yield
 
 
 @dataclass
@@ -257,7 +198,7 @@ class _Kept:
 
     inputs: Any  # leaves
     outputs: Any = None  # with their graph; of the last stage, what is differentiated
-    random: list[Tensor] | None = None
+    random: tuple[Any, ...] | None = None  # of all generators, where nothing else runs
     buffers: list[Tensor] | None = None
 
 
@@ -270,7 +211,7 @@ class _Worker:
         self._stage, self._lane = call.stages[index], call.lanes[index]
         self._order, self._again = call.orders[index], call.recompute[index]
         self._last = index == len(call.stages) - 1
-        self._generators = Generators(self._stage.device) if self._stage.draws else None
+        self._generators = Generators(self._stage.device)
         self._norms = call.pooled.of(self._stage.modules()) if call.pooled else ()
         self.kept: dict[int, _Kept] = {}
         self.action: Action | None = None
@@ -318,16 +259,21 @@ class _Worker:
     def _pass(self, values: Any, micro: int, *, again: bool) -> Any:
         call, stage = self._call, self._stage
         for layer in self._norms:
-            layer.micro, layer.discard = micro, again
+            layer.turn(micro, again=again)
         if stage.mutates_input:  # in place: a leaf must not be changed, nor what is needed to run the pass again
             values = map_tensors(torch.clone, values)
-        with call._context.autocast():
-            if call.draws is None or self._generators is None:
+        with call.context.autocast():
+            if call.draws is None or not stage.may_draw:
                 return stage(values)
             for segment in stage.segments:
-                with call.draws.of(self._generators, segment.index, micro) if segment.draws else nullcontext():
+                with self._stream(segment.index, micro, again=again) if segment.may_draw else nullcontext():
                     values = segment(*values)
             return values
+
+    def _stream(self, what: Hashable, micro: int, *, again: bool) -> AbstractContextManager[None]:
+        """What draws a segment, or the loss, runs inside of."""
+        draws = self._call.draws
+        return nullcontext() if draws is None else draws.of(self._generators, what, micro, again=again)
 
     def _finish(self, outputs: Any, micro: int) -> Any:
         """The last stage's outputs are the model's."""
@@ -336,16 +282,21 @@ class _Worker:
         if call.head is None:
             call.results[micro] = output
             return None
-        with call._context.autocast():
-            loss, differentiated = call.head(output, micro, self._lane)
+        loss, differentiated = self._loss(output, micro, again=False)
         call.results[micro] = loss.detach()
         return (differentiated,)
 
+    def _loss(self, output: Any, micro: int, *, again: bool) -> tuple[Tensor, Tensor]:
+        head = self._call.head
+        assert head is not None
+        with self._call.context.autocast(), self._stream(head.key, micro, again=again):
+            return head(output, micro, self._lane)
+
     def _remember(self, kept: _Kept) -> None:
         """What a pass depends on besides its inputs: the generators, and buffers that it may change."""
-        if self._generators is not None and self._call.draws is None:
-            kept.random = self._generators.get()
-        kept.buffers = [buffer.detach().clone() for buffer in self._stage.buffers()]
+        if self._call.draws is None:
+            kept.random = self._generators.everything()
+        kept.buffers = [buffer.detach().clone() for buffer in self._stage.changing_buffers()]
 
     # -- backward --------------------------------------------------------------------------------------------
     def _backward(self, micro: int, gradients: Any) -> None:
@@ -369,19 +320,17 @@ class _Worker:
 
     def _repeat(self, kept: _Kept, micro: int) -> Any:
         """Runs the forward pass once more, now with its graph; buffers and generators end as they are."""
-        buffers = list(self._stage.buffers())
+        buffers = self._stage.changing_buffers()
         now = [buffer.detach().clone() for buffer in buffers]
         assert kept.buffers is not None
         _put(buffers, kept.buffers)
-        lent = nullcontext() if kept.random is None or self._generators is None else self._generators.lent(kept.random)
+        lent = nullcontext() if kept.random is None else self._generators.lent(kept.random)
         try:
             with lent, torch.enable_grad():
                 outputs = self._pass(kept.inputs, micro, again=True)
                 if not self._last:
                     return outputs
-                assert self._call.head is not None
-                with self._call._context.autocast():
-                    return (self._call.head(outputs[0], micro, self._lane)[1],)
+                return (self._loss(outputs[0], micro, again=True)[1],)
         finally:
             _put(buffers, now)
 

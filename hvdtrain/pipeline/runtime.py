@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import _random
-from hvdtrain.pipeline._batchnorm import Pooled
+from hvdtrain.pipeline._batchnorm import Pooled, moves_once_a_batch
 from hvdtrain.pipeline._cutting import batch_size, cut, join, map_tensors, tensors_of
 from hvdtrain.pipeline._lanes import lanes
 from hvdtrain.pipeline._segments import Segment
@@ -74,7 +74,8 @@ class Pipeline(nn.Module):
         self.record = False
         self.timeline: list[tuple[int, str, int, float, float]] = []
         self._finishing = [False] * len(self.stages)
-        self._drawing: dict[int, frozenset[Any]] = {}  # functions that draw, by segment
+        self._drawing: dict[Hashable, _random.Seen] = {}  # by segment
+        self._moving = _moving(model, self.stages)
         self._busy = threading.Lock()
 
     # -- one batch -------------------------------------------------------------------------------------------
@@ -109,17 +110,20 @@ class Pipeline(nn.Module):
         Raises:
             ConfigError: fewer samples than micro-batches, targets of another length, a loss that is not a scalar, a
                 weight that is not a number >= 0, or one for several micro-batches.
-            StageError: a stage failed. Gradients are dropped.
+            StageError: a stage failed. The gradients are those from before this step.
         """
         if not torch.is_grad_enabled():
             raise ConfigError("a step differentiates", "step() under torch.no_grad()", "call the pipeline: pipe(x)")
-        arguments = self._arguments(x)
-        sizes = micro_batch_sizes(batch_size(arguments), self.micro_batches)
+        arguments = _arguments(x)
+        _refuse_gradients(arguments)
+        batch = batch_size(arguments)
+        sizes = micro_batch_sizes(batch, max(1, min(self.micro_batches, batch)))
+        self._check_moving(len(sizes))
         targets = cut(y, sizes, every="targets")
         head = Head(loss, targets, shares(weight, targets, sizes), factor)
         orders = [actions(self.schedule, k, len(self.stages), len(sizes)) for k in range(len(self.stages))]
         again = [recomputed(self.remat, order) for order in orders]
-        with self._alone(), self._gradients_or_none():
+        with self._alone(), self._gradients_or_as_before():
             for stage in self.stages:
                 stage.refresh()
             losses = self._call(cut(arguments, sizes), orders, again, head, sizes)
@@ -144,7 +148,7 @@ class Pipeline(nn.Module):
                 "the pipeline was called in training mode, with gradients",
                 "loss = pipe.step(x, y, loss_fn); to look at outputs: with torch.no_grad(), or pipe.eval()",
             )
-        arguments = self._arguments(args)
+        arguments = map_tensors(torch.detach, args)
         batch = batch_size(arguments)
         sizes = micro_batch_sizes(batch, min(self.micro_batches, batch)) if batch else (0,)
         orders = [[Action("forward", i) for i in range(len(sizes))] for _ in self.stages]
@@ -163,12 +167,11 @@ class Pipeline(nn.Module):
         sizes: Sequence[int],
     ) -> list[Any]:
         several = len(sizes) > 1
-        draws = None
-        if several and self.module.training and any(stage.draws for stage in self.stages):
-            draws = _random.Draws(_random.step_seed(), self._drawing)
-        # with one micro-batch and nothing run twice, the layers themselves do what is right
-        gather = self.batch_norm == "batch" and self.module.training and (several or any(again))
-        pooled = Pooled(self.module) if gather else None
+        training = any(module.training for module in self.module.modules())
+        # with one micro-batch the layers themselves do what is right
+        draws = _random.Draws(self._drawing) if several and (head is not None or training) else None
+        gather = self.batch_norm == "batch" and several and training
+        pooled = Pooled(module for stage in self.stages for module in stage.modules()) if gather else None
         self.timeline = []
         call = Call(
             stages=self.stages,
@@ -183,15 +186,12 @@ class Pipeline(nn.Module):
             timeline=self.timeline if self.record else None,
             turn=nullcontext() if self.overlap else threading.Lock(),
         )
-        with pooled.gathering() if pooled else nullcontext():
-            return call.run()
-
-    @staticmethod
-    def _arguments(x: Any) -> tuple[Any, ...]:
-        arguments = x if type(x) is tuple else (x,)
-        if any(tensor.requires_grad for tensor in tensors_of(arguments)):
-            return map_tensors(torch.detach, arguments)
-        return arguments
+        try:
+            with pooled.gathering() if pooled else nullcontext():
+                return call.run()
+        finally:
+            if draws is not None:
+                draws.close()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -203,14 +203,27 @@ class Pipeline(nn.Module):
             self._finishing[:] = [False] * len(self._finishing)
             self._busy.release()
 
+    def _check_moving(self, micro_batches: int) -> None:
+        """Refuses buffers that would move once a micro-batch, and nobody has said that they may."""
+        moving = [name for name, owner in self._moving if owner.training]
+        if moving and micro_batches > 1 and self.batch_norm == "batch":
+            raise ConfigError(
+                "buffers that change in each forward pass move once a batch: for batch-norm, instance norm and spectral"
+                " norm that is seen to",
+                f"{', '.join(moving[:5])}{', ...' * (len(moving) > 5)} in {micro_batches} micro-batches",
+                'micro_batches=1; or batch_norm="micro" of split(): all such values move once a micro-batch',
+            )
+
     @contextmanager
-    def _gradients_or_none(self) -> Iterator[None]:
-        """A step that ends halfway leaves no gradients that somebody could take for whole ones, and no memory."""
+    def _gradients_or_as_before(self) -> Iterator[None]:
+        """A step that ends halfway leaves no gradients that somebody could take for whole ones, and no memory; those
+        of earlier steps are put back, from a copy: gradients add up in place."""
+        before = [(p, None if p.grad is None else p.grad.detach().clone()) for p in self.module.parameters()]
         try:
             yield
         except BaseException:
-            for parameter in self.module.parameters():
-                parameter.grad = None
+            for parameter, gradient in before:
+                parameter.grad = gradient
             for stage in self.stages:
                 for _, proxy in stage.proxies:
                     proxy.grad = None
@@ -250,6 +263,14 @@ class Pipeline(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "a pipeline is not copied or pickled: it works on the devices, and with the objects, of the model it was"
+            " made of",
+            "copy.deepcopy, pickle, torch.save, or AveragedModel of a pipeline",
+            "copy its model: copy.deepcopy(pipe.module), AveragedModel(pipe.module); save pipe.state_dict()",
+        )
+
     def extra_repr(self) -> str:
         where = ", ".join(f"{stage.name} on {stage.device}" for stage in self.stages)
         return f"{where}; {self.micro_batches} micro-batches, {self.schedule}, remat={self.remat}"
@@ -280,6 +301,30 @@ class Pipeline(nn.Module):
                 "add it to the model, and split again",
             )
         super().__setattr__(name, value)
+
+
+def _arguments(x: Any) -> tuple[Any, ...]:
+    return x if type(x) is tuple else (x,)
+
+
+def _refuse_gradients(arguments: tuple[Any, ...]) -> None:
+    if any(tensor.requires_grad for tensor in tensors_of(arguments)):
+        raise ConfigError(
+            "a step gives gradients to parameters, not to the inputs",
+            "an input with requires_grad=True",
+            "x.detach(); what makes the input belongs into the model that is split",
+        )
+
+
+def _moving(model: nn.Module, stages: Sequence[Stage]) -> list[tuple[str, nn.Module]]:
+    """Buffers that each pass in training changes in a way that nobody can make up for afterwards, with their owners."""
+    changing = {id(buffer) for stage in stages for buffer in stage.changing_buffers()}
+    return [
+        (f"{path}.{name}".lstrip("."), owner)
+        for path, owner in model.named_modules()
+        for name, buffer in owner._buffers.items()
+        if id(buffer) in changing and not moves_once_a_batch(owner)
+    ]
 
 
 def _check_micro_batches(value: Any) -> None:
