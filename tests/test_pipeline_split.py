@@ -140,7 +140,7 @@ REFUSALS = {
     "an unknown batch norm": ("'sync'", "batch, micro"),
     "control flow that depends on the data": ("DataAtRoot.forward", "if x.sum() > 0:", "modules=[...]"),
     "autocast in the forward": ("AutocastAtRoot.forward", "autocast", "modules=[...]"),
-    "another result each time": ("other results in training mode",),
+    "another result each time": ("its forward changes 'times' of its own",),
     "an example that the model does not take": ("6x3 and 8x8", "an example like"),
     "a hook on the model": ("Sequential has forward or backward hooks", "on a submodule"),
     "a model in DataParallel": ("DataParallel", "split what is inside"),

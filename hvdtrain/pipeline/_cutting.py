@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,42 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hvdtrain.errors import ConfigError
+
+# leaves of nested values besides tensors
+SIMPLE = (int, float, bool, complex, str, torch.dtype, torch.device, type(None))
+Chunk = Sequence[int | None] | None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An argument that goes to every micro-batch as it is."""
+
+    value: Any
+
+
+def marked(arguments: tuple[Any, ...], chunk: Chunk) -> tuple[Any, ...]:
+    """The arguments, those that have no samples as `Whole`.
+
+    Args:
+        chunk: for each argument 0 or None; as of `split`.
+
+    Raises:
+        ConfigError: another number of arguments, or another dimension.
+    """
+    if chunk is None:
+        return arguments
+    if len(chunk) != len(arguments) or any(one is not None and one is not False and one != 0 for one in chunk):
+        raise ConfigError(
+            "chunk=[...] says for each argument 0 (its tensors have samples along dimension 0) or None (it has none)",
+            f"chunk={list(chunk)} for {len(arguments)} argument(s)",
+            "a model that takes [sequence, batch, ...]: split one that takes [batch, sequence, ...] and transposes",
+        )
+    return tuple(Whole(value) if one is None else value for value, one in zip(arguments, chunk, strict=True))
+
+
+def unmarked(values: Any) -> Any:
+    """Without `Whole`."""
+    return pytree.tree_map_only(Whole, lambda whole: whole.value, values)
 
 
 def tensors_of(values: Any) -> list[Tensor]:
@@ -57,6 +94,15 @@ def cut(values: Any, sizes: Sequence[int], *, every: str | None = None) -> list[
         if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == batch:
             pieces.append(leaf.split(list(sizes)))
             continue
+        if isinstance(leaf, Whole):
+            leaf = leaf.value
+        elif not isinstance(leaf, (Tensor, *SIMPLE)) or (every is not None and isinstance(leaf, str)):
+            raise ConfigError(
+                f"{every or 'inputs'} are tensors and numbers, in tuples, lists and dicts: else nobody knows how to"
+                " cut them into micro-batches",
+                f"a {type(leaf).__name__}",
+                "dict(batch), or a tuple of its tensors; inputs without samples: split(..., chunk=[0, None])",
+            )
         if every is not None and isinstance(leaf, Tensor) and leaf.dim():
             raise ConfigError(
                 f"{every} have one entry for each sample", f"shape {tuple(leaf.shape)} for a batch of {batch}"
@@ -80,7 +126,13 @@ def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def _join_leaf(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
     if not isinstance(leaves[0], Tensor):
-        return leaves[0]
+        if isinstance(leaves[0], SIMPLE) and all(leaf == leaves[0] for leaf in leaves[1:]):
+            return leaves[0]
+        raise ConfigError(
+            "outputs of a pipeline are tensors in tuples, lists and dicts, to be joined from micro-batches",
+            f"a {type(leaves[0]).__name__}",
+            "a model that returns its tensors: wrap it in a module whose forward ends with, for example, .logits",
+        )
     if any(leaf.dim() == 0 or len(leaf) != size for leaf, size in zip(leaves, sizes, strict=True)):
         raise ConfigError(
             "outputs of a pipeline have one entry for each sample, to be joined from micro-batches",

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.pipeline._cutting import unmarked
 from hvdtrain.pipeline._state import all_training, left_alone
 from hvdtrain.pipeline._trace import Program
 
@@ -122,7 +123,8 @@ def resized(example: tuple[Any, ...], samples: int) -> tuple[Any, ...]:
 
 
 def to_device(values: Any, device: torch.device) -> Any:
-    """Copies, always: a pass may change its input in place."""
+    """Copies, always: a pass may change its input in place. `Whole` arguments as they are given to the model."""
+    values = unmarked(values)
     return pytree.tree_map(lambda v: v.detach().to(device, copy=True) if isinstance(v, Tensor) else v, values)
 
 
@@ -208,9 +210,9 @@ def module_of(program: Program, target: str, modules: dict[str, nn.Module] | Non
 
 def plain(value: Any) -> Any:
     """fx's immutable lists and dicts as ordinary ones."""
-    if isinstance(value, list):
+    if isinstance(value, fx.immutable_collections.immutable_list):
         return [plain(item) for item in value]
-    if isinstance(value, dict):
+    if isinstance(value, fx.immutable_collections.immutable_dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, slice):
         return slice(plain(value.start), plain(value.stop), plain(value.step))

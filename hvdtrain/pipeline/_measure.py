@@ -70,7 +70,7 @@ class Clock:
 
 
 class Subject:
-    """A chain on one device, to be measured there.
+    """A chain on one device, to be measured there. A softmax over its outputs stands for the loss that will follow.
 
     Args:
         segments: the whole chain.
@@ -99,7 +99,9 @@ class Subject:
             bind, moved = copies.bind, (copies.traced_on, self._device)
         calls = [chain.function(index, index + 1, bind, self._segments[index].name, moved) for index in indices]
         whole = chain.function(0, len(self._segments), bind, "whole", moved) if len(indices) > 1 else calls[0]
-        return calls, whole
+        if indices[-1] == len(self._segments) - 1:
+            calls[-1] = _with_loss(calls[-1])
+        return calls, _with_loss(whole)
 
     def batch(self, samples: int) -> tuple[Any, ...]:
         """Arguments of so many samples."""
@@ -187,6 +189,14 @@ class Subject:
         found.kept = [sum(storages.values()) for storages in kept]
         found.output[-1] = 0
         return found
+
+
+def _with_loss(call: Call) -> Call:
+    def both(*values: Any) -> tuple[Any, ...]:
+        outputs = [t for t in tensors_of(call(*values)) if t.is_floating_point() and t.dim()]
+        return tuple(output.log_softmax(-1).mean() for output in outputs)
+
+    return both
 
 
 def as_leaf(tensor: Tensor) -> Tensor:

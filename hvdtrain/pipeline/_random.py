@@ -96,7 +96,7 @@ class Generators:
             self.restore(before)
 
 
-def _differ(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+def differ(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     (ours, python, numpy), (others, their_python, their_numpy) = one, other
     return (
         not all(map(torch.equal, ours, others))
@@ -172,8 +172,7 @@ class Draws:
     """
 
     def __init__(self, seen: dict[Hashable, Seen]) -> None:
-        state = torch.get_rng_state().numpy().tobytes()
-        self._step_seed = hashlib.blake2b(state, digest_size=16).hexdigest()
+        self._step_seed = step_seed()
         self._seen = seen
         self._used = False
 
@@ -203,12 +202,17 @@ class Draws:
 
     @staticmethod
     def _note(seen: Seen, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
-        seen.elsewhere = seen.elsewhere or _differ(before, after)
+        seen.elsewhere = seen.elsewhere or differ(before, after)
 
     def close(self) -> None:
         """The next step draws other numbers, if this one drew any."""
         if self._used:
             torch.randint(2**62, ())
+
+
+def step_seed() -> str:
+    """What the global generator's state says when a step begins."""
+    return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def mixed(*numbers: Any) -> int:

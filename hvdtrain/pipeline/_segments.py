@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import _code
 from hvdtrain.pipeline._cuts import Cut, find_cuts
+from hvdtrain.pipeline._cutting import map_tensors
 from hvdtrain.pipeline._facts import Different, Facts, attribute, device_of, look, module_of, to_device
 from hvdtrain.pipeline._modes import innermost
 from hvdtrain.pipeline._random import draws_by_name, may_draw
-from hvdtrain.pipeline._state import all_training, left_alone
+from hvdtrain.pipeline._state import Attributes, all_training, attributes_of, holds, left_alone
 from hvdtrain.pipeline._trace import Program, trace
 
 _DULL = {"getitem", "getattr", "_check_fixed", "size", "OrderedDict"}  # names that do not tell where a segment is
@@ -171,6 +173,7 @@ def segments(model: nn.Module, example: Any) -> list[Segment]:
         ConfigError: it cannot be traced, does not take the example, or a trace does not do what the model does.
     """
     arguments = example if isinstance(example, tuple) else (example,)
+    _refuse_unmade(model)
     leaves: dict[str, str] = {}
     while True:
         program = trace(model, arguments, leaves)
@@ -196,6 +199,7 @@ def from_modules(modules: Sequence[nn.Module | str], model: nn.Module, example: 
             the model computes for the example.
     """
     arguments = example if isinstance(example, tuple) else (example,)
+    _refuse_unmade(model)
     own = {id(p) for p in model.parameters()}
     program = Program(model, {}, {})
     paths = {module: path for path, module in model.named_modules()}
@@ -218,6 +222,22 @@ def from_modules(modules: Sequence[nn.Module | str], model: nn.Module, example: 
         raise _not_the_same(error) from error
 
 
+def _refuse_unmade(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                "a model has its parameters before it is split",
+                f"{name} is made in the first forward pass (a lazy layer)",
+                "call the model once with a batch: model(x)",
+            )
+        if tensor.is_meta:
+            raise ConfigError(
+                "a model has its parameters in memory before it is split",
+                f"{name} is on the meta device",
+                'model.to_empty(device="cpu"), then load or initialise its weights, then split',
+            )
+
+
 def _part(given: nn.Module | str, model: nn.Module) -> nn.Module:
     if not isinstance(given, str):
         return given
@@ -231,8 +251,22 @@ def _part(given: nn.Module | str, model: nn.Module) -> nn.Module:
 def _checked(program: Program, arguments: tuple[Any, ...], *, everywhere: bool = False) -> list[Segment]:
     facts = look(program, arguments)
     chain = Chain(program, facts, find_cuts(program, facts, everywhere=everywhere))
+    if everywhere:
+        _refuse_objects(chain)
     _check(chain)
     return [Segment(chain, index) for index in range(len(chain.cuts) - 1)]
+
+
+def _refuse_objects(chain: Chain) -> None:
+    for index, cut in enumerate(chain.cuts[1:-1]):
+        if any(
+            node is not None and node not in chain.facts.may_cross for value in cut.values for node in value.values()
+        ):
+            raise ConfigError(
+                "parts given by hand return tensors, numbers and None, in tuples, lists and dicts",
+                f"part {index} returns something else, which would carry its graph into another stage",
+                "parts that return their tensors: for example a module whose forward ends with .last_hidden_state",
+            )
 
 
 def _not_the_same(error: Different) -> ConfigError:
@@ -306,13 +340,33 @@ def _check(chain: Chain) -> None:
     whole = chain.function(0, len(chain.cuts) - 1, default_binder(chain.program), type(model).__name__)
     for training in (True, False):
         with all_training(model, training), torch.no_grad():
-            with left_alone(model, device):
-                wanted = model(*to_device(few, device))
+            with left_alone(model, device), torch.set_grad_enabled(training):
+                before = attributes_of(model)
+                wanted = map_tensors(torch.detach, model(*to_device(few, device)))
+                _refuse_graphs(model, before)
             with left_alone(model, device):
                 came = whole(*to_device(few, device))[0]
         if not same(wanted, came):
             mode = "training" if training else "evaluation"
             raise Different(f"other results in {mode} mode, for the example's first samples")
+
+
+def _refuse_graphs(model: nn.Module, before: Attributes) -> None:
+    """Refuses what a forward leaves on its module to be differentiated: the next micro-batch would put its own there,
+    and the graph belongs to another stage than the loss that reads it."""
+    for path, module in model.named_modules():
+        computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}  # weight_norm's weight
+        was, contents = before.get(module, ({}, {}))
+        for name, value in module.__dict__.items():
+            if name in computed or (value is was.get(name) and (name not in contents or holds(value, contents[name]))):
+                continue
+            if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in pytree.tree_leaves(value)):
+                where = f"{path}.{name}" if path else name
+                raise ConfigError(
+                    "what is differentiated goes through a model's outputs, not over attributes of its modules",
+                    f"forward leaves a tensor with a graph in {where}: the loss would read that of another micro-batch",
+                    f"return it with the outputs; or, only to look at it, keep {name}.detach()",
+                )
 
 
 def same(a: Any, b: Any) -> bool:

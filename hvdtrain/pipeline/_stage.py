@@ -214,6 +214,12 @@ class _Objects:
 
     def refresh(self) -> None:
         for owner, proxy in self.proxies:
+            if owner._backward_hooks:
+                raise ConfigError(
+                    "a parameter that several stages use gets its gradient in parts, of which a hook would see one",
+                    f"a tensor hook on a parameter of shape {tuple(owner.shape)}",
+                    "change p.grad after the step; or a balance=[...] that leaves its uses in one stage",
+                )
             if proxy.device != owner.device:
                 proxy.data.copy_(owner.data, non_blocking=True)
             elif proxy.data_ptr() != owner.data_ptr():  # on one device both are one memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,15 +26,31 @@ def all_training(model: nn.Module, training: bool | None) -> Iterator[None]:
             module.training = was
 
 
-def attributes_of(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
+_TORCHS = frozenset(nn.Module().__dict__)
+# of each module its attributes, and what was in those that are containers
+Attributes = dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]]
+
+
+def attributes_of(model: nn.Module) -> Attributes:
     """What each module holds, to be `restored`."""
-    return {module: dict(module.__dict__) for module in model.modules()}
+    return {
+        module: (
+            dict(module.__dict__),
+            {
+                name: copy.copy(value)
+                for name, value in module.__dict__.items()
+                if type(value) in _CONTAINERS and name not in _TORCHS
+            },
+        )
+        for module in model.modules()
+    }
 
 
-def restored(before: dict[nn.Module, dict[str, Any]]) -> tuple[nn.Module, str] | None:
+def restored(before: Attributes) -> tuple[nn.Module, str] | None:
     """Undoes what was set on modules since; returns the last of them, and the attribute."""
     found = None
-    for module, was in before.items():
+    for module, (was, contents) in before.items():
         now = module.__dict__
         changed = [name for name in {*was, *now} if name != "training" and now.get(name) is not was.get(name)]
         if changed:
@@ -40,7 +58,27 @@ def restored(before: dict[nn.Module, dict[str, Any]]) -> tuple[nn.Module, str] |
             now.clear()
             now.update(was, training=training)
             found = (module, changed[0])
+        for name, content in contents.items():
+            if not holds(was[name], content):
+                _refill(was[name], content)
+                found = (module, name)
     return found
+
+
+def holds(container: Any, content: Any) -> bool:
+    """The same objects."""
+    if len(container) != len(content):
+        return False
+    if isinstance(container, dict):
+        return all(key in container and container[key] is value for key, value in content.items())
+    if isinstance(container, set):
+        return container == content
+    return all(a is b for a, b in zip(container, content, strict=True))
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if hasattr(container, "extend") else container.update)(content)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules import transformer
@@ -42,7 +43,7 @@ _MAKERS = (
 _FACTORIES = {getattr(torch, name) for name in _MAKERS}
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
 
 
@@ -65,6 +66,7 @@ class Program:
         attributes: what `get_attr` and `call_module` targets name and the model does not.
         leaves: paths of modules that were not opened, and why.
         doubtful: paths of modules that were, but for PyTorch's own.
+        followed: paths of all modules whose forward is not called as a whole; the root is "".
     """
 
     model: nn.Module
@@ -73,6 +75,7 @@ class Program:
     attributes: dict[str, Any] = field(default_factory=dict)
     leaves: dict[str, str] = field(default_factory=dict)
     doubtful: set[str] = field(default_factory=set)
+    followed: set[str] = field(default_factory=lambda: {""})
 
     @property
     def is_one(self) -> bool:
@@ -111,12 +114,12 @@ def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str]) ->
         attributes = runs[False].attributes | runs[True].attributes
         followed = opened(runs[True].calls) | opened(runs[False].calls)
         doubtful = {path for path in followed if not type(model.get_submodule(path)).__module__.startswith("torch.nn.")}
-        return Program(model, graphs, partners, attributes, leaves, doubtful)
+        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""})
 
 
 def _refuse(model: nn.Module) -> None:
     """What is around a model and would be lost."""
-    if any(getattr(model, name) for name in _HOOKS):
+    if any(getattr(model, name) for name in HOOKS):
         raise ConfigError(
             "a pipeline runs the parts of a model, so hooks of the model itself would not be called",
             f"{type(model).__name__} has forward or backward hooks",
@@ -138,7 +141,8 @@ def _make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module,
             "a model that is cut by itself has to be traceable: its own forward may not depend on the data",
             f"{name}: {reason}{where}",
             "give its parts in order: split(..., modules=[...]) (modules or names, each called with what the one\n"
-            "before returns); or move what cannot be traced into a submodule",
+            "before returns); or move what cannot be traced into a submodule. Models that return objects of their own\n"
+            "(ModelOutput of transformers): modules=[...] of parts that return tensors",
         )
     leaves[path] = reason
 
@@ -185,7 +189,7 @@ class _Tracer(fx.Tracer):
         return root_fn, given
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self._leaves or any(getattr(m, name) for name in _HOOKS):
+        if module_qualified_name in self._leaves or any(getattr(m, name) for name in HOOKS):
             return True
         if isinstance(m, (torch.jit.ScriptModule, fx.GraphModule)) or type(m).__module__.startswith("torch._dynamo"):
             return True
@@ -205,6 +209,7 @@ class _Tracer(fx.Tracer):
         draws = random.getstate()
         try:
             result = forward(*args, **kwargs)
+            returned = skeleton(self.create_arg(result))
         except Untraceable:
             raise
         except Exception as error:
@@ -213,7 +218,7 @@ class _Tracer(fx.Tracer):
             random.setstate(draws)
             raise Untraceable(path, "draws from Python's random numbers")
         self.calls.pop()
-        call.items.append(("return", skeleton(self.create_arg(result))))
+        call.items.append(("return", returned))
         return result
 
     def _encoder_forward(self, encoder: Any) -> Callable[..., Any]:
@@ -252,6 +257,8 @@ class _Tracer(fx.Tracer):
         if type(a) is collections.OrderedDict:
             pairs = [(key, self.create_arg(value)) for key, value in a.items()]
             return self.create_node("call_function", collections.OrderedDict, (pairs,), {})
+        if isinstance(a, dict) and type(a) not in (dict, fx.immutable_collections.immutable_dict):
+            raise ValueError(f"a {type(a).__name__}: a dict of a class of its own would become a plain one")
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and id(a) not in self._buffer_ids():
             return self._constant(a)
         return super().create_arg(a)
@@ -290,7 +297,7 @@ class _Run:
             raise Untraceable("", "draws from Python's random numbers")
         if changed:
             path = next(path for path, module in model.named_modules() if module is changed[0])
-            raise Untraceable(path, f"its forward sets {changed[1]!r} on itself")
+            raise Untraceable(path, f"its forward changes {changed[1]!r} of its own")
         self.calls = tracer.calls[0]
         self.attributes = tracer.attributes
 
@@ -323,7 +330,13 @@ def _recording(tracer: _Tracer) -> Iterator[None]:
     def recorder(function: Any) -> Any:
         return lambda *args, **kwargs: tracer.create_proxy("call_function", function, args, kwargs)
 
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("torch.utils.checkpoint(use_reentrant=False); remat='all' of split() does as much")
+
     with ExitStack() as patches:
+        patches.enter_context(
+            mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpointed)
+        )
         patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply_or_record)))
         for name in _MAKERS:  # with stand-ins for sizes a call does not get as far as the mode below
             patches.enter_context(mock.patch.object(torch, name, recorder(getattr(torch, name))))
@@ -342,7 +355,7 @@ def _check_fixed(value: Any, fixed: Any, index: int) -> None:
 
 def _is_open_encoder(module: nn.Module) -> bool:
     """The library's own stack of layers, worth opening; what is derived from it may do anything."""
-    return type(module) is nn.TransformerEncoder and not any(getattr(module, name) for name in _HOOKS)
+    return type(module) is nn.TransformerEncoder and not any(getattr(module, name) for name in HOOKS)
 
 
 def _has_no_padding(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -367,7 +380,7 @@ def _reason(error: BaseException) -> str:
 def _line(error: BaseException) -> str:
     """Where in the user's code it was: the innermost line outside of PyTorch."""
     own = inspect.getsourcefile(_Tracer)
-    inside = ("/torch/fx/", "/torch/nn/modules/module.py", "/torch/overrides.py", "/torch/_tensor.py")
+    inside = ("/torch/fx/", "/torch/nn/modules/module.py", "/torch/overrides.py", "/torch/_tensor.py", "/checkpoint.py")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename != own and not any(part in frame.filename for part in inside):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"

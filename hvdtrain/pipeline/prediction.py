@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.pipeline._cutting import batch_size, cut
+from hvdtrain.pipeline._cutting import batch_size, cut, marked
 from hvdtrain.pipeline._devices import CPU_POOL
 from hvdtrain.pipeline._lanes import cpu_slots
 from hvdtrain.pipeline._worker import StageError
@@ -178,11 +178,15 @@ class _ShortSteps:
         known = [[(block.start_s, block.end_s, block.alone_s(passes)) for block in blocks] for blocks in side_by_side]
         return _Timed(size, passes, max(0.0, min(overheads_s)), known)
 
+    def _part(self, taken: int, rest: int) -> Any:
+        arguments = marked(self.x if type(self.x) is tuple else (self.x,), self.pipe.chunk)
+        return cut((arguments, self.y), (taken, rest))[0]
+
     def _step(self, size: int, count: int, batch: int, *, overlap: bool = True) -> tuple[float, list[_Block]]:
         """Seconds of one step, and its passes."""
         pipe, taken = self.pipe, size * count
         pipe.micro_batches, pipe.overlap = count, overlap
-        x, y = (self.x, self.y) if taken == batch else cut((self.x, self.y), [taken, batch - taken])[0]
+        x, y = (self.x, self.y) if taken == batch else self._part(taken, batch - taken)
         seconds = seconds_of(lambda: pipe.step(x, y, self.loss), pipe.devices)
         again = [
             recomputed(pipe.remat, actions(pipe.schedule, stage, len(pipe.stages), count))
@@ -234,11 +238,12 @@ def equal_seconds(stages: int, micro_batches: int, seconds: float, remat: Remat 
 def left_as_it_is(pipe: Pipeline) -> Iterator[None]:
     """Gradients, buffers, random state and settings are afterwards what they were."""
     gpus = sorted({device.index or 0 for device in pipe.devices if device.type == "cuda"})
-    settings = {name: getattr(pipe, name) for name in ("micro_batches", "schedule", "overlap", "record")}
+    settings = {name: getattr(pipe, name) for name in ("micro_batches", "schedule", "overlap", "record", "proofs")}
     gradients = [(parameter, parameter.grad) for parameter in pipe.module.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in pipe.module.buffers()]
     for parameter, _ in gradients:
         parameter.grad = None
+    pipe.proofs = False  # they take time; the first steps of training have them
     try:
         with torch.random.fork_rng(gpus, device_type="cuda"):
             yield

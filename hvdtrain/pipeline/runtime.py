@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import _random
 from hvdtrain.pipeline._batchnorm import Pooled, moves_once_a_batch
-from hvdtrain.pipeline._cutting import batch_size, cut, join, map_tensors, tensors_of
+from hvdtrain.pipeline._cutting import Chunk, batch_size, cut, join, map_tensors, marked, tensors_of, unmarked
+from hvdtrain.pipeline._fixed import Fixed
 from hvdtrain.pipeline._lanes import lanes
+from hvdtrain.pipeline._proof import Proof, loss_key
 from hvdtrain.pipeline._segments import Segment
 from hvdtrain.pipeline._stage import Stage
 from hvdtrain.pipeline._weights import Weight, shares
@@ -42,6 +44,8 @@ class Pipeline(nn.Module):
         micro_batches, schedule, remat: how a batch goes through; they may be changed between steps.
         batch_norm: "batch": running statistics follow whole batches; "micro": micro-batches.
         profile: what the cut was measured by; None if it was given.
+        chunk: which arguments have samples; see `split`.
+        proofs: False leaves out what a loss's first steps are checked for: that its mean is that of micro-batches.
         overlap: False lets one stage work at a time (to compare with).
         timeline: with `record`, what the last call did: (stage, kind, micro-batch, start, end), in seconds.
     """
@@ -59,6 +63,7 @@ class Pipeline(nn.Module):
         remat: Remat = "never",
         batch_norm: Literal["batch", "micro"] = "batch",
         profile: Any = None,
+        chunk: Chunk = None,
     ) -> None:
         super().__init__()
         for name in _PARTS:
@@ -69,7 +74,8 @@ class Pipeline(nn.Module):
         self.devices = [stage.device for stage in stages]
         self.micro_batches, self.schedule, self.remat = micro_batches, schedule, remat
         self.batch_norm = batch_norm
-        self.profile = profile
+        self.profile, self.chunk = profile, chunk
+        self.proofs = True
         self.overlap = True
         self.record = False
         self.timeline: list[tuple[int, str, int, float, float]] = []
@@ -77,6 +83,8 @@ class Pipeline(nn.Module):
         self._drawing: dict[Hashable, _random.Seen] = {}  # by segment
         self._moving = _moving(model, self.stages)
         self._busy = threading.Lock()
+        self._proof = Proof(self)
+        self._fixed = Fixed(segments[0].chain.program)
 
     # -- one batch -------------------------------------------------------------------------------------------
     def step(
@@ -114,19 +122,22 @@ class Pipeline(nn.Module):
         """
         if not torch.is_grad_enabled():
             raise ConfigError("a step differentiates", "step() under torch.no_grad()", "call the pipeline: pipe(x)")
-        arguments = _arguments(x)
+        arguments = marked(x if type(x) is tuple else (x,), self.chunk)
         _refuse_gradients(arguments)
         batch = batch_size(arguments)
         sizes = micro_batch_sizes(batch, max(1, min(self.micro_batches, batch)))
         self._check_moving(len(sizes))
         targets = cut(y, sizes, every="targets")
-        head = Head(loss, targets, shares(weight, targets, sizes), factor)
+        head = Head(loss, targets, shares(weight, targets, sizes), factor, loss_key(loss))
         orders = [actions(self.schedule, k, len(self.stages), len(sizes)) for k in range(len(self.stages))]
         again = [recomputed(self.remat, order) for order in orders]
         with self._alone(), self._gradients_or_as_before():
+            if self.proofs and len(sizes) > 1:
+                self._proof.of_model(arguments)
+                self._proof.of_loss(arguments, y, loss, weight)
             for stage in self.stages:
                 stage.refresh()
-            losses = self._call(cut(arguments, sizes), orders, again, head, sizes)
+            losses = self._call(cut(arguments, sizes), orders, again, head)
             for stage in self.stages:
                 stage.return_gradients()
         counted = [loss * share for loss, share in zip(losses, head.weights, strict=True) if share]
@@ -148,15 +159,32 @@ class Pipeline(nn.Module):
                 "the pipeline was called in training mode, with gradients",
                 "loss = pipe.step(x, y, loss_fn); to look at outputs: with torch.no_grad(), or pipe.eval()",
             )
-        arguments = map_tensors(torch.detach, args)
+        arguments = marked(map_tensors(torch.detach, args), self.chunk)
         batch = batch_size(arguments)
         sizes = micro_batch_sizes(batch, min(self.micro_batches, batch)) if batch else (0,)
-        orders = [[Action("forward", i) for i in range(len(sizes))] for _ in self.stages]
-        with torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad(), self._alone():
-            for stage in self.stages:
-                stage.refresh()
-            pieces = cut(arguments, sizes) if batch else [arguments]
-            return join(self._call(pieces, orders, [frozenset()] * len(orders), None, sizes), sizes)
+        with self._alone():
+            return join(self._outputs(cut(arguments, sizes)), sizes)
+
+    def check_example(self, arguments: tuple[Any, ...]) -> None:
+        """Refuses a model whose outputs for two halves of a batch are not those of the whole; changes nothing.
+
+        Args:
+            arguments: of the model.
+
+        Raises:
+            ConfigError: they are not.
+            StageError: a stage failed.
+        """
+        with self._alone():
+            self._proof.of_model(arguments)
+
+    def _outputs(self, pieces: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Of micro-batches, without gradients."""
+        orders = [[Action("forward", i) for i in range(len(pieces))] for _ in self.stages]
+        for stage in self.stages:
+            stage.refresh()
+        with torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad():
+            return self._call(pieces, orders, [frozenset()] * len(orders), None)
 
     def _call(
         self,
@@ -164,9 +192,8 @@ class Pipeline(nn.Module):
         orders: Sequence[Sequence[Action]],
         again: Sequence[frozenset[int]],
         head: Head | None,
-        sizes: Sequence[int],
     ) -> list[Any]:
-        several = len(sizes) > 1
+        several = len(inputs) > 1
         training = any(module.training for module in self.module.modules())
         # with one micro-batch the layers themselves do what is right
         draws = _random.Draws(self._drawing) if several and (head is not None or training) else None
@@ -198,6 +225,7 @@ class Pipeline(nn.Module):
         if not self._busy.acquire(blocking=False):
             raise ConfigError("a pipeline works on one batch at a time", "a call from a second thread")
         try:
+            self._fixed.check()
             yield
         finally:
             self._finishing[:] = [False] * len(self._finishing)
@@ -300,15 +328,15 @@ class Pipeline(nn.Module):
                 f"{name} = {type(value).__name__}(...) on a pipeline",
                 "add it to the model, and split again",
             )
+        model = vars(self).get("module")
+        if model is not None and name not in vars(self) and name in vars(model):
+            setattr(model, name, value)
+            return
         super().__setattr__(name, value)
 
 
-def _arguments(x: Any) -> tuple[Any, ...]:
-    return x if type(x) is tuple else (x,)
-
-
 def _refuse_gradients(arguments: tuple[Any, ...]) -> None:
-    if any(tensor.requires_grad for tensor in tensors_of(arguments)):
+    if any(tensor.requires_grad for tensor in tensors_of(unmarked(arguments))):
         raise ConfigError(
             "a step gives gradients to parameters, not to the inputs",
             "an input with requires_grad=True",

@@ -12,7 +12,7 @@ from torch import nn
 from hvdtrain.allocator import keep_freed_memory
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import plan
-from hvdtrain.pipeline._cutting import batch_size
+from hvdtrain.pipeline._cutting import Chunk, batch_size, marked
 from hvdtrain.pipeline._devices import parse_devices
 from hvdtrain.pipeline._segments import Segment, from_modules, segments
 from hvdtrain.pipeline._stage import build_stages
@@ -39,6 +39,7 @@ def split(
     remat: plan.Remat = "never",
     batch_norm: BatchNorm = "batch",
     modules: Sequence[nn.Module | str] | None = None,
+    chunk: Chunk = None,
 ) -> Pipeline:
     """Splits a model over local devices and returns it as a pipeline.
 
@@ -56,14 +57,18 @@ def split(
         batch_norm: "batch": running statistics are those of whole batches; "micro": of micro-batches, one by one.
         modules: the model's parts in order, each called with what the one before returns, for models that cannot be
             traced; strings name submodules.
+        chunk: for each argument 0 (tensors that are as long as the batch are cut along dimension 0) or None (it goes to
+            every micro-batch as it is): for inputs that may be as long as the batch by chance, like a mask.
 
     Raises:
-        ConfigError: before anything is moved: a device that does not exist, more stages than segments, a balance that
+        ConfigError: outputs for the two halves of the example that are not those of the whole; and, before anything is
+            moved: a device that does not exist, more stages than segments, a balance that
             does not add up, fewer samples than micro-batches, an unknown word, a model that cannot be traced.
     """
     places = parse_devices(devices)
     _check_words(schedule, remat, batch_norm, balance)
-    batch = batch_size(example if isinstance(example, tuple) else (example,))
+    example = marked(example if isinstance(example, tuple) else (example,), chunk)
+    batch = batch_size(example)
     if micro_batches != "auto":
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
             raise ConfigError("micro_batches is a number or 'auto'", repr(micro_batches))
@@ -76,10 +81,12 @@ def split(
     stages = build_stages(model, parts, sizes, places)
     from hvdtrain.pipeline.runtime import Pipeline
 
-    return Pipeline(
+    pipe = Pipeline(
         model, stages, micro_batches=count, schedule=schedule, remat=remat, batch_norm=batch_norm, segments=parts,
-        profile=measured,
+        profile=measured, chunk=chunk,
     )  # fmt: skip
+    pipe.check_example(example)
+    return pipe
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,11 @@ class Tuning:
         return self.ratio is None or self.ratio.high < 1
 
     @property
+    def one_is_faster(self) -> bool:
+        """Whether one device is shown to be faster; where neither is shown, rounds did not suffice."""
+        return self.ratio is not None and self.ratio.low > 1
+
+    @property
     def verdict(self) -> str:
         """One sentence, with the numbers."""
         best = f"split size {self.best.split_size} ({counted(self.best.micro_batches)})"
@@ -104,7 +109,7 @@ class Tuning:
         level = f"{self.ratio} of its time, {100 * self.confidence:g} %"
         if self.split_pays:
             return f"split, {best}: {ours}, against {theirs} ({level})"
-        if self.ratio.low > 1:
+        if self.one_is_faster:
             return (
                 f"do not split: one device is faster and the model fits: {theirs}, against {ours} at {best} ({level})"
             )
@@ -160,7 +165,7 @@ def tune(
         candidates: micro-batch counts (default: 1, 2, 3, 4, 6, 8, 12, ... up to the batch).
         confidence: of the intervals.
         budget_s: about how long it may take; more rounds are only begun within it (default: as long as needed).
-        require: refuse, instead of only saying so in the verdict, when one device alone is faster.
+        require: refuse, instead of only saying so in the verdict, when one device alone is shown to be faster.
 
     Raises:
         ConfigError: a candidate that is no count of micro-batches of this batch.
@@ -189,7 +194,7 @@ def tune(
         raise runs.errors[best]
     pipe.micro_batches = best
     tuning = _tuning(search, runs, best, time.perf_counter() - started)
-    if require and not tuning.split_pays:
+    if require and tuning.one_is_faster:
         raise SplitDoesNotPay("a model is split where that is faster, or where it does not fit on one device",
                               tuning.verdict, "train the unsplit model on one device")  # fmt: skip
     return tuning

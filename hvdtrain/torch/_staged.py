@@ -120,6 +120,7 @@ def whole_loss(session: Session, loss: Loss, weight: Weight = None) -> Loss:
             _look(session, value, outputs, targets, weight)
         return wide.reshape(())
 
+    compute.__wrapped__ = loss  # type: ignore[attr-defined]  # a pipeline looks once at each loss
     return compute
 
 

@@ -134,6 +134,51 @@ def one_number() -> dict[str, Any]:
     }
 
 
+class Tokens(nn.CrossEntropyLoss):
+    """With the classes last."""
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return super().forward(out.flatten(0, 1), y.flatten())
+
+
+def contrastive(out: Tensor, y: Tensor) -> Tensor:
+    features = out.flatten(1)
+    return F.cross_entropy(features @ features.T, torch.arange(len(out)))
+
+
+UNWEIGHTED = {
+    "ignore_index": (Tokens(), IGNORED),
+    "pad_id": (Tokens(ignore_index=0), LABELS),
+    "class_weights": (Tokens(weight=CLASS_WEIGHTS), LABELS),
+    "in_a_function": (CASES["class_weights"].loss, LABELS),
+    "mask": (masked, (REAL, MASK)),
+    "sum": (nn.MSELoss(reduction="sum"), REAL),
+    "samples_together": (contrastive, REAL),
+    "batch_std": (lambda out, y: F.mse_loss(out, y) / y.std(), REAL),
+}
+
+
+def refused() -> dict[str, Any]:
+    """Losses whose mean is not over samples, without a weight; and how far off they were."""
+    found: dict[str, Any] = {}
+    for name, (loss, y) in UNWEIGHTED.items():
+        pipe = hvdtrain.pipeline.split(net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
+        state, before = torch.get_rng_state(), repr(loss)
+        said = message(lambda pipe=pipe, y=y, loss=loss: pipe.step(X, y, loss))
+        kept = torch.equal(state, torch.get_rng_state()) and all(p.grad is None for p in pipe.parameters())
+        found[name] = [said, kept and repr(loss) == before and pipe.training]
+    pipe = hvdtrain.pipeline.split(net(), X, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
+    loss = Tokens()
+    found["later"] = [message(lambda y=y: pipe.step(X, y, loss)) for y in (LABELS, IGNORED)]
+    wrong = message(lambda: pipe.step(X, IGNORED, loss, weight=lambda y: (y != 0).sum()))
+    pipe.proofs = False  # the twin: what would have been trained
+    pipe.zero_grad()
+    pipe.step(X, UNWEIGHTED["pad_id"][1], UNWEIGHTED["pad_id"][0])
+    plain_gradients = plain(Case(UNWEIGHTED["pad_id"][0], LABELS))[1]
+    gap = max(float((p.grad - g).abs().max()) for p, g in zip(pipe.parameters(), plain_gradients, strict=True))
+    return found | {"wrong": wrong, "twin": gap / max(float(g.abs().max()) for g in plain_gradients)}
+
+
 def nothing_counts() -> dict[str, Any]:
     """A batch of weight 0, and NaN in the inputs and outputs of micro-batches of weight 0, change nothing."""
     found: dict[str, Any] = {}
@@ -157,6 +202,7 @@ def main() -> None:
         errors = [off(case, m, schedule) for m, schedule in itertools.product((1, 3), ("1f1b", "gpipe"))]
         print(json.dumps({"loss": name, "off": max(errors), "weighted": case.weight is not None}), flush=True)
     print(json.dumps({"loss": "one number", **one_number()}), flush=True)
+    print(json.dumps({"loss": "refused", **refused()}), flush=True)
     print(json.dumps({"loss": "nothing counts", **nothing_counts()}), flush=True)
 
 

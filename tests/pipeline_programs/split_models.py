@@ -315,7 +315,7 @@ class Counts(nn.Module):
 
 class Remembers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        self.seen = x
+        self.seen = x.detach()
         return x * 2
 
 

@@ -1,0 +1,632 @@
+"""What was tried against pipelines: one line of JSON for each attack. References are plain PyTorch in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import json
+import pickle
+import random
+import sys
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import hvdtrain.pipeline
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.pipeline import _random, _worker
+from hvdtrain.pipeline.runtime import Pipeline
+
+torch.set_default_dtype(torch.float64)
+WIDTH, BATCH = 4, 6
+X, Y = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+MSE = nn.MSELoss()
+
+
+def split(model: nn.Module, x: Any = X, stages: int = 2, **options: Any) -> Pipeline:
+    options = {"micro_batches": 3, "balance": "memory"} | options
+    return hvdtrain.pipeline.split(model.train(), x, ["cpu"] * stages, **options)
+
+
+def said(act: Callable[[], Any]) -> str:
+    try:
+        return f"nothing raised: {act()}"
+    except HvdtrainError as error:
+        return str(error)
+
+
+def plain(model: nn.Module, x: Any = X, y: Any = Y, loss: Any = MSE, steps: int = 1) -> tuple[nn.Module, list[Tensor]]:
+    """The unsplit model after forward and backward passes of the whole batch, and its gradients."""
+    model = copy.deepcopy(model).train()
+    for _ in range(steps):
+        loss(model(*x) if isinstance(x, tuple) else model(x), y).backward()
+    return model, [p.grad for p in model.parameters()]
+
+
+def off(pipe: Pipeline, model: nn.Module, gradients: Sequence[Tensor]) -> float:
+    """Of gradients and buffers."""
+    pairs = [(p.grad, g) for p, g in zip(pipe.module.parameters(), gradients, strict=True)]
+    pairs += list(zip(pipe.module.buffers(), model.buffers(), strict=True))
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def compared(make: Callable[[], nn.Module], steps: int = 2, x: Any = X, y: Any = Y, **options: Any) -> float:
+    torch.manual_seed(3)
+    model = make()
+    wanted, gradients = plain(model, x, y, steps=steps)
+    pipe = split(model, x, **options)
+    for _ in range(steps):
+        pipe.step(x, y, MSE)
+    return off(pipe, wanted, gradients)
+
+
+# -- P1: a repeated pass draws the same --------------------------------------------------------------------------------
+class Scale(nn.Module):
+    """Linear in its weight: weight times gradient is the loss, if both come from the same draws."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.draw = nn.Parameter(torch.rand(WIDTH) + 0.5), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(x * self.weight)
+
+
+class Scripted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, True)
+
+
+class Leaf(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random() * (1 if x.sum() > -1e9 else 2)  # the trace cannot follow it
+
+
+def linear_mean(out: Tensor, y: Tensor) -> Tensor:
+    return (out + 3 * out.detach().abs().mean() * 0).mean()
+
+
+def drawing_loss(out: Tensor, y: Tensor) -> Tensor:
+    return (out * torch.rand_like(out)).mean()
+
+
+def inconsistent(make: Callable[[], nn.Module], loss: Any = linear_mean, change: Any = None, **options: Any) -> float:
+    """The largest distance of weight times gradient from the loss in 20 steps: 0 for one mask in both passes."""
+    model = nn.Sequential(Scale(nn.Identity()), make(), Scale(nn.Identity()), make())
+    pipe = split(model, x=X.abs() + 1, **{"remat": "all"} | options)
+    if change is not None:
+        change(model)
+    worst = 0.0
+    for _ in range(20):
+        pipe.zero_grad()
+        value = float(pipe.step(X.abs() + 1, Y, loss))
+        for scale in (model[0], model[2]):
+            worst = max(worst, abs(float((scale.weight.detach() * scale.weight.grad).sum()) - value))
+    return worst
+
+
+def raised(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.5
+
+
+def in_eval_but_dropouts(model: nn.Module) -> None:
+    model.eval()
+    for layer in model.modules():
+        layer.training = isinstance(layer, nn.Dropout)
+
+
+def draws() -> dict[str, Any]:
+    def scripted() -> nn.Module:
+        return torch.jit.script(Scripted())
+
+    def half() -> nn.Module:
+        return nn.Dropout(0.5)
+
+    found = {
+        "raised": inconsistent(lambda: nn.Dropout(0.0), change=raised),
+        "scripted": inconsistent(scripted),
+        "loss": inconsistent(nn.Identity, drawing_loss),
+        "python": inconsistent(Leaf),
+        "one_micro_batch": max(inconsistent(one, micro_batches=1) for one in (half, scripted, Leaf)),
+        "eval": inconsistent(half, change=in_eval_but_dropouts),
+        "gpipe": inconsistent(half, schedule="gpipe"),
+    }
+    with mock.patch.object(_random, "mixed", lambda *numbers: random.getrandbits(62)):
+        found["twin"] = inconsistent(half)
+    return found
+
+
+def repeats() -> dict[str, Any]:
+    """One seed, the same numbers, while another thread draws."""
+    stop = threading.Event()
+
+    def other() -> None:
+        while not stop.is_set():
+            torch.rand(3)
+            stop.wait(0.0005)
+
+    torch.manual_seed(4)
+    model = nn.Sequential(Scale(nn.Identity()), nn.Dropout(0.5), Scale(nn.Identity()), nn.Dropout(0.5))
+    pipe = split(model, remat="all")
+
+    def once() -> list[Tensor]:
+        pipe.zero_grad()
+        with mock.patch.object(_random, "step_seed", lambda: "7"):  # the other thread draws before the step as well
+            for _ in range(10):
+                pipe.step(X, Y, drawing_loss)
+        return [p.grad.clone() for p in model.parameters()]
+
+    alone = once()
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        beside = once()
+    finally:
+        stop.set()
+        thread.join()
+    return {"same": all(map(torch.equal, alone, beside))}
+
+
+# -- P2: what a trace fixes --------------------------------------------------------------------------------------------
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tau, self.config = nn.Linear(WIDTH, WIDTH), 2.0, SimpleNamespace(power=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) / self.tau) * self.config.power
+
+
+class Gathers(Block):
+    def __init__(self, keep: str) -> None:
+        super().__init__()
+        self.keep, self.aux = keep, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.keep == "list":
+            self.aux.append(x.mean())
+        elif self.keep == "attribute":
+            self.last = x.mean()
+        else:
+            self.aux.append(x.detach().mean())
+        return x
+
+
+class Checkpointed(Block):
+    calls = 0
+
+    def inner(self, x: Tensor) -> Tensor:
+        Checkpointed.calls += 1
+        return super().forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class CheckpointedRoot(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.b, checkpoint(self.a, x, use_reentrant=False), use_reentrant=False)
+
+
+def trace() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def changed(change: Callable[[nn.Sequential], Any]) -> str:
+        model = nn.Sequential(Block(), Block(), Block())
+        pipe = split(model)
+        pipe.step(X, Y, MSE)
+        change(model)
+        return said(lambda: pipe.step(X, Y, MSE))
+
+    found["tau"] = changed(lambda model: setattr(model[1], "tau", 5.0))
+    found["config"] = changed(lambda model: setattr(model[1].config, "power", 2))
+    found["module"] = changed(lambda model: setattr(model[1], "linear", nn.Linear(WIDTH, WIDTH)))
+    found["hook"] = changed(lambda model: model[1].register_forward_hook(lambda *_: None))
+    found["unread"] = changed(lambda model: setattr(model[1], "note", "mine"))
+    found["leaf_hook"] = changed(lambda model: model[1].linear.register_forward_hook(lambda *_: None))
+    for keep in ("list", "attribute", "detached"):
+        model = nn.Sequential(Block(), Gathers(keep), Block())
+        found[keep] = said(lambda model=model: float(split(model).step(X, Y, MSE)))
+        found[f"{keep}_left"] = len(model[1].aux)
+    model = nn.Sequential(Block(), Checkpointed(), Block())
+    wanted, gradients = plain(model)
+    unsplit, Checkpointed.calls = Checkpointed.calls, 0
+    pipe = split(model, micro_batches=1)
+    Checkpointed.calls = 0
+    pipe.step(X, Y, MSE)
+    found["checkpoint"] = [unsplit, Checkpointed.calls, off(pipe, wanted, gradients)]
+    found["checkpoint_root"] = said(lambda: split(CheckpointedRoot()))
+    return found
+
+
+# -- P3: what is cut ---------------------------------------------------------------------------------------------------
+class Masked(nn.Module):
+    """x [batch, S, WIDTH], mask [S, S]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.b((x @ x.transpose(1, 2) + mask).softmax(-1) @ x)
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.lstm, self.b = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.lstm(self.a(x))[0])
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def chunks() -> dict[str, Any]:
+    x, mask = (
+        torch.randn(BATCH, BATCH, WIDTH),
+        torch.zeros(BATCH, BATCH).masked_fill(torch.rand(BATCH, BATCH) < 0.4, -9),
+    )
+    y = torch.randn(BATCH, BATCH, WIDTH)
+    found: dict[str, Any] = {"mask": said(lambda: split(Masked(), (x, mask), micro_batches=BATCH))}
+    model = Masked()
+    wanted, gradients = plain(model, (x, mask), y)
+    with mock.patch.object(Pipeline, "check_example", lambda self, arguments: None):
+        blind = split(copy.deepcopy(model), (x, mask), micro_batches=BATCH)
+        blind.proofs = False
+    blind.step((x, mask), y, MSE)
+    found["twin"] = off(blind, wanted, gradients)
+    pipe = split(model, (x, mask), micro_batches=BATCH, chunk=[0, None])
+    pipe.step((x, mask), y, MSE)
+    found["chunk"] = off(pipe, wanted, gradients)
+    found["sequence"] = said(lambda: split(SequenceFirst(), x))
+    found["dimension"] = said(lambda: split(SequenceFirst(), x, chunk=[1]))
+    found["centred"] = said(lambda: split(nn.Sequential(Block(), Centred(), Block())))
+    longer = split(Masked(), (x[:4], mask), micro_batches=2)  # as long as the batch only later
+    found["later"] = said(lambda: longer.step((x, mask), y, MSE))
+    norm = nn.Sequential(Block(), nn.BatchNorm1d(WIDTH, track_running_stats=False), Block())
+    found["norm"] = said(lambda: float(split(norm).step(X, Y, MSE)))
+    return found
+
+
+# -- P4: what the calling thread has set -------------------------------------------------------------------------------
+VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
+
+
+class Looks(nn.Module):
+    seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > -1e9:
+            Looks.seen.append((VARIABLE.get(), str(torch.empty(1).device), threading.current_thread().name))
+        return x
+
+
+def context() -> dict[str, Any]:
+    packed: list[str] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(threading.current_thread().name)
+        return tensor
+
+    model = nn.Sequential(Block(), Looks(), Block(), Looks())
+    unsplit_packs: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: unsplit_packs.append(1) or t, lambda t: t):
+        model(X)
+    pipe = split(model, micro_batches=1)
+    pipe.proofs = False
+    Looks.seen.clear()
+    VARIABLE.set("mine")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.device("meta"):
+        with contextlib.suppress(HvdtrainError):
+            pipe.eval()
+            pipe(X)
+        seen = list(Looks.seen)
+        pipe.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        pipe.step(X, Y, lambda out, y: out.mean())
+    with FlopCounterMode(display=False):
+        flops = said(lambda: pipe.step(X, Y, MSE))
+    one = split(nn.Sequential(Block(), Block()), stages=1, micro_batches=2)
+    with FlopCounterMode(display=False) as counter:
+        one.step(X, Y, MSE)
+    with warnings.catch_warnings(record=True) as told, torch.profiler.profile():
+        warnings.simplefilter("always")
+        pipe.step(X, Y, MSE)
+    return {
+        "packs": [len(packed), len(unsplit_packs)], "threads": len(set(packed)), "flops": flops,
+        "counted": counter.get_total_flops() > 0, "seen": sorted({entry[:2] for entry in seen}),
+        "profiler": [str(one.message) for one in told if "profiler" in str(one.message)][:1],
+    }  # fmt: skip
+
+
+# -- P5: tied weights --------------------------------------------------------------------------------------------------
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.c.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+class TiedNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.first, self.second = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
+        self.second.weight, self.second.bias = self.first.weight, self.first.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.second(self.b(self.first(self.a(x)))))
+
+
+def tied() -> dict[str, Any]:
+    model = Tied()
+    pipe = split(model, balance=[1, 1, 1], stages=3)
+    handle = model.a.weight.register_hook(lambda gradient: gradient)
+    hook = said(lambda: pipe.step(X, Y, MSE))
+    handle.remove()
+    pipe.step(X, Y, MSE)
+    pipe.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+    assign = said(lambda: pipe.step(X, Y, MSE))
+    norms = TiedNorms()
+    pipe = split(norms, balance=[2, 3])
+    shared = sum(len(stage.proxies) for stage in pipe.stages)
+    inputs: list[Tensor] = []
+    before = copy.deepcopy(norms)
+    for module in pipe.stages[1].modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    pipe.proofs = False
+    inputs.clear()
+    pipe.step(X, Y, MSE)
+    whole = torch.cat(inputs)
+    wanted = 0.9 * before.second.running_var + 0.1 * whole.var(0)
+    error = float((norms.second.running_var - wanted).abs().max())
+    return {"hook": hook, "assign": assign, "norm": error, "counter": int(norms.second.num_batches_tracked),
+            "shared": shared}  # fmt: skip
+
+
+# -- P6: buffers that move ---------------------------------------------------------------------------------------------
+class Moving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("ema", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.training:
+            self.ema.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.ema
+
+
+def buffers() -> dict[str, Any]:
+    def spectral() -> nn.Module:
+        new = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), new, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def old_spectral() -> nn.Module:
+        old = torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), old, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def instance() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv1d(2, 3, 1), nn.InstanceNorm1d(3, track_running_stats=True, affine=True), nn.Conv1d(3, 2, 1)
+        )
+
+    x, y = torch.randn(7, 2, 5), torch.randn(7, 2, 5)
+    ways = [{"remat": "never"}, {"remat": "all"}, {"schedule": "gpipe", "remat": "all"}]
+    moving = nn.Sequential(nn.Linear(WIDTH, WIDTH), Moving(), nn.Linear(WIDTH, WIDTH))
+    return {
+        "spectral": max(compared(spectral, **way) for way in ways),
+        "old_spectral": said(lambda: max(compared(old_spectral, **way) for way in ways)),
+        "instance": max(compared(instance, x=x, y=y, **way) for way in ways),
+        "ema": said(lambda: split(copy.deepcopy(moving)).step(X, Y, MSE)),
+        "ema_micro": said(lambda: float(split(copy.deepcopy(moving), batch_norm="micro").step(X, Y, MSE))),
+        "ema_alone": compared(lambda: copy.deepcopy(moving), micro_batches=1, remat="all"),
+    }
+
+
+# -- P7: interrupted starts --------------------------------------------------------------------------------------------
+def starts() -> dict[str, Any]:
+    model = nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), Block(), nn.BatchNorm1d(WIDTH), Block())
+    pipe = split(model, stages=3)
+    pipe.proofs = False
+    start, found = threading.Thread.start, {}
+
+    def interrupted(before: int, error: BaseException, launched: bool) -> Callable[[threading.Thread], None]:
+        left = [before]
+
+        def begin(thread: threading.Thread) -> None:
+            left[0] -= 1
+            if left[0] == 0 and not launched:
+                raise error
+            start(thread)
+            if left[0] == 0:
+                raise error
+
+        return begin
+
+    for name, error, launched in (
+        ("ctrl_c", KeyboardInterrupt(), True), ("ctrl_c_before", KeyboardInterrupt(), False),
+        ("no_thread", RuntimeError("can't start new thread"), False),
+    ):  # fmt: skip
+        ends = []
+        for at in (1, 2, 3):
+            raised = ""
+            with mock.patch.object(threading.Thread, "start", interrupted(at, error, launched)):
+                try:
+                    pipe.step(X, Y, MSE)
+                except (KeyboardInterrupt, HvdtrainError) as came:
+                    raised = f"{type(came).__name__}: {came}".splitlines()[0]
+            for thread in threading.enumerate():  # one that had not begun goes by itself
+                if thread is not threading.current_thread():
+                    thread.join(timeout=20)
+            ends.append([raised, threading.active_count(), sum(p.grad is not None for p in model.parameters())])
+        found[name] = ends
+    hook = nn.Module.register_forward_pre_hook
+    calls = [0]
+
+    def interrupted_hook(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        handle = hook(module, *args, **kwargs)
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        return handle
+
+    norms = [layer for layer in model if isinstance(layer, nn.BatchNorm1d)]
+    with (
+        mock.patch.object(nn.Module, "register_forward_pre_hook", interrupted_hook),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        pipe.step(X, Y, MSE)
+    found["norms"] = [[layer.momentum, layer.num_batches_tracked is not None] for layer in norms]
+    found["next"] = float(pipe.step(X, Y, MSE)) > 0
+    return found
+
+
+# -- P8: small batches, copies, failing steps --------------------------------------------------------------------------
+def lifecycle() -> dict[str, Any]:
+    model = nn.Sequential(Block(), Block(), Block())
+    wanted, gradients = plain(model, X[:2], Y[:2])
+    pipe = split(model, micro_batches=5)
+    pipe.step(X[:2], Y[:2], MSE)
+    found: dict[str, Any] = {"small": off(pipe, wanted, gradients)}
+    found["deepcopy"] = said(lambda: copy.deepcopy(pipe))
+    found["average"] = said(lambda: torch.optim.swa_utils.AveragedModel(pipe))
+    found["pickle"] = said(lambda: pickle.dumps(pipe))
+    found["of_module"] = len(list(torch.optim.swa_utils.AveragedModel(pipe.module).parameters())) == 6
+    earlier = [p.grad.clone() for p in model.parameters()]
+
+    def bad(out: Tensor, y: Tensor) -> Tensor:
+        bad.calls += 1
+        if bad.calls == 4:
+            raise ValueError("spoilt")
+        return MSE(out, y)
+
+    bad.calls = 0
+    pipe.proofs = False
+    found["failed"] = said(lambda: pipe.step(X, Y, bad))
+    found["kept"] = all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), earlier, strict=True))
+    return found
+
+
+# -- P9: models of other libraries -------------------------------------------------------------------------------------
+class ModelOutput(OrderedDict):
+    """Like that of transformers: a dictionary with attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __getitem__(self, key: Any) -> Any:
+        return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> ModelOutput:
+        for layer in self.layers:
+            x = layer(x)
+        return ModelOutput(last_hidden_state=x, pooled=x)
+
+
+class Classifier(nn.Module):
+    def __init__(self, plain_output: bool) -> None:
+        super().__init__()
+        self.encoder, self.head, self.plain_output = Encoder(), nn.Linear(WIDTH, WIDTH), plain_output
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.head(self.encoder(x)[1])
+        return logits if self.plain_output else ModelOutput(logits=logits)
+
+
+def libraries() -> dict[str, Any]:
+    model = Classifier(True)
+    wanted, gradients = plain(model)
+    pipe = split(model)
+    pipe.step(X, Y, MSE)
+    lazy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyBatchNorm1d(), nn.Linear(WIDTH, WIDTH))
+    meta = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to("meta")
+    parts = Classifier(True)
+    return {
+        "inside": off(pipe, wanted, gradients),
+        "returned": said(lambda: split(Classifier(False))),
+        "by_hand": said(lambda: split(parts, modules=[parts.encoder, parts.head], balance=[1, 1])),
+        "input_gradients": said(lambda: pipe.step(X.clone().requires_grad_(), Y, MSE)),
+        "lazy": said(lambda: split(lazy)),
+        "meta": said(lambda: split(meta)),
+        "inputs": said(lambda: pipe.step(ModelOutput(x=X), Y, MSE)),
+    }
+
+
+# -- P10: memory and plans ---------------------------------------------------------------------------------------------
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.randn(500, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.table[0]
+
+
+def memory() -> dict[str, Any]:
+    model = nn.Sequential(Table(), Table(), nn.BatchNorm1d(WIDTH), Table())
+    pipe = split(model, remat="all")
+    most = [0]
+    remember = _worker._Worker._remember
+
+    def counting(worker: Any, kept: Any) -> None:
+        remember(worker, kept)
+        most[0] = max(most[0], sum(buffer.numel() for buffer in kept.buffers))
+
+    with mock.patch.object(_worker._Worker, "_remember", counting):
+        pipe.step(X, Y, MSE)
+    wide = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1000))
+    costs = hvdtrain.pipeline.profile(wide, X, ["cpu", "cpu"], sizes=[2, 4], timed=False).costs
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        big = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200)).float()
+        cast = hvdtrain.pipeline.profile(big, torch.randn(4, 200).float(), ["cpu", "cpu"], sizes=[1, 2], timed=False)
+    return {
+        "remembered": most[0], "output_bytes": costs[-1].activation_bytes(4) / (4 * 1000 * 8),
+        "cast_bytes": cast.costs[-1].activation_bytes(1) / (200 * 200 * 2),
+    }  # fmt: skip
+
+
+CHECKS = (draws, repeats, trace, chunks, context, tied, buffers, starts, lifecycle, libraries, memory)
+
+if __name__ == "__main__":
+    for check in CHECKS:
+        if len(sys.argv) == 1 or check.__name__ in sys.argv:
+            print(json.dumps({"check": check.__name__, **check()}), flush=True)
