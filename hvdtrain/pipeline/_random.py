@@ -16,6 +16,7 @@ import hashlib
 import random
 import re
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from hvdtrain.errors import ConfigError
 
 # PyTorch's functions that draw, by name; what else a segment is seen to draw with is added in its first pass
 _DRAWS = re.compile(
@@ -97,13 +100,13 @@ class Generators:
 
 
 def differ(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    (ours, python, numpy), (others, their_python, their_numpy) = one, other
-    return (
-        not all(map(torch.equal, ours, others))
-        or python != their_python
-        or numpy[2:] != their_numpy[2:]
-        or not np.array_equal(numpy[1], their_numpy[1])
-    )
+    """Of two states of `Generators.everything`, or of their first parts, which are PyTorch's."""
+    if not all(map(torch.equal, one[0], other[0])):
+        return True
+    if len(one) == 1:
+        return False
+    (_, python, numpy), (_, their_python, their_numpy) = one, other
+    return python != their_python or numpy[2:] != their_numpy[2:] or not np.array_equal(numpy[1], their_numpy[1])
 
 
 @dataclass
@@ -169,9 +172,12 @@ class Draws:
 
     Args:
         seen: what draws, by segment; filled in the first pass of each.
+        devices: of the stages.
     """
 
-    def __init__(self, seen: dict[Hashable, Seen]) -> None:
+    def __init__(self, seen: dict[Hashable, Seen], devices: Sequence[torch.device]) -> None:
+        self._generators = [Generators(device) for device in dict.fromkeys(devices)]
+        self._before = [generators.everything() for generators in self._generators]
         self._step_seed = step_seed()
         self._seen = seen
         self._used = False
@@ -203,6 +209,29 @@ class Draws:
     @staticmethod
     def _note(seen: Seen, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
         seen.elsewhere = seen.elsewhere or differ(before, after)
+
+    def check(self, *, repeats: bool) -> None:
+        """Numbers that were drawn from the global generators, and not from a stream, were drawn by others.
+
+        Args:
+            repeats: passes were repeated: they may have drawn others than the first time.
+
+        Raises:
+            ConfigError: with `repeats`.
+        """
+        elsewhere = any(seen.elsewhere for seen in list(self._seen.values()))
+        after = [generators.everything() for generators in self._generators]
+        if not any(
+            differ(a if elsewhere else a[:1], b if elsewhere else b[:1])
+            for a, b in zip(self._before, after, strict=True)
+        ):
+            return
+        rule = "while a pipeline works, nobody else draws from the global generators"
+        came = "numbers were drawn by another thread, or by a layer that drew none in its first pass"
+        remedy = "a torch.Generator or random.Random of its own for the other thread; split again after a layer changed"
+        if repeats:
+            raise ConfigError(rule, f"{came}; with remat a pass may have been repeated with others", remedy)
+        warnings.warn(f"{rule}: {came}, so that a seed does not repeat this step. Fix: {remedy}", stacklevel=5)
 
     def close(self) -> None:
         """The next step draws other numbers, if this one drew any."""

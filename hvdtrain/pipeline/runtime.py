@@ -196,7 +196,7 @@ class Pipeline(nn.Module):
         several = len(inputs) > 1
         training = any(module.training for module in self.module.modules())
         # with one micro-batch the layers themselves do what is right
-        draws = _random.Draws(self._drawing) if several and (head is not None or training) else None
+        draws = _random.Draws(self._drawing, self.devices) if several and (head is not None or training) else None
         gather = self.batch_norm == "batch" and several and training
         pooled = Pooled(module for stage in self.stages for module in stage.modules()) if gather else None
         self.timeline = []
@@ -215,7 +215,10 @@ class Pipeline(nn.Module):
         )
         try:
             with pooled.gathering() if pooled else nullcontext():
-                return call.run()
+                results = call.run()
+                if draws is not None:
+                    draws.check(repeats=any(again))
+            return results
         finally:
             if draws is not None:
                 draws.close()
