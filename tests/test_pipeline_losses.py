@@ -45,3 +45,32 @@ def test_a_micro_batch_without_weight_does_no_harm(found: dict[str, Any], limit:
     worst = max(came["off_never"], came["off_all"])
     assert worst <= TOLERANCE
     limit("A6c", "pipeline, a micro-batch with all targets ignored, and NaN in its inputs", exact=worst)
+
+
+REMEDIES = {
+    "ignore_index": "weight=lambda y: (y != -100).sum()",
+    "pad_id": "weight=lambda y: (y != 0).sum()",
+    "class_weights": "weight=lambda y: loss.weight[y].sum()",
+    "in_a_function": "a function of the targets that counts",
+    "mask": "weight=lambda y: y[1].sum()",
+    "sum": 'reduction="mean"',
+    "samples_together": "micro_batches=1",
+    "batch_std": "a function of the targets",
+}
+
+
+@pytest.mark.parametrize("loss", REMEDIES)
+def test_a_mean_that_is_not_over_samples_is_refused_with_its_weight(found: dict[str, Any], loss: str) -> None:
+    said, left_alone = found["refused"][loss]
+    assert REMEDIES[loss] in said and "fix: " in said, said
+    assert left_alone, "no draw, no gradient, no mode may change"
+
+
+def test_what_the_refusals_are_for(found: dict[str, Any], limit: Limit) -> None:
+    came = found["refused"]
+    assert came["twin"] > 1e-3, "without the proof the gradient is off"
+    assert came["later"][0].startswith("nothing raised") and "(y != -100)" in came["later"][1]
+    assert "(y != -100)" in came["wrong"]
+    limit("A6d", "pipeline, `ignore_index`, without `weight=`", refused=came["ignore_index"][0])
+    limit("A6e", "pipeline, class weights, without `weight=`", refused=came["class_weights"][0])
+    limit("A6f", 'pipeline, `reduction="sum"`', refused=came["sum"][0])
