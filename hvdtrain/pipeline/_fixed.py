@@ -34,14 +34,14 @@ class Fixed:
             for value in [module.__dict__[name]]
         ]
 
-    def check(self) -> None:
-        """Raises `ConfigError` for what has changed."""
+    def check(self, *, training: bool) -> None:
+        """Raises `ConfigError` for what has changed; hooks matter in training only: others come to look at outputs."""
         for path, now, was in self._parts:
             if len(now) != len(was) or any(now.get(name) is not part for name, part in was.items()):
                 name = next(name for name in {**was, **now} if now.get(name) is not was.get(name))
                 _refuse(_joined(path, name), "was replaced, added or taken away", "load_state_dict(..., assign=False)")
         for path, hooks in self._hooks:
-            if any(hooks):
+            if training and any(hooks):
                 _refuse(path or "the model itself", "got a hook, which would not be called", "hooks on its parts")
         for path, name, held, was, picture in self._values:
             now = held.get(name)

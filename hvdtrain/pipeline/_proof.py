@@ -165,10 +165,16 @@ def _ignores(y: Any) -> bool:
     )
 
 
-def loss_key(loss: Any) -> Hashable:
-    """The same for a function that is made anew in every step."""
+def _users(loss: Any) -> Any:
+    """The user's own function; what is around it may keep count of its calls."""
     while hasattr(loss, "__wrapped__"):
         loss = loss.__wrapped__
+    return loss
+
+
+def loss_key(loss: Any) -> Hashable:
+    """The same for a function that is made anew in every step."""
+    loss = _users(loss)
     if hasattr(loss, "func") and hasattr(loss, "keywords"):  # functools.partial
         return loss_key(loss.func), repr(loss.keywords)
     code = getattr(getattr(loss, "__func__", loss), "__code__", None)
@@ -249,7 +255,7 @@ class _Comparison:
 
     def _gradients(self, wide: bool) -> tuple[float, list[float], list[Tensor], list[list[Tensor]]] | None:
         """Loss and gradients by the outputs, of the whole and of the parts; None where it draws random numbers."""
-        inner = self._loss
+        inner = _users(self._loss)
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([]))
             stack.enter_context(torch.enable_grad())
@@ -360,9 +366,7 @@ def _told(numbers: Sequence[float]) -> str:
 
 def _candidates(loss: Any, pieces: Sequence[Any]) -> Iterator[tuple[str, list[float]]]:
     """What a mean loss often divides by: the text of a function of the targets, and its values for these."""
-    inner = loss
-    while hasattr(inner, "__wrapped__"):
-        inner = inner.__wrapped__
+    inner = _users(loss)
     classes = getattr(inner, "weight", None)
     ignored = dict.fromkeys([getattr(inner, "ignore_index", -100), -100, -1, 0, 255])
     for path, leaf in pytree.tree_flatten_with_path(pieces[0])[0]:

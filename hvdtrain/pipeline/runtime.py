@@ -131,7 +131,7 @@ class Pipeline(nn.Module):
         head = Head(loss, targets, shares(weight, targets, sizes), factor, loss_key(loss))
         orders = [actions(self.schedule, k, len(self.stages), len(sizes)) for k in range(len(self.stages))]
         again = [recomputed(self.remat, order) for order in orders]
-        with self._alone(), self._gradients_or_as_before():
+        with self._alone(training=True), self._gradients_or_as_before():
             if self.proofs and len(sizes) > 1:
                 self._proof.of_model(arguments)
                 self._proof.of_loss(arguments, y, loss, weight)
@@ -224,11 +224,11 @@ class Pipeline(nn.Module):
                 draws.close()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, *, training: bool = False) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
             raise ConfigError("a pipeline works on one batch at a time", "a call from a second thread")
         try:
-            self._fixed.check()
+            self._fixed.check(training=training)
             yield
         finally:
             self._finishing[:] = [False] * len(self._finishing)
