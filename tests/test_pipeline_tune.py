@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline import plots, tuning
 from hvdtrain.pipeline._search import REFERENCE, Interval, Search, mean_of, ratio_of, student
+from tests.limits import Limit
 
 PROGRAM = Path(__file__).parent / "pipeline_programs" / "tune.py"
 CANDIDATES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
@@ -175,7 +176,7 @@ def result(best_s: list[float], alone_s: list[float]) -> tuning.Tuning:
                          ratio, True, {32: "no memory"}, 0.95, 3.0)  # fmt: skip
 
 
-def test_verdicts_have_the_numbers() -> None:
+def test_verdicts_have_the_numbers(limit: Limit) -> None:
     pays = result([1.0, 1.01, 0.99], [2.0, 2.02, 1.99])
     assert pays.split_pays and pays.verdict.startswith("split, split size 8 (4 micro-batches): 1 s a step")
     assert "2 s on cpu with 2 threads alone" in pays.verdict
@@ -184,6 +185,8 @@ def test_verdicts_have_the_numbers() -> None:
     assert "1.49" in lost.verdict and "3 s a step" in lost.verdict
     even = result([2.0, 2.1, 1.9], [2.0, 1.9, 2.1])
     assert not even.split_pays and even.verdict.startswith("no gain from splitting that could be shown")
+    assert lost.one_is_faster and not even.one_is_faster and not pays.one_is_faster
+    limit("P10d", "`tune(require=True)` with an undecided result", mended="refuses only what is shown to be slower")
     alone = result([2.0, 2.1, 1.9], [])
     assert alone.split_pays and "does not fit on one device" in alone.verdict
 
