@@ -20,7 +20,16 @@ from hvdtrain.cluster.data_path import GIVEN_UP_S, DataPath
 
 TOY = Path(__file__).parent / "cluster_programs" / "toy.py"
 LAUNCH = ["hvdtrain", "launch", "-H", "host1:1,host2:1"]
-RANKS_NET = "10.78.0.0/24"
+RANKS_NET, SECOND = "10.78.0.0/24", "10.79.0.0/24"
+# prints the addresses that this rank talks to other ranks from
+MEET = """
+import os, horovod.torch as hvd, psutil, torch
+hvd.init()
+total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+both = [(c.laddr.ip, c.raddr.ip) for c in psutil.Process().net_connections("tcp") if c.status == "ESTABLISHED"]
+print("talks", total, *sorted({ip for ends in both for ip in ends}), flush=True)
+hvd.shutdown()
+"""
 LOST_S, GRACE_S, BUSY_S = 5.0, 1.0, 10.0
 
 pytestmark = pytest.mark.ranks
@@ -56,6 +65,28 @@ def test_all_ranks_get_the_same_environment(hosts: Cluster, tmp_path: Path, limi
     assert "because they look secret (-x NAME passes one): HF_TOKEN" in done.err and "hunter2" not in done.text
     assert "set by the log-in on host2 itself: MINE" in done.err, done.text
     limit("C1a", "LR=0.5 hvdtrain launch -H host1:1,host2:1", mended="0.5 on both ranks; what is left out is said")
+
+
+def test_gloo_listens_at_the_address_that_was_asked_for(hosts: Cluster, tmp_path: Path, limit) -> None:
+    """The second address of an interface: a name would mean the first."""
+    program = [sys.executable, "-c", MEET]
+    for host in hosts.hosts:
+        sh(hosts, host, f"ip addr add {hosts.address(host, 1).replace('10.78', '10.79')}/24 dev eth1")
+    try:
+        done = launch(hosts, tmp_path, "--no-checks", "--network", SECOND, command=program).check()
+        other = launch(
+            hosts, tmp_path, "--no-checks", "--network", SECOND, "-x", "HOROVOD_GLOO_IFACE=eth1", command=program
+        )
+    finally:
+        for host in hosts.hosts:
+            sh(hosts, host, f"ip addr del {hosts.address(host, 1).replace('10.78', '10.79')}/24 dev eth1")
+    talks = [line.partition("talks ")[2] for line in done.out.splitlines()]
+    assert talks == ["2.0 10.79.0.11 10.79.0.12"] * 2, done.text
+    assert "is not the first address of eth1" in done.err
+    assert "10.78.0." in other.check().out, "by name, the first address is used: so the test can see it"
+    limit(
+        "C3a", "--network with an address that is not its interface's first", mended="ranks meet there and only there"
+    )
 
 
 @contextmanager
