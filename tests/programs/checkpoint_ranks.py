@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -126,6 +128,18 @@ def disk_of_rank_1_is_full(world: World, folder: Path) -> None:
     error = refused(HvdtrainError, restored, folder if world.is_main else folder / "not_here")
     tempfile.tempdir = None
     assert "rank 1" in str(error), error
+
+
+def disk_of_rank_1_fills_up(world: World, folder: Path) -> None:
+    """The first chunk has a place there, the others have none: it goes on receiving, and then all are told."""
+    save(folder, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (transfer.CHUNK_BYTES + 1, limits[1]))
+    error = refused(HvdtrainError, restored, folder if world.is_main else folder / "not_here")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "rank 1: OSError" in str(error) and "rank 0" not in error.came, error
 
 
 def main() -> None:
