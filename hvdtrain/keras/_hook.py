@@ -178,7 +178,6 @@ def attach(model: keras.Model, session: Session) -> None:
     if "train_step" not in vars(model):
         session.own_step = type(model).train_step is not keras.Model.train_step
         vars(model)["train_step"] = _make_train_step(model, model.train_step)
-        vars(model)["make_train_function"] = _note_train_function(model, model.make_train_function)
         model.train_function = None
 
 
@@ -205,26 +204,6 @@ def _no_xla(model: keras.Model, session: Session) -> None:
         session.say(
             f"model {model.name!r}: jit_compile=True is now False: all-reduces cannot be compiled into the step"
         )
-
-
-def _note_train_function(model: keras.Model, make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a model's ``make_train_function``: what it makes is noted while it runs, for it waits for the ranks."""
-
-    @functools.wraps(make)
-    def make_train_function(force: bool = False) -> Any:
-        if model.train_function is None or force:
-            make(force)
-            step = model.train_function
-
-            def train_function(iterator: Any) -> Any:
-                session: Session = vars(model)[KEY]
-                with session.world.tracker.update(f"of {session.name.replace('hvdtrain.', 'model ')}"):
-                    return step(iterator)
-
-            model.train_function = train_function
-        return model.train_function
-
-    return make_train_function
 
 
 def _make_train_step(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:

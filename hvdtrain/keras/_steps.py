@@ -37,7 +37,10 @@ def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any]
     @functools.wraps(inner)
     def train_function(data: Any) -> Any:
         session: Session = vars(model)[KEY]
-        logs = inner(data)
+        with session.world.tracker.update(
+            f"of {session.name.replace('hvdtrain.', 'model ')}"
+        ):  # it waits for the ranks
+            logs = inner(data)
         session.executions += 1
         if "step" not in session.compared:
             _after_first(model, session)
