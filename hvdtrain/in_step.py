@@ -12,6 +12,7 @@ import hashlib
 import json
 import linecache
 import os
+import re
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from hvdtrain.engines import Engine
-from hvdtrain.errors import ReplicaError
+from hvdtrain.errors import ConfigError, ReplicaError
 
 # frames of these are not the user's: he is who called them
 _LIBRARIES = frozenset({"hvdtrain", "keras", "tensorflow", "torch", "deepspeed", "horovod"}) | sys.stdlib_module_names
@@ -47,6 +48,8 @@ class Place:
         number: of the update, or of the meeting, counted from 1.
         key: what else must be the same on all ranks; its text counts.
         line: the user's, as text; None: look for it in the thread's stack when it is asked for.
+        within: the user's function with that line.
+        receives: this rank gives nothing.
         agreed: every rank is known to be in it.
         since_s: when this rank came (time.monotonic).
         thread: that waits in it.
@@ -56,6 +59,8 @@ class Place:
     number: int
     key: object
     line: str | None = None
+    within: str = ""
+    receives: bool = False
     agreed: bool = False
     since_s: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
@@ -82,6 +87,7 @@ class Tracker:
         self._update: Place | None = None
         self._meeting: Place | None = None
         self._on_main = ""
+        self._pid, self._left = os.getpid(), False
 
     def close(self) -> None:
         """Ends the watch; nothing is compared or noted any more."""
@@ -90,9 +96,16 @@ class Tracker:
             self.watch.close()
             self.watch = None
 
+    def leave(self) -> None:
+        """Closes; what is collective is refused from here on."""
+        self.close()
+        self._left = self.size > 1
+
     # -- operations of the host ----------------------------------------------------------------------------------
     @contextmanager
-    def meeting(self, comm: Engine, kind: str, key: str = "", value: float | None = None) -> Iterator[float]:
+    def meeting(
+        self, comm: Engine, kind: str, key: str = "", value: float | None = None, *, receives: bool = False
+    ) -> Iterator[float]:
         """Has the ranks compare what they are about to do, then lets them do it; collective.
 
         Operations within this one are not compared again: all ranks run the same code there.
@@ -102,15 +115,22 @@ class Tracker:
             kind: what is done.
             key: what else must be the same.
             value: is summed over the ranks on the way, and given; None: 0 is.
+            receives: of a broadcast: this rank gives nothing, and may be on another line of the same function.
 
         Raises:
-            ReplicaError: on every rank, with the line of each; or on rank 0, inside a function that it runs alone.
+            ReplicaError: on every rank, with the line of each; or on rank 0, inside a function that it runs alone; or
+                where another thread of this rank is in one.
+            ConfigError: in a forked process, or when the world has been left.
         """
+        self._refuse_apart(kind)
         self._refuse_alone(kind)
+        self._refuse_second_thread(kind)
         if not self.on or (self._meeting is not None and self._meeting.agreed):
             yield 0.0 if value is None else comm.sum_floats([value])[0]
             return
-        place = self._meeting = Place(kind, self.meetings + 1, key, _ended() if kind == END else user_line())
+        told = kind if kind in (BARRIER, END) else kind + _in_thread()
+        place = self._meeting = Place(told, self.meetings + 1, key, _ended() if kind == END else user_line())
+        place.within, place.receives = _function_of(_users_frame(sys._getframe(1))), receives
         try:
             total = self._compare(comm, place, value or 0.0)
             place.agreed = True
@@ -126,8 +146,10 @@ class Tracker:
         *found, total = comm.sum_floats([*mine, value])
         self.meetings += 1
         if any(value != found[0] for value in found):
-            states = comm.allgather_bytes(json.dumps(self.state_of(place)).encode())
-            raise out_of_step([json.loads(state) for state in states])
+            mine_told = {**self.state_of(place), "within": place.within, "receives": place.receives}
+            states = [json.loads(state) for state in comm.allgather_bytes(json.dumps(mine_told).encode())]
+            if not _others_receive(states):
+                raise out_of_step(states)
         return total
 
     @contextmanager
@@ -147,9 +169,34 @@ class Tracker:
                 "call it on every rank, outside of on_main(); only what is done with its result is for rank 0",
             )
 
+    def _refuse_second_thread(self, kind: str) -> None:
+        """Which of two threads comes first differs from rank to rank: they would get each other's answers."""
+        other = self._meeting
+        if other is not None and other.thread != threading.get_ident() and self.on:
+            raise ReplicaError(
+                "one thread at a time may be in a collective operation: the ranks' threads would pair by chance",
+                f"{kind}{_in_thread()}, {user_line()}\nwhile another thread is in {other.kind}, {other.line}",
+                "call what is collective in one thread only",
+            )
+
+    def _refuse_apart(self, kind: str) -> None:
+        if self.size > 1 and os.getpid() != self._pid:
+            raise ConfigError(
+                "what is collective belongs to the process that joined the ranks, not to one that was forked from it",
+                f"{kind}, {user_line()}, in process {os.getpid()}, forked from {self._pid}",
+                "call it in the program itself, and give its result to the workers (of a DataLoader, a Pool ...)",
+            )
+        if self._left:
+            raise ConfigError(
+                "what is collective must be done before the ranks part",
+                f"{kind}, {user_line()}, after this rank has left its world",
+                "call it inside of `with hvdtrain.init(...)`, before the program's end",
+            )
+
     # -- training --------------------------------------------------------------------------------------------------
     def begin_update(self, key: object) -> None:
         """Notes that this rank is in the reduction of a training step; the next `begin_update` replaces it."""
+        self._refuse_apart("a training step")
         if self.on:
             self._refuse_alone("a training step")
             self._update = Place("update", self.updates + 1, key)
@@ -234,6 +281,16 @@ def _lacks(mine: State, other: State) -> bool:
     return other["updates" if training else "meetings"] < mine["number"]
 
 
+def _others_receive(states: Sequence[State]) -> bool:
+    """Returns whether they only differ in `if is_main: broadcast(x)`, `else: broadcast(None)` of one function; pure."""
+    first = states[0]
+    same = ("kind", "number", "key", "updates", "within")
+    if first["kind"].partition(" ")[0] != "broadcast" or any(s[name] != first[name] for s in states for name in same):
+        return False
+    root = states[int(first["key"])]
+    return all(state["receives"] or state["line"] == root["line"] for state in states)
+
+
 def out_of_step(states: Sequence[State]) -> ReplicaError:
     """Returns the error that names where each rank is; pure."""
     told = [_told(state) for state in states]
@@ -271,9 +328,7 @@ def user_line(frame: FrameType | None = None) -> str:
     Args:
         frame: where to look from; by default from the caller.
     """
-    frame = frame if frame is not None else sys._getframe(1)
-    while frame is not None and not _is_users(frame):
-        frame = frame.f_back
+    frame = _users_frame(frame if frame is not None else sys._getframe(1))
     if frame is None:
         return "?"
     path = frame.f_code.co_filename
@@ -282,10 +337,26 @@ def user_line(frame: FrameType | None = None) -> str:
     return f"{os.path.basename(path)}:{frame.f_lineno}" + (f": {shown}" if shown else "")
 
 
+def _users_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and not _is_users(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _function_of(frame: FrameType | None) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_qualname}" if frame is not None else ""
+
+
 def _is_users(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__") or ""
     generated = os.path.basename(frame.f_code.co_filename).startswith("__autograph_generated_file")
     return name.partition(".")[0] not in _LIBRARIES and not generated
+
+
+def _in_thread() -> str:
+    """Returns what tells this thread from others on all ranks alike: its name, less numbers, which count threads."""
+    name = threading.current_thread().name
+    return "" if name == "MainThread" else " in thread " + re.sub(r"[-_]\d+", "", name)
 
 
 def _ended() -> str:

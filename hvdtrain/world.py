@@ -95,13 +95,17 @@ class World:
             self.comm.barrier()
 
     def broadcast(self, obj: T, root: int = 0) -> T:
-        """Return root's `obj` (picklable) on every rank; the others' is ignored."""
+        """Return root's `obj` (picklable) on every rank; the others' is ignored.
+
+        A rank that gives None may do so on another line of the same function, as in the branches of an `if`.
+        """
         if not 0 <= root < self.size:
             raise ConfigError(f"the root of a broadcast must be a rank below {self.size}", f"root={root}")
         if self.size == 1:
             return obj
         data = pickle.dumps(obj) if self.rank == root else None
-        with self.in_step("broadcast", root):
+        receives = obj is None and self.rank != root
+        with self.tracker.meeting(self.comm, "broadcast", str(root), receives=receives):
             received = self.comm.broadcast_bytes(data, root)
         return obj if self.rank == root else pickle.loads(received)
 
@@ -200,7 +204,7 @@ class World:
         global _current
         with self.in_step(END):
             pass
-        self.tracker.close()
+        self.tracker.leave()
         self.comm.shutdown()
         if _current is self:
             _current = None
@@ -352,7 +356,7 @@ def _leave_at_exit(world: World, pid: int) -> None:
     try:
         with world.in_step(END):
             pass
-        world.tracker.close()
+        world.tracker.leave()
     except ReplicaError as error:
         exit_with("hvdtrain", error, world.rank)
     except HvdtrainError:

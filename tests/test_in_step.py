@@ -17,6 +17,7 @@ from harness import Result, run_ranks, together
 from limits import Limit
 
 from hvdtrain import in_step_watch
+from hvdtrain.engines import SoloEngine
 from hvdtrain.errors import ConfigError
 from hvdtrain.in_step import State, Tracker, deadlocked, out_of_step, user_line
 from hvdtrain.launchers import Detected
@@ -26,6 +27,9 @@ TORCH, KERAS = HERE / "torch_programs" / "out_of_step.py", HERE / "keras_program
 NAMED_WITHIN_S = 10.0
 RULE = "every rank must come to the same collective operation"
 ALONE = "a function that rank 0 runs alone must not call a collective operation"
+FORKED = "what is collective belongs to the process that joined the ranks"
+THREADS = "one thread at a time may be in a collective operation"
+LEFT = "what is collective must be done before the ranks part"
 
 
 # -- pure ----------------------------------------------------------------------------------------------------------
@@ -85,6 +89,16 @@ def test_one_process_notes_nothing() -> None:
     tracker = Tracker(0, 1)
     tracker.begin_update("of model 1")
     assert tracker.stuck(0.0) is None and in_step_watch.start(0, 1, None, None).watch is None
+
+
+def test_after_the_end_nothing_is_collective() -> None:
+    tracker, alone = Tracker(0, 2), Tracker()
+    for each in (tracker, alone):
+        each.leave()
+    with pytest.raises(ConfigError, match=LEFT), tracker.meeting(SoloEngine(), "gather"):
+        pass
+    with alone.meeting(SoloEngine(), "gather") as total:
+        assert total == 0.0
 
 
 def test_a_note_costs_little() -> None:
@@ -174,7 +188,8 @@ LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun", "deepspeed": "torchrun"
 # each raises on all ranks, and they can still talk
 RAISING = [
     "evaluate_on_rank_0", "evaluate_within_on_main", "collective_in_on_main", "training_in_on_main", "other_order",
-    "barrier_against_gather", "leaves_the_loader", "two_models",
+    "barrier_against_gather", "leaves_the_loader", "two_models", "gather_in_a_worker", "gather_in_two_threads",
+    "branches_that_broadcast",
 ]  # fmt: skip
 # each ends the job; the text that names what rank 1 does
 ENDING = {
@@ -221,7 +236,7 @@ def check_raised(done: Result, ways: list[str]) -> dict[str, str]:
     for way in ways:
         for report in reports:
             error = report[way]["error"]
-            assert RULE in error or ALONE in error, f"{way}: {error}\n{done.text}"
+            assert any(rule in error for rule in (RULE, ALONE, FORKED, THREADS)), f"{way}: {error}\n{done.text}"
             assert report[way]["seconds"] <= NAMED_WITHIN_S, report[way]
             assert RULE not in error or error.count("# here") == 2, error
     return {way: report["error"] for way, report in reports[0].items()}
@@ -238,6 +253,7 @@ def test_torch_ranks_that_part(tmp_path: Path, limit: Limit) -> None:
     )
     errors = check_raised(raised, RAISING)
     assert ALONE in errors["evaluate_within_on_main"] and ALONE in errors["training_in_on_main"]
+    assert FORKED in errors["gather_in_a_worker"] and 'broadcast("another")' in errors["branches_that_broadcast"]
     assert all(f"sample {count} of epoch 0" in errors["leaves_the_loader"] for count in (12, 16))
     shown = check_ended(uneven, tmp_path / "uneven", ENDING["uneven_loader"])
     limit("T17a", "ddp, a DataLoader of one's own, batches uneven over the ranks", refused=f"{RULE}: {shown}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import beacon
 import torch
@@ -132,6 +133,35 @@ def one_prepares_more(world: World) -> None:
     if world.rank == 1:
         prepared()
     # here
+
+
+def gather_in_a_worker(world: World) -> None:
+    """A worker is forked, and the threads of the engine are not."""
+    beacon.parts()
+    next(iter(DataLoader(data(), num_workers=1, worker_init_fn=lambda _: world.gather(1))))
+
+
+def gather_in_two_threads(world: World) -> None:
+    """Rank 0 is in `on_main` for a second; a thread of the others comes meanwhile."""
+    beacon.parts()
+    with ThreadPoolExecutor(1) as pool:
+        world.barrier()
+        found = pool.submit(lambda: (time.sleep(0.5), world.gather(1)))
+        world.on_main(time.sleep, 2.0)
+        found.result()
+
+
+def branches_that_broadcast(world: World) -> None:
+    """Nothing is wrong: who gives None receives, on another line; the other way round, it is not the root's."""
+    if world.is_main:
+        world.broadcast("it")
+    else:
+        assert world.broadcast(None) == "it"
+    beacon.parts()
+    if world.is_main:
+        world.broadcast("it")  # here
+    else:
+        world.broadcast("another")  # here
 
 
 def leaves_the_loader(world: World) -> None:
