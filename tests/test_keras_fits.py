@@ -17,6 +17,9 @@ ACCEPTED = {
     "validates_masked_labels": ("K2c", "validation of a loss that ignores labels, with a tail"),
     "stops_early_as_plain_keras": ("K2d", "EarlyStopping and ReduceLROnPlateau on val_loss, with a tail"),
     "evaluates_as_plain_keras": None,
+    "validates_on_all_samples_each": None,
+    "means_of_batches_with_a_tail": None,
+    "names_what_does_not_add_up": None,
     "averages_a_metric_that_says_so": None,
     "normalises_by_live_samples_only": None,
     "goes_on_accumulating": ("K6", "a second fit in the middle of an accumulated update"),
@@ -40,6 +43,8 @@ REFUSED = {
     "both_kinds_of_weights": ("ConfigError", "class_weight=", "sample_weight= beside it", "multiply"),
     "synchronized_statistics": ("ConfigError", "synchronized=True", "GroupNormalization"),
     "a_function_that_sums": ("ReplicaError", "its pieces", "rank 1: loss", "one value per sample", "verify=False"),
+    "rate_by_the_logs_of_a_batch": ("ReplicaError", "equal at the end of an epoch", "logs of a batch"),
+    "stateful": ("ConfigError", "stateful=True: lstm", "leave stateful out"),
     "moved_by_hand": ("ReplicaError", "replicas must be equal after the first step", "kernel"),
 }
 ROWS = {

@@ -20,7 +20,7 @@ from hvdtrain.checkpoint import Checkpointer, Progress
 from hvdtrain.errors import ConfigError, NonFiniteError
 from hvdtrain.keras import _hook, _metrics, _start, _state, _steps
 from hvdtrain.keras._backend import BACKEND
-from hvdtrain.keras._data import CLOCK
+from hvdtrain.keras._data import CLOCK, Batches
 from hvdtrain.keras._parts import model_state
 from hvdtrain.keras._session import Session, leaves_of, missing_hook
 from hvdtrain.lr import LR
@@ -81,15 +81,17 @@ class Start(Callback):
 
 
 class Epoch(Callback):
-    """At the end of each epoch: moving statistics equal on all ranks, and logs that are those of all ranks' samples.
+    """At the end of each epoch: replicas compared, moving statistics equal on all ranks, and logs that are those of all
+    ranks' samples.
 
-    Statistics are averaged before validation and checkpoints see them. No hook for batches: with one, Keras on torch
-    would wait for every step's metrics before it starts the next step.
+    What a callback sets on one rank only (or by the logs of a batch, which are each rank's own) parts the replicas:
+    said before validation and checkpoints see them. Statistics are averaged before that, too. No hook for batches: with
+    one, Keras on torch would wait for every step's metrics before it starts the next step.
     """
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._in_epoch = False
+        self._in_epoch = self._dealt = self._told = False
         self._train: tuple[_metrics.States, float] | None = None
         self._validation = ExitStack()
 
@@ -100,6 +102,8 @@ class Epoch(Callback):
         if self._in_epoch:
             self._trained(validates=True)
             self._train = self._now()  # validation is about to reset the metrics of training
+            data = getattr(self.model, "_eval_epoch_iterator", None)
+            self._dealt = isinstance(getattr(data, "data_adapter", None), Batches)
             self._validates_together()
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -117,7 +121,11 @@ class Epoch(Callback):
         known = dict(_metrics.results(self.model, train, self.world, samples))
         if validated:
             states, val_samples = self._now()
-            results = _metrics.results(self.model, states, self.world, val_samples)
+            same = not self._dealt and _metrics.same(states, self.world)
+            if same and not self._told:
+                self.session.say("validation: all ranks evaluate the same samples; batches(...) would deal them")
+                self._told = True
+            results = _metrics.results(self.model, states, self.world, val_samples, same=same)
             known.update({f"val_{name}": value for name, value in results.items()})
         own = {k: float(v) for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
         if own:  # what a user's train step returns beside the metrics: mean over samples
@@ -127,16 +135,19 @@ class Epoch(Callback):
     def _trained(self, *, validates: bool) -> None:
         """The first thing after the last batch; a rank that validates meets one that does not, and both say so."""
         self.world.agree("validation of this epoch", validates)
+        shared = _state.replicated(self.model)
+        _state.check_equal(shared, self.world, lambda: BACKEND.checksums(shared), when="at the end of an epoch")
         _state.average_statistics(self.model, self.world)
 
     def _validates_together(self) -> None:
         """Losses are then those of global batches; those that do not divide by samples take a word among the ranks."""
         if self.session.alone:
             return
+        batches = getattr(getattr(self.model, "_eval_epoch_iterator", None), "num_batches", None)
         if not self.session.by_samples:
-            batches = getattr(getattr(self.model, "_eval_epoch_iterator", None), "num_batches", None)
             self.world.agree("number of validation steps (batches(...) deals the same to all ranks)", batches)
-        self._validation.enter_context(_hook.together(self.model))
+        even = batches is not None and self.world.gather(batches) == [batches] * self.world.size
+        self._validation.enter_context(_hook.together(self.model, even=even))
 
     def _now(self) -> tuple[_metrics.States, float]:
         return _metrics.states(self.model), _metrics.samples_of(self.model)

@@ -202,7 +202,7 @@ def evaluate(model: keras.Model, x: Any, y: Any, batch_size: int, *, world: Worl
     _state.check_equal(weights, world, lambda: BACKEND.checksums(weights), when="when they are evaluated")
     vars(model).setdefault(KEY, Session(world))
     _hook.hook_test_step(model)
-    with _hook.together(model):
+    with _hook.together(model, even=True):
         model.evaluate(data, verbose=0, return_dict=True)
     return _metrics.results(model, _metrics.states(model), world, float(data.samples))
 

@@ -17,7 +17,7 @@ import numpy as np
 from keras import tree
 
 from hvdtrain.errors import ReplicaError
-from hvdtrain.keras import _random, _state, _units
+from hvdtrain.keras import _metrics, _random, _state, _units
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._session import Session
 
@@ -37,14 +37,28 @@ def check(model: keras.Model, session: Session) -> None:
     if not session.own_step:
         mine = _judge(model, data)
     else:
-        mine = ("note", "this model's own train_step: that its loss is a mean over pieces of a batch is not checked")
-    reports = session.world.gather(mine)
+        mine = (
+            "note",
+            "this model's own train_step: that its loss is a mean over pieces of a batch is not checked; what it does"
+            " to gradients it does to each rank's own, before the average (clipping: clipnorm= of the optimizer)",
+        )
+    metrics = _other_metrics(model, data) if mine[0] != "differs" and not session.own_step else []
+    reports, named = zip(*session.world.gather((mine, metrics)), strict=True)
     for kind, text in reports:
         if kind == "note":
             session.say(text)
             break
+    for text in next((texts for texts in named if texts), []):
+        session.say(
+            f"not the metric of one process: {text}; keep sums over samples in its states, or one value a sample"
+        )
     if any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
         session.say("batch normalisation: each rank normalises by its own part of the global batch")
+    moving = _state.parted(model, session.world)
+    if moving:
+        session.say(
+            f"{', '.join(moving)}: follows each rank's own samples within an epoch; then all ranks get that of rank 0"
+        )
     if any(kind == "differs" for kind, _ in reports):
         raise ReplicaError(
             "the loss of a batch must be the mean (or the sum) of those of its pieces: ranks compute pieces",
@@ -68,7 +82,7 @@ def _judge(model: keras.Model, data: Any) -> tuple[str, str]:
     first = max(1, rows // 4)
     try:
         with _scratch(model):
-            whole, again = (_loss(model, x, y, weight)[0] for _ in range(2))
+            (whole, _, functions), (again, _, _) = (_loss(model, x, y, weight) for _ in range(2))
             if whole != again:
                 return (
                     "note",
@@ -93,7 +107,51 @@ def _judge(model: keras.Model, data: Any) -> tuple[str, str]:
             "differs",
             f"loss {whole:.9g} of {rows} samples, {together:.9g} from pieces of {first} and {rows - first}",
         )
+    if functions:
+        return (
+            "note",
+            "a loss returns one number for a batch: that it is a mean over samples is seen of the first batch only (not"
+            " where a later one holds masked labels); one value a sample is right on any",
+        )
     return "fine", ""
+
+
+def _other_metrics(model: keras.Model, data: Any) -> list[str]:
+    """Names the metrics whose states do not add up over pieces of a batch (a maximum, RMSE as a function of a batch);
+    local.
+    """
+    if data is None or model._compile_metrics is None or not model._compile_metrics.built:
+        return []
+    data = tree.map_structure(lambda a: None if a is None else keras.ops.convert_to_tensor(a[:ROWS]), data)
+    x, y, weight = (*data, None, None)[:3] if isinstance(data, (tuple, list)) else (data, None, None)
+    half = len(next(leaf for leaf in tree.flatten(x) if leaf is not None)) // 2
+    if not half or model.compute_metrics.__func__ is not keras.Model.compute_metrics:
+        return []
+
+    def of(*pieces: slice) -> dict[str, Any]:
+        """The metrics of pieces as of ranks: each has states of its own, which are added (or averaged)."""
+        states = []
+        for piece in pieces:
+            model.reset_metrics()
+            part = _cut((x, y, weight), piece)
+            y_pred = model(part[0], training=False) if model._call_has_training_arg else model(part[0])
+            model.compute_metrics(x=part[0], y=part[1], y_pred=y_pred, sample_weight=part[2])
+            states.append([np.asarray(value, np.float64) for _, value in _metrics.states(model)])
+        for (variable, value), *parts in zip(_metrics.states(model), *states, strict=True):
+            share = len(pieces) if getattr(variable, "aggregation", "sum") == "mean" else 1
+            variable.assign((np.sum(parts, axis=0) / share).astype(value.dtype))
+        return {name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in model.get_metrics_result().items()}
+
+    try:
+        with _scratch(model), BACKEND.no_gradient():
+            whole, pieces = of(slice(0, 2 * half)), of(slice(0, half), slice(half, 2 * half))
+    except Exception:  # whatever a user's metric does with a batch of another size
+        return []
+    return [
+        f"{name} is {np.mean(value):.5g} of {2 * half} samples, {np.mean(pieces[name]):.5g} put together from halves"
+        for name, value in whole.items()
+        if name != "loss" and np.isfinite(value).all() and not np.allclose(value, pieces[name], rtol=1e-3, atol=1e-6)
+    ]
 
 
 def _cut(data: Any, piece: slice) -> Any:
@@ -113,19 +171,26 @@ def _add(known: list[list[Any]]) -> list[float]:
 
 def _loss(
     model: keras.Model, x: Any, y: Any, weight: Any, weights: list[float] | None = None
-) -> tuple[float, list[Any]]:
-    """The loss in inference mode, and what each Keras loss in it divided by; ``weights`` multiply those losses."""
+) -> tuple[float, list[Any], int]:
+    """The loss in inference mode, what each Keras loss in it divided by (``weights`` multiply those), and how many
+    others return one number for a batch.
+    """
     divisors: list[Any] = []
+    own = 0
 
     def weigh(loss: Any, divisor: _units.Divisor) -> Any:
         divisors.append(None if divisor.value is None else float(keras.ops.convert_to_numpy(divisor.value)))
         return loss if weights is None else loss * weights[len(divisors) - 1]
 
+    def whole() -> None:
+        nonlocal own
+        own += 1
+
     weight = tree.map_structure(lambda w: None if w is None else w + 0, weight)  # Keras on torch multiplies it in place
-    with BACKEND.no_gradient(), _units.observed(weigh, (x, y)):
+    with BACKEND.no_gradient(), _units.observed(weigh, (x, y), whole):
         y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
         loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weight, training=True)
-    return float(keras.ops.convert_to_numpy(loss)), divisors
+    return float(keras.ops.convert_to_numpy(loss)), divisors, own
 
 
 @contextmanager

@@ -90,6 +90,12 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str,
     if session.live is None and name not in session.compared:
         session.compared.add(name)
         _compare_alone(self, variables, session)
+    if session.live is None and not session.proving and not session.told_alone:
+        session.told_alone = True
+        session.say(
+            "updates outside of a prepared model's train step: all ranks weigh the same, whatever samples each has"
+            ' (batches(..., tail="drop") deals the same number to all)'
+        )
     special = [_reduce.overwrites(variable) for variable in variables]
     plain = _reduce.weigh([None if s else g for g, s in zip(grads, special, strict=True)], session)
     if not once_per_update:
@@ -169,6 +175,7 @@ def attach(model: keras.Model, session: Session) -> None:
     if session.alone:
         return
     refuse_synchronized(model)
+    _refuse_stateful(model)
     _units.check_reduction(model)
     hook_test_step(model)
     _steps.wrap_train_function(model)
@@ -193,6 +200,21 @@ def refuse_synchronized(model: keras.Model) -> None:
             "each rank normalises by its own part of the batch: Keras synchronises inside tf.distribute only",
             f"BatchNormalization(synchronized=True): {', '.join(asking)}",
             "leave synchronized out, or use GroupNormalization, whose result does not depend on the batch",
+        )
+
+
+def _refuse_stateful(model: keras.Model) -> None:
+    """Refuses layers that keep a state for each row of a batch from one batch to the next.
+
+    Raises:
+        ConfigError: at the end of an epoch, and in checkpoints, one rank's rows would stand for all.
+    """
+    asking = [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
+    if asking:
+        raise ConfigError(
+            "a layer keeps no state of a batch's rows for the next batch: ranks have other rows",
+            f"stateful=True: {', '.join(asking)}",
+            "leave stateful out, and cut sequences so that each begins anew (or give the state as an input)",
         )
 
 
@@ -293,11 +315,13 @@ def _without_marks(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def together(model: keras.Model) -> Iterator[None]:
-    """Inside, batches of an evaluation are the ranks' parts of global batches; else ``evaluate`` is this rank's own, as
-    in plain Keras.
+def together(model: keras.Model, *, even: bool) -> Iterator[None]:
+    """Inside, batches of an evaluation are the ranks' parts of global batches (``even``: all ranks have as many); else
+    ``evaluate`` is this rank's own, as in plain Keras.
     """
     session: Session = vars(model)[KEY]
+    if session.even != even:
+        session.even, session.test_function = even, None
 
     def swap() -> None:  # what was traced for one is not for the other
         session.test_function, model.test_function = model.test_function, session.test_function

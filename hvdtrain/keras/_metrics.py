@@ -24,7 +24,20 @@ def states(model: keras.Model) -> States:
     return [(v, BACKEND.to_numpy(v).copy()) for metric in model.metrics for v in metric.variables]
 
 
-def results(model: keras.Model, local: States, world: World, samples: float = 1.0) -> dict[str, float]:
+def same(local: States, world: World) -> bool:
+    """True if all ranks have the same states: they evaluated the same samples; collective."""
+    if world.size == 1 or not local:
+        return False
+    flat = np.concatenate([np.asarray(a, np.float64).reshape(-1) for _, a in local])
+    world.agree("set of metrics", flat.size)
+    ends = BACKEND.host_allreduce(np.concatenate([flat, -flat]), "min", "hvdtrain.metrics.same")
+    low, high = ends[: flat.size], -ends[flat.size :]
+    return bool(high.any() and np.allclose(low, high, rtol=1e-6, atol=0))
+
+
+def results(
+    model: keras.Model, local: States, world: World, samples: float = 1.0, *, same: bool = False
+) -> dict[str, float]:
     """Returns the metrics of all ranks' samples together; collective. This rank's states stay what they are.
 
     Args:
@@ -32,8 +45,9 @@ def results(model: keras.Model, local: States, world: World, samples: float = 1.
         local: this rank's states.
         world: the ranks.
         samples: unused by summed states; the weight of states that are averaged.
+        same: all ranks evaluated the same samples, which count once.
     """
-    total = _sum(local, world, samples)
+    total = _sum(local, world, samples, all_means=same)
     keep = states(model)
     try:
         _assign([v for v, _ in local], total)
@@ -42,10 +56,10 @@ def results(model: keras.Model, local: States, world: World, samples: float = 1.
         _assign([v for v, _ in keep], [value for _, value in keep])
 
 
-def _sum(local: States, world: World, samples: float) -> list[np.ndarray]:
+def _sum(local: States, world: World, samples: float, *, all_means: bool = False) -> list[np.ndarray]:
     if world.size == 1 or not local:
         return [value for _, value in local]
-    means = [getattr(v, "aggregation", "sum") == "mean" for v, _ in local]
+    means = [all_means or getattr(v, "aggregation", "sum") == "mean" for v, _ in local]
     weighted = [
         np.asarray(a, np.float64) * (samples if m else 1.0) if samples or not m else np.zeros(a.shape)
         for (_, a), m in zip(local, means, strict=True)

@@ -65,6 +65,7 @@ class Session:
         lr, per_rank_batch: the learning-rate contract, and the batch it is computed from.
         by_samples: every loss so far divides by samples, so that ranks need no word about it in a step.
         together: batches of an evaluation are the ranks' parts of global batches.
+        even: all ranks have as many of those batches.
         test_function: ``model.test_function`` for those.
         records, step_loss: steps are recorded: the loss of the last step's global batch.
         own_step: the model's class has a ``train_step`` of its own.
@@ -83,6 +84,7 @@ class Session:
         stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no ``fit`` runs.
         compared: what was compared over ranks in this ``fit``: "step", or an optimizer's collectives.
         applying: the hooked optimizer is at work, with those it holds.
+        proving: trial updates are made; told_alone: what is so about updates outside of a train step was said.
         first_batch: numbers of the first batch; ``False`` until there is one, ``None`` if nobody asks.
         proof: the result of the last verification.
     """
@@ -99,6 +101,7 @@ class Session:
     attached: bool = False
     by_samples: bool = True
     together: bool = False
+    even: bool = False
     test_function: Any = None
     own_step: bool = False
     kept_batch: Any = None
@@ -118,6 +121,8 @@ class Session:
     stops_in_epoch: bool = True
     compared: set[str] = field(default_factory=set)
     applying: bool = False
+    proving: bool = False
+    told_alone: bool = False
     first_batch: Any = None
     proof: Any = None
 

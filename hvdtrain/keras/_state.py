@@ -91,7 +91,8 @@ def check_equal(variables: Sequence[Any], world: World, checksums: Callable[[], 
         f"replicas must be equal {when}: {differing.size} of {len(variables)} variables differ, first {path_of(first)}",
         "\n".join(lines),
         "start all ranks from rank 0's state: fit(callbacks=[*hvdtrain.keras.callbacks(model), ...]), and change"
-        " weights on every rank or on none",
+        " weights and learning rates on every rank alike or on none (a callback on rank 0 only does not; nor does one"
+        " that goes by the logs of a batch, which are each rank's own: world.mean(logs) is the same on all)",
         shared=True,
     )
 
@@ -218,6 +219,14 @@ def average_statistics(model: keras.Model, world: World) -> None:
     differ = [variables[index] for index in _differing(BACKEND.checksums(variables), world)]
     average([v for v in differ if _is_statistic(v)], world)
     broadcast([v for v in differ if not _is_statistic(v)], world)
+
+
+def parted(model: keras.Model, world: World) -> list[str]:
+    """Names what is neither trained nor a moving statistic, and differs by rank (a layer's codebook); collective."""
+    variables = [v for v in model.non_trainable_weights if not _is_statistic(v)]
+    if not variables:
+        return []
+    return [path_of(variables[index]) for index in _differing(BACKEND.checksums(variables), world)]
 
 
 def _groups(variables: Sequence[Any]) -> list[list[Any]]:

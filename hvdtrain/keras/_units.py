@@ -15,6 +15,7 @@ Keras reduces every loss in one function, ``reduce_weighted_values``, and nothin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,12 +45,15 @@ class Divisor:
 
 
 @contextmanager
-def observed(weigh: Callable[[Any, Divisor], Any], data: Any) -> Iterator[None]:
+def observed(
+    weigh: Callable[[Any, Divisor], Any], data: Any, whole: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """While open, the value of every Keras loss over a batch is what ``weigh(value, divisor)`` returns.
 
     Args:
         weigh: called for losses that sum or average; not for those that return one number of their own.
         data: the batch.
+        whole: called for those.
     """
     original = keras_loss.reduce_weighted_values
 
@@ -57,7 +61,10 @@ def observed(weigh: Callable[[Any, Divisor], Any], data: Any) -> Iterator[None]:
         values: Any, sample_weight: Any = None, mask: Any = None, reduction: Any = MEANS[0], dtype: Any = None
     ) -> Any:
         loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-        if reduction in (None, "none") or len(values.shape) == 0:
+        if len(values.shape) == 0:
+            whole()
+            return loss
+        if reduction in (None, "none"):
             return loss
         return weigh(loss, divisor_of(values, sample_weight, mask, reduction, data))
 
@@ -109,8 +116,35 @@ def weighed(session: Session, data: Any) -> Iterator[None]:
         count += 1
         return BACKEND.times(loss, mine, live.total(), total, live.samples)
 
-    with observed(weigh, data):
+    with observed(weigh, data), _means_of_batches(session, live):
         yield
+
+
+@contextmanager
+def _means_of_batches(session: Session, live: LiveBatch) -> Iterator[None]:
+    """While open, one number for a batch (an output's loss, ``tracker.update_state(loss)``) counts in a ``Mean`` as
+    this rank's part of the global batch, and so the batch as a whole once, as in one process.
+    """
+    original = keras.metrics.Mean.update_state
+
+    @functools.wraps(original)
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        of_batch = sample_weight is None and len(getattr(values, "shape", ())) == 0
+        if of_batch and not BACKEND.in_branch() and BACKEND.usable_here(live.samples):
+            sample_weight = _part(session, live)
+        return original(self, values, sample_weight)
+
+    keras.metrics.Mean.update_state = update_state
+    try:
+        yield
+    finally:
+        keras.metrics.Mean.update_state = original
+
+
+def _part(session: Session, live: LiveBatch) -> Any:
+    if session.together and session.by_samples and not session.even:
+        return live.samples  # a rank may have more batches to evaluate than others: no word with them
+    return BACKEND.times(ops.ones((), "float64"), live.samples, 1.0, live.total(), 1.0)
 
 
 def _refuse_where_ranks_part(live: LiveBatch) -> None:

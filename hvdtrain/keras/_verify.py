@@ -75,7 +75,7 @@ def prove(model: keras.Model, session: Session) -> Proof:
     )
     variables = [v for v in model.trainable_variables if not overwrites(v)]
     factor = 1.0 + 2.0 * (world.rank - (world.size - 1) / 2.0)  # ... -1, 1, 3 ...: the mean over ranks is exactly 1
-    with _scratch(model, optimizer):
+    with _scratch(model, optimizer), _proving(session):
         start = _values(variables)
         pattern = _pattern(optimizer, variables)
         averaged = _update(optimizer, variables, _times(pattern, factor))
@@ -99,6 +99,15 @@ def prove(model: keras.Model, session: Session) -> Proof:
         world.size, len(variables), max(d for _, d, _ in reports), max(s for s, _, _ in reports),
         _state.fingerprint(model), time.perf_counter() - started,
     )  # fmt: skip
+
+
+@contextmanager
+def _proving(session: Session) -> Iterator[None]:
+    session.proving = True
+    try:
+        yield
+    finally:
+        session.proving = False
 
 
 def _largest_gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray], world: Any) -> float:

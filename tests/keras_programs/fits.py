@@ -7,6 +7,8 @@ A model that was not prepared trains as plain Keras, on all samples: the referen
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 import keras
@@ -108,6 +110,93 @@ def evaluates_as_plain_keras() -> str:
             gaps.append(max(abs(here[name] - there[name]) for name in there))
     assert max(gaps) < EXACT, gaps
     return f"{max(gaps):.1e}"
+
+
+class Hits(keras.metrics.Metric):
+    """Counts, so that samples that are seen twice show."""
+
+    def __init__(self, name: str = "hits") -> None:
+        super().__init__(name=name)
+        self.seen = self.add_weight(shape=(), initializer="zeros", name="seen")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        right = keras.ops.cast(keras.ops.argmax(y_pred, -1), "int64") == keras.ops.cast(y_true, "int64")
+        self.seen.assign_add(keras.ops.sum(keras.ops.cast(right, self.dtype)))
+
+    def result(self) -> Any:
+        return 1.0 * self.seen  # its value itself would move on in the logs of plain Keras
+
+
+@case
+def validates_on_all_samples_each() -> str:
+    """``validation_data=(x, y)`` is the same on all ranks: its samples count once."""
+    model, plain = hvk.prepare(net(metrics=[Hits()])), net(metrics=[Hits()])
+    data, val = deal(X[:44], Y[:44]), (X[44:57], Y[44:57])
+    options = {"epochs": 2, "verbose": 0, "validation_data": val, "validation_batch_size": BATCH}
+    here = model.fit(data, callbacks=hvk.callbacks(model, plan=data.plan), **options)
+    there = plain.fit(X[:44], Y[:44], batch_size=BATCH, shuffle=False, **options)
+    gap = same_history(here, there)
+    assert gap < EXACT, (gap, here.history, there.history)
+    return f"{gap:.1e}"
+
+
+class Tracking(keras.Model):
+    """The usual train step of one's own, with a mean of the batches' losses."""
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        self.own.update_state(self.compute_loss(x=x, y=y, y_pred=self(x), sample_weight=weight))
+        return {**logs, "own": self.own.result()}
+
+
+@case
+def means_of_batches_with_a_tail() -> str:
+    """The loss of each output, and a tracker of one's own: a mean over batches, each counted once."""
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        entry = L.Input((5,))
+        model = Tracking(entry, {"a": dense(3, name="a")(entry), "b": dense(1, name="b")(entry)})
+        model.own = keras.metrics.Mean(name="own")
+        model.compile(O.SGD(0.1), {"a": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "b": "mse"})
+        return model
+
+    labels = {"a": Y, "b": X[:, :1] ** 2}
+    y, held_out = ({name: of[cut] for name, of in labels.items()} for cut in (slice(0, 41), slice(41, 60)))
+    found = both(make, X[:41], y, (X[41:], held_out))
+    model = hvk.prepare(make())
+    here = hvk.evaluate(model, X[41:], held_out, BATCH // SIZE)
+    there = model.evaluate(X[41:], held_out, batch_size=BATCH, verbose=0, return_dict=True)
+    gap = max(abs(here[name] - there[name]) for name in here)
+    assert gap < EXACT, (gap, here, there)
+    return found
+
+
+@case
+def names_what_does_not_add_up() -> str:
+    """Metrics of a batch as a whole, and state that follows a rank's own samples."""
+
+    def rmse(y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_pred)))
+
+    class Centre(L.Layer):
+        def build(self, shape: Any) -> None:
+            self.centre = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="centre")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.centre.assign(0.9 * self.centre + 0.1 * keras.ops.mean(x, axis=0))
+            return x - self.centre
+
+    model = hvk.prepare(net(layers=[Centre()], metrics=["accuracy", rmse, Hits()]))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        model.fit(deal(X[:24], Y[:24]), verbose=0, callbacks=hvk.callbacks(model))
+    notes = [line for line in said.getvalue().splitlines() if "proven" not in line]
+    if RANK == 0:
+        assert len(notes) == 2, notes
+        assert "not the metric of one process: rmse is" in notes[0] and "centre/centre: follows" in notes[1], notes
+    return "named"
 
 
 class Largest(keras.metrics.Metric):
@@ -382,6 +471,31 @@ def moved_by_hand() -> str:
     hvk.prepare(model)
     model.fit(deal(X[:24], Y[:24]), verbose=0, callbacks=hvk.callbacks(model))
     return "trained"
+
+
+class Halving(keras.callbacks.Callback):
+    """Halves the rate where a batch's loss, which is this rank's own, grew."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch and logs["loss"] > self.last:
+            self.model.optimizer.learning_rate = 0.5 * float(self.model.optimizer.learning_rate)
+        self.last = logs["loss"]
+
+
+@case
+def rate_by_the_logs_of_a_batch() -> str:
+    model = hvk.prepare(net())
+    model.fit(deal(X, Y), epochs=2, verbose=0, callbacks=[*hvk.callbacks(model), Halving()])
+    return "trained"
+
+
+@case
+def stateful() -> str:
+    recurrent = L.LSTM(3, stateful=True, name="lstm")
+    model = keras.Sequential([L.Input(batch_shape=(BATCH // SIZE, 4, 1)), recurrent, dense(3)])
+    model.compile(O.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    hvk.prepare(model)
+    return "prepared"
 
 
 @case
