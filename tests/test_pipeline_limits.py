@@ -50,6 +50,7 @@ def test_what_a_trace_fixes(found: Found, limit: Limit) -> None:
     came = found["trace"]
     limit("P2a", "`model.tau = 5` after the split", refused=refusal(came["tau"], "1.tau is 5.0"))
     refusal(came["config"], "1.config")
+    refusal(came["nested"], "1.nested")
     refusal(came["module"], "1.linear was replaced")
     assert came["unread"].startswith("nothing raised") and came["leaf_hook"].startswith("nothing raised")
     assert came["list_left"] == 0 and came["detached"].startswith("nothing raised") and came["detached_left"] > 0
@@ -58,6 +59,8 @@ def test_what_a_trace_fixes(found: Found, limit: Limit) -> None:
     limit("P2c", "a hook registered after the split on a module that was opened", refused=refusal(came["hook"], "hook"))
     unsplit, split, error = came["checkpoint"]
     assert unsplit == split == 2 and error <= TOLERANCE
+    error, failed = came["assert"]
+    assert error <= TOLERANCE and "AssertionError" in failed and "limits.py:" in failed
     refusal(came["checkpoint_root"], "use_reentrant=False", "remat='all'")
     limit("P2d", "`checkpoint(use_reentrant=False)` in a block", mended="runs, as often as unsplit")
 

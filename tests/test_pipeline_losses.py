@@ -66,6 +66,23 @@ def test_a_mean_that_is_not_over_samples_is_refused_with_its_weight(found: dict[
     assert left_alone, "no draw, no gradient, no mode may change"
 
 
+RARE = {
+    "pad": "step 1: the weight of",
+    "class": "step 1: the weight of",
+    "nan": "step 1: the weight of",
+    "mask": "step 1: the weight of",
+    "pad_later": "step 3: the weight of",
+    "class_later": "step 3: the weight of",
+    "closure_later": "step 3: the loss of a batch",
+    "setting_later": "step 3: the loss of a batch",
+}
+
+
+@pytest.mark.parametrize("case", RARE)
+def test_few_samples_or_a_later_step_that_make_the_mean_another_one(found: dict[str, Any], case: str) -> None:
+    assert found["rare"][case].startswith(RARE[case]), found["rare"][case]
+
+
 def test_what_the_refusals_are_for(found: dict[str, Any], limit: Limit) -> None:
     came = found["refused"]
     assert came["twin"] > 1e-3, "without the proof the gradient is off"

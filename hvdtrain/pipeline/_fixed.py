@@ -82,8 +82,13 @@ def _picture(value: Any) -> Any:
     return None if held is None else {name: copy.copy(v) for name, v in held.items() if isinstance(v, _PLAIN)}
 
 
-def _inner(value: Any) -> Any:
-    return value if isinstance(value, _PLAIN) else id(value)
+def _inner(value: Any, depth: int = 4) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if depth and type(value) in (list, tuple, dict):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(str(key), _inner(item, depth - 1)) for key, item in items]
+    return id(value)
 
 
 def _names_read(kind: type) -> set[str]:

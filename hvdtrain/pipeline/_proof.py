@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
+import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,20 +36,24 @@ from hvdtrain.pipeline.plan import micro_batch_sizes
 if TYPE_CHECKING:
     from hvdtrain.pipeline.runtime import Pipeline
 
-SAMPLES = 8  # that a loss is tried with
+SAMPLES = 12  # that a loss is tried with
+_SPREAD = 5  # of them wherever they are; the others by their targets
+_LABELS = 64  # classes that are tried one by one
 _LARGE = 1_000_000  # numbers of a loss with a network in it, which is not copied
 
 
 class Proof:
     """What was tried, and is not tried again: by the shape of inputs, and by loss.
 
-    A loss is tried in its first step, the second, the fourth, the eighth...: not every batch has something to ignore.
+    A loss is tried in its first step, the second, the fourth, the eighth..., and when a label comes that it was not
+    tried with: not every batch has something to ignore, or a sample of a rare class.
     """
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
         self._models: set[Hashable] = set()
         self._steps: dict[Hashable, int] = {}
+        self._tried: dict[Hashable, dict[int, set[int]]] = {}  # labels, by the place in the targets
 
     def of_model(self, arguments: tuple[Any, ...]) -> None:
         """Outputs of the whole batch against those of two halves, in evaluation mode.
@@ -94,13 +99,21 @@ class Proof:
             ConfigError: it is not their mean by these weights; says which would be right, if any.
         """
         batch = batch_size(arguments)
-        key = (loss_key(loss), None if weight is None else loss_key(weight), layout((arguments, y), batch), _ignores(y))
+        key = (_settings(loss), _settings(weight), layout((arguments, y), batch), _kinds(y))
         step = self._steps[key] = self._steps.get(key, 0) + 1
-        if step & (step - 1) or batch < 2:
+        tried = self._tried.setdefault(key, {})
+        new = {
+            place: labels - tried.get(place, set())
+            for place, labels in _labels(y).items()
+            if len(labels | tried.get(place, set())) <= _LABELS
+        }
+        if (step & (step - 1) and not any(new.values())) or batch < 2:
             return
-        chosen = _chosen(batch, y)
+        chosen = _chosen(batch, y, new)
         some = _taken(arguments, chosen, batch)
         targets = _taken(y, chosen, batch)
+        for place, labels in _labels(targets).items():
+            tried[place] = tried.get(place, set()) | labels
         sizes = (1,) * len(chosen)
         try:
             whole, parts, drew = self._outputs(some, sizes)
@@ -161,11 +174,32 @@ def layout(values: Any, batch: int | None = None) -> Hashable:
     return str(spec), tuple(map(of, leaves))
 
 
-def _ignores(y: Any) -> bool:
-    """Whether there are negative labels; on a GPU one would have to wait to know."""
-    return any(
-        not t.is_cuda and t.dtype in (torch.int64, torch.int32) and bool((t < 0).any()) for t in tensors_of((y,))
+def _is_label(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _kinds(y: Any) -> Hashable:
+    """Whether there are negative labels, zeros, NaNs: what losses leave out. On a GPU one would have to wait for it."""
+    return tuple(
+        (bool((t < 0).any()) if _is_label(t) else bool(t.isnan().any()), bool((t == 0).any()))
+        for t in tensors_of((y,))
+        if not t.is_cuda and not t.is_complex() and t.dim()
     )
+
+
+def _labels(y: Any) -> dict[int, set[int]]:
+    """Place in the targets -> which labels there are, where these are few."""
+    found = {}
+    for place, labels in enumerate(tensors_of((y,))):
+        if labels.is_cuda or not _is_label(labels) or not labels.numel():
+            continue
+        flat = labels.detach().reshape(-1).long()
+        low, high = int(flat.min()), int(flat.max())
+        if high - low < 1024:  # no sorting: there may be a label a pixel
+            there = torch.zeros(high - low + 1, dtype=torch.bool)
+            there[flat - low] = True
+            found[place] = {low + at for at in there.nonzero().reshape(-1).tolist()}
+    return found
 
 
 def _users(loss: Any) -> Any:
@@ -184,14 +218,46 @@ def loss_key(loss: Any) -> Hashable:
     return loss if code is None else code
 
 
-def _chosen(batch: int, y: Any) -> list[int]:
-    """Samples to try: spread over the batch, and those with most and with fewest labels that are negative."""
-    every = sorted({int(at) for at in torch.linspace(0, batch - 1, min(batch, SAMPLES - 2)).round()})
-    for labels in tensors_of((y,)):
-        if labels.dim() and len(labels) == batch and not labels.is_floating_point() and labels.dtype != torch.bool:
-            ignored = (labels.reshape(batch, -1) < 0).sum(1)
-            every += [int(ignored.argmax()), int(ignored.argmin())]
-    return list(dict.fromkeys(every))[:SAMPLES]
+def _settings(function: Any, depth: int = 3) -> Hashable:
+    """`loss_key`, and what else says which loss it is: what a closure holds, the settings of a module."""
+    inner, key = _users(function), loss_key(function)
+    if isinstance(inner, nn.Module):
+        plain = {name: value for name, value in vars(inner).items() if isinstance(value, (str, bool, type(None)))}
+        return key, repr(sorted(plain.items())), tuple(n for n, b in inner._buffers.items() if b is not None)
+    held = []
+    for cell in getattr(inner, "__closure__", None) or () if depth else ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # empty
+            continue
+        for one in value.values() if type(value) is dict else (value,):
+            if isinstance(one, (str, bool, type(None))):
+                held.append(one)
+        if isinstance(value, (nn.Module, types.FunctionType)):
+            held.append(_settings(value, depth - 1))
+    return key, tuple(held)
+
+
+def _chosen(batch: int, y: Any, new: dict[int, set[int]]) -> list[int]:
+    """Samples to try: spread over the batch, those with most and with fewest of what a loss may leave out, and those
+    with labels that it was not tried with."""
+    every = sorted({int(at) for at in torch.linspace(0, batch - 1, min(batch, _SPREAD)).round()})
+    rare: list[int] = []
+    for place, labels in enumerate(tensors_of((y,))):
+        if not labels.dim() or len(labels) != batch or not labels.numel() or labels.is_complex():
+            continue
+        rows = labels.detach().reshape(batch, -1)
+        if _is_label(rows):
+            rows = rows.long()
+            lowest = (rows == rows.min()).sum(1)
+            every += [int(lowest.argmax()), int(lowest.argmin()), int((rows == rows.max()).sum(1).argmax())]
+            rare += [int((rows == label).sum(1).argmax()) for label in sorted(new.get(place, ()))[:SAMPLES]]
+        else:
+            zeros = (rows == 0).sum(1)
+            values = rows.nan_to_num()
+            every += [int(rows.isnan().sum(1).argmax()), int(zeros.argmax()), int(zeros.argmin())]
+            every += [int(values.amin(1).argmin()), int(values.amax(1).argmax())]
+    return list(dict.fromkeys([*every, *rare]))[:SAMPLES]
 
 
 def _taken(values: Any, samples: list[int], batch: int) -> Any:

@@ -186,9 +186,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.tau, self.config = nn.Linear(WIDTH, WIDTH), 2.0, SimpleNamespace(power=1)
+        self.nested = {"scales": [1.0]}
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x) / self.tau) * self.config.power
+        return torch.tanh(self.linear(x) / self.tau) * self.config.power * self.nested["scales"][0]
 
 
 class Gathers(Block):
@@ -218,6 +219,17 @@ class Checkpointed(Block):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
+class Asserts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.size(-1) <= WIDTH, f"{x.size(-1)} values"
+        assert x.dim() == 2 and x.size(1) == WIDTH
+        return self.b(self.a(x))
+
+
 class CheckpointedRoot(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -239,6 +251,7 @@ def trace() -> dict[str, Any]:
 
     found["tau"] = changed(lambda model: setattr(model[1], "tau", 5.0))
     found["config"] = changed(lambda model: setattr(model[1].config, "power", 2))
+    found["nested"] = changed(lambda model: model[1].nested["scales"].__setitem__(0, 2.0))
     found["module"] = changed(lambda model: setattr(model[1], "linear", nn.Linear(WIDTH, WIDTH)))
     found["hook"] = changed(lambda model: model[1].register_forward_hook(lambda *_: None))
     found["unread"] = changed(lambda model: setattr(model[1], "note", "mine"))
@@ -254,6 +267,11 @@ def trace() -> dict[str, Any]:
     Checkpointed.calls = 0
     pipe.step(X, Y, MSE)
     found["checkpoint"] = [unsplit, Checkpointed.calls, off(pipe, wanted, gradients)]
+    model = nn.Sequential(Asserts(), Block())
+    wanted, gradients = plain(model)
+    pipe = split(model)
+    pipe.step(X, Y, MSE)
+    found["assert"] = [off(pipe, wanted, gradients), said(lambda: pipe.eval()(X[:, :-1]))]
     found["checkpoint_root"] = said(lambda: split(CheckpointedRoot()))
     return found
 

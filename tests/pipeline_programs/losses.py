@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -179,6 +180,40 @@ def refused() -> dict[str, Any]:
     return found | {"wrong": wrong, "twin": gap / max(float(g.abs().max()) for g in plain_gradients)}
 
 
+def rare() -> dict[str, str]:
+    """What makes the mean another one is in few samples of a larger batch, or comes in the third step."""
+    x, labels = torch.randn(40, TOKENS, 6).double(), torch.randint(1, CLASSES, (40, TOKENS))
+    values = torch.randn(40, TOKENS, CLASSES).double()
+    padded, gaps, mask = labels.clone(), values.clone(), torch.ones(40, TOKENS).double()
+    padded[3, 2:] = padded[27, 4:] = 0
+    gaps[13, 1:] = math.nan
+    mask[27, 1:] = 0
+
+    def present(out: Tensor, y: Tensor) -> Tensor:
+        return (out - y)[~y.isnan()].square().mean()
+
+    pad, weighted = Tokens(ignore_index=0), Tokens(weight=CLASS_WEIGHTS[[1, 0, 0]])
+    changed = Tokens()
+    steps: dict[str, list[tuple[Any, Any]]] = {
+        "pad": [(pad, padded)],
+        "class": [(weighted, padded)],
+        "nan": [(present, gaps)],
+        "mask": [(masked, (values, mask))],
+        "pad_later": [(pad, labels), (pad, labels), (pad, padded)],
+        "class_later": [(weighted, labels), (weighted, labels), (weighted, padded)],
+        "closure_later": [(tokens(reduction=how), labels) for how in ("mean", "mean", "sum")],
+        "setting_later": [(changed, labels)] * 3,
+    }
+    found = {}
+    for name, those in steps.items():
+        pipe = hvdtrain.pipeline.split(net(), x, ["cpu"] * 2, balance=[1, 2], micro_batches=3)
+        for number, (loss, y) in enumerate(those, 1):
+            if number == 3 and loss is changed:
+                changed.reduction = "sum"
+            found[name] = f"step {number}: " + message(lambda pipe=pipe, y=y, loss=loss: pipe.step(x, y, loss))
+    return found
+
+
 def nothing_counts() -> dict[str, Any]:
     """A batch of weight 0, and NaN in the inputs and outputs of micro-batches of weight 0, change nothing."""
     found: dict[str, Any] = {}
@@ -203,6 +238,7 @@ def main() -> None:
         print(json.dumps({"loss": name, "off": max(errors), "weighted": case.weight is not None}), flush=True)
     print(json.dumps({"loss": "one number", **one_number()}), flush=True)
     print(json.dumps({"loss": "refused", **refused()}), flush=True)
+    print(json.dumps({"loss": "rare", **rare()}), flush=True)
     print(json.dumps({"loss": "nothing counts", **nothing_counts()}), flush=True)
 
 
