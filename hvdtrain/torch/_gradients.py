@@ -6,6 +6,7 @@ and clipping, which belong to the whole update, do no harm there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.torch._batches import Batch
-from hvdtrain.torch._tally import Number, Tally
+from hvdtrain.torch._tally import Number, Tally, double
 
 # idle: backward() is next. more: another backward() for the same batch was announced. partial: a micro-batch is done
 # that does not close its update. ready: p.grad is the gradient of the global batch, and step() is next.
@@ -31,6 +32,7 @@ class Gradients:
     Args:
         module: its trainable parameters.
         device: of the losses that are added up.
+        optimizer: the user's, whose learning rates must be those of all ranks.
 
     Attributes:
         state: see `State`.
@@ -39,7 +41,10 @@ class Gradients:
         had_some: the complete update has a gradient.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, staged: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer, *, staged: bool = False
+    ) -> None:
+        self._optimizer = optimizer
         self._parameters = list(module.parameters())  # a walk through all modules takes longer than all the rest here
         self._device = device
         self._call = "optimizer.forward_backward(x, y, loss_fn)" if staged else "optimizer.backward(loss)"
@@ -127,6 +132,9 @@ class Gradients:
 
     def sums(self) -> Tensor:
         """Returns float64 [k], to be summed over ranks: this rank's `tally`."""
+        self.tally.rates = 0.0
+        for index, group in enumerate(self._optimizer.param_groups):
+            self.tally.rates = self.tally.rates + double(group["lr"]) * math.sqrt(index + 1)
         return self.tally.tensor(self._device)
 
     # -- backward passes that are not the optimizer's ---------------------------------------------------------

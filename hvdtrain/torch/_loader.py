@@ -58,6 +58,7 @@ class Loader:
         self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
         self._left_told = False
         self._differentiated: Live | None = None
+        self._start = 0, 0  # where training begins: what is only looked at before does not count
 
     @property
     def samples(self) -> int:
@@ -82,19 +83,24 @@ class Loader:
     def position(self) -> tuple[int, int]:
         """(epoch, samples of all ranks handed out in it): where the loop is, or the next one begins.
 
-        After a loop that was left early that is the next epoch. What a checkpoint holds is where *training* is
-        (`model_state`).
+        After a loop that was left early that is the next epoch; what was read before anything was trained on is no
+        epoch. What a checkpoint holds is where *training* is (`model_state`).
         """
         self._notice_end()
+        if not self._begun and self._only_looked_at():
+            return self._start
         return self._place(self._done)
 
     def position_after(self, live: Live | None) -> tuple[int, int]:
         """Returns where a restored run goes on if `live` is the last batch that is in the weights."""
         self._notice_end()
         if not self._begun:
-            return self._place(self._done)
+            return self.position
         of_this_loop = live is not None and (live.epoch, live.begin) == (self._epoch, self._begin)
         return self._place(live.consumed if live is not None and of_this_loop else self._begin)
+
+    def _only_looked_at(self) -> bool:
+        return bool(self.followers) and self._differentiated is None
 
     def _place(self, done: int) -> tuple[int, int]:
         return (self._epoch + 1, 0) if self.plan.steps(done) == 0 else (self._epoch, done)
@@ -111,7 +117,7 @@ class Loader:
     def left_early(self) -> tuple[int, int] | None:
         """Returns (epoch, samples done in it) of the first loop that was left with samples to come; once, then None."""
         self._notice_end()
-        if self._left is None or self._left_told:
+        if self._left is None or self._left_told or self._only_looked_at():
             return None
         self._left_told = True
         return self._left
@@ -127,7 +133,8 @@ class Loader:
         over = self.plan.steps(samples_in_epoch) == 0
         self._stop()
         self._end_of_loop(epoch + over, 0 if over else samples_in_epoch)
-        self._left = self.live = None
+        self._left = self.live = self._differentiated = None
+        self._start = self._epoch, self._done
         self._moves += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,7 +165,8 @@ class Loader:
     def epochs(self, total: int) -> Iterator[int]:
         """Yields the numbers of the epochs that are left until `total` are done; a restored run's first may be partial.
 
-        An epoch whose loop was left early, or that was not read at all, counts as done.
+        An epoch whose loop was left early, or that was not read at all, counts as done; batches that were read before
+        anything was trained on do not.
         """
         while self.position[0] < total:
             epoch, moves = self.position[0], self._moves

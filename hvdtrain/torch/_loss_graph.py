@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ _ACROSS = {
 }  # fmt: skip
 _BY_ELEMENT = {"Mul", "Div", "Pow", "Sub", "Add", "Where"}
 _CHOICES = {"Topk", "Sort", "Kthvalue"}  # among the values of a vector
+_PRODUCTS = {"Dot", "Vdot", "Mv", "Mm", "Bmm"}  # sums, where they give one number
+_LAYOUTS = 8  # in which samples may lie in outputs
 _LOOKED_AT = 200  # nodes, until a term is taken to depend on data
 
 
@@ -94,6 +97,8 @@ class Reader:
         dims = len(node._input_metadata[0].shape)  # of what the operation gave
         if hasattr(node, "_saved_reduction"):
             terms.append(_of_loss(name, node, term))
+        elif name in _PRODUCTS and _numel(node) == 1:
+            terms.append(replace(term, reduced=True))
         elif (name in _ACROSS and not dims) or (name in _CHOICES and dims == 1):
             across.append(name)
         elif term.reduced:
@@ -106,8 +111,11 @@ class Reader:
         children = [child for child, _ in node.next_functions]
         if name in _PASS:
             yield from ((child, term) for child in children if child is not None)
-        elif name == "Sum":
+        elif name in ("Sum", "Nansum"):
             yield children[0], replace(term, reduced=True)
+        elif name in _PRODUCTS and _numel(node) == 1:
+            if (one := self._only(children, path)) is not None:
+                yield children[one], replace(term, reduced=True)
         elif name == "Mean":
             values = math.prod(node._saved_self_sym_sizes) / max(_numel(node), 1)
             yield children[0], term.over(values, f"the {values:g} values of a mean", "weight=values.numel()")
@@ -224,23 +232,24 @@ def couples(loss: Tensor, outputs: list[Tensor], samples: int) -> bool | None:
         first = torch.autograd.grad(loss, [o for o, _ in placed], create_graph=True, allow_unused=True)
         if all(gradient is None for gradient in first):
             return None
-        # a flat output may hold samples one after the other, or copies of the batch one after the other
-        return all(_coupled(first, placed, layout) for layout in range(min(len(halves) for _, halves in placed)))
+        # samples may lie along several dimensions; a flat one may hold them one after the other, or copies of the batch
+        layouts = islice(product(*(halves for _, halves in placed)), _LAYOUTS)
+        return all(_coupled(first, [o for o, _ in placed], layout) for layout in layouts)
     except (RuntimeError, NotImplementedError):  # a loss that is differentiated once only
         return None
 
 
-def _coupled(first: Any, placed: list[tuple[Tensor, list[Tensor]]], layout: int) -> bool:
+def _coupled(first: Any, outputs: list[Tensor], halves: Sequence[Tensor]) -> bool:
     made = torch.Generator().manual_seed(1)
     probe: Any = 0.0
-    for gradient, (_, halves) in zip(first, placed, strict=True):
+    for gradient, half in zip(first, halves, strict=True):
         if gradient is not None and gradient.requires_grad:
             noise = torch.randn(gradient.shape, generator=made, dtype=torch.float64).to(gradient)
-            probe = probe + (gradient * noise * halves[layout]).sum()
+            probe = probe + (gradient * noise * half).sum()
     if not isinstance(probe, Tensor):
         return False  # linear in the outputs
-    second = torch.autograd.grad(probe, [o for o, _ in placed], retain_graph=True, allow_unused=True)
-    pairs = [(s, halves[layout]) for s, (_, halves) in zip(second, placed, strict=True) if s is not None]
+    second = torch.autograd.grad(probe, outputs, retain_graph=True, allow_unused=True)
+    pairs = [(s, half) for s, half in zip(second, halves, strict=True) if s is not None]
     if not pairs:
         return False
     own = max(float((s * half).abs().max()) for s, half in pairs)
@@ -253,11 +262,13 @@ def _halves(output: Tensor, samples: int) -> list[Tensor]:
     if not output.is_floating_point() or not output.requires_grad or not output.dim():
         return []
     exact = [dim for dim, size in enumerate(output.shape) if size == samples]
-    dim = exact[0] if exact else 0
-    copies, rest = divmod(output.shape[dim], samples)
-    if rest or not copies:
+    copies, rest = divmod(output.shape[0], samples)
+    if not exact and (rest or not copies):
         return []
-    places = torch.arange(output.shape[dim], device=output.device)
-    layouts = [places % samples] + ([places // copies] if copies > 1 else [])
-    shape = [-1 if index == dim else 1 for index in range(output.dim())]
-    return [(own < (samples + 1) // 2).view(shape).expand(output.shape) for own in layouts]
+    if exact:
+        layouts = [(dim, torch.arange(samples, device=output.device)) for dim in exact]
+    else:
+        places = torch.arange(output.shape[0], device=output.device)
+        layouts = [(0, places % samples), (0, places // copies)]
+    shaped = [own.view([-1 if index == dim else 1 for index in range(output.dim())]) for dim, own in layouts]
+    return [(own < (samples + 1) // 2).expand(output.shape) for own in shaped]

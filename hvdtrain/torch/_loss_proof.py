@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.parametrize import ParametrizationList
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import HvdtrainError
 from hvdtrain.torch._loss_graph import Reader, couples
 from hvdtrain.torch._tally import Number, Tally, refusal
 from hvdtrain.world import World
@@ -37,6 +42,7 @@ class LossProof:
         self._reader = Reader()
         self.needed = pieces > 1
         self.outputs: list[Tensor] | None = [] if self.needed and verify else None
+        self._inner: list[tuple[nn.Module, Tensor]] = []  # what the model's parts gave, since batches were normalised
         self.problem = self.suspicion = ""
         self._types: list[str] = []
         self._noted = False
@@ -47,11 +53,43 @@ class LossProof:
             return
         if isinstance(out, Tensor):
             self.outputs.append(out)
+        elif dataclasses.is_dataclass(out):
+            self.saw(list(vars(out).values()))
         elif isinstance(out, dict):
             self.saw(list(out.values()))
         elif isinstance(out, (list, tuple)):
             for item in out:
                 self.saw(item)
+
+    @contextmanager
+    def seeing_parts(self) -> Iterator[None]:
+        """While it lasts, notes what the parts of the model give, for a model that gives nothing but its loss."""
+        hook = register_module_forward_hook(self._saw_part) if self.outputs is not None else None
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _saw_part(self, part: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if isinstance(part, _BatchNorm) and part.training:
+            self._inner = []  # samples meet in it, as they may
+        elif isinstance(part, ParametrizationList):
+            makers = set(part.modules())
+            self._inner = [(maker, tensor) for maker, tensor in self._inner if maker not in makers]
+        elif (
+            isinstance(out, Tensor)
+            and out.requires_grad
+            and any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args)
+        ):
+            self._inner.append((part, out))
+
+    def _compares(self, loss: Tensor, samples: int) -> bool | None:
+        verdict = couples(loss, self.outputs or [], samples)
+        if verdict is None:
+            inner = [t for _, t in self._inner if t.dim() and t.shape[0] == samples and samples not in t.shape[1:]]
+            verdict = couples(loss, inner, samples)
+        return verdict
 
     def read(self, loss: Tensor, weight: Number, samples: int, tally: Tally) -> None:
         """Compares what the loss divides by with its weight, without asking a GPU for numbers."""
@@ -73,8 +111,8 @@ class LossProof:
         """On the first batch with two samples: whether the loss compares samples; waits for a GPU."""
         if self.outputs is None:
             return
-        verdict = couples(loss, self.outputs, samples) if samples > 1 else None
-        self.outputs = None if samples > 1 else []
+        verdict = self._compares(loss, samples) if samples > 1 else None
+        self.outputs, self._inner = None if samples > 1 else [], []
         if verdict or self.suspicion:
             self.found(_COUPLED if verdict else self.suspicion, tally)
 
@@ -93,13 +131,14 @@ class LossProof:
             flush=True,
         )
 
-    def explain(self, tally: Tally, sums: Tensor) -> Callable[[], ConfigError]:
-        """Returns what makes the error of an update that is refused; collective when it is called."""
+    def explain(self, tally: Tally, sums: Tensor, rate: Callable[[], float]) -> Callable[[], HvdtrainError]:
+        """Returns what makes the error of an update that is refused, collective when it is called."""
         problem, types = self.problem, self._types
 
-        def error() -> ConfigError:
-            reports = self._world.gather((tally.text(), problem, types))
-            texts, problems, all_types = map(list, zip(*reports, strict=True))
-            return refusal(texts, sums.tolist(), self._world.size, problems, next(filter(None, all_types), [""]))
+        def error() -> HvdtrainError:
+            reports = self._world.gather((tally.text(), problem, types, rate()))
+            texts, problems, all_types, rates = map(list, zip(*reports, strict=True))
+            said = next(filter(None, all_types), [""])
+            return refusal(texts, sums.tolist(), self._world.size, problems, said, rates)
 
         return error

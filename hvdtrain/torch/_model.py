@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class Model(nn.Module):
             session.last_call, session.last_method = (args, kwargs), call
         if session.options.channels_last:
             args = tuple(map(channels_last, args))
-        with explained("forward pass", session.sizes), session.precision.autocast():
+        seeing = session.proof.seeing_parts() if trains and not session.options.compile else nullcontext()
+        with explained("forward pass", session.sizes), session.precision.autocast(), seeing:
             out = session.precision.outputs((call or session.bound.call)(*args, **kwargs))
         if trains:
             session.entered = True

@@ -211,7 +211,7 @@ class Optimizer(torch.optim.Optimizer):
         layer, self._layer = self._layer, ""
         session.losses.add(
             self.progress.step + 1, batch.epoch, every, tally.loss, layer,
-            wrong(sums, session.world.size), session.proof.explain(tally, sums),
+            wrong(sums, session.world.size), session.proof.explain(tally, sums, lambda: self.lr),
         )  # fmt: skip
         if tally.given:
             session.precision.note_weights(weight / batch.planned)

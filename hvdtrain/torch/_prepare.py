@@ -196,7 +196,7 @@ def _bind(
         per_rank_batch=None if data is None else data.per_rank_batch,
         precision=Precision(options.amp, engine.device),
         losses=Losses(world, engine.device),
-        gradients=Gradients(model, engine.device, staged=staged is not None),
+        gradients=Gradients(model, engine.device, optimizer, staged=staged is not None),
         proof=LossProof(world, pieces, verify=options.verify),
         staged=staged,
     )

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, HvdtrainError, ReplicaError
 from hvdtrain.torch._loss_graph import Term
 
 Number = float | Tensor
 Weight = float | Tensor | Callable[[Any], Any] | None
-SIZE = 6  # of what travels
+SIZE = 8  # of what travels
 # squared relative deviation of divisor / weight: rounding of float32 is far below, one label of ten thousand above
 _UNEVEN = 1e-9
 _EXAMPLES = "weight=(y != -100).sum() for ignore_index, weight=class_weights[y].sum() for class weights"
@@ -34,6 +34,7 @@ class Tally:
             Schwarz (sum d)^2 = sum w x sum d^2 / w only where d / w is the same everywhere. NaN: not known.
         given: weights are the caller's; None before the first batch.
         problems: losses that no weight makes right.
+        rates: the learning rates that the update begins with, as one number: that of all ranks.
         text: what this rank's loss divides by, in words; called where it is needed.
     """
 
@@ -44,6 +45,7 @@ class Tally:
         self.squares: Number = 0.0
         self.given: bool | None = None
         self.problems: Number = 0.0
+        self.rates: Number = 0.0
         self.text: Callable[[], str] = lambda: "nothing was differentiated"
 
     def count(self, mean: Number, weight: Number, coefficient: Number) -> None:
@@ -56,10 +58,7 @@ class Tally:
 
     def compare(self, terms: tuple[Term, ...], weight: Number, samples: int) -> None:
         """Adds what the terms of a loss divide by."""
-        divisor: Number = 0.0
-        for index, term in enumerate(terms):
-            # times numbers that have nothing in common, so that no two terms make up for each other
-            divisor = divisor + _double(term.divisor) * math.sqrt(index + 1)
+        divisor = _together([double(term.divisor) for term in terms])
         self.divisors = self.divisors + divisor
         if isinstance(weight, Tensor) or isinstance(divisor, Tensor):
             on: Any = weight if isinstance(weight, Tensor) else divisor
@@ -81,7 +80,9 @@ class Tally:
 
     def tensor(self, device: torch.device) -> Tensor:
         """Returns float64 [SIZE], to be summed over ranks."""
-        parts = (self.loss, self.weight, self.divisors, self.squares, float(bool(self.given)), self.problems)
+        given = float(bool(self.given))
+        rates = (self.rates, self.rates**2)
+        parts = (self.loss, self.weight, self.divisors, self.squares, given, self.problems, *rates)
         if not any(isinstance(part, Tensor) for part in parts):
             return torch.tensor(parts, dtype=torch.float64, device=device)
         full = [
@@ -96,19 +97,23 @@ class Tally:
 def wrong(sums: Tensor, ranks: int) -> Number:
     """Returns, of what `Tally.tensor` gave summed over ranks, 1 where the weights are not right, else 0; a scalar."""
     if sums.device.type == "cpu":  # where numbers cost less than tensors
-        _, weight, divisors, squares, given, problems = sums.tolist()
+        _, weight, divisors, squares, given, problems, rates, rate_squares = sums.tolist()
         product = weight * squares
         apart = product - divisors**2 > _UNEVEN * product or (weight == 0 and divisors != 0 and divisors == divisors)
-        return float(apart or given not in (0, ranks) or problems > 0)
-    _, weight, divisors, squares, given, problems = sums
+        own_rates = ranks * rate_squares - rates**2 > _UNEVEN * rates**2
+        return float(apart or given not in (0, ranks) or problems > 0 or own_rates)
+    _, weight, divisors, squares, given, problems, rates, rate_squares = sums
     even = divisors.square()
     product = weight * squares
     uneven = (product - even > _UNEVEN * product) | ((weight == 0) & (even > 0))  # NaN is not greater
     mixed = (given != 0) & (given != ranks)
-    return (uneven | mixed | (problems > 0)).double()
+    own_rates = ranks * rate_squares - rates.square() > _UNEVEN * rates.square()
+    return (uneven | mixed | (problems > 0) | own_rates).double()
 
 
-def refusal(texts: list[str], sums: list[float], ranks: int, problems: list[str], types: list[str]) -> ConfigError:
+def refusal(
+    texts: list[str], sums: list[float], ranks: int, problems: list[str], types: list[str], rates: list[float]
+) -> HvdtrainError:
     """The error for an update whose weights are not right.
 
     Args:
@@ -117,12 +122,21 @@ def refusal(texts: list[str], sums: list[float], ranks: int, problems: list[str]
         ranks: their number.
         problems: of every rank: why no weight makes the loss right; "" for none.
         types: what to type, of rank 0's loss.
+        rates: of every rank: the first group's learning rate.
     """
     if 0 < sums[4] < ranks:
         return ConfigError(
             "all ranks weigh their loss alike", f"weight= was given on {sums[4]:g} of {ranks} ranks",
             "give weight= on every rank", shared=True,
         )  # fmt: skip
+    if ranks * sums[7] - sums[6] ** 2 > _UNEVEN * sums[6] ** 2:
+        return ReplicaError(
+            "all ranks train with the same learning rates",
+            "\n".join(f"rank {rank}: {rate:g}" for rank, rate in enumerate(rates)),
+            "give a scheduler what is the same on every rank: the loss of hvdtrain.torch.evaluate(), or"
+            ' world.mean({"loss": loss}, weight=samples)["loss"]',
+            shared=True,
+        )
     said = ["; ".join(filter(None, pair)) for pair in zip(problems, texts, strict=True)]
     lines = [f"rank {rank}: {text}" for rank, text in enumerate(said)]
     if any(problems):
@@ -152,7 +166,7 @@ def weight_of(weight: Weight, device: torch.device) -> Number:
         ConfigError: no single number >= 0 (on a GPU: not looked at).
     """
     if isinstance(weight, Tensor) and weight.numel() == 1 and weight.device.type != "cpu":
-        return _double(weight.detach().reshape(())).to(device)
+        return double(weight.detach().reshape(())).to(device)
     single = weight.numel() == 1 if isinstance(weight, Tensor) else not isinstance(weight, (str, bytes))
     try:
         number = float(weight) if single else math.nan  # type: ignore[arg-type]
@@ -164,7 +178,19 @@ def weight_of(weight: Weight, device: torch.device) -> Number:
     raise ConfigError("a weight is a number >= 0: what the mean loss divides by", came, _EXAMPLES)
 
 
-def _double(value: Number) -> Number:
+def _together(divisors: list[Number]) -> Number:
+    """Returns one number for what the terms of a loss divide by. Terms with equal divisors are one: a loop over samples
+    has as many as there are samples."""
+    if not any(isinstance(divisor, Tensor) for divisor in divisors):
+        # times numbers that have nothing in common, so that no two terms make up for each other
+        return sum((one * math.sqrt(index + 1) for index, one in enumerate(dict.fromkeys(divisors))), 0.0)
+    on = next(divisor.device for divisor in divisors if isinstance(divisor, Tensor))
+    each = torch.stack([torch.as_tensor(divisor, dtype=torch.float64, device=on) for divisor in divisors])
+    new = ~torch.tril(each[:, None] == each, -1).any(1)  # nothing waits
+    return (each * new * torch.cumsum(new, 0).sqrt()).sum()
+
+
+def double(value: Number) -> Number:
     if not isinstance(value, Tensor):
         return float(value)
     return float(value) if value.device.type == "cpu" else value.detach().double().reshape(())

@@ -112,7 +112,7 @@ def prove(session: Session) -> Proof:
     reports = world.gather((off, own, extras.tolist()))
     tolerance = _TOLERANCE[session.options.compression]
     if not all(gap <= tolerance for gap, _, _ in reports):  # NaN is not <=
-        raise _not_averaged([gap for gap, _, _ in reports], [gap for _, gap, _ in reports], tolerance)
+        raise _not_averaged([gap for gap, _, _ in reports], [gap for _, gap, _ in reports], tolerance, _hooked(session))
     if any(not math.isclose(sums[0], 1.0) or sums[1] != total for _, _, sums in reports):
         raise ReplicaError(
             "losses and samples must be summed with the gradients",
@@ -142,7 +142,26 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _not_averaged(off: list[float], own: list[float], tolerance: float) -> ReplicaError:
+def _hooked(session: Session) -> list[str]:
+    """Names of parameters whose gradients hooks of the user's own may change."""
+    after = "_post_accumulate_grad_hooks"
+    return [
+        name
+        for name, parameter in session.module.named_parameters()
+        for hook in [*(parameter._backward_hooks or {}).values(), *(getattr(parameter, after) or {}).values()]
+        if not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("hvdtrain.")
+    ]
+
+
+def _not_averaged(off: list[float], own: list[float], tolerance: float, hooked: list[str]) -> ReplicaError:
+    if hooked:
+        return ReplicaError(
+            "hooks leave a parameter's gradient as it is: they see a rank's own, before the average",
+            f"a hook on {', '.join(dict.fromkeys(hooked))} changes it",
+            "change gradients between optimizer.backward(loss) and optimizer.step(), where p.grad is that of the global"
+            " batch: layer.weight.grad.mul_(mask)",
+            shared=True,
+        )
     local = all(gap <= tolerance for gap in own)
     return ReplicaError(
         "a gradient must be the weighted mean of all ranks' gradients",

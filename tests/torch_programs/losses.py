@@ -105,6 +105,39 @@ class Unsure(nn.Module):
         return self.body(x)
 
 
+class Comparing(nn.Module):
+    """Gives nothing but its loss, in which samples meet; before that, they meet in a batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, KINDS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return contrastive(self.body(x))
+
+
+class Summing(nn.Module):
+    """Gives nothing but its loss, a mean over samples; a weight that is computed has a row for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 12)), nn.Linear(12, KINDS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.body(x), (x[:, 0] > 0).long())
+
+
+class SequenceFirst(nn.Module):
+    """[n, WIDTH] to [4, n, KINDS]: as long as a micro-batch is wide, where there are 6 of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 16), nn.Linear(4, KINDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)).view(len(x), 4, 4)).transpose(0, 1)
+
+
 # -- losses: (outputs, targets, model, inputs) -> scalar ---------------------------------------------------------------
 Loss = Callable[[Tensor, Any, nn.Module, Tensor], Tensor]
 
@@ -197,6 +230,26 @@ def ctc(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     return F.ctc_loss(chances, y.clamp_min(0)[:, :2] % 2 + 1, longs, torch.full((len(y),), 2))
 
 
+def one_by_one(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    """As many terms as there are samples, which are not as many on each rank."""
+    losses: Any = [F.cross_entropy(outputs[i : i + 1], y[i : i + 1]) for i in range(len(y))]
+    return sum(losses) / len(y)
+
+
+def tokens_one_by_one(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    losses: Any = [F.cross_entropy(outputs[i], y[i], reduction="sum") for i in range(len(y))]
+    return sum(losses) / (y != -100).sum()
+
+
+def inner_product(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    gap = (outputs - y).flatten()
+    return 0.05 * (gap @ gap)
+
+
+def weighted_product(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    return F.cross_entropy(outputs, y, reduction="none") @ (y + 1.0) / (y + 1.0).sum()
+
+
 def of(function: Any, **options: Any) -> Loss:
     return lambda outputs, y, model, x: function(outputs, y, **options)
 
@@ -223,8 +276,8 @@ def weighted(loss: Loss, y: Any, says: str, weight: Any = valid, model: Any = pl
     return Case(loss, y, model, "weighted", weight, says)
 
 
-def refused(loss: Loss, says: str, y: Any = Y) -> Case:
-    return Case(loss, y, plain, "refused", None, says)
+def refused(loss: Loss, says: str, y: Any = Y, model: Any = plain) -> Case:
+    return Case(loss, y, model, "refused", None, says)
 
 
 CE = F.cross_entropy
@@ -281,6 +334,13 @@ CASES = {
     "dropout off": Case(of(CE), Y, without_dropout),
     "embedding, tied": Case(of(CE), Y, Words),
     "frozen layer": Case(of(CE), Y, unfrozen_head),
+    "one by one": Case(one_by_one),
+    "tokens, one by one": weighted(tokens_one_by_one, TOKENS, "weight=", model=Sequence),
+    "inner product": refused(inner_product, "a sum that nothing divides", REAL),
+    "inner product with weights": weighted(weighted_product, Y, "weight=", lambda y: (y + 1).sum()),
+    "contrastive, within the model": refused(lambda o, *_: o * 1.0, ADDED, Y, Comparing),
+    "mean, within the model": Case(lambda o, *_: o * 1.0, Y, Summing),
+    "sequence first": Case(lambda o, y, *_: CE(o.mean(0), y), Y, SequenceFirst),
 }
 IN_STAGES = [
     "cross-entropy", "ignore_index", "class weights, ignore_index", "label smoothing, ignore_index", "mask", "selected",

@@ -369,6 +369,24 @@ def case_epochs_that_were_left(world: hvdtrain.World) -> None:
     shown(world, "T13c", f"{steps} updates, as without the restart, on the same samples")
 
 
+def case_what_is_read_before_training_is_no_epoch(world: hvdtrain.World) -> None:
+    train = hvt.loader(data(17), 4)
+    sum(len(x) for x, _ in train)  # a statistic
+    next(iter(train))  # a look at the shapes
+    model, optimizer = prepared(train)
+    next(iter(train))
+    orders, updates = [], []
+    for epoch in train.epochs(2):
+        orders.append(epoch)
+        order = train.plan.order(epoch)
+        updates += [order[start : start + train.global_batch] for start in range(0, 17, train.global_batch)]
+        for x, y in train:
+            update(model, optimizer, x, y)
+    assert orders == [0, 1] and train.position == (2, 0)
+    every = data(17)
+    assert gap(model, plain([(every[0][rows], every[1][rows]) for rows in updates])) < 1e-6
+
+
 def case_a_loader_that_prepare_was_not_given(world: hvdtrain.World) -> None:
     train = hvt.loader(data(16), 4)
     model, optimizer = prepared(None)
@@ -384,6 +402,38 @@ def case_a_loader_that_prepare_was_not_given(world: hvdtrain.World) -> None:
         except ConfigError as error:
             shown(world, "T17d", error)
             raise
+
+
+# -- what ranks have of their own ---------------------------------------------------------------------------------
+def case_a_rate_of_a_ranks_own_is_refused(world: hvdtrain.World) -> None:
+    train = hvt.loader(data(32), 4)
+    model, optimizer = prepared(train)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    before = None
+    with refused("the same learning rates", "rank 1: 0.01", "evaluate()", kind=ReplicaError):
+        for number, (x, y) in enumerate(train):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            update(model, optimizer, x, y)
+            scheduler.step(number * (2 * world.rank - 1))  # a loss of its own: one falls, one grows
+    assert before is not None and all(map(torch.equal, before, model.parameters())), "before it was applied"
+
+
+def case_hooks_that_change_gradients_are_named(world: hvdtrain.World) -> None:
+    def doubled(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
+    for register in (
+        lambda p: p.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1)),
+        lambda p: p.register_post_accumulate_grad_hook(doubled),
+    ):
+        model = net()
+        hook = register(model.weight)
+        with refused("a hook on weight changes it", "between optimizer.backward(loss)", kind=ReplicaError):
+            hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        hook.remove()
+        model.bias.register_hook(lambda gradient: None)  # one that only looks
+        hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 # -- the rest -----------------------------------------------------------------------------------------------------
