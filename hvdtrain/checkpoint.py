@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain import __version__
-from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.errors import CheckpointError, ConfigError, HvdtrainError
 from hvdtrain.manifest import (
     MANIFEST,
     direction_of,
@@ -166,7 +166,7 @@ class Checkpointer:
         try:
             files = {}
             for name, part in state.items():
-                part.save(temporary / name)
+                _save_part(part, temporary / name)
                 files[name] = seal(temporary / name, mode)
             body = {
                 "format": 1, "sequence": sequence,
@@ -339,6 +339,27 @@ def _tell_fallback(chosen: Info, passed_over: Sequence[Info], problems: Mapping[
         print(text, file=sys.stderr)
     if newer:
         print(f"hvdtrain: falling back to {chosen.path}, the last good one", file=sys.stderr, flush=True)
+
+
+def _save_part(part: Part, path: Path) -> None:
+    """Save a part; a library that says in words of its own that the disk is full is told by one more write.
+
+    Raises:
+        OSError: there is no room.
+    """
+    try:
+        part.save(path)
+    except (OSError, HvdtrainError):
+        raise
+    except Exception as error:
+        try:
+            with open(path, "ab") as file:
+                file.write(bytes(1 << 20))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as full:
+            raise full from error
+        raise
 
 
 def _check_names(state: Mapping[str, Part]) -> None:

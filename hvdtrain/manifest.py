@@ -24,6 +24,7 @@ _LESS = re.compile(
     r"(.+_)?(loss|err(or)?(_rate)?|mse|mae|rmse|mape|msle|nll|perplexity|ppl|(cross_?)?entropy|(kl_)?divergence|hinge"
     r"|log_?cosh|poisson|wer|cer|fid|distance|false_(positives|negatives))"
 )
+_TURNED = re.compile(r"(.+_)?(neg|negative|minus|inverse|one_minus)_")  # says the opposite of the rest
 
 
 def seal(path: Path, mode: int) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def direction_of(metric: str) -> Literal["min", "max"]:
     name = metric.lower().removeprefix("val_").removeprefix("test_")
     bare = re.sub(r"_?\d+$", "", name)
     greater, less = (any(kind.fullmatch(form) for form in (name, bare)) for kind in (_GREATER, _LESS))
-    if greater == less or name.startswith(("neg_", "negative_")):
+    if greater == less or _TURNED.match(name):
         raise ConfigError(
             "the best checkpoint needs to know which way its metric is better",
             f"best={metric!r}, a name that does not say",

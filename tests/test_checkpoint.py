@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,6 +125,28 @@ class TestSaveAndRestore:
         with pytest.raises(ConfigError, match="plain file names"):
             Checkpointer(tmp_path).save({name: Blob()}, progress=Progress())
 
+    def test_a_full_disk_that_a_library_tells_in_words_of_its_own(self, tmp_path: Path) -> None:
+        class Opaque(Blob):
+            def save(self, path: Path) -> None:
+                try:
+                    path.write_bytes(bytes(100_000))
+                except OSError:
+                    raise RuntimeError("unexpected pos 5760 vs 5652") from None
+                raise RuntimeError("a mistake")
+
+        save(tmp_path, 1)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+            with pytest.raises(CheckpointError, match="must be written whole") as caught:
+                Checkpointer(tmp_path).save({"a.bin": Opaque()}, progress=Progress(step=2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "File too large" in caught.value.came
+        with pytest.raises(RuntimeError, match="a mistake"):  # which is no matter of room
+            Checkpointer(tmp_path).save({"a.bin": Opaque()}, progress=Progress(step=2))
+        assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
+
     def test_a_part_that_writes_nothing(self, tmp_path: Path) -> None:
         class Lazy(Blob):
             def save(self, path: Path) -> None:
@@ -187,7 +210,9 @@ class TestRetention:
         if greater:
             limit("K10a", 'Checkpointer(best="val_accuracy") keeps the worst of 0.1, 0.9, 0.8', mended="0.9 is kept")
 
-    @pytest.mark.parametrize("name", ["score", "seconds", "neg_mean_squared_error", "negative_log_likelihood", "lr"])
+    @pytest.mark.parametrize(
+        "name", ["score", "seconds", "neg_mean_squared_error", "negative_log_likelihood", "train_neg_loss", "lr"]
+    )
     def test_a_name_that_does_not_say_is_refused(self, tmp_path: Path, name: str, limit: Limit) -> None:
         with pytest.raises(ConfigError, match="which way its metric is better") as caught:
             Checkpointer(tmp_path, best=name)

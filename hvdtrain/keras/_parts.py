@@ -71,7 +71,9 @@ class ModelPart(Part):
 
 
 class RandomPart(Part):
-    """``random.npz``: the random state of every rank, as plain arrays (nothing is unpickled)."""
+    """``random.npz``: the random state of every rank, as plain arrays (nothing is unpickled); and the variables of
+    layers with LoRA, of which ``model.keras`` has the product alone (Keras would go on from factors of zero, for ever).
+    """
 
     def __init__(self, model: keras.Model, world: World) -> None:
         self.model = model
@@ -84,7 +86,8 @@ class RandomPart(Part):
     def save(self, path: Path) -> None:
         arrays = {f"{rank}/{key}": value for rank, state in enumerate(self.states) for key, value in state.items()}
         with open(path, "wb") as file:
-            np.savez(file, world_size=np.array(len(self.states)), **arrays)  # type: ignore[arg-type]
+            lora = {f"lora.{i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(_of_lora(self.model))}
+            np.savez(file, world_size=np.array(len(self.states)), **arrays, **lora)  # type: ignore[arg-type]
 
     def load(self, path: Path) -> None:
         """Puts this rank's state back; at another world size, streams that follow from rank 0's.
@@ -95,6 +98,8 @@ class RandomPart(Part):
             same_size = int(stored["world_size"]) == self.world.size
             mine = self.world.rank if same_size else 0
             state = {key.partition("/")[2]: stored[key] for key in stored.files if key.startswith(f"{mine}/")}
+            for index, variable in enumerate(_of_lora(self.model)):
+                variable.assign(stored[f"lora.{index}"])
         _random.restore(self.model, state)
         if not same_size:
             _random.apply_derived(self.model, state, self.world.rank)
@@ -102,6 +107,11 @@ class RandomPart(Part):
         session = session_of(self.model)
         if session is not None:
             session.restored_random = state
+
+
+def _of_lora(model: keras.Model) -> list[Any]:
+    layers = [layer for layer in model._flatten_layers() if getattr(layer, "lora_enabled", False)]
+    return [variable for layer in layers for variable in layer.variables]
 
 
 class Extra(ExtraPart):

@@ -231,6 +231,11 @@ class Gradients:
         self.drop()
         self.batch = None
 
+    @property
+    def gathering(self) -> bool:
+        """Whether the user stands within an update."""
+        return self._open
+
     def refuse_in_update(self) -> None:
         """Raises `ConfigError` unless the user stands between two updates."""
         if self._open:

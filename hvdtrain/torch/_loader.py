@@ -91,6 +91,12 @@ class Loader:
             return self._start
         return self._place(self._done)
 
+    @property
+    def running(self) -> bool:
+        """Whether a loop has begun that can go on."""
+        self._notice_end()
+        return self._begun
+
     def position_after(self, live: Live | None) -> tuple[int, int]:
         """Returns where a restored run goes on if `live` is the last batch that is in the weights."""
         self._notice_end()

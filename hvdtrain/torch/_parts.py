@@ -8,8 +8,8 @@ data, and every rank's random numbers; `extra.pt` is what else the user keeps. B
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, MutableMapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,13 +28,17 @@ from hvdtrain.torch._batches import FromLoader
 from hvdtrain.torch._clock import CLOCK
 from hvdtrain.torch._inner import unwrap
 from hvdtrain.torch._optimizer import Optimizer
-from hvdtrain.torch._session import Session
+from hvdtrain.torch._streams import restore_streams
 from hvdtrain.world import World, current
 
 if TYPE_CHECKING:
     from hvdtrain.torch._loader import Loader
 
 _SCALARS = (bool, int, float, str)
+_ARRAY, _NUMBER = "numpy.ndarray", "numpy.generic"  # the key of the dict that stands for one
+_TOO_WIDE = ("float96", "float128", "longdouble", "complex192", "complex256", "clongdouble")  # for a tensor
+
+Described = list[Any]  # of a parameter: name, shape, type
 
 
 def model_state(
@@ -112,7 +116,8 @@ class ModelPart(Part):
 
     def save(self, path: Path) -> None:
         tensors, shared = _once_each(self.module.state_dict())
-        on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        places: set[int] = set()
+        on_host = {name: _alone(tensor.detach(), places) for name, tensor in tensors.items()}
         save_file(on_host, path, metadata={"format": "pt", **shared})
 
     def load(self, path: Path) -> None:
@@ -130,8 +135,13 @@ class ModelPart(Part):
                 "the model's file must be in the safetensors format", f"{path.name}: {error}"
             ) from error
         own, shared = _once_each(self.module.state_dict())
+        for other, name in shared.items():
+            _check_tied(name, other, stored)
         stored = {shared.get(name, name): tensor for name, tensor in stored.items()}
         _check_fits(own, stored)
+        for name, tensor in own.items():  # what is expanded takes no values: it may have them
+            if 0 in tensor.stride() and torch.equal(tensor.cpu(), stored[name]):
+                del stored[name]
         with torch.no_grad():
             self.module.load_state_dict(stored, strict=False)  # every name was checked; what shares a tensor has it
 
@@ -146,11 +156,45 @@ def _once_each(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, s
                 "a checkpoint of a model holds tensors", f"{name} is a {type(tensor).__name__}",
                 "make it a buffer (register_buffer), or keep it out of the state dict",
             )  # fmt: skip
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype is torch.complex128:
+            raise ConfigError(
+                "a checkpoint of a model is a safetensors file, which holds dense tensors, complex ones of 64 bits",
+                f"{name} is {tensor.layout}, {tensor.dtype}",
+                "register_buffer(..., persistent=False) and keep it with extra=; complex128 parameters as real ones and"
+                " torch.view_as_complex",
+            )
+        place = (
+            tensor.device,
+            tensor.data_ptr(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
         first = kept.setdefault(place, name) if tensor.numel() else name
         if first != name:
             shared[name] = first
     return {name: state[name] for name in state if name not in shared}, shared
+
+
+def _alone(tensor: Tensor, places: set[int]) -> Tensor:
+    """Returns the values on the host, in memory that no tensor returned before has a part of."""
+    tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    place = tensor.untyped_storage().data_ptr()
+    if place in places:
+        return tensor.clone()
+    places.add(place)
+    return tensor
+
+
+def _check_tied(name: str, other: str, stored: Mapping[str, Tensor]) -> None:
+    if name in stored and other in stored and not torch.equal(stored[name], stored[other]):
+        raise CheckpointError(
+            "the checkpoint must be of this model",
+            f"{name} and {other} are one tensor in the model, and two that differ in the checkpoint",
+            "build the model as the run did that saved it (tied weights, or not)",
+        )
 
 
 def _check_fits(own: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
@@ -199,7 +243,7 @@ class TrainingPart(Part):
                 came = "backward(..., more=True) announced another backward()"
             raise ConfigError("a checkpoint is taken after step()", came, "step() first")
         session.losses.settle()
-        self.streams = session.world.gather(_streams(session.world.devices))
+        self.streams = session.world.gather(session.streams())
 
     def save(self, path: Path) -> None:
         optimizer = self.optimizer
@@ -214,6 +258,7 @@ class TrainingPart(Part):
             "precision": optimizer.session.precision.state_dict(),
             "progress": asdict(optimizer.progress),
             "loader": loader,
+            "parameters": _described(optimizer),
             "streams": self.streams,
         }
         _write(content, path, "training state")
@@ -224,10 +269,12 @@ class TrainingPart(Part):
         Raises:
             CheckpointError: it is of another optimizer, or of another data set.
         """
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = _revived(_read(path), np.generic.item)
         session = self.optimizer.session
-        _check_optimizer(saved, self.optimizer.wrapped, session)
+        own = _described(self.optimizer)
+        _check_optimizer(saved, own, self.optimizer.wrapped)
         self.optimizer.load_state_dict(saved["optimizer"])
+        _keep_precision(saved, own, self.optimizer.wrapped)
         session.precision.load_state_dict(saved["precision"])
         session.gradients.restart()
         session.losses.forget()
@@ -240,7 +287,7 @@ class TrainingPart(Part):
                 raise CheckpointError(error.rule, error.came, error.remedy) from error
         world = session.world
         if len(saved["streams"]) == world.size:
-            _restore_streams(saved["streams"][world.rank], world.devices)
+            restore_streams(saved["streams"][world.rank], world.devices)
         else:
             _start.split_streams(world, "resumed", saved["progress"]["samples_seen"])
 
@@ -258,7 +305,7 @@ def _place(batches: FromLoader, world: World) -> dict[str, int]:
     return {"epoch": epoch, "samples_in_epoch": samples}
 
 
-def _check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, session: Session) -> None:
+def _check_optimizer(saved: Mapping[str, Any], own: list[Described], optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     if saved["optimizer_class"] != kind:
         raise CheckpointError(
@@ -267,25 +314,47 @@ def _check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer,
             "make the same optimizer, or start a new run from the checkpoint's model alone: model_state(model)",
         )  # fmt: skip
     stored = [len(group["params"]) for group in saved["optimizer"]["param_groups"]]
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    if stored != own:
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if stored != here:
         raise CheckpointError(
             "the optimizer must have the groups it was saved with",
-            f"groups of {stored} parameters in the checkpoint, {own} here",
+            f"groups of {stored} parameters in the checkpoint, {here} here",
             "build model and parameter groups as the run did that saved them",
         )
-    names = {id(parameter): name for name, parameter in session.module.named_parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for (name, shape, _), (name_here, shape_here, _) in zip(saved.get("parameters", ()), own, strict=False):
+        if list(shape) != shape_here or name and name_here and name != name_here:
+            raise CheckpointError(
+                "the optimizer's state must fit the model",
+                f"{name} {tuple(shape)} in the checkpoint, where {name_here} {tuple(shape_here)} is here",
+                "build model and parameter groups as the run did that saved them, in the same order",
+            )
+
+
+def _described(optimizer: Optimizer) -> list[Described]:
+    """Name, shape and type of each parameter, in the optimizer's order."""
+    names = {id(parameter): name for name, parameter in optimizer.session.module.named_parameters()}
+    parameters = [parameter for group in optimizer.wrapped.param_groups for parameter in group["params"]]
+    return [[names.get(id(p), ""), list(p.shape), str(p.dtype)] for p in parameters]
+
+
+def _keep_precision(saved: Mapping[str, Any], own: list[Described], optimizer: torch.optim.Optimizer) -> None:
+    """PyTorch casts what it loads to the type of the parameter: of masters and moments that are wider, take the saved
+    ones."""
     order = [index for group in saved["optimizer"]["param_groups"] for index in group["params"]]
-    for index, parameter in zip(order, parameters, strict=True):
-        for key, value in saved["optimizer"]["state"].get(index, {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-                raise CheckpointError(
-                    "the optimizer's state must fit the model",
-                    f"{key} of {names[id(parameter)]}: {tuple(value.shape)} in the checkpoint,"
-                    f" {tuple(parameter.shape)} in the model",
-                    "build model and parameter groups as the run did that saved them, in the same order",
-                )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter, before, now in zip(order, parameters, saved.get("parameters", ()), own, strict=False):
+        if before[2] == now[2] and index in saved["optimizer"]["state"]:
+            optimizer.state[parameter] = _uncast(saved["optimizer"]["state"][index], optimizer.state[parameter])
+
+
+def _uncast(saved: Any, loaded: Any) -> Any:
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: _uncast(saved[key], value) if key in saved else value for key, value in loaded.items()}
+    if isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return type(saved)(map(_uncast, saved, loaded))
+    return loaded
 
 
 # -- what can be read again without running code ---------------------------------------------------------------
@@ -296,7 +365,7 @@ class Extra(ExtraPart):
         _write(self.states(), path, "extra")
 
     def load(self, path: Path) -> None:
-        self.restore(torch.load(path, map_location="cpu", weights_only=True))
+        self.restore(_revived(_read(path)))
 
     def put_back(self, value: Any, saved: Any) -> Any:
         if not isinstance(value, (Tensor, np.ndarray)):
@@ -304,16 +373,25 @@ class Extra(ExtraPart):
         if value.shape != saved.shape:
             raise ValueError(f"shape {tuple(saved.shape)} in the checkpoint, {tuple(value.shape)} here")
         with torch.no_grad():
-            (torch.from_numpy(value) if isinstance(value, np.ndarray) else value).copy_(saved)
+            if isinstance(value, np.ndarray):
+                value[...] = np.asarray(saved)
+            else:
+                value.copy_(torch.as_tensor(saved))
         return value
 
 
 def _like(example: Any, saved: Any) -> Any:
-    """Arrays were saved as tensors: makes them arrays again where `example` has some."""
+    """Gives dicts the kind that `example` has (a `Counter`, say); and arrays, which older files hold as tensors."""
     if isinstance(example, np.ndarray) and isinstance(saved, Tensor):
         return saved.numpy()
     if isinstance(saved, dict) and isinstance(example, Mapping):
-        return {key: _like(example.get(key), value) for key, value in saved.items()}
+        items = {key: _like(example.get(key), value) for key, value in saved.items()}
+        if not isinstance(example, dict) or type(example) is dict:
+            return items
+        of_its_kind = copy.copy(example)
+        of_its_kind.clear()
+        of_its_kind.update(items)
+        return of_its_kind
     if type(saved) in (list, tuple) and isinstance(example, (list, tuple)) and len(saved) == len(example):
         return type(saved)(map(_like, example, saved))
     return saved
@@ -325,16 +403,38 @@ def _write(content: Mapping[str, Any], path: Path, what: str) -> None:
     torch.load(path, weights_only=True, mmap=True)  # the structure; tensors stay on the disk
 
 
+def _read(path: Path) -> Any:
+    """Loads what `_write` saved, without running code."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _revived(value: Any, number: Callable[[np.generic], Any] = lambda found: found) -> Any:
+    """Returns what `_plain` was given; `number` is called with numbers of numpy."""
+    if isinstance(value, dict):
+        if value.keys() == {_ARRAY}:
+            return value[_ARRAY].numpy()
+        if value.keys() == {_NUMBER}:
+            return number(value[_NUMBER].numpy()[()])
+        return {key: _revived(item, number) for key, item in value.items()}
+    return type(value)(_revived(item, number) for item in value) if type(value) in (list, tuple) else value
+
+
 def _plain(value: Any, where: str) -> Any:
     """Returns `value` as the types that can be read without running code; refuses others while there is time."""
     if value is None or type(value) in (*_SCALARS, Tensor, nn.Parameter):
         return value
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.from_numpy(np.array(value))
-    if isinstance(value, np.generic) and isinstance(value.item(), (*_SCALARS, complex)):
-        return _plain(value.item(), where)  # a number that went through numpy, such as a learning rate
+    if (
+        isinstance(value, (np.ndarray, np.generic))
+        and value.dtype.kind in "biufc"
+        and value.dtype.name not in _TOO_WIDE
+    ):
+        # what went through numpy is what it was when it is loaded: an array, or a number such as a learning rate
+        kind = _ARRAY if isinstance(value, np.ndarray) else _NUMBER
+        return {kind: torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))}
+    if isinstance(value, np.str_):
+        return str(value)
     if isinstance(value, Mapping):
-        return {_plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {_plain_key(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
@@ -351,33 +451,5 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-# -- random numbers -----------------------------------------------------------------------------------------------
-def _streams(gpus: Sequence[int]) -> dict[str, Any]:
-    """The state of every generator of this rank that a training program may draw from; of all its GPUs."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        "more_cuda": [torch.cuda.get_rng_state(gpu) for gpu in gpus[1:]],
-        "python": [version, list(words), gauss],
-        "numpy": [
-            str(kind),
-            torch.from_numpy(np.asarray(keys, np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
-    }
-
-
-def _restore_streams(saved: Mapping[str, Any], gpus: Sequence[int]) -> None:
-    torch.set_rng_state(saved["torch"])
-    if saved["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda"])
-    for gpu, state in zip(gpus[1:], saved.get("more_cuda", ()), strict=False):  # as far as there are as many
-        torch.cuda.set_rng_state(state, gpu)
-    version, words, gauss = saved["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = saved["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+def _plain_key(key: Any, where: str) -> Any:
+    return _plain(key.item() if isinstance(key, np.generic) else key, where)

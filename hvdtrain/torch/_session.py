@@ -13,12 +13,13 @@ from torch import nn
 from hvdtrain.errors import ConfigError
 from hvdtrain.torch import _buffers
 from hvdtrain.torch._amp import Precision
-from hvdtrain.torch._batches import Batches
+from hvdtrain.torch._batches import Batches, FromLoader
 from hvdtrain.torch._gradients import Gradients
 from hvdtrain.torch._inner import Inner
 from hvdtrain.torch._loss_proof import LossProof
 from hvdtrain.torch._nonfinite import Losses
 from hvdtrain.torch._rate import Rates
+from hvdtrain.torch._streams import random_streams
 from hvdtrain.torch._sync_batchnorm import uncounting
 from hvdtrain.torch.engines.base import Bound, Staged, TorchEngine
 from hvdtrain.torch.engines.solo import Solo
@@ -81,6 +82,7 @@ class Session:
     last_method: Callable[..., Any] | None = None
     stepping: bool = False
     entered: bool = False
+    _begun_with: dict[str, Any] | None = field(default=None, repr=False)  # random numbers, as an update began
     _empty_batch: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
@@ -94,6 +96,13 @@ class Session:
         if live is not None and live.ghost:
             self._empty_batch.enter_context(_buffers.kept(self.module))
             self._empty_batch.enter_context(uncounting(self.module))
+        if live is not None and self.options.accumulate > 1 and (live.number == 0 or not self.gradients.gathering):
+            self._begun_with = random_streams(self.world.devices)
+
+    def streams(self) -> dict[str, Any]:
+        """Random numbers where a run goes on that has the weights of now: within an update, those it began with."""
+        within = self.gradients.gathering and isinstance(self.batches, FromLoader) and self.batches.data.running
+        return (self._begun_with if within else None) or random_streams(self.world.devices)
 
     def samples_called(self) -> int:
         """Samples of the last training forward pass; 0 where that is not known."""

@@ -326,6 +326,24 @@ def case_m_optimizer_slots_are_rank_0s() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(seen, before, strict=True))
 
 
+@case
+def case_factors_of_lora_go_on() -> None:
+    def made() -> Any:
+        model = keras.Sequential([keras.Input((4,)), L.Dense(3)])
+        model.layers[0].enable_lora(2)
+        model.compile("sgd", "mse")
+        return hvk.prepare(model, world=world)
+
+    model, again = made(), made()
+    for index, variable in enumerate(model.variables):
+        variable.assign(np.full(variable.shape, index + 1.0))
+    with folder() as path:
+        checkpoints = hvdtrain.Checkpointer(path, world=world)
+        checkpoints.save(hvk.model_state(model), progress=hvdtrain.Progress())
+        checkpoints.restore(hvk.model_state(again))
+    assert all(np.array_equal(numpy_of(a), numpy_of(b)) for a, b in zip(model.variables, again.variables, strict=True))
+
+
 def run_all() -> int:
     failures = 0
     for function in CASES:

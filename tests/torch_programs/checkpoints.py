@@ -122,7 +122,7 @@ def case_what_is_not_restored_is_missed(world: hvdtrain.World) -> None:
     checkpoints = hvdtrain.Checkpointer(FOLDER / f"own-{world.engine}-{world.size}")
     right = restored(world, checkpoints)
     right.train(UPDATES)
-    with mock.patch.object(_parts, "_restore_streams", lambda *_: None):
+    with mock.patch.object(_parts, "restore_streams", lambda *_: None):
         other = restored(world, checkpoints)
     other.train(UPDATES)
     assert other.losses != right.losses

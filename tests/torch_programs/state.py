@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,6 +128,118 @@ def case_t12_what_cannot_be_read_again_is_refused_while_saving(world: hvdtrain.W
         assert [info.path for info in checkpoints.list()] == [good]
         with refused("extra['ema']['x'][0] is a set"):
             Job(world).save(checkpoints, extra={"ema": {"x": [{1}]}})
+
+
+class Masters(torch.optim.Optimizer):
+    """Weights of more digits than the model's, and a state that is no parameter's shape."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(master=p.double(), seen=[torch.zeros(p.shape[0], 2, dtype=torch.float64)])
+            state["master"] -= 0.1 * p.grad.double() / 3
+            state["seen"][0] += 1 / 3
+            p.copy_(state["master"] + 0 * state["seen"][0].sum())
+
+
+def case_m_state_of_any_shape_and_precision_goes_on(world: hvdtrain.World) -> None:
+    x, y = data()
+    for kind in (lambda p: torch.optim.Adafactor(p, 0.05), Masters):
+        made = []
+        for _ in range(2):
+            model, loader = net(), hvt.loader((x, y), BATCH // world.size, world=world)
+            made.append((*hvt.prepare(model, kind(model.parameters()), loader, verify=False), loader))
+        with folder(world) as checkpoints:
+            for again, (model, optimizer, loader) in enumerate(made):
+                if again:
+                    checkpoints.restore(hvt.model_state(model, optimizer))
+                for epoch in loader.epochs(3):
+                    for inputs, labels in loader:
+                        optimizer.backward(cross_entropy(model(inputs), labels))
+                        optimizer.step()
+                    if epoch == 0:
+                        checkpoints.save(hvt.model_state(model, optimizer), progress=optimizer.progress)
+            assert distance(made[0][0], made[1][0]) == 0, kind
+        other = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        backwards = kind(list(other.parameters())[::-1])
+        wrapped = hvt.prepare(other, backwards, hvt.loader((x, y), BATCH // world.size, world=world), verify=False)
+        with folder(world) as checkpoints:
+            checkpoints.save(hvt.model_state(*made[0][:2]), progress=made[0][1].progress)
+            with refused("0.weight (6, 4) in the checkpoint, where 2.bias (3,) is here", kind=HvdtrainError):
+                checkpoints.restore(hvt.model_state(*wrapped))
+
+
+def case_m_random_numbers_within_an_update_are_those_it_began_with(world: hvdtrain.World) -> None:
+    ends = []
+    with folder(world) as checkpoints:
+        for again in range(2):
+            model = nn.Sequential(net(), nn.Dropout(0.5))
+            loader = hvt.loader(data(), 4 // world.size, world=world)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model, optimizer = hvt.prepare(model, optimizer, loader, accumulate=3, verify=False)
+            if again:
+                checkpoints.restore(hvt.model_state(model, optimizer))
+            for epoch in loader.epochs(2):
+                for batch, (x, y) in enumerate(loader):
+                    optimizer.backward(cross_entropy(model(x), y))
+                    optimizer.step()
+                    if not again and (epoch, batch) == (0, 4):
+                        checkpoints.save(hvt.model_state(model, optimizer), progress=optimizer.progress)
+            ends.append(model)
+    assert distance(*ends) == 0
+
+
+def case_m_tensors_that_share_or_expand_memory_come_back(world: hvdtrain.World) -> None:
+    class Odd(nn.Module):
+        def __init__(self, value: float, tied: bool = True) -> None:
+            super().__init__()
+            flat = torch.full((6,), value)
+            self.weight, self.bias = nn.Parameter(flat[:4].view(2, 2)), nn.Parameter(flat[4:])
+            self.again = self.weight if tied else nn.Parameter(torch.ones(2, 2))
+            self.register_buffer("flat", flat)
+            self.register_buffer("turned", torch.full((2,), value + 1j, dtype=torch.complex64).conj())
+            self.register_buffer("row", torch.zeros(1).expand(4))
+
+    with folder(world) as checkpoints:
+        checkpoints.save(hvt.model_state(Odd(3.0), world=world), progress=hvdtrain.Progress())
+        came = Odd(7.0)
+        checkpoints.restore(hvt.model_state(came, world=world))
+        assert all(torch.equal(came.state_dict()[name], value) for name, value in Odd(3.0).state_dict().items())
+        checkpoints.save(hvt.model_state(Odd(3.0, tied=False), world=world), progress=hvdtrain.Progress(step=1))
+        with refused("weight and again are one tensor in the model", kind=HvdtrainError):
+            checkpoints.restore(hvt.model_state(Odd(7.0), world=world))
+        came.wide = nn.Parameter(torch.zeros(1, dtype=torch.complex128))
+        with refused("wide is torch.strided, torch.complex128"):
+            checkpoints.save(hvt.model_state(came, world=world), progress=hvdtrain.Progress(step=2))
+
+
+def case_t15_what_is_saved_of_numpy_is_numpys(world: hvdtrain.World) -> None:
+    class Mean:
+        value: Any = np.zeros(2)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value, "count": np.float32(0.1)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value, self.count = state["value"], state["count"]
+
+    with folder(world) as checkpoints:
+        mean = Mean()
+        mean.value = np.arange(2.0)
+        own = {"history": [np.ones(2)], "best": np.zeros(1), "votes": Counter("aab"), "back": np.arange(3)[::-1]}
+        Job(world).save(checkpoints, extra={"mean": mean, **own})
+        back = np.zeros(3)[::-1]
+        extra = {"mean": Mean(), "history": [], "best": None, "votes": Counter(), "back": back}
+        Job(world).restore(checkpoints, extra=extra)
+        assert isinstance(extra["mean"].value, np.ndarray) and extra["mean"].value.tolist() == [0, 1]
+        assert type(extra["mean"].count) is np.float32 and type(extra["history"][0]) is np.ndarray
+        assert type(extra["best"]) is np.ndarray and extra["votes"]["c"] == 0 and extra["votes"] == own["votes"]
+        assert extra["back"] is back and back.tolist() == [2, 1, 0]
 
 
 def case_t15_own_objects_and_schedulers_go_on(world: hvdtrain.World) -> None:
