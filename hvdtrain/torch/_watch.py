@@ -50,7 +50,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     """The elements' bits as integers, each times an odd number that belongs to its place, modulo 2**64."""
     flat = tensor.detach()
     if flat.is_complex():
-        flat = torch.view_as_real(flat)
+        flat = torch.view_as_real(flat.resolve_conj())
     flat = flat.reshape(-1)
     if flat.dtype == torch.bool:
         flat = flat.to(torch.uint8)
