@@ -70,8 +70,12 @@ def test_a_loss_is_that_of_one_process_or_refused(name: str, found: Found) -> No
             assert one["error"] <= 1e-10, one
         else:
             assert one["refusal"].startswith("ConfigError") and "fix:" in one["refusal"], one
-            if SAYS.get(name) and "model and loss" not in one["refusal"]:
-                assert SAYS[name] in one["refusal"], one
+            # a pipeline names a weight for what it knows: class weights beside ignored labels it does not
+            named = (
+                "model and loss" not in one["refusal"] and "weight=: a function of the targets" not in one["refusal"]
+            )
+            if SAYS.get(name) and named:
+                assert SAYS[name].removeprefix("weight=") in one["refusal"], one
 
 
 def test_every_loss_is_looked_at(found: Found) -> None:

@@ -33,6 +33,7 @@ _BY_ELEMENT = {"Mul", "Div", "Pow", "Sub", "Add", "Where"}
 _CHOICES = {"Topk", "Sort", "Kthvalue"}  # among the values of a vector
 _PRODUCTS = {"Dot", "Vdot", "Mv", "Mm", "Bmm"}  # sums, where they give one number
 _LAYOUTS = 8  # in which samples may lie in outputs
+UNNAMED = "weight=that number"  # to type, where nothing says where it comes from
 _LOOKED_AT = 200  # nodes, until a term is taken to depend on data
 
 
@@ -128,7 +129,7 @@ class Reader:
                 yield children[one], term  # a mask, or a number for each sample
             elif name == "Div":
                 what = f"the number that it is divided by ({type(other).__name__.lower()})"
-                yield children[one], replace(term.over(other, what, "weight=that number"), reduced=term.reduced)
+                yield children[one], replace(term.over(other, what, UNNAMED), reduced=term.reduced)
             else:
                 other = other.detach() if isinstance(other, Tensor) else other
                 yield children[one], replace(term, divisor=term.divisor / other)

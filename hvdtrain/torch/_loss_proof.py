@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.torch._loss_graph import Reader, couples
+from hvdtrain.torch._loss_graph import UNNAMED, Reader, couples
 from hvdtrain.torch._tally import Number, Tally, refusal
 from hvdtrain.world import World
 
@@ -103,7 +103,9 @@ class LossProof:
             self._note(reading.unknown, tally)
             return
         tally.compare(reading.terms, weight, samples)
-        self._types = list(dict.fromkeys(term.weight for term in reading.terms if term.weight))
+        types = list(dict.fromkeys(term.weight for term in reading.terms if term.weight))
+        # label smoothing divides one part by labels, which can be named, and the other by their number
+        self._types = [text for text in types if text != UNNAMED] or types
         if any(term.reduced and not term.divided for term in reading.terms):
             self.found("the loss is a sum that nothing divides", tally)
 
