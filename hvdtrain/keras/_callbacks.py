@@ -248,6 +248,11 @@ class Count(Callback):
         self.samples_in_epoch += samples
         self.last_step_samples = samples
 
+    @property
+    def epoch_is_done(self) -> bool:
+        """False where a stop left samples of the epoch that is counted by a plan."""
+        return self.plan is None or self.plan.steps(self.samples_in_epoch) == 0
+
     def progress(self, *, epoch_done: bool) -> Progress:
         if epoch_done:
             return Progress(self.epoch + 1, self.step, self.samples_seen, 0)
@@ -381,7 +386,7 @@ class Save(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         metrics = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
-        self._save(self.count.progress(epoch_done=True), metrics)
+        self._save(self.count.progress(epoch_done=self.count.epoch_is_done), metrics)
 
     def _save(self, progress: Progress, metrics: dict[str, float]) -> None:
         self._saved_at = progress.step

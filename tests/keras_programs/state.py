@@ -124,6 +124,21 @@ def case_k11_save_every_is_kept_with_several_steps_an_execution() -> None:
             fit(model, own, 1, OwnData())
 
 
+class StopsAtStep2(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training = batch == 1
+
+
+@case
+def case_a_stop_within_an_epoch_leaves_its_other_samples_to_do() -> None:
+    with folder() as path:
+        model, data = prepared(keras.optimizers.SGD(0.01)), batches(80)
+        checkpoints = hvdtrain.Checkpointer(path, best=None)
+        ours = hvk.callbacks(model, checkpointer=checkpoints, plan=data.plan)
+        fit(model, [*ours, StopsAtStep2()], 2, data)
+        assert saved(path) == [(0, 2, 32)], saved(path)
+
+
 class Talkative(L.Dense):
     def load_own_variables(self, store: Any) -> None:
         warnings.warn("something else is old", DeprecationWarning, stacklevel=2)
