@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import run_ranks
+from limits import Limit
 
 PROGRAM = Path(__file__).parent / "keras_programs" / "matrix.py"
 BACKENDS = ("tensorflow", "torch")
@@ -144,8 +145,10 @@ def check_case(case: str, backend: str, one: Outcome, many: Outcome, tolerance: 
 
 
 @pytest.mark.parametrize("case", OF_TORCH)
-def test_two_ranks_equal_one_process(case: str, backend: str, one: Outcome, two: Outcome) -> None:
+def test_two_ranks_equal_one_process(case: str, backend: str, one: Outcome, two: Outcome, limit: Limit) -> None:
     check_case(case, backend, one, two, TOLERANCE.get((case, backend), 1e-10))
+    if (case, backend) == ("sgd", "torch"):
+        limit("K18", "Keras on PyTorch, layers and a loss that keep float64", exact=difference(one, two, case))
 
 
 @TORCH_ON_DEMAND
