@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,7 @@ VARIABLE = "HVDTRAIN_LIMITS"  # names the file that rows are added to, one JSON 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "limits.md"
 # an area, and how many rows it has
 AREAS = {"A": 8, "K": 19, "P": 10, "T": 19, "C": 15}
+_TEMPORARY = re.compile(r"/\S*pytest-of-\S*/")  # folders of one run
 Verdict = Literal["exact", "mended", "refused"]
 
 
@@ -66,7 +68,7 @@ class Limit:
         verdicts = {name: value for name, value in given.items() if value is not None}
         assert len(verdicts) == 1 and row[0] in AREAS and row[1:].rstrip("abcdefghijklmnopqrstuvwxyz").isdigit()
         (verdict, value), *_ = verdicts.items()
-        shown = f"{value:.1e}" if verdict == "exact" else " ".join(str(value).split())
+        shown = f"{value:.1e}" if verdict == "exact" else _TEMPORARY.sub("", " ".join(str(value).split()))
         noted = Row(row, attack, verdict, shown, self._test)  # type: ignore[arg-type]
         if os.environ.get(VARIABLE):
             with open(os.environ[VARIABLE], "a", encoding="utf-8") as file:
@@ -94,7 +96,7 @@ def render(rows: list[Row]) -> str:
     ]
     for area, title in titles.items():
         lines += ["", f"## {title}", "", "| row | tried | now | measured, or said | test |", "|---|---|---|---|---|"]
-        mine = sorted({row for row in rows if row.row[0] == area}, key=_order)
+        mine = sorted({(row.row, row.attack, row.test): row for row in rows if row.row[0] == area}.values(), key=_order)
         lines += [
             f"| {row.row} | {_cell(row.attack)} | {row.verdict} | {_cell(_short(row.shown))} | `{row.test}` |"
             for row in mine

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.limits import AREAS, VARIABLE, Limit, Row, missing, render
+from tests.limits import AREAS, PAGE, VARIABLE, Limit, Row, missing, render
 
 
 def test_rows_are_noted_and_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +28,12 @@ def test_rows_are_noted_and_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_row_has_one_verdict(verdicts: dict[str, object]) -> None:
     with pytest.raises(AssertionError):
         Limit("t")("K1", "tried", **verdicts)  # type: ignore[arg-type]
+
+
+def test_the_page_has_every_row_and_names_tests_that_are_there() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert missing(page) == []
+    named = set(re.findall(r"`(test_\w+\.py)::(test_\w+)", page))
+    assert len(named) > 30
+    for file, test in named:
+        assert f"def {test}(" in (Path(__file__).parent / file).read_text(encoding="utf-8"), f"{file}::{test}"
