@@ -114,12 +114,14 @@ def case_weights_of_the_losss_own(world: hvdtrain.World) -> None:
     y[:4] = -100  # one rank, or two micro-batches, without a label that counts; the last sample is another
     for accumulate in (1, 2):
         whole, model = plain(), plain()
-        updates(whole, ce, (x[:24], y[:24]))
+        wanted, losses = updates(whole, ce, (x[:24], y[:24])), []
         model, optimizer, train = prepared(world, model, (x[:24], y[:24]), accumulate=accumulate)
         for a, b in train:
             optimizer.backward(ce(model, a, b), weight=(b != -100).sum())
             optimizer.step()
+            losses += [] if (loss := optimizer.record()["loss"]) is None else [loss]
         same(model, whole)
+        torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
     model, optimizer, train = prepared(world, plain(), (x, y), accumulate=2)
     with refused("weight=(y != -100).sum()", kind=ConfigError):
         for a, b in train:
