@@ -16,8 +16,8 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,10 +65,12 @@ class Info:
 
     Attributes:
         path: its directory.
-        progress, metrics: as they were saved; from the name alone, and empty, when the manifest is damaged.
+        progress, metrics: as they were saved; from the name alone, and empty, when the manifest is not readable.
         ok: the manifest is whole and every file has its size (checksums are read on restore).
-        sequence: grows by one with every save into the directory; 0 when the manifest is damaged.
+        sequence: grows with every save into the directory; 0 when the manifest is damaged or cannot be read.
         problem: what is wrong, when not ok.
+        damaged: it is wrong for good: files lack, or are not as they were saved. False for what cannot be read now
+            (a permission, an I/O error, a newer format): another day, or another host, may read it.
     """
 
     path: Path
@@ -77,6 +79,7 @@ class Info:
     ok: bool
     sequence: int = 0
     problem: str = ""
+    damaged: bool = False
 
 
 class Checkpointer:
@@ -111,6 +114,7 @@ class Checkpointer:
         self.best_metric = best
         self.mode = mode or ("min" if best is None else direction_of(best))
         self._world = world
+        self._told: set[Path] = set()
 
     @property
     def world(self) -> World:
@@ -148,7 +152,9 @@ class Checkpointer:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 sync_directory(self.directory.parent)
             self._sweep()
-            sequence = 1 + max((info.sequence for info in self.list()), default=0)
+            known = [info.sequence for info in self.list()]
+            # one whose number cannot be read may have any: that of a clock is greater than it was
+            sequence = 1 + max(known + [0 if all(known) else time.time_ns() // 1_000_000])
             path = self._write(state, progress, metrics, sequence)
         except OSError as error:
             raise CheckpointError(
@@ -206,8 +212,13 @@ class Checkpointer:
             oldest_kept_step = min((info.progress.step for info in good if info.path in kept), default=0)
             for info in infos:
                 # a damaged one goes when it is older than all that is kept: until then it is told about
-                if info.path not in kept and (info.ok or info.progress.step < oldest_kept_step):
+                if info.path in kept or not (info.ok or info.progress.step < oldest_kept_step):
+                    continue
+                if info.ok or info.damaged:
                     self._delete(info.path)
+                elif info.path not in self._told:
+                    self._told.add(info.path)
+                    print(f"hvdtrain: keeping {info.path}, which cannot be read: {info.problem}", file=sys.stderr)
         except OSError as error:  # the new checkpoint is safe, and that is what was asked for
             print(f"hvdtrain: could not delete an old checkpoint: {error}", file=sys.stderr, flush=True)
 
@@ -288,18 +299,18 @@ class Checkpointer:
                 return None
         else:
             known = ranking = [_read_info(Path(which))]
-        damaged = {info.path: info.problem for info in known if not info.ok}
+        unusable = {info.path: info for info in known if not info.ok}
         for info in ranking:
             try:
                 manifest = read_manifest(info.path)
                 verify(info.path, manifest["files"])
-            except (OSError, CheckpointError) as error:
-                damaged[info.path] = _reason(error)
+            except (OSError, HvdtrainError) as error:
+                unusable[info.path] = _unusable(info, error)
                 continue
             _check_has(manifest, names, info.path)
-            _tell_fallback(info, [other for other in known if other.path in damaged], damaged)
+            _tell_fallback(info, unusable.values())
             return info.path.name, manifest
-        if which == "best" and not damaged:
+        if which == "best" and not unusable:
             raise CheckpointError(
                 f"the best checkpoint is the one with the best {self.best_metric}",
                 f"none of {len(known)} in {self.directory} has it as a finite number",
@@ -307,7 +318,7 @@ class Checkpointer:
             )
         raise CheckpointError(
             "no checkpoint is whole",
-            "\n".join(f"{path}: {problem}" for path, problem in damaged.items()),
+            "\n".join(f"{path}: {info.problem}" for path, info in unusable.items()),
             "give another checkpoint or directory; to start anew, move this one away",
         )
 
@@ -331,12 +342,12 @@ class Checkpointer:
             ) from failure
 
 
-def _tell_fallback(chosen: Info, passed_over: Sequence[Info], problems: Mapping[Path, str]) -> None:
-    """Say which damaged checkpoints would have come before `chosen`."""
-    newer = [info for info in passed_over if info.progress.step >= chosen.progress.step]
+def _tell_fallback(chosen: Info, unusable: Iterable[Info]) -> None:
+    """Say which checkpoints that cannot be used would have come before `chosen`."""
+    newer = [info for info in unusable if info.progress.step >= chosen.progress.step]
     for info in newer:
-        text = f"hvdtrain: passing over the damaged checkpoint {info.path}: {problems[info.path]}"
-        print(text, file=sys.stderr)
+        kind = "damaged" if info.damaged else "unreadable"
+        print(f"hvdtrain: passing over the {kind} checkpoint {info.path}: {info.problem}", file=sys.stderr)
     if newer:
         print(f"hvdtrain: falling back to {chosen.path}, the last good one", file=sys.stderr, flush=True)
 
@@ -382,29 +393,27 @@ def _check_has(manifest: dict[str, Any], names: Sequence[str], path: Path) -> No
 
 def _read_info(path: Path) -> Info:
     """Return what is known of a checkpoint without reading its files."""
+    match = _NAME.fullmatch(path.name)
+    info = Info(path, Progress(int(match[1]), int(match[2])) if match else Progress(), {}, False)
     try:
         manifest = read_manifest(path)
-        problem = ""
+        info = Info(path, Progress(**manifest["progress"]), manifest["metrics"], True, manifest["sequence"])
         for name, sealed in manifest["files"].items():
             found = (path / name).stat().st_size
             if found != sealed["bytes"]:
-                problem = f"{name} has {found} bytes instead of {sealed['bytes']}"
-    except (OSError, CheckpointError) as error:
-        match = _NAME.fullmatch(path.name)
-        progress = Progress(int(match[1]), int(match[2])) if match else Progress()
-        return Info(path, progress, {}, False, problem=_reason(error))
-    return Info(
-        path,
-        Progress(**manifest["progress"]),
-        manifest["metrics"],
-        not problem,
-        manifest["sequence"],
-        problem,
-    )
+                raise CheckpointError("a file has its size", f"{name} has {found} bytes instead of {sealed['bytes']}")
+    except (OSError, HvdtrainError) as error:
+        return _unusable(info, error)
+    return info
+
+
+def _unusable(info: Info, error: Exception) -> Info:
+    damaged = isinstance(error, (CheckpointError, FileNotFoundError, NotADirectoryError, IsADirectoryError))
+    return replace(info, ok=False, problem=_reason(error), damaged=damaged)
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, CheckpointError):
+    if isinstance(error, HvdtrainError):
         return error.came or error.rule
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 

@@ -57,6 +57,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: damaged.
+        ConfigError: whole, and of another version's format.
         OSError: cannot be read.
     """
     text = (path / MANIFEST).read_bytes()
@@ -69,7 +70,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not whole:
         raise CheckpointError("a manifest must match its digest", f"{path / MANIFEST} is damaged")
     if body["format"] != 1:
-        raise CheckpointError("this hvdtrain reads checkpoints of format 1", f"{path}: format {body['format']}")
+        raise ConfigError(
+            "this hvdtrain reads checkpoints of format 1", f"format {body['format']}", "install a newer hvdtrain"
+        )
     body["metrics"] = {name: float(value) for name, value in body["metrics"].items()}
     return body
 

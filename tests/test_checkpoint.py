@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from limits import Limit
 
 from hvdtrain import Checkpointer, CheckpointError, ConfigError, NonFiniteError, Progress
-from hvdtrain.manifest import MANIFEST
+from hvdtrain.manifest import MANIFEST, read_manifest, write_manifest
 
 PROGRAMS = Path(__file__).parent / "programs"
 sys.path.insert(0, str(PROGRAMS))
@@ -308,6 +309,43 @@ class TestDamage:
         assert step_of(restored(tmp_path)) == 1
         said = capsys.readouterr().err
         assert "passing over the damaged checkpoint" in said and "epoch-0000-step-000002" in said
+
+    @pytest.mark.parametrize("reason", [errno.EACCES, errno.EIO, errno.ESTALE, "a newer format"])
+    def test_what_cannot_be_read_is_kept_and_told(
+        self, tmp_path: Path, reason: int | str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def unreadable(step: int) -> None:
+            path = tmp_path / f"epoch-0000-step-{step:06d}"
+            if isinstance(reason, str):
+                write_manifest(path / MANIFEST, {"format": 2, "progress": {}, "metrics": {}, "files": {}})
+            else:
+
+                def failing(folder: Path) -> Any:
+                    if folder == path:
+                        raise OSError(reason, os.strerror(reason))
+                    return read_manifest(folder)
+
+                monkeypatch.setattr("hvdtrain.checkpoint.read_manifest", failing)
+
+        checkpoints = Checkpointer(tmp_path, keep=1)
+        whole = (save(tmp_path, 1) / MANIFEST).read_bytes()
+        unreadable(1)
+        for step in (2, 3, 4):
+            checkpoints.save(state_of(step), progress=progress_at(step))
+        text = "format 2" if isinstance(reason, str) else os.strerror(reason)
+        told = capsys.readouterr().err
+        assert told.count(f"keeping {tmp_path / 'epoch-0000-step-000001'}") == told.count(text) == 1, told
+        monkeypatch.undo()
+        (tmp_path / "epoch-0000-step-000001" / MANIFEST).write_bytes(whole)
+        assert steps(tmp_path) == [1, 4] and step_of(restored(tmp_path, which=checkpoints.list()[0].path)) == 1
+        whole = (tmp_path / "epoch-0000-step-000004" / MANIFEST).read_bytes()
+        unreadable(4)
+        assert step_of(restored(tmp_path)) == 1
+        assert "passing over the unreadable checkpoint" in capsys.readouterr().err
+        checkpoints.save(state_of(2), progress=progress_at(2))  # the run that went on from 1
+        monkeypatch.undo()
+        (tmp_path / "epoch-0000-step-000004" / MANIFEST).write_bytes(whole)
+        assert step_of(restored(tmp_path)) == 2, "saved last, though the other could not be looked at"
 
     @pytest.mark.parametrize("text", ["[]", "3", '"x"', "null", "{}", '{"digest": 1}', "\xff", "[" * 100_000])
     def test_a_manifest_that_is_something_else(self, tmp_path: Path, text: str) -> None:

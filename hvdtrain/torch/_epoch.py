@@ -109,7 +109,8 @@ class Epoch:
                 "the training loader's batches go to optimizer.backward, which knows that some count nothing",
                 f"rank {self._loader._world.rank} had no sample left in the last step of epoch {self.epoch}, got others"
                 " to keep step, and did not train on them: a loop that only reads would count them",
-                "read under torch.no_grad(), or from a loader of its own",
+                "train on each batch within the loop (for x, y in train: ..., not over list(train)); to read only, read"
+                " under torch.no_grad(), or from a loader of its own",
             )
 
     def _refuse_twins(self) -> None:

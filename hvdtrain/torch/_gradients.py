@@ -186,8 +186,10 @@ class Gradients:
         if self.state != "more" and batch is self.batch:
             raise ConfigError(
                 "each batch of the loader is differentiated once",
-                "a second backward() for the same batch",
-                "for several losses: optimizer.backward(first, more=True), then optimizer.backward(last); or add them",
+                "a second backward() for the same batch, the last that the loader handed out",
+                "train on each batch within the loader's own loop (for x, y in train: ..., not over list(train) or what"
+                " reads ahead); for several losses: optimizer.backward(first, more=True), then"
+                " optimizer.backward(last); or add them",
             )
 
     def put_aside(self, state: State) -> None:

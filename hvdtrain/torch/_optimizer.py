@@ -124,6 +124,8 @@ class Optimizer(torch.optim.Optimizer):
         After the batch that completes an update, ``p.grad`` is the gradient of the mean loss over all ranks and
         micro-batches, sum(weight x gradient) / sum(weight), unscaled. Before, ``p.grad`` is None.
         On ddp and deepspeed clone a gradient to keep it: the next update uses its memory again, as PyTorch's own does.
+        Factors that autograd does not see (weights divided by their batch mean, advantages normalised under `no_grad`)
+        are found only by `hvdtrain.torch.check(step, batch)`.
 
         Args:
             loss: a scalar, the mean over the batch: of its samples, or of what `weight` counts.

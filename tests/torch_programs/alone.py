@@ -57,6 +57,14 @@ def case_steps_in_the_wrong_order_are_refused(world: hvdtrain.World) -> None:
         optimizer.step()
 
 
+def case_a_list_of_the_loaders_batches_is_none_of_its_loops(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared()
+    with refused("a second backward() for the same batch", "not over list(train)", kind=ConfigError):
+        for batch in list(train):
+            optimizer.backward(loss_of(model, batch))
+            optimizer.step()
+
+
 def case_a_loss_is_one_number_with_a_graph(world: hvdtrain.World) -> None:
     model, optimizer, train = prepared()
     x, y = next(iter(train))

@@ -445,6 +445,22 @@ def case_check_changes_nothing_and_names_what_differs(world: hvdtrain.World) -> 
     assert read.exact and "give weight=(y != -100).sum()" in str(read), read
     given = hvt.check(lambda batch: ce(model, *batch), (x, holes), weight=lambda batch: (batch[1] != -100).sum())
     assert given.exact, given
+
+    def times(factors: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
+        """A loss whose factors depend on the whole batch, where autograd does not see it."""
+
+        def step(batch: Any) -> Tensor:
+            out = model(batch[0])
+            return (factors(out.detach()) * cross_entropy(out, batch[1], reduction="none")).mean()
+
+        return step
+
+    assert hvt.check(times(lambda out: out[:, 0]), (x, y)).exact, "a sample's own"
+    by_their_mean = times(lambda out: out.exp()[:, 0] / out.exp()[:, 0].mean())
+    normalised = times(lambda out: (out[:, 0] - out[:, 0].mean()) / out[:, 0].std())
+    for step in (by_their_mean, normalised):
+        unseen = hvt.check(step, (x, y))
+        assert not unseen.exact and unseen.gradient > 0.01 and unseen.parameter, unseen
     assert state[0] == hvt.fingerprint(model) and torch.equal(state[1], torch.get_rng_state())
     assert state[2] == [layer.training for layer in model.modules()]
     assert all(p.grad is None for p in model.parameters()) and isinstance(optimizer.session, _session.Session)

@@ -344,7 +344,7 @@ def case_a_batch_without_a_readable_sample_counts_nothing() -> None:
         assert [(train.live.samples, train.live.ghost, y.tolist()) for _, y in all_batches(train)] == found
         with torch.no_grad():
             assert [y.tolist() for _, y in train] == [y for _, ghost, y in found if not ghost]
-        refused(lambda train=train: list(train), "no_grad()", "did not train on them")
+        refused(lambda train=train: list(train), "not over list(train)", "no_grad()", "did not train on them")
     refused(lambda: list(hvt.loader(Numbers(3, (0, 1, 2)), 2, world=World.solo(), workers=0)), "none of 3")
 
 

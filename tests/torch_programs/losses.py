@@ -409,19 +409,19 @@ def distance(first: tuple[list[Tensor], list[float]], second: tuple[list[Tensor]
     return float(torch.stack([gap.double() for gap in gaps]).max())
 
 
-def ways(case: Case, name: str, everything: bool) -> Iterator[tuple[str, int]]:
+def ways(case: Case, name: str, everything: bool, engine: str) -> Iterator[tuple[str, int]]:
     yield "backward", 0
     uses_model = case.loss in (triplet, cosine, penalised)  # which the pieces' first look calls with the whole input
     if (everything or case.verdict != "exact") and not uses_model:
         yield "forward_backward", 0
-    if name in IN_STAGES:
+    if name in IN_STAGES and engine != "ddp":  # which trains no pipeline
         yield from (("forward_backward", count) for count in ((1, 3) if everything else (3,)))
 
 
 def look_at(name: str, world: hvdtrain.World, everything: bool) -> list[dict[str, Any]]:
     case, found = CASES[name], []
     wanted = by_hand(case)
-    for call, micro_batches in ways(case, name, everything):
+    for call, micro_batches in ways(case, name, everything, world.engine):
         for accumulate in (1, 3):
             one = world.size * accumulate == 1 and micro_batches < 2
             for weight in dict.fromkeys([None, case.weight]):

@@ -10,6 +10,8 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from unittest import mock
 
 import beacon
 import torch
@@ -142,12 +144,25 @@ def gather_in_a_worker(world: World) -> None:
 
 
 def gather_in_two_threads(world: World) -> None:
-    """Rank 0 is in `on_main` for a second; a thread of the others comes meanwhile."""
+    """A second thread comes while each rank's first is in `on_main`, where its result is about to go to the others."""
+    inside, asked, send = Event(), Event(), world.comm.broadcast_bytes
+
+    def send_late(data: bytes | None, root: int) -> bytes:
+        inside.set()
+        assert asked.wait(60)
+        return send(data, root)
+
+    def second_thread() -> None:
+        assert inside.wait(60)
+        try:
+            world.gather(1)
+        finally:
+            asked.set()
+
     beacon.parts()
-    with ThreadPoolExecutor(1) as pool:
-        world.barrier()
-        found = pool.submit(lambda: (time.sleep(0.5), world.gather(1)))
-        world.on_main(time.sleep, 2.0)
+    with mock.patch.object(world.comm, "broadcast_bytes", send_late), ThreadPoolExecutor(1) as pool:
+        found = pool.submit(second_thread)
+        world.on_main(lambda: None)
         found.result()
 
 
