@@ -271,20 +271,29 @@ def cases() -> dict[str, dict[str, Any]]:
     return {case["case"]: case for case in map(json.loads, ended.out.splitlines())}
 
 
-def test_tunes_a_pipeline(cases: dict[str, dict[str, Any]]) -> None:
-    case = cases["pays"]
+@pytest.fixture(scope="module")
+def timed() -> dict[str, dict[str, Any]]:
+    ended = run_ranks([PROGRAM, "timed"], 1, launcher="none", timeout_s=240).check()
+    return {case["case"]: case for case in map(json.loads, ended.out.splitlines())}
+
+
+@pytest.mark.thorough  # a machine that is busy all the time measures something else
+def test_tunes_a_pipeline(timed: dict[str, dict[str, Any]]) -> None:
+    case = timed["pays"]
     assert case["pays"] and case["verdict"].startswith("split, ") and case["set"]
     assert case["over_best"] <= 1.03 and len(case["tried"]) <= 4
     assert all(0.85 <= ratio <= 1.25 for ratio in case["prediction"].values()), case["prediction"]
 
 
-def test_predicts_other_steps(cases: dict[str, dict[str, Any]]) -> None:
-    ratios = {name: ratio for name, ratio in cases["schedules"].items() if name not in ("case", "threads")}
+@pytest.mark.thorough
+def test_predicts_other_steps(timed: dict[str, dict[str, Any]]) -> None:
+    ratios = {name: ratio for name, ratio in timed["schedules"].items() if name not in ("case", "threads")}
     assert len(ratios) == 10 and all(0.8 <= ratio <= 1.2 for ratio in ratios.values()), ratios
 
 
-def test_predicts_how_stages_slow_each_other_down(cases: dict[str, dict[str, Any]]) -> None:
-    case = cases["slow_each_other_down"]
+@pytest.mark.thorough
+def test_predicts_how_stages_slow_each_other_down(timed: dict[str, dict[str, Any]]) -> None:
+    case = timed["slow_each_other_down"]
     assert 0.8 <= case["ratio"] <= 1.2, case
     assert case["blind"] < 0.75, "the twin: passes that are taken for as fast as alone"
 
@@ -322,4 +331,4 @@ def test_refusals_name_what_is_possible(cases: dict[str, dict[str, Any]]) -> Non
 
 
 def test_no_thread_is_left(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 10 and {case["threads"] for case in cases.values()} == {1}
+    assert len(cases) == 7 and {case["threads"] for case in cases.values()} == {1}
