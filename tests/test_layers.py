@@ -23,7 +23,7 @@ PACKAGE = "hvdtrain"
 CORE = {
     "errors", "launchers", "engines", "world", "lr", "shard", "checkpoint", "manifest", "parts", "replicas", "transfer",
     "telemetry", "slurm", "records", "restart", "run_writer", "tensorboard", "verdict", "cores", "stats", "allocator",
-    "in_step", "in_step_watch", "same_data",
+    "arrival", "in_step", "in_step_watch", "same_data",
     "pipeline.plan", "pipeline.plan_simulate", "pipeline.plan_partition", "pipeline.plan_search",
 }  # fmt: skip
 ADAPTERS = {

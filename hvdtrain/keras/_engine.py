@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.arrival import wait_for_horovod
 from hvdtrain.errors import ConfigError
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.world import Detected, Engine, SoloEngine, gpus_for
@@ -41,6 +42,7 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
     if engine == "solo":
         return SoloEngine(devices=devices)
     hvd = BACKEND.hvd  # type: ignore[attr-defined]
+    wait_for_horovod(detected, os.environ)
     hvd.init()
     return HorovodEngine(
         rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hvdtrain.arrival import attempts, timeout_s, wait_for_all
 from hvdtrain.errors import HvdtrainError, LauncherError
 from hvdtrain.launchers import Detected, meeting_point
 from hvdtrain.torch.engines.base import Bound, ByteCollectives, Settings, device_of, pick_devices
 
-START_TIMEOUT_VARIABLE = "HVDTRAIN_START_TIMEOUT_S"
-_START_TIMEOUT_S = 300.0
 # what Gloo cannot add up
 _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 BoundT = TypeVar("BoundT", bound=Bound)
@@ -111,7 +109,7 @@ def _meet(detected: Detected) -> dist.Store:
     if detected.size == 1:
         return dist.HashStore()
     host, port = meeting_point(os.environ, detected)
-    timeout = timedelta(seconds=float(os.environ.get(START_TIMEOUT_VARIABLE, _START_TIMEOUT_S)))
+    seconds = timeout_s(os.environ)
     # under torchrun its agent holds the store, else rank 0 (torch.distributed.rendezvous decides alike)
     listens = detected.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     with _as_launcher_error(
@@ -120,55 +118,29 @@ def _meet(detected: Detected) -> dist.Store:
         " MASTER_PORT (torchrun: --master-port)",
     ):
         if not listens:
-            _wait_for_port(host, port, timeout.total_seconds())
+            _wait_for_port(host, port, seconds)
         found = dist.TCPStore(
-            host, port, detected.size, listens, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            host, port, detected.size, listens, timeout=timedelta(seconds=seconds), wait_for_workers=False,
+            multi_tenant=True,
         )  # fmt: skip
     store = dist.PrefixStore(f"hvdtrain.{next(_joins)}", found)
-    _wait_for_all(store, detected, timeout)
+    wait_for_all(store, detected.rank, detected.size, seconds)
     return store
 
 
-def _wait_for_port(host: str, port: int, timeout_s: float) -> None:
+def _wait_for_port(host: str, port: int, seconds: float) -> None:
     """Returns when somebody listens there; PyTorch's store, waiting itself, would print stacks of C++ at each try.
 
     Raises:
         OSError: the last attempt's; names that do not resolve are tried again too, clusters are slow to know theirs.
     """
-    for remaining in _attempts(timeout_s):
+    for remaining in attempts(seconds):
         try:
             socket.create_connection((host, port), timeout=max(remaining, 0.1)).close()
             return
         except OSError:
             if remaining <= 0:
                 raise
-
-
-def _wait_for_all(store: dist.Store, detected: Detected, timeout: timedelta) -> None:
-    """Names the ranks that do not come, where a collective would only time out."""
-    store.set(f"here/{detected.rank}", "")
-    missing = list(range(detected.size))
-    for remaining in _attempts(timeout.total_seconds()):
-        missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
-        if not missing:
-            return
-        if remaining <= 0:
-            raise LauncherError(
-                f"all {detected.size} ranks must start within {timeout.total_seconds():.0f} s",
-                f"rank {', '.join(map(str, missing))} did not come, says rank {detected.rank}",
-                f"start them at the same time, on every host; slow machines: {START_TIMEOUT_VARIABLE}=900",
-            )
-
-
-def _attempts(timeout_s: float) -> Iterator[float]:
-    """Yields the seconds that remain, at once and then at growing distances; the last is not above 0."""
-    deadline = time.monotonic() + timeout_s
-    pause_s = 0.02
-    while (remaining := deadline - time.monotonic()) > 0:
-        yield remaining
-        time.sleep(min(pause_s, max(deadline - time.monotonic(), 0.0)))  # others are asked, who can tell nobody
-        pause_s = min(pause_s * 1.5, 1.0)
-    yield remaining
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.arrival import wait_for_horovod
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.launchers import Detected
 from hvdtrain.torch._reducer import Reducer, Wait
@@ -30,6 +31,7 @@ def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> HorovodEng
 
     devices = pick_devices(detected, device, gpus_per_rank)
     _tune()
+    wait_for_horovod(detected, os.environ)
     hvd.init()
     return HorovodEngine(
         rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size(),

@@ -1,0 +1,150 @@
+"""Ranks that come at different times: the engine starts when all are there, and who does not come is named."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from harness import run_ranks, together
+
+from hvdtrain import arrival
+from hvdtrain.errors import ConfigError, LauncherError
+
+LATE = Path(__file__).parent / "programs" / "late.py"
+
+
+class Memory:
+    """A store for the threads of a test."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, str] = {}
+        self.questions = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.held[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        self.questions += 1
+        return all(key in self.held for key in keys)
+
+
+def come(store: arrival.Store, ranks: list[int], size: int, seconds: float) -> list[BaseException | None]:
+    """Has these ranks wait, a thread each; returns what each raised."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        waiting = [pool.submit(arrival.wait_for_all, store, rank, size, seconds) for rank in ranks]
+    return [each.exception() for each in waiting]
+
+
+def test_all_come() -> None:
+    store = Memory()
+    assert come(store, [2, 0, 1], 3, 30) == [None] * 3
+
+
+@pytest.mark.parametrize("missing", [[1], [0], [0, 2]])
+def test_who_does_not_come_is_named_by_all(missing: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    there = [rank for rank in range(4) if rank not in missing]
+    for error in come(Memory(), there, 4, 0.2):
+        assert isinstance(error, LauncherError) and arrival.TIMEOUT_VARIABLE in error.remedy
+        named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come"
+        assert named in error.came, error
+        assert error.shared == (0 not in missing), "rank 0 speaks for all where it is there"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_long_wait_is_told_once(
+    late: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arrival, "_FIRST_NOTE_S", 0.2)
+    there, store = [rank for rank in range(3) if rank != late], Memory()
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(arrival.wait_for_all, store, rank, 3, 30.0) for rank in there]
+        said = ""
+        while f"for rank {late} to start" not in said:
+            said += capsys.readouterr().err
+        waiting.append(pool.submit(arrival.wait_for_all, store, late, 3, 30.0))
+    assert [each.exception() for each in waiting] == [None] * 3
+    lines = [line for line in (said + capsys.readouterr().err).splitlines() if "for 0 s" in line]
+    assert len(lines) == 1, "the lowest rank that is there speaks"
+
+
+def test_names_of_many() -> None:
+    assert arrival._names(list(range(1000))).endswith("18, 19 and 980 more")
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf"])
+def test_a_time_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="number of seconds"):
+        arrival.timeout_s({arrival.TIMEOUT_VARIABLE: text})
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a rendezvous that fails at first."""
+    monkeypatch.setattr(arrival.time, "sleep", lambda _: None)
+    held: set[str] = set()
+    failures = iter([True, True])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(200 if self.path in held else 404)
+
+        def do_PUT(self) -> None:
+            held.add(self.path)
+            self._answer(200)
+
+        def _answer(self, status: int) -> None:
+            if next(failures, False):
+                self.connection.close()
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_rendezvous_that_fails_twice_is_asked_again(served: str) -> None:
+    store = arrival.Rendezvous(served)
+    assert not store.check(["here.1"])
+    store.set("here.1", "")
+    assert store.check(["here.1"])
+
+
+def test_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrival.time, "sleep", lambda _: None)
+    with pytest.raises(LauncherError, match="127.0.0.1:9: .*refused"):
+        arrival.Rendezvous("127.0.0.1:9").set("here.0", "")
+
+
+def check_late(framework: str) -> None:
+    """Horovod would end this job after 2 s."""
+    env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "2", "KERAS_BACKEND": "tensorflow"}
+    done = run_ranks([LATE, framework, "4"], 2, env=env).check()
+    assert [done.ranks_output[rank] for rank in range(2)] == ["together: [0, 1]"] * 2, done.text
+
+
+@pytest.mark.ranks
+def test_a_rank_that_comes_late_and_one_that_does_not_come() -> None:
+    env = {arrival.TIMEOUT_VARIABLE: "1"}
+    _, done = together(lambda: check_late("torch"), lambda: run_ranks([LATE, "torch", "60"], 2, env=env))
+    assert done.returncode != 0 and done.seconds < 45
+    assert "all 2 ranks must start within 1 s" in done.ranks_error[0], done.text
+    assert "rank 1 did not come, says rank 0" in done.ranks_error[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_a_rank_of_keras_that_comes_late() -> None:
+    check_late("keras")
