@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -75,6 +75,14 @@ class Result:
     def text(self) -> str:
         """Everything printed, for messages and searches."""
         return f"--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+def chosen_cases(request: Any) -> list[str]:
+    """The values of ``case`` of the module's selected tests, for programs that run those alone; [] where a test among
+    them has none, and all must run."""
+    here = [item for item in request.session.items if item.module is request.module]
+    cases = [getattr(item, "callspec", None) and item.callspec.params.get("case") for item in here]
+    return sorted(set(cases)) if all(cases) else []
 
 
 def told_once(result: Result, program: str, *parts: str) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import run_ranks
+from harness import chosen_cases, run_ranks
 from limits import Limit
 
 PROGRAM = Path(__file__).parent / "keras_programs" / "fits.py"
@@ -33,6 +33,8 @@ ACCEPTED = {
         "ScheduleFreeAdamW (plain Keras on TensorFlow: right only if built before fit)",
     ),
     "proves_the_loss_quickly": None,
+    "an_average_and_an_epoch_in_two_fits": ("K6b", "use_ema, an epoch that is stopped and resumed"),
+    "an_average_and_two_fits": None,
     "bar_of_rank_0": ("K8f", "the progress bar of fit"),
 }
 REFUSED = {
@@ -70,9 +72,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def outcomes(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("fits")
-    ended = run_ranks([PROGRAM, folder], 2, env={"KERAS_BACKEND": backend}, timeout_s=300).check()
+    chosen = chosen_cases(request)
+    ended = run_ranks([PROGRAM, folder, *chosen], 2, env={"KERAS_BACKEND": backend}, timeout_s=300).check()
     found: Outcomes = [json.loads((folder / f"fits.rank{rank}.json").read_text()) for rank in (0, 1)]
     for rank, cases in enumerate(found):
         cases["bars"] = str(ended.ranks_output.get(rank, "").count("2/2"))

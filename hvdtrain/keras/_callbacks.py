@@ -21,7 +21,7 @@ from hvdtrain.errors import ConfigError, NonFiniteError
 from hvdtrain.keras import _hook, _metrics, _start, _state, _steps
 from hvdtrain.keras._backend import BACKEND
 from hvdtrain.keras._data import CLOCK, Batches
-from hvdtrain.keras._parts import model_state
+from hvdtrain.keras._parts import check_saveable, model_state
 from hvdtrain.keras._session import Session, leaves_of, missing_hook
 from hvdtrain.lr import LR
 from hvdtrain.shard import Plan
@@ -377,6 +377,7 @@ class Save(Callback):
                 f"save_every={self.every_steps}, data that hvdtrain does not deal",
                 "fit(hvdtrain.keras.batches(...)), or save after each epoch only",
             )
+        check_saveable(self.model)
         self._saved_at = self.count.step
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

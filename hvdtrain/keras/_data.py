@@ -215,6 +215,15 @@ def arrays(data: Any, name: str) -> Any:
     """
 
     def one(leaf: Any) -> Any:
+        kind = str(getattr(leaf, "dtype", "")).lower()
+        if kind == "object" or kind.startswith(("|s", "<u", ">u", "datetime", "timedelta")) or "string" in kind:
+            raise ConfigError(
+                f"{name} must hold numbers: text and Python objects are not dealt",
+                f"{type(leaf).__module__}.{type(leaf).__qualname__} of {kind}",
+                "turn text into numbers first (keras.layers.TextVectorization or StringLookup on the whole data), rows"
+                " of other lengths into one array (keras.utils.pad_sequences); or fit a tf.data.Dataset of each rank's"
+                " own samples",
+            )
         if leaf is None or isinstance(leaf, np.ndarray) and leaf.ndim:
             return leaf
         if keras.ops.is_tensor(leaf) and len(leaf.shape):

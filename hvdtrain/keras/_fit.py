@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdtrain import same_data
 from hvdtrain.errors import ConfigError, ReplicaError
-from hvdtrain.keras import _callbacks
+from hvdtrain.keras import _average, _callbacks
 from hvdtrain.keras._data import Batches
 from hvdtrain.keras._session import KEY, Session
 from hvdtrain.keras._steps import same_work
@@ -49,7 +49,8 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     _refuse_unread(given)
     if not session.world.is_main and "verbose" in bound.arguments and given["verbose"] == "auto":
         bound.arguments["verbose"] = 0  # one progress bar: rank 0's
-    callbacks = _in_order(given.get("callbacks"))
+    within = isinstance(given.get("x"), Batches) and given["x"].done(int(given.get("initial_epoch") or 0)) > 0
+    callbacks = _in_order(_with(Keep(session, began_within=within), given.get("callbacks")))
     _check_clock(session, callbacks, given)
     if not session.alone:
         session.compared.clear()
@@ -58,6 +59,7 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         bound.arguments["callbacks"] = callbacks
     elif rest is not None:
         bound.arguments[rest]["callbacks"] = callbacks
+    _average.go_on(model, session, _listed(callbacks), within=within)
     try:
         return inner(*bound.args, **bound.kwargs)
     finally:
@@ -85,6 +87,15 @@ def _listed(callbacks: Any) -> list[Any]:
     return list(callbacks.callbacks if isinstance(callbacks, _K.CallbackList) else keras.tree.flatten(callbacks or []))
 
 
+def _with(callback: Any, callbacks: Any) -> Any:
+    if isinstance(callbacks, _K.CallbackList):  # fit() takes it as it is
+        callbacks.callbacks.append(callback)
+        callback.set_params(callbacks.params)
+        callback.set_model(callbacks.model)
+        return callbacks
+    return [*_listed(callbacks), callback]
+
+
 def _in_order(callbacks: Any) -> Any:
     """Ours come first: all others see the logs of all ranks' samples, and what they set is not undone unseen."""
     found = _listed(callbacks)
@@ -94,6 +105,18 @@ def _in_order(callbacks: Any) -> Any:
         callbacks.callbacks[:] = ordered
         return callbacks
     return ordered
+
+
+class Keep(_callbacks.Callback):
+    """Keeps the weights behind an average where ``fit`` ends within an epoch, or began there."""
+
+    def __init__(self, session: Session, *, began_within: bool) -> None:
+        super().__init__(session)
+        self.began_within = began_within
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.began_within or self.model.stop_training:
+            _average.keep(self.model, self.session, began_within=self.began_within)
 
 
 # -------------------------------------------------------------------- one hand, one clock
@@ -145,12 +168,7 @@ def _together(session: Session, callbacks: Any, given: dict[str, Any]) -> Any:
         raise same_work(f"fit() was given the same {card[1][0]} samples on all {session.world.size} ranks")
     session.first_batch = None if data is not None or isinstance(given.get("x"), Batches) else False
     session.first_epoch = int(given.get("initial_epoch") or 0)
-    last = (LastOfBatch if any(stop for _, stop in reports) else Last)(session)
-    if isinstance(callbacks, _K.CallbackList):
-        callbacks.append(last)
-        last.set_params(callbacks.params)
-        return callbacks
-    return [*callbacks, last]
+    return _with((LastOfBatch if any(stop for _, stop in reports) else Last)(session), callbacks)
 
 
 def _may_stop(callback: Any) -> bool:

@@ -12,11 +12,35 @@ import keras
 import numpy as np
 
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.keras import _random, _state
+from hvdtrain.keras import _average, _random, _state
 from hvdtrain.keras._hook import is_built
 from hvdtrain.keras._session import Session, require_compiled, session_of, world_or_current
 from hvdtrain.parts import ExtraPart, Part
 from hvdtrain.world import World
+
+
+def check_saveable(model: keras.Model) -> None:
+    """Refuses a model that Keras cannot describe in a file, before anything is trained; local, milliseconds.
+
+    Raises:
+        ConfigError: a part takes constructor arguments that its configuration lacks.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each save says them
+            json.dumps(keras.saving.serialize_keras_object(model))
+    except Exception as error:  # whatever a user's get_config() raises
+        if not (is_built(model) or isinstance(error, NotImplementedError)):
+            return  # it may need what build() makes
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            "a model that is saved can say how it was made: Keras writes that into every model.keras",
+            f"{type(model).__name__} {model.name!r}: {text[:300]}",
+            "give the class named there get_config(), with the arguments of its __init__ (and"
+            " @keras.saving.register_keras_serializable()); see https://keras.io/guides/serialization_and_saving",
+            shared=True,
+        ) from error
+
 
 # how Keras begins when it does not load something, and goes on
 _NOT_LOADED = ("Skipping ", "A total of ")
@@ -38,7 +62,8 @@ class ModelPart(Part):
         _state.check_finite(self.model, world)
 
     def save(self, path: Path) -> None:
-        self.model.save(path)
+        with _average.themselves(self.model, self.session):
+            self.model.save(path)
 
     def load(self, path: Path) -> None:
         """Reads weights and optimizer state into the model as it stands; runs no code from the file.
@@ -54,6 +79,7 @@ class ModelPart(Part):
             )
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
+        self.session.kept_weights = None
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,7 +19,10 @@ import numpy as np
 from common import BACKEND, L, dense, numpy_of, weights_of
 from jobs import RANK, SIZE, O, case, hvk, run_cases, world
 
+import hvdtrain
+
 keras.config.set_floatx("float64")
+K = keras.callbacks
 RNG = np.random.default_rng(6)
 X, Y = RNG.normal(size=(60, 5)), RNG.integers(0, 3, 60)
 STEPS = 4
@@ -53,6 +59,13 @@ def same_history(mine: Any, plain: Any) -> float:
 
 def deal(x: Any, y: Any, **options: Any) -> Any:
     return hvk.batches(x, y, BATCH // SIZE, shuffle=False, **options)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(world.broadcast(own))
+        world.barrier()
 
 
 def both(make: Any, x: Any, y: Any, val: Any, epochs: int = 3, callbacks: Any = lambda: []) -> str:
@@ -368,6 +381,82 @@ def schedule_free() -> str:
     data = deal(X[:48], Y[:48])
     model.fit(data, epochs=3, verbose=0, callbacks=hvk.callbacks(model))
     plain.fit(X[:48], Y[:48], batch_size=BATCH, epochs=3, shuffle=False, verbose=0)
+    gap = apart(weights_of(model), weights_of(plain))
+    assert gap < EXACT, gap
+    return f"{gap:.1e}"
+
+
+def averaging() -> keras.Model:
+    return net(O.Adam(0.05, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=5))
+
+
+class StopsAtStep(K.Callback):
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.left = step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        self.model.stop_training = self.left == 0
+
+
+@case
+def an_average_and_an_epoch_in_two_fits() -> str:
+    """Keras writes averages over the weights at the end of each fit; one that ended within an epoch goes on as if it
+    had not. Every way to go on: a new process' model, the same model, and from a checkpoint in between."""
+    plain = averaging()
+    plain.fit(X[:48], Y[:48], batch_size=BATCH, epochs=4, shuffle=False, verbose=0)
+
+    def fit(model: keras.Model, epochs: tuple[int, int], of: Any, *others: Any, **options: Any) -> None:
+        model.fit(
+            of, initial_epoch=epochs[0], epochs=epochs[1], verbose=0,
+            callbacks=[*others, *hvk.callbacks(model, plan=of.plan, **options)],
+        )  # fmt: skip
+
+    gaps, notes = [], io.StringIO()
+    with shared_folder() as folder, contextlib.redirect_stdout(notes):
+        for swaps in (False, True):
+            swap = [K.SwapEMAWeights(swap_on_epoch=True)] if swaps else []
+            checkpoints = hvdtrain.Checkpointer(folder / str(swaps), best=None)
+            stopped = hvk.prepare(averaging())
+            fit(stopped, (0, 4), deal(X[:48], Y[:48]), *swap, StopsAtStep(6), checkpointer=checkpoints)
+            for model in (hvk.prepare(averaging()), stopped):
+                progress = hvdtrain.Progress(epoch=1, step=6, samples_seen=72, samples_in_epoch=24)
+                if model is not stopped:
+                    assert checkpoints.restore(hvk.model_state(model)) == progress
+                rest = deal(X[:48], Y[:48], epoch=1, consumed=24)
+                others = swap if model is stopped else [K.SwapEMAWeights(swap_on_epoch=True)] * swaps
+                fit(model, (1, 2), rest, *others, progress=progress)
+                between = hvdtrain.Checkpointer(folder / f"{swaps} {model is stopped}", best=None)
+                averages = weights_of(model)
+                between.save(hvk.model_state(model), progress=hvdtrain.Progress(2, 8, 96, 0))
+                assert apart(averages, weights_of(model)) == 0, "saving leaves them"
+                restored = hvk.prepare(averaging())
+                progress = between.restore(hvk.model_state(restored))
+                for one in (restored, model):
+                    fit(one, (2, 4), deal(X[:48], Y[:48]), progress=progress)
+                    gaps.append(apart(weights_of(one), weights_of(plain)))
+    assert max(gaps) < EXACT, gaps
+    assert notes.getvalue().count("goes on with the weights themselves") == (RANK == 0) * 6, notes.getvalue()
+    return f"{max(gaps):.1e}"
+
+
+@case
+def an_average_and_two_fits() -> str:
+    """Whole epochs in two fits: in plain Keras, too, the second goes on from the averages; new weights stay."""
+    model, plain = hvk.prepare(averaging()), averaging()
+    data, rest = deal(X[:48], Y[:48]), deal(X[:48], Y[:48], epoch=2, consumed=24)
+    for epochs in ((0, 1), (1, 2)):
+        model.fit(data, initial_epoch=epochs[0], epochs=epochs[1], verbose=0, callbacks=hvk.callbacks(model))
+        plain.fit(X[:48], Y[:48], batch_size=BATCH, initial_epoch=epochs[0], epochs=epochs[1], shuffle=False, verbose=0)
+    gap = apart(weights_of(model), weights_of(plain))
+    assert gap < EXACT, gap
+    model.fit(rest, initial_epoch=2, epochs=3, verbose=0, callbacks=hvk.callbacks(model))
+    plain.fit(X[24:48], Y[24:48], batch_size=BATCH, initial_epoch=2, epochs=3, shuffle=False, verbose=0)
+    for one in (model, plain):
+        one.set_weights(weights_of(net(seed=2)))
+    model.fit(data, verbose=0, callbacks=hvk.callbacks(model))
+    plain.fit(X[:48], Y[:48], batch_size=BATCH, shuffle=False, verbose=0)
     gap = apart(weights_of(model), weights_of(plain))
     assert gap < EXACT, gap
     return f"{gap:.1e}"

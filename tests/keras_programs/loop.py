@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 from accepted import step
-from common import BACKEND, L, dense, images, loss, numpy_of
+from common import BACKEND, L, cnn, dense, images, loss, numpy_of
 from jobs import CASES, RANK, SIZE, O, case, compiled, data, fit, hvk, run_cases, world
 
 import hvdtrain
@@ -101,6 +101,54 @@ def data_set_of_own_shard() -> str:
 def labels_in_a_list() -> str:
     hvk.batches(X, Y.tolist(), 8)
     return "dealt"
+
+
+@case
+def text_as_data() -> str:
+    words = np.array(["a", "longer", "text"] * 8)
+    data: list[Any] = [words, words.astype("S6"), words.astype(object), {"text": words}]
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        data.append(tf.constant(words.tolist()))
+    messages = []
+    for x in data:
+        try:
+            hvk.batches(x, Y[:24], 8)
+            return f"dealt {type(x).__name__}"
+        except hvdtrain.ConfigError as error:
+            messages.append(str(error))
+    assert all("must hold numbers" in message for message in messages), messages
+    hvk.batches(words, Y[:24], 8)
+    return "dealt"
+
+
+class Unsaid(keras.Model):
+    """Takes a layer, of which its configuration cannot know."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+@case
+def a_model_that_cannot_be_saved() -> str:
+    """Told before the first step: Keras would say so at the first save."""
+    model = Unsaid(cnn())
+    model.compile(O.SGD(0.1), loss())
+    hvk.prepare(model)
+    steps: list[int] = []
+    seen = K.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = hvdtrain.Checkpointer(folder, best=None)
+        try:
+            fit(model, [*hvk.callbacks(model, checkpointer=checkpoints, plan=data().plan), seen])
+        finally:
+            assert not steps, "it has trained"
+    return "trained"
 
 
 @case
