@@ -40,12 +40,11 @@ def _averaged(model: keras.Model) -> tuple[list[Any], list[Any]]:
     return [weight for weight, _ in pairs], [average for _, average in pairs]
 
 
-def _overwritten(model: keras.Model, session: Session) -> list[Any]:
-    """What was kept the values of, if it still holds what the end of ``fit`` made of it: averages, all of them."""
-    if session.kept_weights is None:
-        return []
+def _overwritten(model: keras.Model) -> list[Any]:
+    """Weights and averages, if they are the same bit for bit, as the end of ``fit`` leaves them; else none."""
     weights, averages = _averaged(model)
-    same = (np.array_equal(*map(BACKEND.to_numpy, pair)) for pair in zip(weights, averages, strict=True))
+    pairs = zip(weights, averages, strict=True)
+    same = (np.array_equal(BACKEND.to_numpy(weight), BACKEND.to_numpy(average)) for weight, average in pairs)
     return [*weights, *averages] if all(same) else []
 
 
@@ -57,9 +56,9 @@ def keep(model: keras.Model, session: Session, *, began_within: bool) -> None:
 
 def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, within: bool) -> None:
     """Before a ``fit`` that begins ``within`` an epoch, or follows one that did: puts the weights themselves back."""
-    kept, variables = session.kept_weights, _overwritten(model, session)
-    session.kept_weights = None
-    if variables and (within or kept.began_within):
+    kept, session.kept_weights = session.kept_weights, None
+    variables = _overwritten(model)
+    if variables and kept is not None and (within or kept.began_within):
         BACKEND.put_back(variables, kept.values)
         for callback in callbacks:  # of the last fit, too: it would swap them first
             if isinstance(callback, keras.callbacks.SwapEMAWeights):
@@ -68,12 +67,19 @@ def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, wit
             "use_ema: goes on with the weights themselves, as one fit would; Keras had written the average over them at"
             " the end of the last fit, which ended or began within an epoch"
         )
+    elif variables and session.saves and not session.told_average:
+        session.told_average = True
+        session.say(
+            "use_ema: goes on from the average, which Keras wrote over the weights at the end of the last fit; a run"
+            " that is resumed from the last checkpoint of a fit goes on with the weights themselves, as in one fit:"
+            " train in one fit(epochs=...), and both are the same"
+        )
 
 
 @contextmanager
 def themselves(model: keras.Model, session: Session) -> Iterator[None]:
     """Inside, the model has the weights that training goes on with."""
-    variables = _overwritten(model, session)
+    variables = _overwritten(model) if session.kept_weights is not None else []
     before = BACKEND.copies(variables)
     if variables:
         BACKEND.put_back(variables, session.kept_weights.values)

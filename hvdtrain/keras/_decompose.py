@@ -95,7 +95,7 @@ def _judge(model: keras.Model, data: Any) -> tuple[str, str]:
             for part, own, piece in zip(parts, known, pieces, strict=True):
                 share = (piece.stop - piece.start) / rows
                 weights = [_share(mine, all_, share) for mine, all_ in zip(own, _add(known), strict=True)]
-                of_piece = share * _loss(model, *part, weights)[0]
+                of_piece = share * _loss(model, part[0], part[1], part[2], weights)[0]
                 together, scale = together + of_piece, max(scale, abs(of_piece))
     except Exception as error:  # whatever a user's model does with a batch of another size
         return "note", f"the loss was not checked on pieces of a batch: {type(error).__name__}: {str(error)[:200]}"

@@ -91,7 +91,7 @@ def seen(model: keras.Model) -> tuple[float, float]:
     """Returns the loss summed over this rank's samples, and their number, since its metric was reset; 0 if the step
     does not use it.
     """
-    tracker = getattr(model, "_loss_tracker", None)
+    tracker: Any = getattr(model, "_loss_tracker", None)
     if getattr(tracker, "count", None) is None:
         return 0.0, 0.0
     return float(BACKEND.to_numpy(tracker.total)), float(BACKEND.to_numpy(tracker.count))

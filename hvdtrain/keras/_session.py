@@ -79,7 +79,8 @@ class Session:
         saves: this run writes checkpoints.
         step_random: Python's and numpy's generators of this rank within a train step.
         count: the clock of the last ``fit``, which the next goes on from.
-        kept_weights: behind an average that Keras wrote over them at the end of a ``fit`` (``_average.Kept``).
+        kept_weights: behind an average that Keras wrote over them at the end of a ``fit`` (``_average.Kept``);
+            told_average: what is so about several fits with averages was said.
         first_epoch: ``initial_epoch`` of this ``fit``.
         executions: calls of the train function in this epoch.
         stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no ``fit`` runs.
@@ -118,6 +119,7 @@ class Session:
     step_random: tuple[Any, Any] | None = None
     count: Any = None
     kept_weights: Any = None
+    told_average: bool = False
     first_epoch: int = 0
     executions: int = 0
     stops_in_epoch: bool = True

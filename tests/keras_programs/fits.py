@@ -240,14 +240,15 @@ def averages_a_metric_that_says_so() -> str:
 
 @case
 def normalises_by_live_samples_only() -> str:
-    """Moving statistics: the mean over ranks of what plain Keras has after each rank's own samples."""
+    """Moving statistics: the mean over ranks of what plain Keras has after each rank's own samples; validation, too."""
 
     def make() -> keras.Model:
         return net(O.SGD(0.0), layers=[L.BatchNormalization(momentum=0.7)])
 
     model = hvk.prepare(make())
     data = deal(X[:13], Y[:13])  # rank 0: 6 and 1 samples, rank 1: 6 and none
-    model.fit(data, epochs=1, verbose=0, callbacks=hvk.callbacks(model))
+    val = X[13:30], Y[13:30]
+    logs = model.fit(data, validation_data=deal(*val), verbose=0, callbacks=hvk.callbacks(model)).history
     expected = []
     for rank in range(SIZE):
         plain = make()
@@ -256,7 +257,12 @@ def normalises_by_live_samples_only() -> str:
                 plain.train_on_batch(X[rows], Y[rows])
         expected.append([numpy_of(v) for v in plain.non_trainable_weights])
     found = [numpy_of(v) for v in model.non_trainable_weights]
-    gap = apart(found, [np.mean(both, axis=0) for both in zip(*expected, strict=True)])
+    averaged = [np.mean(both, axis=0) for both in zip(*expected, strict=True)]
+    gap = apart(found, averaged)
+    for variable, value in zip(plain.non_trainable_weights, averaged, strict=True):
+        variable.assign(value)
+    validated = plain.evaluate(*val, batch_size=BATCH, verbose=0)
+    assert abs(logs["val_loss"][0] - validated) < EXACT, (logs, validated)
     assert gap < EXACT and apart(expected[0], expected[1]) > 1e-3, gap
     return f"{gap:.1e}"
 
@@ -443,14 +449,19 @@ def an_average_and_an_epoch_in_two_fits() -> str:
 
 @case
 def an_average_and_two_fits() -> str:
-    """Whole epochs in two fits: in plain Keras, too, the second goes on from the averages; new weights stay."""
+    """Whole epochs in two fits: in plain Keras, too, the second goes on from the averages, which is said where there
+    are checkpoints; new weights stay."""
     model, plain = hvk.prepare(averaging()), averaging()
     data, rest = deal(X[:48], Y[:48]), deal(X[:48], Y[:48], epoch=2, consumed=24)
+    notes = io.StringIO()
     for epochs in ((0, 1), (1, 2)):
-        model.fit(data, initial_epoch=epochs[0], epochs=epochs[1], verbose=0, callbacks=hvk.callbacks(model))
+        with shared_folder() as folder, contextlib.redirect_stdout(notes):
+            ours = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(folder, best=None))
+            model.fit(data, initial_epoch=epochs[0], epochs=epochs[1], verbose=0, callbacks=ours)
         plain.fit(X[:48], Y[:48], batch_size=BATCH, initial_epoch=epochs[0], epochs=epochs[1], shuffle=False, verbose=0)
     gap = apart(weights_of(model), weights_of(plain))
     assert gap < EXACT, gap
+    assert notes.getvalue().count("goes on from the average") == (RANK == 0), notes.getvalue()
     model.fit(rest, initial_epoch=2, epochs=3, verbose=0, callbacks=hvk.callbacks(model))
     plain.fit(X[24:48], Y[24:48], batch_size=BATCH, initial_epoch=2, epochs=3, shuffle=False, verbose=0)
     for one in (model, plain):
