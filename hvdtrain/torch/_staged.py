@@ -131,7 +131,9 @@ def _look(session: Session, value: Tensor, outputs: Any, targets: Any, weight: W
     amount: Number = samples
     if weight is not None:
         amount = weight_of(weight(targets) if callable(weight) else weight, session.engine.device)
-    if not samples:
+    assert session.staged is not None
+    pieces = session.world.size * session.options.accumulate * session.staged.micro_batches  # which may change
+    if not samples or pieces == 1:
         return
     proof.saw(outputs)
     proof.look_once(value, samples, tally)

@@ -379,6 +379,7 @@ def on_ranks(
     optimizer: Any = torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1, momentum=0.9)
     if micro_batches:
         balance = [2, 1] if case.model is normed else [1, 1]  # segments of a stage: nothing is measured
+        micro_batches = min(micro_batches, each)
         model = hvdtrain.pipeline.split(model, X[:each], ["cpu", "cpu"], micro_batches=micro_batches, balance=balance)
     data = hvt.loader((X, case.y), each, world=world, shuffle=False, workers=0)
     with contextlib.redirect_stdout(io.StringIO()) as said:
