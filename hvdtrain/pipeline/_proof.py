@@ -414,7 +414,7 @@ class _Comparison:
         raise ConfigError(
             "the weight of a micro-batch is what its mean loss divides by",
             f"single samples have the shares {_told(found)} of this loss, counted would be {_told(ours)}",
-            f"step(x, y, loss, weight={names[0]})"
+            f"step(x, y, loss, weight={names[0]}), or what else fits these samples and is what the loss divides by"
             if names
             else "weight=: a function of the targets that counts what the mean is over (tokens, pixels, valid labels,\n"
             "class weights)",

@@ -107,8 +107,15 @@ class Optimizer(torch.optim.Optimizer):
         def passes() -> None:
             nonlocal mean
             if not batch.ghost:  # else nothing counts, and no other rank waits within the passes
-                mean = run_step(session, args, y, loss, coefficient, weight)
-                gradients.add_loss(mean, amount, coefficient)
+                try:
+                    mean = run_step(session, args, y, loss, coefficient, weight)
+                except ConfigError as error:  # seen in this rank's own samples: the others are in the reduction
+                    if session.world.size == 1:
+                        raise
+                    session.proof.found(f"{error.rule}: {error.came}; {error.remedy}", gradients.tally)
+                    gradients.tally.text = str  # nothing more to say
+                else:
+                    gradients.add_loss(mean, amount, coefficient)
             if sums is not None:
                 sums.copy_(gradients.sums())
 
