@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from hvdtrain.errors import ConfigError, LauncherError
@@ -80,11 +80,11 @@ def wait_for_all(store: Store, rank: int, size: int, seconds: float) -> None:
             missing = _missing(store, missing)
             if not any(other not in missing for other in range(rank)):
                 waited = f"for {seconds - remaining:.0f} s, up to {seconds:.0f} s ({TIMEOUT_VARIABLE})"
-                print(f"hvdtrain: waiting {waited} for {_names(missing)} to start", file=sys.stderr, flush=True)
+                print(f"hvdtrain: waiting {waited} for {names_of(missing)} to start", file=sys.stderr, flush=True)
     missing = _missing(store, missing)
     raise LauncherError(
         f"all {size} ranks must start within {seconds:.0f} s",
-        f"{_names(missing)} did not come, says rank {rank}",
+        f"{names_of(missing)} did not come, says rank {rank}",
         f"start them at the same time, on every host; what takes longer before hvdtrain.init: {TIMEOUT_VARIABLE}=3600",
         shared=0 not in missing,
     )
@@ -98,7 +98,8 @@ def _missing(store: Store, ranks: list[int]) -> list[int]:
     return [rank for rank in ranks if not store.check([_here(rank)])]
 
 
-def _names(ranks: list[int]) -> str:
+def names_of(ranks: Sequence[int]) -> str:
+    """Returns "rank 1", "ranks 1, 3"; of many the first; pure."""
     shown = ", ".join(map(str, ranks[:20])) + (f" and {len(ranks) - 20} more" if len(ranks) > 20 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 

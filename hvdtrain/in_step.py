@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
+from hvdtrain.arrival import names_of
 from hvdtrain.engines import Engine
 from hvdtrain.errors import ConfigError, ReplicaError
 
@@ -306,6 +307,14 @@ def out_of_step(states: Sequence[State]) -> ReplicaError:
         " under `if world.is_main:`;\nbreak and continue on every rank alike, and give every rank the same number of"
         " batches, as hvdtrain's loaders do",
         shared=True,
+    )
+
+
+def waiting(state: State, absent: Sequence[int], seconds: float) -> str:
+    """Returns what rank 0 says, as `state` tells where it is, when it has waited for others so long; pure."""
+    return (
+        f"hvdtrain: rank 0 has waited for {seconds:.0f} s {_told(state)}\n"
+        f"  for {names_of(absent)}: slow there, or stopped, or the host cannot be reached"
     )
 
 

@@ -27,11 +27,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.errors import OUT_OF_STEP_CODE, ConfigError, ReplicaError, describe
-from hvdtrain.in_step import State, Tracker, deadlocked, out_of_step
+from hvdtrain.in_step import State, Tracker, deadlocked, out_of_step, waiting
 from hvdtrain.launchers import Detected
 
 AFTER_VARIABLE = "HVDTRAIN_IN_STEP_S"
 _AFTER_S = 3.0
+_NOTE_S = 20.0
 _TICK_S = 0.25
 _CONNECT_S = 2.0
 _LAST_WORDS_S = 2.0  # rank 0 ends last: a launcher that sees it gone ends the others
@@ -136,6 +137,7 @@ class Watch:
         self._tracker, self._meeting, self._listener = tracker, meeting, listener
         self._closing = threading.Event()
         self._question, self._asking = 0, False
+        self._noted: tuple[str, int] | None = None
         run = self._speak if tracker.rank else self._compare
         self._thread = threading.Thread(target=run, name="hvdtrain in step", daemon=True)
         self._thread.start()
@@ -173,11 +175,33 @@ class Watch:
             link.close()
 
     def _connect(self) -> _Link | None:
-        for address in self._meeting.addresses:
-            with contextlib.suppress(OSError):
-                link = _Link(socket.create_connection((address, self._meeting.port), _CONNECT_S))
-                link.send(token=self._meeting.token, rank=self._tracker.rank)
-                return link
+        """Returns a link through the first of rank 0's addresses that answers as it does; None if none does in time.
+
+        All are tried at once: some lead nowhere from this host, or to another program.
+        """
+        words = _line(token=self._meeting.token, rank=self._tracker.rank)
+        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+            for address in self._meeting.addresses:
+                tried = stack.enter_context(socket.socket())
+                tried.setblocking(False)
+                with contextlib.suppress(OSError):  # a name that does not resolve
+                    tried.connect_ex((address, self._meeting.port))
+                    selector.register(tried, selectors.EVENT_WRITE)
+            deadline = time.monotonic() + _CONNECT_S
+            while selector.get_map() and time.monotonic() < deadline:
+                for key, event in selector.select(_TICK_S):
+                    tried = key.fileobj
+                    assert isinstance(tried, socket.socket)
+                    try:
+                        if event & selectors.EVENT_WRITE:
+                            tried.sendall(words)
+                            selector.modify(tried, selectors.EVENT_READ)
+                        elif tried.recv(len(_WELCOME)) == _WELCOME:
+                            return _Link(socket.socket(fileno=tried.detach()))
+                        else:
+                            selector.unregister(tried)
+                    except OSError:  # refused, or out of reach
+                        selector.unregister(tried)
         return None
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------
@@ -196,7 +220,9 @@ class Watch:
                             selector.register(link.socket, selectors.EVENT_READ, link)
                     elif not self._take(key.data, links, reports):
                         selector.unregister(key.data.socket)
-                        reports.pop(links.pop(key.data), None)
+                        rank = links.pop(key.data)
+                        if rank not in links.values():  # it may have come through several addresses
+                            reports.pop(rank, None)
                         key.data.close()
                 self._judge(list(links), reports)
         for link in links:
@@ -211,6 +237,7 @@ class Watch:
                     reports[links[link]] = message
                 elif hmac.compare_digest(str(message["token"]), self._meeting.token):
                     links[link] = int(message["rank"])
+                    link.socket.sendall(_WELCOME)
                 else:
                     return False
         except (OSError, ValueError, KeyError, TypeError):
@@ -222,7 +249,10 @@ class Watch:
         mine = self._tracker.stuck(self._meeting.after_s)
         states = [mine, *(reports.get(rank, {}).get("at") for rank in range(1, self._tracker.size))]
         stuck = [state for state in states if state is not None]
-        if len(stuck) < self._tracker.size or not deadlocked(stuck):
+        if len(stuck) < self._tracker.size:
+            self._asking = False
+            self._note([rank for rank, state in enumerate(states) if state is None])
+        elif not deadlocked(stuck):
             self._asking = False
         elif not self._asking:
             self._asking = True
@@ -233,6 +263,20 @@ class Watch:
         elif all(report.get("asked") == self._question for report in reports.values()):
             error = out_of_step(stuck)
             _end([error.rule, error.came, error.remedy], 0, links)
+
+    def _note(self, absent: list[int]) -> None:
+        """Tells once a place whom rank 0 waits for: a rank that is stopped cannot say so."""
+        place = self._tracker.stuck(_NOTE_S)
+        if place is not None and (place["kind"], place["number"]) != self._noted:
+            self._noted = (place["kind"], place["number"])
+            print(waiting(place, absent, _NOTE_S), file=sys.stderr, flush=True)
+
+
+def _line(**message: Any) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+_WELCOME = _line(welcome=True)
 
 
 class _Link:
@@ -246,7 +290,7 @@ class _Link:
         self._rest = b""
 
     def send(self, **message: Any) -> None:
-        self.socket.sendall(json.dumps(message).encode() + b"\n")
+        self.socket.sendall(_line(**message))
 
     def receive(self, wait_s: float) -> list[Mapping[str, Any]]:
         """Returns the messages that have come; raises `OSError` or `ValueError` when the other end is gone, or mad."""

@@ -54,25 +54,23 @@ def test_who_does_not_come_is_named_by_all(missing: list[int], capsys: pytest.Ca
         assert error.shared == (0 not in missing), "rank 0 speaks for all where it is there"
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_long_wait_is_told_once(
-    late: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("rank", "there", "speaks"), [(0, [], True), (1, [], True), (1, [0], False)])
+def test_the_lowest_rank_that_is_there_tells_of_a_long_wait(
+    rank: int, there: list[int], speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(arrival, "_FIRST_NOTE_S", 0.2)
-    there, store = [rank for rank in range(3) if rank != late], Memory()
-    with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(arrival.wait_for_all, store, rank, 3, 30.0) for rank in there]
-        said = ""
-        while f"for rank {late} to start" not in said:
-            said += capsys.readouterr().err
-        waiting.append(pool.submit(arrival.wait_for_all, store, late, 3, 30.0))
-    assert [each.exception() for each in waiting] == [None] * 3
-    lines = [line for line in (said + capsys.readouterr().err).splitlines() if "for 0 s" in line]
-    assert len(lines) == 1, "the lowest rank that is there speaks"
+    monkeypatch.setattr(arrival, "_FIRST_NOTE_S", 0.1)
+    store = Memory()
+    for other in there:
+        store.set(arrival._here(other), "")
+    with pytest.raises(LauncherError):
+        arrival.wait_for_all(store, rank, 3, 0.3)
+    missing = [other for other in range(3) if other not in (rank, *there)]
+    said = capsys.readouterr().err
+    assert (f"for ranks {', '.join(map(str, missing))} to start" in said) if speaks else not said, said
 
 
 def test_names_of_many() -> None:
-    assert arrival._names(list(range(1000))).endswith("18, 19 and 980 more")
+    assert arrival.names_of(list(range(1000))).endswith("18, 19 and 980 more")
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf"])

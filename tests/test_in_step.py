@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,15 @@ def test_a_note_costs_little() -> None:
 class Pair:
     """Ranks 0 and 1, watched; `ended` is what each would have printed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, also: Sequence[str] = ()) -> None:
         self.ended: dict[int, list[str]] = {}
         self.over = threading.Event()
         monkeypatch.setattr(in_step_watch, "_end", self._end)
         monkeypatch.setattr(in_step_watch, "_TICK_S", 0.02)
         detected = Detected("mpirun", 0, 2, 0, 2, 0, None)
         listener, self.where = in_step_watch.listen(detected, {in_step_watch.AFTER_VARIABLE: "0.2"})
+        if also:
+            self.where = dataclasses.replace(self.where, addresses=(*also, *self.where.addresses))
         self.ranks = [in_step_watch.start(rank, 2, self.where, listener if rank == 0 else None) for rank in range(2)]
 
     def _end(self, error: list[str], rank: int, links: Any) -> None:
@@ -148,6 +151,29 @@ def test_ranks_that_wait_for_each_other_are_both_told(pair: Pair) -> None:
     lines = pair.ended[0][1].splitlines()
     assert [line[:30] for line in lines] == ["rank 0: in update 1 of model 1", "rank 1: in update 1 of model 2"]
     assert all("test_in_step.py" in line for line in lines)
+
+
+def test_another_program_at_an_address_that_looks_like_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on the other rank's own host, at the port by chance; and one address leads to rank 0 by another way."""
+    pair = Pair(monkeypatch, ["127.0.0.2", "127.0.0.3", "nowhere.invalid", "127.0.0.1"])
+    with socket.create_server(("127.0.0.2", pair.where.port)):  # accepted by the kernel, and silent
+        pair.ranks[0].begin_update("of model 1")
+        pair.ranks[1].begin_update("of model 2")
+        over = pair.over.wait(30)
+    for rank in pair.ranks:
+        rank.close()
+    assert over
+
+
+def test_who_does_not_come_is_told_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(in_step_watch, "_NOTE_S", 0.3)
+    pair.ranks[0].begin_update("of model 1")
+    assert not pair.over.wait(1.0)
+    said = capsys.readouterr().err
+    assert said.count("rank 0 has waited") == 1, said
+    assert "in update 1 of model 1: test_in_step.py" in said and "for rank 1: slow there, or stopped" in said
 
 
 def test_a_rank_outside_of_collectives_is_not_accused(pair: Pair) -> None:
