@@ -155,11 +155,14 @@ def test_ranks_that_wait_for_each_other_are_both_told(pair: Pair) -> None:
 
 def test_another_program_at_an_address_that_looks_like_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is on the other rank's own host, at the port by chance; and one address leads to rank 0 by another way."""
-    pair = Pair(monkeypatch, ["127.0.0.2", "127.0.0.3", "nowhere.invalid", "127.0.0.1"])
-    with socket.create_server(("127.0.0.2", pair.where.port)):  # accepted by the kernel, and silent
+    pair = Pair(monkeypatch, ["127.0.0.2", "127.0.0.3", "127.0.0.4", "nowhere.invalid", "127.0.0.1"])
+    port = pair.where.port
+    with socket.create_server(("127.0.0.2", port)), socket.create_server(("127.0.0.3", port)) as other:
         pair.ranks[0].begin_update("of model 1")
         pair.ranks[1].begin_update("of model 2")
-        over = pair.over.wait(30)
+        with other.accept()[0] as link:  # the first one is accepted by the kernel, and silent
+            link.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+            over = pair.over.wait(30)
     for rank in pair.ranks:
         rank.close()
     assert over
