@@ -358,6 +358,17 @@ def case_refusals(world: hvdtrain.World) -> None:
             pipe.step(x, y, cross_entropy)
 
 
+def case_what_one_ranks_labels_show_is_refused_on_all(world: hvdtrain.World) -> None:
+    data = loader_of(world)
+    _, optimizer = quietly(pipe := cut(plain(), 2), sgd(pipe), data)
+    x, y = next(iter(data))
+    if world.rank == world.size - 1:
+        y = torch.where(torch.arange(len(y)) < 1, -100, y)
+    named = f"rank {world.size - 1}: " if world.size > 1 else ""
+    with refused(f"{named}the weight of a micro-batch", "(y != -100).sum()", kind=ConfigError):
+        optimizer.forward_backward(x, y, cross_entropy)
+
+
 def case_ranks_that_cut_in_different_places_are_told(world: hvdtrain.World) -> None:
     if world.size == 1:
         return
