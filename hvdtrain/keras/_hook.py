@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -21,7 +21,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from hvdtrain.errors import ConfigError, ReplicaError
 from hvdtrain.keras import _random, _reduce, _state, _steps, _units
 from hvdtrain.keras._backend import BACKEND
-from hvdtrain.keras._session import KEY, LiveBatch, Session, is_stock, leaves_of, missing_hook, optimizers_of
+from hvdtrain.keras._session import KEY, LiveBatch, Session, is_stock, leaves_of, missing_hook, optimizers_of, replaced
 
 HOOKS = ("apply", "check_finite", "_clip_gradients")
 
@@ -256,22 +256,15 @@ def _make_train_step(model: keras.Model, inner: Callable[[Any], Any]) -> Callabl
     return train_step
 
 
-@contextmanager
-def _all_averaged(model: keras.Model, session: Session) -> Iterator[None]:
+def _all_averaged(model: keras.Model, session: Session) -> AbstractContextManager[None]:
     """While a prepared model's step runs, no optimizer updates anything without averaging."""
-    original = BaseOptimizer.apply
 
-    @functools.wraps(original)
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        if not session.applying and not is_hooked(self):
-            raise missing_hook(model.name, self)
-        return original(self, grads, trainable_variables)
+    def apply(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not session.applying and not is_hooked(optimizer):
+            raise missing_hook(model.name, optimizer)
+        return original(optimizer, *args, **kwargs)
 
-    BaseOptimizer.apply = apply
-    try:
-        yield
-    finally:
-        BaseOptimizer.apply = original
+    return replaced(BaseOptimizer, "apply", apply)
 
 
 def hook_test_step(model: keras.Model) -> None:

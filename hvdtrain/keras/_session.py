@@ -7,8 +7,10 @@ TensorFlow and torch: nothing of it reaches a config, a checkpoint or a saved mo
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,6 +180,22 @@ def leaves_of(optimizer: Any) -> list[Any]:
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return [leaf for inner in optimizer.optimizers for leaf in leaves_of(inner)]
     return [optimizer]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """While open, calls of ``owner.name`` are calls of ``function``, which is given the original first."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def require_keras(target: Any) -> None:

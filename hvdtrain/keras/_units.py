@@ -15,9 +15,8 @@ Keras reduces every loss in one function, ``reduce_weighted_values``, and nothin
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from keras.src.losses import loss as keras_loss
 
 from hvdtrain.errors import ConfigError, ReplicaError
 from hvdtrain.keras._backend import BACKEND
-from hvdtrain.keras._session import LiveBatch, Session
+from hvdtrain.keras._session import LiveBatch, Session, replaced
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -44,10 +43,9 @@ class Divisor:
     by_samples: bool
 
 
-@contextmanager
 def observed(
     weigh: Callable[[Any, Divisor], Any], data: Any, whole: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """While open, the value of every Keras loss over a batch is what ``weigh(value, divisor)`` returns.
 
     Args:
@@ -55,11 +53,11 @@ def observed(
         data: the batch.
         whole: called for those.
     """
-    original = keras_loss.reduce_weighted_values
 
-    def reduce_weighted_values(
-        values: Any, sample_weight: Any = None, mask: Any = None, reduction: Any = MEANS[0], dtype: Any = None
-    ) -> Any:
+    def reduce(
+        original: Any, values: Any, sample_weight: Any = None, mask: Any = None, reduction: Any = MEANS[0],
+        dtype: Any = None,
+    ) -> Any:  # fmt: skip
         loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
         if len(values.shape) == 0:
             whole()
@@ -68,11 +66,7 @@ def observed(
             return loss
         return weigh(loss, divisor_of(values, sample_weight, mask, reduction, data))
 
-    keras_loss.reduce_weighted_values = reduce_weighted_values
-    try:
-        yield
-    finally:
-        keras_loss.reduce_weighted_values = original
+    return replaced(keras_loss, "reduce_weighted_values", reduce)
 
 
 def divisor_of(values: Any, sample_weight: Any, mask: Any, reduction: str, data: Any) -> Divisor:
@@ -120,25 +114,18 @@ def weighed(session: Session, data: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _means_of_batches(session: Session, live: LiveBatch) -> Iterator[None]:
+def _means_of_batches(session: Session, live: LiveBatch) -> AbstractContextManager[None]:
     """While open, one number for a batch (an output's loss, ``tracker.update_state(loss)``) counts in a ``Mean`` as
     this rank's part of the global batch, and so the batch as a whole once, as in one process.
     """
-    original = keras.metrics.Mean.update_state
 
-    @functools.wraps(original)
-    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+    def update_state(original: Any, self: Any, values: Any, sample_weight: Any = None) -> Any:
         of_batch = sample_weight is None and len(getattr(values, "shape", ())) == 0
         if of_batch and not BACKEND.in_branch() and BACKEND.usable_here(live.samples):
             sample_weight = _part(session, live)
         return original(self, values, sample_weight)
 
-    keras.metrics.Mean.update_state = update_state
-    try:
-        yield
-    finally:
-        keras.metrics.Mean.update_state = original
+    return replaced(keras.metrics.Mean, "update_state", update_state)
 
 
 def _part(session: Session, live: LiveBatch) -> Any:
