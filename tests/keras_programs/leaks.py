@@ -5,6 +5,7 @@ Keras on TensorFlow leaves about 12 MiB a model here by itself: its functions of
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -44,15 +45,21 @@ def fold(prepared: bool) -> list[weakref.ref[Any]]:
     return [weakref.ref(model), weakref.ref(model.optimizer)]
 
 
+def resident_mib() -> float:
+    """What is held; not what the allocator keeps of what was freed."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return psutil.Process().memory_info().rss / 2**20
+
+
 def grown(prepared: bool, models: int) -> tuple[float, list[str]]:
     """MiB that so many models leave, and which are still alive."""
-    before, dead = psutil.Process().memory_info().rss, []
+    before, dead = resident_mib(), []
     for _ in range(models):
         dead += fold(prepared)
         keras.backend.clear_session()  # Keras' own rule
         gc.collect()
     alive = [type(thing()).__name__ for thing in dead if thing() is not None]
-    return (psutil.Process().memory_info().rss - before) / 2**20, alive
+    return resident_mib() - before, alive
 
 
 if __name__ == "__main__":
