@@ -52,6 +52,11 @@ def test_what_a_trace_fixes(found: Found, limit: Limit) -> None:
     refusal(came["config"], "1.config")
     refusal(came["nested"], "1.nested")
     refusal(came["module"], "1.linear was replaced")
+    limit("P2e", "`model.forward = MethodType(...)` before the split", exact=came["replaced_root"])
+    assert came["replaced_part"] <= TOLERANCE and came["class_forward"].startswith("nothing raised")
+    limit("P2f", "the same after the split", refused=refusal(came["forward"], "forward"))
+    refusal(came["inner_forward"], "1.forward")
+    refusal(came["method"], "1.activated")
     assert came["unread"].startswith("nothing raised") and came["leaf_hook"].startswith("nothing raised")
     assert came["list_left"] == 0 and came["detached"].startswith("nothing raised") and came["detached_left"] > 0
     refusal(came["attribute"], "1.last")
@@ -109,6 +114,19 @@ def test_buffers_that_move(found: Found, limit: Limit) -> None:
     limit("P6b", "InstanceNorm's running statistics", exact=came["instance"])
     limit("P6c", "EMA buffers of a user's layer", refused=refusal(came["ema"], "1.ema", 'batch_norm="micro"'))
     assert came["ema_micro"].startswith("nothing raised")
+
+
+def test_attributes_that_count(found: Found, limit: Limit) -> None:
+    came = found["counts"]
+    assert came["alone"] == [0, 0] and came["last"].startswith("nothing raised")
+    said = refusal(came["number"], "1.number", "3 micro-batches", "micro_batches=1")
+    limit("P6d", "a layer that counts its calls in a Python attribute", refused=said)
+    refusal(came["mean"], "1.mean")
+    assert came["micro"].startswith("nothing raised")
+    refusal(came["again"], "1.number", 'remat="never"')
+    refusal(came["by_hand"], "number")
+    assert came["list"].startswith("nothing raised") and len(came["warned"]) == 1 and "1.seen" in came["warned"][0]
+    limit("P6e", "a layer that appends to a list of its own", mended="a warning says that micro-batches do")
 
 
 def test_interrupted_starts(found: Found, limit: Limit) -> None:

@@ -201,3 +201,21 @@ class Pooled:
     def of(self, modules: Iterable[nn.Module]) -> list[Layer]:
         """The layers among these modules: a stage tells them which micro-batch comes."""
         return [layer for layer in map(self._by_module.get, map(id, modules)) if layer is not None]
+
+
+@contextmanager
+def without_batch_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Batch-norm without running statistics uses the batch's in evaluation as well: here it has some."""
+    bare = [
+        module
+        for module in modules
+        if isinstance(module, _BatchNorm) and module.running_mean is None and module.running_var is None
+    ]
+    try:
+        for module in bare:
+            like = next(iter(module.parameters()), torch.zeros(module.num_features))
+            module._buffers.update(running_mean=torch.zeros_like(like), running_var=torch.ones_like(like))
+        yield
+    finally:
+        for module in bare:
+            module._buffers.update(running_mean=None, running_var=None)

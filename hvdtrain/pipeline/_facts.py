@@ -30,6 +30,7 @@ class Facts:
         may_cross: nodes whose value another stage can be given: tensors, numbers, None, nested tuples of them.
         tensors: node -> how many tensors its value holds.
         changed: ids of buffers that a pass in training mode changes.
+        counts: attributes that each pass in training mode changes again.
     """
 
     example: tuple[Any, ...]
@@ -38,6 +39,7 @@ class Facts:
     may_cross: set[fx.Node] = field(default_factory=set)
     tensors: dict[fx.Node, int] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)
+    counts: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
 class Different(Exception):

@@ -14,6 +14,11 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.pipeline._trace import HOOKS, Program
 
 _PLAIN = (int, float, bool, complex, str, bytes, type(None))
+# counted as they are, whatever they hold
+_OBJECTS = (
+    Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
+_NONE = object()  # a module has none of its own: what its class has counts
 
 
 class Fixed:
@@ -29,9 +34,8 @@ class Fixed:
         self._values = [
             (path, name, module.__dict__, value, _picture(value))
             for path, module in followed
-            for name in _names_read(type(module))
-            if name in module.__dict__ and name != "training"
-            for value in [module.__dict__[name]]
+            for name in _names_read(module)
+            for value in [module.__dict__.get(name, _NONE)]
         ]
 
     def check(self, *, training: bool) -> None:
@@ -44,11 +48,11 @@ class Fixed:
             if training and any(hooks):
                 _refuse(path or "the model itself", "got a hook, which would not be called", "hooks on its parts")
         for path, name, held, was, picture in self._values:
-            now = held.get(name)
+            now = held.get(name, _NONE)
             if now is was and picture is None:
                 continue
             if type(now) is not type(was) or _picture(now) != picture or (picture is None and now is not was):
-                _refuse(_joined(path, name), f"is {_short(now)}; the trace has the value it had then", "a buffer")
+                _refuse(_joined(path, name), f"is {_short(now)}; the trace has what it was then", "a buffer")
 
 
 def _joined(path: str, name: str) -> str:
@@ -56,7 +60,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = "not its own any more" if value is _NONE else " ".join(repr(value).split())
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
@@ -76,7 +80,7 @@ def _picture(value: Any) -> Any:
         return [_inner(item) for item in value]
     if isinstance(value, dict):
         return {str(key): _inner(item) for key, item in value.items()}
-    if isinstance(value, (Tensor, nn.Module, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
+    if isinstance(value, _OBJECTS):
         return None
     held = getattr(value, "__dict__", None)  # a configuration object
     return None if held is None else {name: copy.copy(v) for name, v in held.items() if isinstance(v, _PLAIN)}
@@ -91,17 +95,18 @@ def _inner(value: Any, depth: int = 4) -> Any:
     return id(value)
 
 
-def _names_read(kind: type) -> set[str]:
-    """Names that a class's forward mentions, and what it calls of its own."""
-    found: set[str] = set()
+def _names_read(module: nn.Module) -> set[str]:
+    """Names that a module's forward mentions, and what it calls of its own; and "forward"."""
+    kind, own = type(module), set(dir(type(module))) - set(dir(nn.Module))
+    found = {"forward"}
     waiting = ["forward"]
     while waiting:
-        function = inspect.getattr_static(kind, waiting.pop(), None)
-        for code in _codes(function):
+        name = waiting.pop()
+        for code in _codes(module.__dict__.get(name) or inspect.getattr_static(kind, name, None)):
             new = set(code.co_names) - found
             found |= new
-            waiting += [name for name in new if name in dir(kind) and not hasattr(nn.Module, name)]
-    return found
+            waiting += [name for name in new if name in own or callable(module.__dict__.get(name))]
+    return {name for name in found if name in module.__dict__ or name in own} | {"forward"} - {"training"}
 
 
 def _codes(function: Any) -> Iterator[types.CodeType]:

@@ -17,15 +17,15 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.pipeline._batchnorm import without_batch_statistics
 from hvdtrain.pipeline._cutting import batch_size, cut, map_tensors, tensors_of
 from hvdtrain.pipeline._random import Generators, differ
 from hvdtrain.pipeline._state import all_training, left_alone
@@ -81,11 +81,12 @@ class Proof:
             map(_agree, tensors_of((whole,)), zip(*(tensors_of((part,)) for part in parts), strict=True))
         )
         if not agree:
+            counts = "".join(f"; each pass changes {name}" for name, _ in self._pipe.counts)
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(arguments) if t.dim() and len(t) == batch)
             raise ConfigError(
                 "inputs of a batch are cut along dimension 0, and an output belongs to one sample",
                 f"other outputs from two halves of a batch of {batch} than from the whole; cut were inputs of shape"
-                f" {shapes}{'' if isinstance(parts, list) else f'; {parts.came.splitlines()[0]}'}",
+                f" {shapes}{'' if isinstance(parts, list) else f'; {parts.came.splitlines()[0]}'}{counts}",
                 "an input that is as long as the batch by chance (a mask): split(..., chunk=[0, None]), 0 or None for\n"
                 "each argument; inputs [sequence, batch, ...]: a model that takes [batch, sequence, ...]; samples\n"
                 "that look at each other: micro_batches=1",
@@ -132,7 +133,8 @@ class Proof:
         """Of a batch as one piece, and of its parts (or why there are none); and whether random numbers were drawn."""
         pipe = self._pipe
         generators = Generators(pipe.devices[-1])
-        with left_alone(pipe.module, *pipe.devices), all_training(pipe.module, False), _no_batch_statistics(pipe):
+        bare = without_batch_statistics(module for stage in pipe.stages for module in stage.modules())
+        with left_alone(pipe.module, *pipe.devices), all_training(pipe.module, False), bare:
             before = generators.everything()
             (whole,) = pipe._outputs(cut(arguments, (sum(sizes),)))
             drew = differ(before, generators.everything())
@@ -140,25 +142,6 @@ class Proof:
                 return whole, pipe._outputs(cut(arguments, sizes)), drew
             except StageError as error:
                 return whole, error, drew
-
-
-@contextmanager
-def _no_batch_statistics(pipe: Pipeline) -> Iterator[None]:
-    """Batch-norm without running statistics uses the batch's in evaluation as well: here it has some."""
-    bare = [
-        module
-        for stage in pipe.stages
-        for module in stage.modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is None and module.running_var is None
-    ]
-    try:
-        for module in bare:
-            like = next(iter(module.parameters()), torch.zeros(module.num_features))
-            module._buffers.update(running_mean=torch.zeros_like(like), running_var=torch.ones_like(like))
-        yield
-    finally:
-        for module in bare:
-            module._buffers.update(running_mean=None, running_var=None)
 
 
 def layout(values: Any, batch: int | None = None) -> Hashable:

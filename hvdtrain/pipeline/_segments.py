@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
@@ -20,7 +22,7 @@ from hvdtrain.pipeline._cutting import map_tensors
 from hvdtrain.pipeline._facts import Different, Facts, attribute, device_of, look, module_of, to_device
 from hvdtrain.pipeline._modes import innermost
 from hvdtrain.pipeline._random import draws_by_name, may_draw
-from hvdtrain.pipeline._state import Attributes, all_training, attributes_of, holds, left_alone
+from hvdtrain.pipeline._state import all_training, attributes_of, changes, copied, left_alone
 from hvdtrain.pipeline._trace import Program, trace
 
 _DULL = {"getitem", "getattr", "_check_fixed", "size", "OrderedDict"}  # names that do not tell where a segment is
@@ -254,6 +256,12 @@ def _checked(program: Program, arguments: tuple[Any, ...], *, everywhere: bool =
     if everywhere:
         _refuse_objects(chain)
     _check(chain)
+    if own := [name for owner, name in facts.counts if owner is program.model]:  # else the trace has refused it
+        raise ConfigError(
+            "parts given by hand are called without the forward of the model around them",
+            f"which changes {', '.join(own)} of its own in each pass",
+            "count outside of the model, or in one of its parts",
+        )
     return [Segment(chain, index) for index in range(len(chain.cuts) - 1)]
 
 
@@ -343,7 +351,10 @@ def _check(chain: Chain) -> None:
             with left_alone(model, device), torch.set_grad_enabled(training):
                 before = attributes_of(model)
                 wanted = map_tensors(torch.detach, model(*to_device(few, device)))
-                _refuse_graphs(model, before)
+                changed = [(module, name, copied(value)) for module, name, value in changes(before)]
+                _refuse_graphs(model, changed)
+            if training:
+                chain.facts.counts = _counting(model, changed, lambda: model(*to_device(few, device)))
             with left_alone(model, device):
                 came = whole(*to_device(few, device))[0]
         if not same(wanted, came):
@@ -351,22 +362,41 @@ def _check(chain: Chain) -> None:
             raise Different(f"other results in {mode} mode, for the example's first samples")
 
 
-def _refuse_graphs(model: nn.Module, before: Attributes) -> None:
+def _refuse_graphs(model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any]]) -> None:
     """Refuses what a forward leaves on its module to be differentiated: the next micro-batch would put its own there,
     and the graph belongs to another stage than the loss that reads it."""
-    for path, module in model.named_modules():
+    paths = {module: path for path, module in model.named_modules()}
+    for module, name, value in changed:
         computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}  # weight_norm's weight
-        was, contents = before.get(module, ({}, {}))
-        for name, value in module.__dict__.items():
-            if name in computed or (value is was.get(name) and (name not in contents or holds(value, contents[name]))):
-                continue
-            if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in pytree.tree_leaves(value)):
-                where = f"{path}.{name}" if path else name
-                raise ConfigError(
-                    "what is differentiated goes through a model's outputs, not over attributes of its modules",
-                    f"forward leaves a tensor with a graph in {where}: the loss would read that of another micro-batch",
-                    f"return it with the outputs; or, only to look at it, keep {name}.detach()",
-                )
+        if name in computed:
+            continue
+        if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in pytree.tree_leaves(value)):
+            raise ConfigError(
+                "what is differentiated goes through a model's outputs, not over attributes of its modules",
+                f"forward leaves a tensor with a graph in {f'{paths[module]}.{name}'.lstrip('.')}: the loss would read"
+                " that of another micro-batch",
+                f"return it with the outputs; or, only to look at it, keep {name}.detach()",
+            )
+
+
+def _counting(
+    model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any]], call: Callable[[], Any]
+) -> list[tuple[nn.Module, str]]:
+    """Attributes that a second pass, with the same draws and buffers, changes again: counts, means over passes; of
+    containers, which grow, a warning tells."""
+    if not changed:
+        return []
+    with left_alone(model, device_of(model)), torch.no_grad():
+        for module, name, value in changed:
+            module.__dict__[name] = copied(value)
+        with all_training(model, True):
+            call()
+        found = [(module, name) for module, name, value in changed if not same(module.__dict__.get(name), value)]
+    counts = [(module, name) for module, name in found if copied(kept := module.__dict__.get(name)) is kept]
+    paths = {module: path for path, module in model.named_modules()}
+    if names := ", ".join(f"{paths[module]}.{name}" for module, name in found if (module, name) not in counts):
+        warnings.warn(f"in a pipeline each micro-batch adds to what forward passes collect: {names}", stacklevel=5)
+    return counts
 
 
 def same(a: Any, b: Any) -> bool:
@@ -377,7 +407,7 @@ def same(a: Any, b: Any) -> bool:
 
 def _same_leaf(x: Any, y: Any) -> bool:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return bool(x == y)
+        return x is y or bool(np.all(x == y))
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     return bool(x.allclose(y, rtol=1e-3, atol=1e-5, equal_nan=True)) if x.is_floating_point() else bool(x.equal(y))

@@ -47,6 +47,20 @@ def attributes_of(model: nn.Module) -> Attributes:
     }
 
 
+def changes(before: Attributes) -> Iterator[tuple[nn.Module, str, Any]]:
+    """What was set on modules since, or put into their containers: module, name, and the value now."""
+    for module, (was, contents) in before.items():
+        for name, value in module.__dict__.items():
+            filled = name in contents and not holds(value, contents[name])
+            if name != "training" and (value is not was.get(name) or filled):
+                yield module, name, value
+
+
+def copied(value: Any) -> Any:
+    """A container of its own, with the same objects."""
+    return copy.copy(value) if type(value) in _CONTAINERS else value
+
+
 def restored(before: Attributes) -> tuple[nn.Module, str] | None:
     """Undoes what was set on modules since; returns the last of them, and the attribute."""
     found = None

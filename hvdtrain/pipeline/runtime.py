@@ -45,6 +45,7 @@ class Pipeline(nn.Module):
         batch_norm: "batch": running statistics follow whole batches; "micro": micro-batches.
         profile: what the cut was measured by; None if it was given.
         chunk: which arguments have samples; see `split`.
+        counts: attributes of modules that each pass in training changes again, and whose they are.
         proofs: False leaves out what a loss's first steps are checked for: that its mean is that of micro-batches.
         overlap: False lets one stage work at a time (to compare with).
         timeline: with `record`, what the last call did: (stage, kind, micro-batch, start, end), in seconds.
@@ -82,6 +83,8 @@ class Pipeline(nn.Module):
         self._finishing = [False] * len(self.stages)
         self._drawing: dict[Hashable, _random.Seen] = {}  # by segment
         self._moving = _moving(model, self.stages)
+        paths = {module: path for path, module in model.named_modules()}
+        self.counts = [(f"{paths[owner]}.{name}", owner) for owner, name in segments[0].chain.facts.counts]
         self._busy = threading.Lock()
         self._proof = Proof(self)
         self._fixed = Fixed(segments[0].chain.program)
@@ -235,13 +238,20 @@ class Pipeline(nn.Module):
             self._busy.release()
 
     def _check_moving(self, micro_batches: int) -> None:
-        """Refuses buffers that would move once a micro-batch, and nobody has said that they may."""
-        moving = [name for name, owner in self._moving if owner.training]
+        """Refuses what would move once a micro-batch, or again in a repeated pass, and nobody has said that it may."""
+        counts = [name for name, owner in self.counts if owner.training]
+        if counts and self.remat != "never":
+            raise ConfigError(
+                "a pass that is repeated changes nothing but buffers a second time",
+                f"{_first(counts)} under remat={self.remat!r}: attributes that each pass changes",
+                'remat="never"; or keep them in buffers',
+            )
+        moving = counts + [name for name, owner in self._moving if owner.training]
         if moving and micro_batches > 1 and self.batch_norm == "batch":
             raise ConfigError(
-                "buffers that change in each forward pass move once a batch: for batch-norm, instance norm and spectral"
-                " norm that is seen to",
-                f"{', '.join(moving[:5])}{', ...' * (len(moving) > 5)} in {micro_batches} micro-batches",
+                "what each forward pass changes moves once a batch: for batch-norm, instance norm and spectral norm"
+                " that is seen to",
+                f"{_first(moving)} in {micro_batches} micro-batches",
                 'micro_batches=1; or batch_norm="micro" of split(): all such values move once a micro-batch',
             )
 
@@ -356,6 +366,10 @@ def _moving(model: nn.Module, stages: Sequence[Stage]) -> list[tuple[str, nn.Mod
         for name, buffer in owner._buffers.items()
         if id(buffer) in changing and not moves_once_a_batch(owner)
     ]
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}"
 
 
 def _check_micro_batches(value: Any) -> None:

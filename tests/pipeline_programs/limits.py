@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -189,7 +189,10 @@ class Block(nn.Module):
         self.nested = {"scales": [1.0]}
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x) / self.tau) * self.config.power * self.nested["scales"][0]
+        return self.activated(self.linear(x) / self.tau) * self.config.power * self.nested["scales"][0]
+
+    def activated(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
 
 
 class Gathers(Block):
@@ -239,6 +242,26 @@ class CheckpointedRoot(nn.Module):
         return checkpoint(self.b, checkpoint(self.a, x, use_reentrant=False), use_reentrant=False)
 
 
+def doubled(module: nn.Module, x: Tensor) -> Tensor:
+    """As another library puts in the place of a model's forward."""
+    return 2 * type(module).forward(module, x)
+
+
+def with_own_forward(place: str) -> nn.Module:
+    """The replaced forward refers to its own module, so a copy needs its own, too."""
+
+    class Model(nn.Sequential):
+        def __deepcopy__(self, memo: Any) -> Any:
+            copied = with_own_forward(place)
+            copied.load_state_dict(self.state_dict())
+            return copied
+
+    model = Model(Block(), Block(), Block())
+    changed = model if place == "root" else model[1]
+    changed.forward = MethodType(doubled, changed)
+    return model
+
+
 def trace() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
@@ -255,6 +278,12 @@ def trace() -> dict[str, Any]:
     found["module"] = changed(lambda model: setattr(model[1], "linear", nn.Linear(WIDTH, WIDTH)))
     found["hook"] = changed(lambda model: model[1].register_forward_hook(lambda *_: None))
     found["unread"] = changed(lambda model: setattr(model[1], "note", "mine"))
+    found["forward"] = changed(lambda model: setattr(model, "forward", MethodType(doubled, model)))
+    found["inner_forward"] = changed(lambda model: setattr(model[1], "forward", MethodType(doubled, model[1])))
+    found["method"] = changed(lambda model: setattr(model[1], "activated", lambda x: 3 * x))
+    found["class_forward"] = changed(lambda model: setattr(type(model[2]), "forward", type(model[2]).forward))
+    for place in ("root", "part"):
+        found[f"replaced_{place}"] = compared(lambda place=place: with_own_forward(place))
     found["leaf_hook"] = changed(lambda model: model[1].linear.register_forward_hook(lambda *_: None))
     for keep in ("list", "attribute", "detached"):
         model = nn.Sequential(Block(), Gathers(keep), Block())
@@ -442,6 +471,67 @@ class Moving(nn.Module):
         if self.training:
             self.ema.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return x - self.ema
+
+
+class Counts(Block):
+    """Attributes that a pass changes: how often it ran, what it last saw, a mean over passes, all that it has seen."""
+
+    def __init__(self, *kept: str) -> None:
+        super().__init__()
+        self.kept, self.number, self.mean, self.seen = kept, 0, torch.zeros(WIDTH), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if "number" in self.kept and self.training:
+            self.number += 1
+            x = x / self.number  # so that it matters
+        if "mean" in self.kept:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if "last" in self.kept:
+            self.last = x.detach()
+        if "list" in self.kept:
+            self.seen.append(float(x.detach().sum()))
+        return x
+
+
+class CountsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.number = Block(), Block(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        return self.b(self.a(x))
+
+
+def counts() -> dict[str, Any]:
+    """Counts that a pass changes are the batch's, or refused."""
+
+    def alone(**options: Any) -> list[float]:
+        torch.manual_seed(3)
+        model = nn.Sequential(Block(), Counts("number", "last"), Block())
+        wanted, gradients = plain(model, steps=2)
+        pipe = split(model, **options)
+        for _ in range(2):
+            pipe.step(X, Y, MSE)
+        return [off(pipe, wanted, gradients), wanted[1].number - model[1].number]
+
+    def told(*kept: str, **options: Any) -> str:
+        return said(lambda: float(split(nn.Sequential(Block(), Counts(*kept), Block()), **options).step(X, Y, MSE)))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        several = told("list")
+    itself = CountsItself()
+    return {
+        "alone": alone(micro_batches=1),
+        **{kept: told(kept) for kept in ("number", "mean", "last")},
+        "list": several,
+        "warned": [str(one.message) for one in caught],
+        "micro": told("number", batch_norm="micro"),
+        "again": told("number", micro_batches=1, remat="all"),
+        "by_hand": said(lambda: split(itself, modules=[itself.a, itself.b], balance=[1, 1])),
+    }
 
 
 def buffers() -> dict[str, Any]:
@@ -643,7 +733,7 @@ def memory() -> dict[str, Any]:
     }  # fmt: skip
 
 
-CHECKS = (draws, repeats, trace, chunks, context, tied, buffers, starts, lifecycle, libraries, memory)
+CHECKS = (draws, repeats, trace, chunks, context, tied, buffers, counts, starts, lifecycle, libraries, memory)
 
 if __name__ == "__main__":
     for check in CHECKS:
