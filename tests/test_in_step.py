@@ -242,7 +242,8 @@ def check_ended(done: Result, folder: Path, strays: str) -> str:
     """The job has ended with one error on every rank, in time; returns rank 0's lines."""
     assert done.returncode != 0, done.text
     assert RULE in done.ranks_error[0] and RULE in done.ranks_error[1], done.text
-    lines = [line.strip() for line in done.ranks_error[0].splitlines()]
+    # PyTorch begins the lines of a traceback with the rank
+    lines = [re.sub(r"^\[rank\d+\]:", "", line).strip() for line in done.ranks_error[0].splitlines()]
     came = next(i for i, line in enumerate(lines) if line.startswith("came: rank 0: "))
     assert "# here" in lines[came] or "at the end of" in lines[came], done.text
     assert lines[came + 1].startswith("rank 1: ") and strays in lines[came + 1], done.text
