@@ -148,7 +148,8 @@ def batches(
         tail: what happens to samples that do not fill a global step: ``weighted`` (dealt out, weighed
             exactly) or ``drop``.
         epoch: the epoch to begin with (a resumed run's).
-        consumed: samples of that epoch that are done; then fit that one epoch.
+        consumed: samples of that epoch that are done; then fit that one epoch, and the others after it (with
+            ``use_ema`` the next ``fit`` goes on with the weights themselves, as one fit would).
         sample_weight: array of all samples' weights (or a structure of arrays, one an output), as ``fit`` takes it.
         class_weight: class to weight, as ``fit`` takes it: for one output, whose ``y`` are class numbers or one-hot.
 

@@ -468,6 +468,19 @@ def an_average_and_two_fits() -> str:
 
 
 @case
+def callbacks_in_a_list_of_keras() -> str:
+    """Keras takes a ``CallbackList`` as it is."""
+    model, plain = hvk.prepare(net()), net()
+    data = deal(X[:24], Y[:24])
+    listed = K.CallbackList(hvk.callbacks(model), add_history=True, model=model, epochs=1, steps=2)
+    here = model.fit(data, verbose=0, callbacks=listed)
+    there = plain.fit(X[:24], Y[:24], batch_size=BATCH, shuffle=False, verbose=0)
+    gap = same_history(here, there)
+    assert gap < EXACT, gap
+    return f"{gap:.1e}"
+
+
+@case
 def proves_the_loss_quickly() -> str:
     """No note and no refusal for clean programs, in under two seconds; nothing moves."""
     from hvdtrain.keras import _decompose
