@@ -190,8 +190,8 @@ class Watch:
             deadline = time.monotonic() + _CONNECT_S
             while selector.get_map() and time.monotonic() < deadline:
                 for key, event in selector.select(_TICK_S):
+                    assert isinstance(key.fileobj, socket.socket)
                     tried = key.fileobj
-                    assert isinstance(tried, socket.socket)
                     try:
                         if event & selectors.EVENT_WRITE:
                             tried.sendall(words)

@@ -207,7 +207,7 @@ def _settings(function: Any, depth: int = 3) -> Hashable:
     if isinstance(inner, nn.Module):
         plain = {name: value for name, value in vars(inner).items() if isinstance(value, (str, bool, type(None)))}
         return key, repr(sorted(plain.items())), tuple(n for n, b in inner._buffers.items() if b is not None)
-    held = []
+    held: list[Hashable] = []
     for cell in getattr(inner, "__closure__", None) or () if depth else ():
         try:
             value = cell.cell_contents

@@ -195,7 +195,8 @@ def _draws(step: Any, batch: Any) -> bool:
     for seed in (1, 2):
         _seed(seed)
         losses.append(torch.as_tensor(step(batch)).detach().double())
-    return not bool(torch.isclose(*losses, rtol=1e-6, atol=0.0, equal_nan=True).all())
+    first, second = losses
+    return not bool(torch.isclose(first, second, rtol=1e-6, atol=0.0, equal_nan=True).all())
 
 
 def _seed(seed: int) -> None:

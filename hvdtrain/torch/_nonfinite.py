@@ -152,7 +152,7 @@ def check_weights(module: nn.Module, world: World) -> None:
     Raises:
         NonFiniteError: on every rank.
     """
-    watched = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    watched: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
     watched |= {
         name: buffer for name, buffer in module.named_buffers() if is_statistic(name) and buffer.is_floating_point()
     }

@@ -440,9 +440,9 @@ def _plain(value: Any, where: str) -> Any:
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, (torch.dtype, torch.device, complex)):
         return value
-    for kind in _SCALARS:
-        if isinstance(value, kind):  # an enumeration that is a number, say
-            return kind(value)
+    for scalar in _SCALARS:
+        if isinstance(value, scalar):  # an enumeration that is a number, say
+            return scalar(value)
     raise ConfigError(
         "a checkpoint holds numbers, text and tensors, so that loading it runs no code",
         f"{where} is a {type(value).__name__}",

@@ -51,7 +51,7 @@ class Tally:
     def count(self, mean: Number, weight: Number, coefficient: Number) -> None:
         """Adds a batch's mean loss; of weight 0 it may be NaN."""
         if isinstance(weight, Tensor):
-            part = mean * coefficient
+            part = torch.as_tensor(mean * coefficient)
             self.loss = self.loss + torch.where(weight != 0, part, torch.zeros_like(part))
         elif weight:
             self.loss = self.loss + mean * coefficient
@@ -166,7 +166,7 @@ def weight_of(weight: Weight, device: torch.device) -> Number:
         ConfigError: no single number >= 0 (on a GPU: not looked at).
     """
     if isinstance(weight, Tensor) and weight.numel() == 1 and weight.device.type != "cpu":
-        return double(weight.detach().reshape(())).to(device)
+        return weight.detach().double().reshape(()).to(device)
     single = weight.numel() == 1 if isinstance(weight, Tensor) else not isinstance(weight, (str, bytes))
     try:
         number = float(weight) if single else math.nan  # type: ignore[arg-type]
