@@ -299,6 +299,8 @@ def full_disk(c: Cluster) -> Iterator[None]:
 
 @broken({"full-disk": ["host3"]}, "du -xhd1 /tmp")
 def full_temporary_folder(c: Cluster) -> Iterator[None]:
+    if REPOSITORY.is_relative_to("/tmp"):
+        pytest.skip("this checkout lies in /tmp, which is filled up here")
     with c.tmpfs("host3", Path("/tmp"), size_bytes=1 << 20):
         yield
 

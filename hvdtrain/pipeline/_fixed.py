@@ -106,7 +106,8 @@ def _names_read(module: nn.Module) -> set[str]:
             new = set(code.co_names) - found
             found |= new
             waiting += [name for name in new if name in own or callable(module.__dict__.get(name))]
-    return {name for name in found if name in module.__dict__ or name in own} | {"forward"} - {"training"}
+    # "training" may change: there is a graph for each
+    return {name for name in found if name in module.__dict__ or name in own or name == "forward"} - {"training"}
 
 
 def _codes(function: Any) -> Iterator[types.CodeType]:
