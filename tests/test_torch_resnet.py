@@ -161,11 +161,11 @@ def test_devices_of_the_stages() -> None:
 @pytest.mark.slow
 def test_two_ranks_reach_the_accuracy(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    result = run_program("horovodrun", 2, "--model", "resnet18", "--data", "digits", "--run-dir", run_dir)
-    ended = check_run(result, run_dir, 2)
-    assert ended["top1"] >= 0.98 and ended["top5"] >= 0.99
+    flags = ["--model", "resnet18", "--data", "digits", "--epochs", 4, "--run-dir", run_dir]
+    ended = check_run(run_program("horovodrun", 2, *flags), run_dir, 2)
+    assert ended["top1"] >= 0.95 and ended["top5"] >= 0.99  # 0.99 after all 8 epochs: README
     epochs = [event for event in read_events(run_dir) if event["kind"] == "epoch"]
-    assert [event["epoch"] for event in epochs] == list(range(8))
+    assert [event["epoch"] for event in epochs] == list(range(4))
     check_phases(run_dir)
 
 
