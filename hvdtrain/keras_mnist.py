@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain import startup
+from hvdtrain.core import flags, startup
+from hvdtrain.core.world import Detected, World
 from hvdtrain.datasets import load_mnist
-from hvdtrain.world import Detected, World
+from hvdtrain.runs import folder
 
 PROGRAM = "hvdtrain.keras_mnist"
 
@@ -87,7 +88,7 @@ def train(args: argparse.Namespace, world: World) -> None:
     plan = Settings.of(args, world.size, images.name, samples=len(x_train))
     data = images.fingerprint()
     run_dir, args.resume = world.on_main(
-        startup.choose_run, args.run_dir, "keras_mnist", resume=args.resume, data_sha256=data
+        folder.choose_run, args.run_dir, "keras_mnist", resume=args.resume, data_sha256=data
     )
     config = {**vars(args), **vars(plan), "data": images.note, "data_sha256": data}
     with hvdtrain.RunLog(run_dir, world, config=config, resume=args.resume) as run:
@@ -193,8 +194,8 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = startup.Parser(PROGRAM, description=(__doc__ or "").split("\n", 1)[0], epilog=EXAMPLES)
-    count = startup.whole(1)
+    p = flags.Parser(PROGRAM, description=(__doc__ or "").split("\n", 1)[0], epilog=EXAMPLES)
+    count = flags.whole(1)
     # fmt: off
     add = p.add_argument_group("training").add_argument
     add("--epochs", type=count, metavar="N", help="of all ranks together (default: 12)")
@@ -202,10 +203,10 @@ def parser() -> argparse.ArgumentParser:
         help="each rank does its part of --epochs, rounded up: more ranks, less time (default); with --no-..."
              " each does all of them: more ranks, more training")
     add("--per-rank-batch", type=count, metavar="N", help="pictures (default: MNIST 128, digits 16)")
-    add("--lr", type=startup.positive, metavar="RATE", help="Adadelta's, on one rank (default: 1.0)")
+    add("--lr", type=flags.positive, metavar="RATE", help="Adadelta's, on one rank (default: 1.0)")
     add("--lr-scale", choices=["sqrt", "linear", "none"], default=LR_SCALE,
         help="how the rate grows with the effective batch (default: %(default)s)")
-    add("--seed", type=startup.whole(0), default=0, metavar="N", help="of all random numbers (default: 0)")
+    add("--seed", type=flags.whole(0), default=0, metavar="N", help="of all random numbers (default: 0)")
     add = p.add_argument_group("data and files").add_argument
     add("--data", default="auto", metavar="auto|digits|mnist|PATH",
         help="auto: MNIST if Keras has it in its cache, else the digits; digits: 1,797 real ones, built in;"
@@ -216,7 +217,7 @@ def parser() -> argparse.ArgumentParser:
     add("--backend", choices=["tensorflow", "torch"], help="Keras' (default: KERAS_BACKEND, else tensorflow)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: GPUs if there are any)")
     add("--compression", choices=["none", "fp16"], default="none", help="of gradients sent (default: none)")
-    add("--watch-every", type=startup.whole(0), default=100, metavar="N",
+    add("--watch-every", type=flags.whole(0), default=100, metavar="N",
         help="steps between checks that the replicas are equal, 0: never (default: %(default)s)")
     # fmt: on
     return p
@@ -227,7 +228,7 @@ def check_early(args: argparse.Namespace, detected: Detected) -> None:
     if detected.local_rank == 0:
         load_mnist(args.data)
     if detected.rank == 0 and args.run_dir is not None:
-        startup.check_run_dir(args.run_dir, resume=args.resume)
+        folder.check_run_dir(args.run_dir, resume=args.resume)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,11 +17,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain import startup, stats
-from hvdtrain.errors import ConfigError, install_command
-from hvdtrain.launchers import Detected
-from hvdtrain.pipeline.plan import REMATS, SCHEDULES
-from hvdtrain.pipeline_trials import Job, Settings, compare, sweep, tune
+from hvdtrain.core import flags, startup, stats
+from hvdtrain.core.errors import ConfigError, install_command
+from hvdtrain.core.launchers import Detected
+from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
+from hvdtrain.runs import folder
+from hvdtrain.vision.trials import Job, Settings, compare, sweep, tune
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +38,8 @@ ON_CPU = Settings(32, 128, 1000, 1, 10, "mse", 180.0, micro_batches=None)  # a f
 def explore(args: argparse.Namespace) -> None:
     """Cuts the model, then does what the flags ask for."""
     devices = devices_of(args.devices)
-    out = startup.choose_run_dir(args.out, "pipeline_resnet", resume=False, data_sha256="")
-    startup.check_run_dir(out, resume=False)
+    out = folder.choose_run_dir(args.out, "pipeline_resnet", resume=False, data_sha256="")
+    folder.check_run_dir(out, resume=False)
     described = hardware(devices)
     print("\n".join(described), flush=True)
     if os.getloadavg()[0] > BUSY * len(os.sched_getaffinity(0)):
@@ -64,11 +65,11 @@ def prepare(args: argparse.Namespace, settings: Settings, devices: Sequence[str]
     import torch
 
     import hvdtrain.pipeline
-    from hvdtrain import image_models
+    from hvdtrain.vision import classifiers
 
     torch.manual_seed(0)
     its = settings
-    model = image_models.build(args.model, its.classes, image_size=its.image_size).train()
+    model = classifiers.build(args.model, its.classes, image_size=its.image_size).train()
     batches = [
         (torch.randn(its.batch, 3, its.image_size, its.image_size), torch.randint(its.classes, (its.batch,)))
         for _ in range(its.batches)
@@ -145,8 +146,8 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = startup.Parser(PROGRAM, description=(__doc__ or "").split("\n", 1)[0], epilog=EXAMPLES)
-    count = startup.whole(1)
+    p = flags.Parser(PROGRAM, description=(__doc__ or "").split("\n", 1)[0], epilog=EXAMPLES)
+    count = flags.whole(1)
     # fmt: off
     add = p.add_argument_group("what to do (default: --compare)").add_argument
     add("--compare", action="store_true", help="one device, the naive split and the pipeline, as bars")
@@ -170,14 +171,14 @@ def parser() -> argparse.ArgumentParser:
     add("--preset", choices=["tutorial"], help="PyTorch's tutorial: batch 120 of 128x128, 1000 classes, 3 batches, 10"
         " repeats, MSE, split size 20")
     add("--batch", type=count, metavar="N", help=f"pictures (default: {ON_CPU.batch}, on GPUs {ON_GPU.batch})")
-    add("--image-size", type=startup.whole(8), metavar="N",
+    add("--image-size", type=flags.whole(8), metavar="N",
         help=f"pixels on a side (default: {ON_CPU.image_size}, on GPUs {ON_GPU.image_size})")
-    add("--classes", type=startup.whole(2), metavar="N", help=f"(default: {ON_CPU.classes})")
+    add("--classes", type=flags.whole(2), metavar="N", help=f"(default: {ON_CPU.classes})")
     add("--loss", choices=["mse", "cross-entropy"], help=f"(default: {ON_CPU.loss}, on one-hot targets)")
     add("--batches", type=count, metavar="N",
         help=f"trained in a repeat (default: {ON_CPU.batches}, on GPUs {ON_GPU.batches})")
     add("--repeats", type=count, metavar="N", help=f"of each way, in turns (default: {ON_CPU.repeats})")
-    add("--budget-s", type=startup.positive, metavar="S", help="about how long --compare and --sweep may take each:"
+    add("--budget-s", type=flags.positive, metavar="S", help="about how long --compare and --sweep may take each:"
         f" fewer repeats, but 3 (default: {ON_CPU.budget_s:.0f}, on GPUs {ON_GPU.budget_s:.0f}; tutorial: no limit)")
     add("--out", type=Path, metavar="DIR", help="pictures, JSON (default: the next runs/pipeline_resnet-N)")
     # fmt: on

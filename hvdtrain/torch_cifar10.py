@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hvdtrain  # +
-from hvdtrain import startup
+from hvdtrain.core import flags, startup
+from hvdtrain.core.world import Detected, World
 from hvdtrain.datasets import load_cifar10, load_digits
-from hvdtrain.world import Detected, World
+from hvdtrain.runs import folder
 
 PROGRAM = "hvdtrain.torch_cifar10"
 
@@ -46,7 +47,7 @@ def train(args: argparse.Namespace, world: World) -> None:
     model, optimizer = hvt.prepare(model, optimizer, batches, lr=rate, amp=args.amp)  # +
     checkpoints = hvdtrain.Checkpointer(args.run_dir / "checkpoints", best="top1", mode="max")  # +
 
-    resume = args.resume or world.on_main(startup.goes_on, args.run_dir)  # + preempted, and started again
+    resume = args.resume or world.on_main(folder.goes_on, args.run_dir)  # + preempted, and started again
     with hvdtrain.RunLog(args.run_dir, world, config={**vars(args), "lr": rate}, resume=resume) as run:  # +
         if resume:
             checkpoints.restore(hvt.model_state(model, optimizer, batches))  # +
@@ -70,16 +71,16 @@ def train(args: argparse.Namespace, world: World) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = startup.Parser(PROGRAM, description="CIFAR-10 with a small CNN on any number of ranks", epilog="")
+    p = flags.Parser(PROGRAM, description="CIFAR-10 with a small CNN on any number of ranks", epilog="")
     p.add_argument(
         "--data",
         default="cifar10",
         metavar="cifar10|digits|PATH",
         help="PATH: its archive or folder (default: cifar10, from the cache or downloaded)",
     )
-    p.add_argument("--epochs", type=startup.whole(1), default=10, metavar="N", help="(default: 10)")
-    p.add_argument("--per-rank-batch", type=startup.whole(1), default=32, metavar="N", help="(default: 32)")
-    p.add_argument("--lr", type=startup.positive, default=0.01, metavar="RATE", help="at batch 32 (default: 0.01)")
+    p.add_argument("--epochs", type=flags.whole(1), default=10, metavar="N", help="(default: 10)")
+    p.add_argument("--per-rank-batch", type=flags.whole(1), default=32, metavar="N", help="(default: 32)")
+    p.add_argument("--lr", type=flags.positive, default=0.01, metavar="RATE", help="at batch 32 (default: 0.01)")
     p.add_argument("--amp", choices=["bf16", "fp16"], help="mixed precision (default: none)")
     p.add_argument("--engine", default="auto", help="horovod, ddp, ... (default: what goes with the launcher)")
     p.add_argument("--run-dir", type=Path, default=Path("runs/torch_cifar10"), metavar="DIR")

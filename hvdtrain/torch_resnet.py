@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hvdtrain
-from hvdtrain import image_data, image_pipeline, startup
-from hvdtrain.cores import usable_cores
-from hvdtrain.engines import ENGINES
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline.plan import REMATS, SCHEDULES
-from hvdtrain.recipes import RECIPES, Settings, nearest_batch, smallest_batch
-from hvdtrain.telemetry import read_events
-from hvdtrain.verdict import Facts, phases_per_rank, verdict
-from hvdtrain.world import Detected, World
+from hvdtrain.core import flags, startup
+from hvdtrain.core.engines import ENGINES
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.resources import usable_cores
+from hvdtrain.core.world import Detected, World
+from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
+from hvdtrain.runs import folder
+from hvdtrain.runs.bottleneck import Facts, phases_per_rank, verdict
+from hvdtrain.runs.log import read_events
+from hvdtrain.vision import pictures, pipelines
+from hvdtrain.vision.recipes import RECIPES, Settings, nearest_batch, smallest_batch
 
 if TYPE_CHECKING:
     import torch
@@ -39,18 +41,18 @@ BEST = "top1"
 
 def train(args: argparse.Namespace, world: World) -> None:
     """Trains, tests and reports. Every rank runs all of it; rank 0 does the talking and the writing."""
-    from hvdtrain import image_models
+    from hvdtrain.vision import classifiers
 
     started = time.perf_counter()
-    image_models.check_name(args.model)
-    data = image_data.load(args.data, world=world, image_size=args.image_size, strict=args.strict)
+    classifiers.check_name(args.model)
+    data = pictures.load(args.data, world=world, image_size=args.image_size, strict=args.strict)
     recipe = RECIPES[data.recipe]
     plan = Settings.of(args, world.size, recipe, samples=data.samples)
-    network = image_models.build(args.model, data.classes, image_size=data.image_size, stem=recipe.stem)
-    pipe, plan = image_pipeline.apply(args, plan, network, data.image_size, world)
+    network = classifiers.build(args.model, data.classes, image_size=data.image_size, stem=recipe.stem)
+    pipe, plan = pipelines.apply(args, plan, network, data.image_size, world)
     check_batches(args, plan, data, network, world, pipe)
     run_dir, args.resume = world.on_main(
-        startup.choose_run, args.run_dir, "torch_resnet", resume=args.resume, data_sha256=data.sha256
+        folder.choose_run, args.run_dir, "torch_resnet", resume=args.resume, data_sha256=data.sha256
     )
     config = {**vars(args), **vars(plan), "data": data.note, "data_sha256": data.sha256}
     config["stages"] = None if pipe is None else pipe.extra_repr()
@@ -75,7 +77,7 @@ class Job:
     batches: Any
     held_out: Any
     loss: torch.nn.Module
-    data: image_data.ImageData
+    data: pictures.ImageData
     checkpoints: hvdtrain.Checkpointer
 
     def state(self) -> Mapping[str, Any]:
@@ -95,13 +97,13 @@ class Job:
 def check_batches(
     args: argparse.Namespace,
     plan: Settings,
-    data: image_data.ImageData,
+    data: pictures.ImageData,
     network: torch.nn.Module,
     world: World,
     pipe: Pipeline | None,
 ) -> None:
     """Refuses a batch size that leaves a device with one picture in an epoch's tail, where batch-norm needs two."""
-    from hvdtrain.image_models import needs_two
+    from hvdtrain.vision.classifiers import needs_two
 
     deal = {"samples": data.samples, "ranks": plan.ranks}
     if pipe is None:
@@ -124,7 +126,7 @@ def check_batches(
 
 
 def prepare(
-    args: argparse.Namespace, plan: Settings, data: image_data.ImageData, network: torch.nn.Module, run: hvdtrain.RunLog
+    args: argparse.Namespace, plan: Settings, data: pictures.ImageData, network: torch.nn.Module, run: hvdtrain.RunLog
 ) -> Job:
     """Makes everything that training needs."""
     import torch
@@ -157,7 +159,7 @@ def make_optimizer(plan: Settings, network: torch.nn.Module) -> torch.optim.Opti
     """At the base rate: `hvt.prepare` scales it."""
     import torch
 
-    from hvdtrain.image_models import parameter_groups
+    from hvdtrain.vision.classifiers import parameter_groups
 
     groups = parameter_groups(network, plan.weight_decay)
     if plan.optimizer == "adamw":
@@ -254,10 +256,10 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = startup.Parser(PROGRAM, description=(__doc__ or "").split("\n", 1)[0], epilog=EXAMPLES)
-    count, number = startup.whole(1), startup.positive
+    p = flags.Parser(PROGRAM, description=(__doc__ or "").split("\n", 1)[0], epilog=EXAMPLES)
+    count, number = flags.whole(1), flags.positive
     # fmt: off
-    add = p.add_argument_group("training (defaults follow the data: see hvdtrain/recipes.py)").add_argument
+    add = p.add_argument_group("training (defaults follow the data: see hvdtrain/vision/recipes.py)").add_argument
     add("--model", default="resnet50", metavar="NAME", help="any classifier of torchvision (default: %(default)s)")
     add("--epochs", type=count, metavar="N", help="passes over the data, shared by the ranks")
     add("--per-rank-batch", type=count, metavar="N", help="pictures of a rank in a batch")
@@ -265,24 +267,24 @@ def parser() -> argparse.ArgumentParser:
     add("--optimizer", choices=["sgd", "nesterov", "adamw"], help="SGD with momentum, Nesterov's, or AdamW")
     add("--lr", type=number, metavar="RATE", help="at the recipe's reference batch; it is scaled to the real one")
     add("--schedule", choices=["step", "cosine"], help="of the learning rate")
-    add("--warmup-epochs", type=startup.at_least_0, metavar="N", help="until the scaled rate is reached")
-    add("--weight-decay", type=startup.at_least_0, metavar="X", help="not on batch-norm and biases")
-    add("--label-smoothing", type=startup.at_least_0, default=0.0, metavar="X", help="(default: 0)")
+    add("--warmup-epochs", type=flags.at_least_0, metavar="N", help="until the scaled rate is reached")
+    add("--weight-decay", type=flags.at_least_0, metavar="X", help="not on batch-norm and biases")
+    add("--label-smoothing", type=flags.at_least_0, default=0.0, metavar="X", help="(default: 0)")
     add("--clip", type=number, metavar="NORM", help="of the averaged gradient (default: no clipping)")
     add("--amp", choices=["bf16", "fp16"], help="mixed precision (default: none)")
     add("--sync-batchnorm", action="store_true", help="statistics over the batch of all ranks")
-    add("--seed", type=startup.whole(0), default=0, metavar="N", help="of all random numbers (default: 0)")
+    add("--seed", type=flags.whole(0), default=0, metavar="N", help="of all random numbers (default: 0)")
     add = p.add_argument_group("data and files").add_argument
     add("--data", default="auto", metavar="auto|digits|cifar10|mnist|synthetic|DIR",
         help="DIR: ImageNet's layout, train/CLASS/*.jpg and val/CLASS/*.jpg; auto: the digits, 1,797 real ones, built"
              " in (default: auto)")
-    add("--image-size", type=startup.whole(8), metavar="N", help="of a folder's or synthetic pictures (default: 224)")
-    add("--workers", type=startup.whole(0), metavar="N", help="loader processes of a rank (default: what fits)")
+    add("--image-size", type=flags.whole(8), metavar="N", help="of a folder's or synthetic pictures (default: 224)")
+    add("--workers", type=flags.whole(0), metavar="N", help="loader processes of a rank (default: what fits)")
     add("--strict", action="store_true", help="refuse pictures that cannot be read, instead of leaving them out")
     add("--run-dir", type=Path, metavar="DIR", help="log, checkpoints (default: the next runs/torch_resnet-N)")
     add("--resume", action="store_true", help="go on with the run in --run-dir (default: the newest)")
     add("--weights", type=Path, metavar="DIR", help="start from the weights of a checkpoint")
-    add("--save-every", type=startup.whole(0), default=0, metavar="N", help="updates between checkpoints (default:"
+    add("--save-every", type=flags.whole(0), default=0, metavar="N", help="updates between checkpoints (default:"
         " one after each epoch)")
     add = p.add_argument_group("machine").add_argument
     add("--engine", choices=["auto", *ENGINES], default="auto",
@@ -293,11 +295,11 @@ def parser() -> argparse.ArgumentParser:
     add("--compression", choices=["fp16", "bf16"], help="of gradients sent (default: none)")
     add("--channels-last", action="store_true", help="the memory layout that GPUs prefer for mixed precision")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--watch-every", type=startup.whole(0), default=100, metavar="N",
+    add("--watch-every", type=flags.whole(0), default=100, metavar="N",
         help="steps between checks that the replicas are equal, 0: never (default: %(default)s)")
     add = p.add_argument_group("a model cut into stages, over the devices of each rank").add_argument
     add("--pipeline", metavar="N|DEVICES", help="N stages, or their devices: cpu,cpu or cuda:0,cuda:1")
-    add("--micro-batches", type=image_pipeline.micro_batches, metavar="auto|N",
+    add("--micro-batches", type=pipelines.micro_batches, metavar="auto|N",
         help="of a rank's batch (default: auto, the fastest by measured times)")
     add("--pipeline-schedule", choices=SCHEDULES, help="(default: 1f1b)")
     add("--remat", choices=REMATS, help="recompute activations instead of keeping them (default: never)")
@@ -312,15 +314,15 @@ def check_flags(args: argparse.Namespace) -> None:
         came = f"--resume --weights {args.weights}"
         rule = "a run goes on with its own weights, or starts from those of --weights"
         raise ConfigError(rule, came, "leave one of them out", shared=True)
-    image_pipeline.check_flags(args)
+    pipelines.check_flags(args)
 
 
 def check_early(args: argparse.Namespace, detected: Detected) -> None:
     """Refuses bad data and run directories before the seconds that a framework takes: one rank of each node looks."""
     if detected.local_rank == 0:
-        image_data.check(args.data)
+        pictures.check(args.data)
     if detected.rank == 0 and args.run_dir is not None:
-        startup.check_run_dir(args.run_dir, resume=args.resume)
+        folder.check_run_dir(args.run_dir, resume=args.resume)
     if detected.rank == 0 and args.weights is not None and not args.weights.is_dir():
         came = f"{args.weights}: no such folder"
         raise ConfigError("--weights is a checkpoint's folder", came, "name one: RUN/checkpoints/epoch-...")
@@ -337,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_early(args, detected)
         startup.share_cores(detected)
         startup.import_modules(needed)
-        device, gpus = image_pipeline.device(args), image_pipeline.gpus_per_rank(args)
+        device, gpus = pipelines.device(args), pipelines.gpus_per_rank(args)
         with hvdtrain.init("torch", engine=args.engine, device=device, gpus_per_rank=gpus, seed=args.seed) as world:
             train(args, world)
 

@@ -246,7 +246,7 @@ def mpi_library_missing(c: Cluster) -> Iterator[None]:
 @broken({"hvdtrain-differs": ["host2"]}, "rsync -a --delete", "--fast")
 def other_sources(c: Cluster) -> Iterator[None]:
     with own_copy(c, "host2", REPOSITORY / "hvdtrain"):
-        sh(c, "host2", f"echo '# a local change' >> {REPOSITORY}/hvdtrain/lr.py")
+        sh(c, "host2", f"echo '# a local change' >> {REPOSITORY}/hvdtrain/core/lr.py")
         yield
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from harness import run_ranks, together
 
-from hvdtrain import arrival
-from hvdtrain.errors import ConfigError, LauncherError
+from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.in_step import arrival
 
 LATE = Path(__file__).parent / "programs" / "late.py"
 

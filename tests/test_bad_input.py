@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.telemetry import RunLog
-from hvdtrain.world import World
+from hvdtrain.core.world import World
+from hvdtrain.runs.log import RunLog
 from tests import harness
 from tests.harness import Result, run_ranks
 
@@ -127,7 +127,7 @@ def test_one_rank_cannot_import_horovod(launcher: str, tmp_path: Path) -> None:
     assert result.returncode != 0 and result.seconds <= WITHIN_S, result.text
     said = result.ranks_error[1]
     assert "hvdtrain.keras_mnist: rank 1: horovod must load" in said, result.text
-    assert "libmpi.so.40" in said and "hvdtrain.cli build-horovod --install" in said
+    assert "libmpi.so.40" in said and "hvdtrain build-horovod --install" in said
     assert "Traceback" not in "\n".join(result.ranks_error.values())
 
 
@@ -152,4 +152,4 @@ def test_launched_with_another_python(other_python: Path, monkeypatch: pytest.Mo
     result = refused([], 2, python=other_python)
     said = "\n".join(result.ranks_error.values())
     assert f"no numpy, horovod, tensorflow, keras in {other_python}" in said, result.text
-    assert re.search(r"-m pip install -e '.*\[keras,build\]' && .* -m hvdtrain.cli build-horovod --install", said), said
+    assert re.search(r"-m pip install -e '.*\[keras,build\]' && .* -m hvdtrain build-horovod --install", said), said

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hvdtrain import stats
 from hvdtrain.bench import torch_train, train
-from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError
+from hvdtrain.core import stats
+from hvdtrain.core.errors import ConfigError, HvdtrainError, LauncherError
 from tests.harness import run_ranks
 
 
@@ -110,7 +110,7 @@ def test_a_tiny_bench(tmp_path: Path) -> None:
     """Both parts, all of it, as the command line does it."""
     flags = ["--steps", 2, "--blocks", 2, "--rounds", 1, "--per-rank-batch", 4, "--out", tmp_path / "bench.json"]
     done = run_ranks(
-        ["-m", "hvdtrain.cli", "bench", "train", "--framework", "keras", *map(str, flags)],
+        ["-m", "hvdtrain", "bench", "train", "--framework", "keras", *map(str, flags)],
         1,
         launcher="none",
         timeout_s=240,
@@ -163,7 +163,7 @@ def test_torch_report_names_the_fastest_rival_and_the_missed_target() -> None:
 def test_torch_bench_measures_and_writes(tmp_path: Path) -> None:
     out = tmp_path / "torch.json"
     flags = ["--framework=torch", "--models", "squeezenet1_1", "--pixels=32", "--per-rank-batch=2", "--steps=1"]
-    command = ["-m", "hvdtrain.cli", "bench", "train", *flags, "--blocks=2", "--ranks=1", f"--out={out}"]
+    command = ["-m", "hvdtrain", "bench", "train", *flags, "--blocks=2", "--ranks=1", f"--out={out}"]
     result = run_ranks(command, 1, launcher="none", timeout_s=180).check()
     assert "one process, against plain PyTorch" in result.out and "images/s" in result.out
     stored = json.loads(out.read_text())

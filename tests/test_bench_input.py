@@ -12,9 +12,9 @@ import pytest
 from harness import run_ranks
 from pictures import CORRUPT, write_folder
 
-from hvdtrain import stats
 from hvdtrain.bench import input as bench
-from hvdtrain.errors import ConfigError
+from hvdtrain.core import stats
+from hvdtrain.core.errors import ConfigError
 
 
 def arguments(*flags: str) -> argparse.Namespace:
@@ -73,7 +73,7 @@ def test_a_tiny_bench(tmp_path: Path) -> None:
     (root / "train" / "bee" / CORRUPT).unlink()  # torchvision's ImageFolder ends at it
     flags = ["--data", root, "--workers", 0, 1, "--seconds", 0.05, "--rounds", 2, "--per-rank-batch", 16,
              "--image-size", 16, "--cores", 1, "--out", tmp_path / "bench.json"]  # fmt: skip
-    done = run_ranks(["-m", "hvdtrain.cli", "bench", "input", *map(str, flags)], 1, launcher="none", timeout_s=150)
+    done = run_ranks(["-m", "hvdtrain", "bench", "input", *map(str, flags)], 1, launcher="none", timeout_s=150)
     done.check()
     for part in ("pictures in memory", "17 image files of 3 classes", "times the DataLoader, 0 workers", "workers="):
         assert part in done.out, done.out

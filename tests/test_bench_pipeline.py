@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from harness import run_ranks
 
-from hvdtrain import stats
 from hvdtrain.bench import pipeline
-from hvdtrain.errors import ConfigError
+from hvdtrain.core import stats
+from hvdtrain.core.errors import ConfigError
 
 
 def arguments(*flags: str) -> argparse.Namespace:
@@ -97,7 +97,7 @@ def test_ours_alone_on_one_core(tmp_path: Path) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        done = run_ranks(["-m", "hvdtrain.cli", "bench", "pipeline", *flags], 1, launcher="none", timeout_s=240).check()
+        done = run_ranks(["-m", "hvdtrain", "bench", "pipeline", *flags], 1, launcher="none", timeout_s=240).check()
     finally:
         os.sched_setaffinity(0, cores)
     result = json.loads(out.read_text())
@@ -114,7 +114,7 @@ def test_a_tiny_bench(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     flags = ["--model=resnet18", "--image-size=64", "--batch=4", "--rounds=2", "--micro-batches=2", "--balance", "20",
              "15", f"--out={out}"]  # fmt: skip
-    done = run_ranks(["-m", "hvdtrain.cli", "bench", "pipeline", *flags], 1, launcher="none", timeout_s=240).check()
+    done = run_ranks(["-m", "hvdtrain", "bench", "pipeline", *flags], 1, launcher="none", timeout_s=240).check()
     result = json.loads(out.read_text())
     assert (result["format"], result["bench"], result["settings"]["batch"]) == (1, "pipeline", 4)
     ours = {"hvdtrain, gpipe, 2 micro-batches", "hvdtrain, 1f1b, 2 micro-batches"}

@@ -12,7 +12,7 @@ import pytest
 from harness import clean_environment
 
 from hvdtrain.bench.turns import Arm, Turns
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.core.errors import HvdtrainError
 
 PROGRAM = """
 import sys, threading, time

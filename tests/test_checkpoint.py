@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from limits import Limit
 
 from hvdtrain import Checkpointer, CheckpointError, ConfigError, NonFiniteError, Progress
-from hvdtrain.manifest import MANIFEST, read_manifest, write_manifest
+from hvdtrain.runs.checkpoint_files import MANIFEST, read_manifest, write_manifest
 
 PROGRAMS = Path(__file__).parent / "programs"
 sys.path.insert(0, str(PROGRAMS))
@@ -325,7 +325,7 @@ class TestDamage:
                         raise OSError(reason, os.strerror(reason))
                     return read_manifest(folder)
 
-                monkeypatch.setattr("hvdtrain.checkpoint.read_manifest", failing)
+                monkeypatch.setattr("hvdtrain.runs.checkpoint.read_manifest", failing)
 
         checkpoints = Checkpointer(tmp_path, keep=1)
         whole = (save(tmp_path, 1) / MANIFEST).read_bytes()
@@ -376,7 +376,7 @@ class TestDamage:
     ) -> None:
         save(tmp_path, 1)
         (save(tmp_path, 2) / "a.bin").write_bytes(b"?" * 100)
-        monkeypatch.setattr("hvdtrain.checkpoint.verify", lambda folder, files: None)
+        monkeypatch.setattr("hvdtrain.runs.checkpoint.verify", lambda folder, files: None)
         with pytest.raises(AssertionError):
             restored(tmp_path)
 

@@ -8,19 +8,17 @@ import sys
 import psutil
 import pytest
 
-from hvdtrain import cli
+from hvdtrain import __main__
 
 
 def hvdtrain(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "hvdtrain.cli", *arguments], capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([sys.executable, "-m", "hvdtrain", *arguments], capture_output=True, text=True, timeout=60)
 
 
 def test_help_lists_every_command():
     done = hvdtrain("--help")
     assert done.returncode == 0
-    for name, (_, line) in cli.COMMANDS.items():
+    for name, (_, line) in __main__.COMMANDS.items():
         assert name in done.stdout and line.split()[0] in done.stdout
 
 
@@ -28,7 +26,7 @@ def test_no_command_prints_help():
     assert "COMMAND" in hvdtrain().stdout
 
 
-@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+@pytest.mark.parametrize("name", sorted(__main__.COMMANDS))
 def test_every_command_has_help(name):
     done = hvdtrain(name, "--help")
     assert done.returncode == 0 and f"hvdtrain {name}" in done.stdout, done.stderr
@@ -40,14 +38,14 @@ def test_a_wrong_command_is_refused():
 
 
 def test_help_imports_no_subcommand():
-    program = "import sys; from hvdtrain import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    program = "import sys; from hvdtrain import __main__\ntry: __main__.main(['--help'])\nexcept SystemExit: pass\n"
     program += "print([m for m in sys.modules if m in ('numpy', 'torch', 'tensorflow', 'hvdtrain.horovod_build')])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
 def test_a_reader_that_stops_early_gets_no_traceback():
-    command = f"{sys.executable} -m hvdtrain.cli build-horovod --edits | head -n 1"
+    command = f"{sys.executable} -m hvdtrain build-horovod --edits | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stdout and "Traceback" not in done.stderr
 
@@ -58,7 +56,7 @@ def test_sigterm_ends_what_a_command_started(tmp_path):
 import sys
 from pathlib import Path
 import hvdtrain.horovod_build as recipe
-from hvdtrain import cli
+from hvdtrain import __main__ as cli
 from hvdtrain.horovod_build.build import Steps
 
 CHILD = "import os, threading; print('child', os.getpid(), flush=True); threading.Event().wait(60)"

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster import checks_machine, checks_network, checks_software, examine, findings
 from hvdtrain.cluster.addresses import Chosen
-from hvdtrain.cluster.checks import Known, odd_ones
-from hvdtrain.cluster.checks_network import Folder, Links
-from hvdtrain.cluster.findings import Finding
-from hvdtrain.errors import ConfigError
+from hvdtrain.cluster.doctor import examine, findings, machine, software
+from hvdtrain.cluster.doctor import network as checks_network
+from hvdtrain.cluster.doctor.checks import Known, odd_ones
+from hvdtrain.cluster.doctor.findings import Finding
+from hvdtrain.cluster.doctor.network import Folder, Links
+from hvdtrain.core.errors import ConfigError
 
 GIB = 1 << 30
 ROOM = {"nearest": "/data", "total_bytes": 900 * GIB, "free_bytes": 500 * GIB, "free_inodes": 10**7}
@@ -68,7 +69,7 @@ def cluster(*hosts: dict[str, Any], ranks: int = 4) -> Known:
 
 
 def everything(known: Known) -> list[Finding]:
-    modules = (checks_network.distinct, checks_software.quick, checks_machine.quick, checks_machine.thorough)
+    modules = (checks_network.distinct, software.quick, machine.quick, machine.thorough)
     return [finding for check in modules for finding in check(known)]
 
 

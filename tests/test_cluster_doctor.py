@@ -42,7 +42,7 @@ class Report:
 
 def examine(c: Cluster, *flags: str | Path, hosts: str = HOSTS, cwd: Path = REPOSITORY, live: bool = False) -> Report:
     """Run the doctor on host1."""
-    command = [sys.executable, "-m", "hvdtrain.cli", "doctor", "-H", hosts, "--json", *flags]
+    command = [sys.executable, "-m", "hvdtrain", "doctor", "-H", hosts, "--json", *flags]
     done = c.run("host1", command + ["--no-live"] * (not live), cwd=cwd)
     assert done.returncode in (0, 1, 2) and done.out.startswith("{"), done.text
     return Report(done.returncode, json.loads(done.out), done.seconds)
@@ -62,7 +62,7 @@ def c() -> Iterator[Cluster]:
 def test_healthy() -> None:
     """4 hosts, everything asked, a real all-reduce: nothing to say, and nothing left behind."""
     with cluster(4) as four:
-        command = [sys.executable, "-m", "hvdtrain.cli", "doctor", "-H", "host1:1,host2:1,host3:1,host4:1"]
+        command = [sys.executable, "-m", "hvdtrain", "doctor", "-H", "host1:1,host2:1,host3:1,host4:1"]
         quick = four.run("host1", [*command, "--no-live"]).check()
         assert quick.seconds < LIMIT_S / 2, quick.text
         done = four.run("host1", [*command, "--json"])
@@ -88,7 +88,7 @@ def test_fast_is_fast(c: Cluster) -> None:
 def test_this_machine(c: Cluster) -> None:
     """Without -H there is no ssh, and nothing but this machine."""
     with c.sshd("host1", "stop"):
-        done = c.run("host1", [sys.executable, "-m", "hvdtrain.cli", "doctor"]).check()
+        done = c.run("host1", [sys.executable, "-m", "hvdtrain", "doctor"]).check()
     assert "nothing to say: 1 host(s), 1 rank(s)" in done.out
     assert "live all-reduce: 2 ranks" in done.out
 
@@ -146,7 +146,7 @@ def test_interface_names_are_noted(c: Cluster) -> None:
 
 def test_ctrl_c_ends_it_everywhere(c: Cluster) -> None:
     with c.sshd("host3", "hang"):
-        command = [sys.executable, "-m", "hvdtrain.cli", "doctor", "-H", HOSTS, "--timeout", "60"]
+        command = [sys.executable, "-m", "hvdtrain", "doctor", "-H", HOSTS, "--timeout", "60"]
         process = c.popen("host1", command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + 20
@@ -175,7 +175,7 @@ def test_several_things_at_once(c: Cluster) -> None:
     """Each is told, in one go; a host that hangs costs a time-out, not more; the report is one for people."""
     with c.sshd("host3", "hang"), c.clock("host2", -90):
         hosts = f"host1:1,host2:{CORES + 1},host3:1,nowhere:1"
-        done = c.run("host1", [sys.executable, "-m", "hvdtrain.cli", "doctor", "-H", hosts])
+        done = c.run("host1", [sys.executable, "-m", "hvdtrain", "doctor", "-H", hosts])
     assert done.returncode == 2 and done.seconds < LIMIT_S
     heads = [line.split() for line in done.out.splitlines() if line.startswith(("ERROR", "WARNING"))]
     assert [severity for severity, *_ in heads] == ["ERROR"] * 2 + ["WARNING"] * 2, "the worst come first"

@@ -16,10 +16,11 @@ import pytest
 from harness import clean_environment, processes_of
 from test_cluster_launch import LAUNCH, TIMEOUT_S, TOY, launch, launched
 
-from hvdtrain.cluster import doctor, verify
-from hvdtrain.cluster.agents import Agents
+from hvdtrain.cluster.doctor import run as doctor
 from hvdtrain.cluster.hosts import parse_hosts
-from hvdtrain.cluster.job import Job
+from hvdtrain.cluster.launch.agents import Agents
+from hvdtrain.cluster.launch.job import Job
+from hvdtrain.commands import verify
 
 pytestmark = pytest.mark.ranks
 
@@ -145,9 +146,9 @@ def test_agent_and_guard_killed_together_leave_nothing(tmp_path, limit):
     """The kernel ends the ranks then, but not what a rank that is a shell has started."""
     with launched(tmp_path, "--grace=1", "0:shell:60", np=1) as job:
         job.until("waiting")
-        for process in reversed(job.belonging("hvdtrain.cluster.agent")[:2]):
+        for process in reversed(job.belonging("hvdtrain.cluster.launch.agent")[:2]):
             process.suspend()
-        for process in job.belonging("hvdtrain.cluster.agent")[:2]:
+        for process in job.belonging("hvdtrain.cluster.launch.agent")[:2]:
             process.kill()
         assert job.end(20).code == 255
         assert job.left_after(5) == []
@@ -160,7 +161,7 @@ def test_agent_and_guard_killed_together_leave_nothing(tmp_path, limit):
 @pytest.mark.parametrize("command", [doctor, verify], ids=["doctor", "verify"])
 def test_an_empty_list_of_hosts_is_refused(command, limit):
     done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain.cli", command.__name__.rpartition(".")[2], "-H", ""],
+        [sys.executable, "-m", "hvdtrain", command.__name__.rpartition(".")[2], "-H", ""],
         env=clean_environment(), capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     assert done.returncode == 2 and "-H names at least one host" in done.stderr, done.stderr
@@ -182,7 +183,7 @@ def test_a_silence_shorter_than_the_signs_of_life_is_refused(limit):
 def test_names_are_looked_up_at_the_same_time(monkeypatch, limit):
     """One after the other they took 91 s with a dead resolver, and the first agents gave the launcher up."""
     names = [f"h{number}" for number in range(40)]
-    monkeypatch.setattr("hvdtrain.cluster.agents.is_this_machine", lambda name: time.sleep(0.25) or True)
+    monkeypatch.setattr("hvdtrain.cluster.launch.agents.is_this_machine", lambda name: time.sleep(0.25) or True)
     started = time.monotonic()
     agents = Agents(
         Job(["true"], parse_hosts(",".join(names)), 40, python="/bin/true"), parse_hosts(",".join(names)), None

@@ -22,7 +22,7 @@ import pytest
 from cluster_hosts import Cluster, cluster
 from pictures import write_folder
 
-from hvdtrain.telemetry import read_events
+from hvdtrain.runs.log import read_events
 
 STEPS = Path(__file__).parent / "host_programs" / "steps.py"
 START_S = 120  # until ranks have imported their framework, on a busy machine
@@ -253,7 +253,7 @@ def test_a_host_that_is_lost_ends_the_job_within_the_default_limits(launch: Call
     start = time.monotonic()
     try:
         if how in ("agents", "sessions"):  # sshd calls a session without a terminal "root@notty"
-            pattern = "hvdtrain.cluster.agent" if how == "agents" else "@notty"
+            pattern = "hvdtrain.cluster.launch.agent" if how == "agents" else "@notty"
             job.c.run("host2", ["pkill", "-KILL", "-f", pattern]).check()
         else:
             getattr(job.c, how)("host2")

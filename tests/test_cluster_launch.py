@@ -21,7 +21,7 @@ from harness import REPOSITORY, TOKEN, clean_environment, kill_all, processes_of
 
 TOY = REPOSITORY / "tests/cluster_programs/toy.py"
 TIMEOUT_S = 60
-LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch", "-np", "2", "--no-checks", "--"]
+LAUNCH = [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "--no-checks", "--"]
 pytestmark = pytest.mark.ranks
 
 
@@ -87,7 +87,7 @@ def launched(folder: Path, *arguments: str, np: int = 2, env: dict[str, str] | N
     flags = [argument for argument in arguments if argument.startswith("-")]
     todo = [argument for argument in arguments if argument not in flags]
     token = uuid.uuid4().hex
-    command = [sys.executable, "-m", "hvdtrain.cli", "launch", "-np", str(np), "--no-checks", *flags, "--"]
+    command = [sys.executable, "-m", "hvdtrain", "launch", "-np", str(np), "--no-checks", *flags, "--"]
     process = subprocess.Popen(
         [*command, sys.executable, str(TOY), *todo], cwd=folder, env=clean_environment({**(env or {}), TOKEN: token}),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -302,7 +302,7 @@ def test_what_ranks_leave_behind_ends_with_the_job(tmp_path, kind):
 def test_whoever_is_killed_nothing_is_left(tmp_path, who):
     with launched(tmp_path, "*:orphan:willing", "*:wait:60") as job:
         job.until("[0] waiting", "[1] waiting")
-        guard, agent, *_ = job.belonging("hvdtrain.cluster.agent")
+        guard, agent, *_ = job.belonging("hvdtrain.cluster.launch.agent")
         {"launcher": job.process, "guard": guard, "agent": agent}[who].kill()
         ended = job.end(20)
         assert ended.code == (-9 if who == "launcher" else 255), ended.text
@@ -314,7 +314,7 @@ def test_guard_and_agent_wake_each_other(tmp_path, who):
     """A stopped one could not end the ranks."""
     with launched(tmp_path, "*:wait:60") as job:
         job.until("[0] waiting", "[1] waiting")
-        guard, agent, *_ = job.belonging("hvdtrain.cluster.agent")
+        guard, agent, *_ = job.belonging("hvdtrain.cluster.launch.agent")
         stopped = {"guard": guard, "agent": agent}[who]
         stopped.suspend()
         job.process.send_signal(signal.SIGTERM)
@@ -327,7 +327,7 @@ def test_guard_and_agent_wake_each_other(tmp_path, who):
 def test_a_frozen_host_is_lost_and_ends_its_ranks_when_it_thaws(tmp_path):
     with launched(tmp_path, "--lost-after=1.5", "*:wait:60") as job:
         job.until("[0] waiting", "[1] waiting")
-        frozen = job.belonging("hvdtrain.cluster.agent")[:2]
+        frozen = job.belonging("hvdtrain.cluster.launch.agent")[:2]
         for process in frozen:
             process.suspend()
         ended = job.end(30)
@@ -369,7 +369,7 @@ def test_what_was_refused_is_not_tried_again(tmp_path):
 
 def refused(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain.cli", "launch", *arguments],
+        [sys.executable, "-m", "hvdtrain", "launch", *arguments],
         env=clean_environment(), capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr

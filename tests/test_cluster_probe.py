@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.cluster import probe, probe_links
-from hvdtrain.cluster.session import Lost, Session, source
+from hvdtrain.cluster.doctor import probe, probe_links
+from hvdtrain.cluster.doctor.sessions import Lost, Session, source
 from hvdtrain.cluster.ssh import Ssh
 
 

@@ -15,16 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster import command_lines, environment, launch
 from hvdtrain.cluster.addresses import Chosen, choose, interfaces, source_towards
-from hvdtrain.cluster.failures import RankEnd, Tracebacks, as_exit_code, described, first_failure, settled
+from hvdtrain.cluster.doctor.sessions import Lost, Session
 from hvdtrain.cluster.hosts import Host, assign, parse_hosts, read_hostfile
-from hvdtrain.cluster.job import Job, Plan, make_plan
-from hvdtrain.cluster.lines import LONGEST_BYTES, LineSplitter
+from hvdtrain.cluster.launch import environment
+from hvdtrain.cluster.launch.failures import RankEnd, Tracebacks, as_exit_code, described, first_failure, settled
+from hvdtrain.cluster.launch.job import Job, Plan, make_plan
+from hvdtrain.cluster.launch.lines import LONGEST_BYTES, LineSplitter
 from hvdtrain.cluster.protocol import Decoder, encode
-from hvdtrain.cluster.session import Lost, Session
 from hvdtrain.cluster.ssh import Ssh, explain, is_this_machine, problem_of
-from hvdtrain.errors import ConfigError
+from hvdtrain.commands import command_lines, launch
+from hvdtrain.core.errors import ConfigError
 
 # ---- hosts
 
@@ -215,7 +216,7 @@ def test_what_ssh_says_is_explained(kind, said):
         ("no_python", 1, f"{PYTHON}: Command not found.", "no such Python"),
         ("no_python", 126, f"bash: line 1: {PYTHON}: Permission denied", "cannot be run"),
         ("no_python", 126, "bash: line 1: /opt/x: cannot execute: required file not found", "cannot be run"),
-        ("no_hvdtrain", 1, f"{PYTHON}: Error while finding module specification for 'hvdtrain.cluster.agent'"
+        ("no_hvdtrain", 1, f"{PYTHON}: Error while finding module specification for 'hvdtrain.cluster.launch.agent'"
          " (ModuleNotFoundError: No module named 'hvdtrain')", "no hvdtrain"),
         ("no_python", 2, "Unknown option: -P\nusage: /usr/bin/python3 [option] ...", "older"),
         ("denied", 1, "This account is currently not available.", "run no commands"),

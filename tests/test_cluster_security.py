@@ -140,7 +140,7 @@ def test_secrets_reach_the_ranks_if_asked_for_and_nobody_else(seen: Seen) -> Non
         assert environ["DATA_PASSWORD"] == ASKED_FOR
         on_host1 = environ["HOROVOD_CROSS_RANK"] == "0"
         assert on_host1 or not {"HVDTRAIN_API_TOKEN", "AWS_SECRET_ACCESS_KEY"} & environ.keys()
-    assert any("hvdtrain.cluster.agent" in line for line in seen.commands)
+    assert any("hvdtrain.cluster.launch.agent" in line for line in seen.commands)
     for line in seen.commands:
         assert "sesame" not in line and "HOROVOD_" not in line, "command lines can be read by everybody on a host"
     assert "DATA_PASSWORD=(not shown)" in seen.written

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cluster.hosts import parse_hosts
-from hvdtrain.cluster.starter import Job, Outcome, Timeouts, run
-from hvdtrain.errors import LauncherError
+from hvdtrain.cluster.launch.launcher import Job, Outcome, Timeouts, run
+from hvdtrain.core.errors import LauncherError
 
 AGENT = """#!{python} -S
 import sys
 sys.path.insert(0, {packages!r})
-from hvdtrain.cluster.agent import hello
+from hvdtrain.cluster.launch.agent import hello
 from hvdtrain.cluster.protocol import Decoder, encode
 
 def say(kind, **fields):

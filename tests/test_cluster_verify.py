@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain import cli
-from hvdtrain.cluster import starter, verify, verify_toy
-from hvdtrain.cluster.starter import Failure, Outcome
-from hvdtrain.cluster.verify_checks import Check, checks
-from hvdtrain.cluster.verify_rank import MARK
-from hvdtrain.cluster.verify_toy import BATCH, INPUTS, OUTPUTS, STEPS, Measured, one_process, own_start, samples
-from hvdtrain.errors import ConfigError
+from hvdtrain import __main__
+from hvdtrain.cluster.launch import launcher as starter
+from hvdtrain.cluster.launch.launcher import Failure, Outcome
+from hvdtrain.cluster.verify import toy
+from hvdtrain.cluster.verify.checks import Check, checks
+from hvdtrain.cluster.verify.rank import MARK
+from hvdtrain.cluster.verify.toy import BATCH, INPUTS, OUTPUTS, STEPS, Measured, one_process, own_start, samples
+from hvdtrain.commands import verify
+from hvdtrain.core.errors import ConfigError
 from tests import cluster_hosts
 from tests.harness import Result, run_ranks, tool
 
@@ -32,7 +34,7 @@ def test_the_reference_descends_the_gradient_of_its_error() -> None:
         gaps = [x @ weights[:-1] + weights[-1] - y for x, y in parts]
         return float(np.mean(np.square(np.concatenate(gaps))))
 
-    moved = (start - one_process(start, range(2), 1)) / verify_toy.RATE
+    moved = (start - one_process(start, range(2), 1)) / toy.RATE
     for place in ((0, 0), (INPUTS - 1, OUTPUTS - 1), (INPUTS, 1)):
         step = np.zeros_like(start)
         step[place] = 1e-5
@@ -209,7 +211,7 @@ def test_it_starts_its_ranks_on_the_hosts(monkeypatch: pytest.MonkeyPatch, capsy
     assert verify.run(arguments(*flags)) == 0
     (job,) = jobs
     assert [str(host) for host in job.hosts] == ["h1:2", "h2:2"] and job.np == 4
-    assert list(job.argv[2:]) == ["hvdtrain.cluster.verify_rank", "torch", "7", "4"]
+    assert list(job.argv[2:]) == ["hvdtrain.cluster.verify.rank", "torch", "7", "4"]
     assert job.network == "10.0.0.0/8" and job.ssh.port == 3
     assert "averaging  ok      off by 0" in capsys.readouterr().out
 
@@ -291,7 +293,7 @@ def test_what_a_launcher_cannot_try_is_left_out(launcher: str, chosen: list[str]
 
 def test_hosts_given_twice_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ended(monkeypatch, Outcome(0))
-    assert cli.main(["verify", "-H", "a:1", "--hostfile", "b", "--framework", "torch"]) == 2
+    assert __main__.main(["verify", "-H", "a:1", "--hostfile", "b", "--framework", "torch"]) == 2
     assert "give one of them" in capsys.readouterr().err
 
 
@@ -313,7 +315,7 @@ def holds(result: Result, *frameworks: str, launcher: str) -> dict[str, Any]:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_alone_it_verifies_each_framework() -> None:
-    result = run_ranks(["-m", "hvdtrain.cli", "verify", "--json"], 1, launcher="none", timeout_s=200).check()
+    result = run_ranks(["-m", "hvdtrain", "verify", "--json"], 1, launcher="none", timeout_s=200).check()
     found = holds(result, "torch", "keras", launcher="horovodrun")
     assert found["seconds"] < 120  # 60 on a machine with nothing else to do
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cores import Allowance, cgroup_quota, own_allowance, share_of, usable_cores, workers_for
-from hvdtrain.world import World
+from hvdtrain.core.resources import Allowance, cgroup_quota, own_allowance, share_of, usable_cores, workers_for
+from hvdtrain.core.world import World
 
 
 def ranks(*cores: tuple[int, ...], host: str = "a", quota: float = math.inf) -> list[Allowance]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdtrain.core.errors import ConfigError
 from hvdtrain.datasets import cifar10, load_cifar10
-from hvdtrain.errors import ConfigError
 
 BATCHES = [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from test_datasets import Threads
 
+from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
 from hvdtrain.datasets import Folder, as_rgb, load_digits, load_folder, load_mnist, synthetic
-from hvdtrain.errors import ConfigError, HvdtrainError, ReplicaError
 
 
 def write(root: Path, *files: str) -> Path:

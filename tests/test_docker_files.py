@@ -138,9 +138,10 @@ def test_the_recipes_part_of_the_sources_is_enough_for_it(tmp_path: Path) -> Non
             if source.is_dir():
                 shutil.copytree(source, goal, ignore=shutil.ignore_patterns("__pycache__"))
             else:
-                goal.mkdir(exist_ok=True)
+                goal.mkdir(exist_ok=True, parents=True)
                 shutil.copy(source, goal)
     (tmp_path / "hvdtrain" / "__init__.py").touch()
+    (tmp_path / "hvdtrain" / "core" / "__init__.py").touch()
     for module in ("prove_rank", "build", "environment", "__main__"):
         code = f"import hvdtrain.horovod_build.{module} as module; print(module.__file__)"
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
@@ -234,8 +235,8 @@ def test_compose_starts_two_hosts_without_rights_that_share_a_key_volume() -> No
 
 
 def test_composes_training_is_a_command_line_that_hvdtrain_takes() -> None:
-    from hvdtrain.cluster import launch
     from hvdtrain.cluster.hosts import parse_hosts
+    from hvdtrain.commands import launch
 
     command = re.fullmatch(r"\$\{HVDTRAIN_COMMAND:-(.*)\}", compose()["services"]["node1"]["command"])
     assert command is not None

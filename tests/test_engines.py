@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from launcher_variables import HOROVODRUN, MPIJOB, OPEN_MPI, OPENPAI, SRUN, TORCHRUN
 
-from hvdtrain.engines import ENGINES, choose_engine
-from hvdtrain.errors import ConfigError, LauncherError
-from hvdtrain.launchers import LAUNCHERS, Detected, detect
+from hvdtrain.core.engines import ENGINES, choose_engine
+from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.launchers import LAUNCHERS, Detected, detect
 
 MPI = [HOROVODRUN, OPEN_MPI, SRUN, MPIJOB]
 OTHERS = [TORCHRUN, OPENPAI, {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}]

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build import build, edits, environment, support
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -228,7 +228,7 @@ def test_an_archive_that_the_index_made_up_is_not_run(tmp_path, monkeypatch, lim
 
 def recipe(*arguments: str, python: str = sys.executable, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [python, "-m", "hvdtrain.cli", "build-horovod", *arguments],
+        [python, "-m", "hvdtrain", "build-horovod", *arguments],
         capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(REPOSITORY), **variables},
     )  # fmt: skip
 

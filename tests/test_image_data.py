@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from limits import Limit
 
-from hvdtrain import image_data
-from hvdtrain.errors import ConfigError
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.vision import pictures as image_data
 
 
 @pytest.mark.parametrize(

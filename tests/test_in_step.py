@@ -17,11 +17,11 @@ import pytest
 from harness import Result, run_ranks, together
 from limits import Limit
 
-from hvdtrain import in_step_watch
-from hvdtrain.engines import SoloEngine
-from hvdtrain.errors import ConfigError
-from hvdtrain.in_step import State, Tracker, deadlocked, out_of_step, user_line
-from hvdtrain.launchers import Detected
+from hvdtrain.core.engines import SoloEngine
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step import watch
+from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step, user_line
+from hvdtrain.core.launchers import Detected
 
 HERE = Path(__file__).parent
 TORCH, KERAS = HERE / "torch_programs" / "out_of_step.py", HERE / "keras_programs" / "out_of_step.py"
@@ -83,13 +83,13 @@ def test_the_users_line_is_found_through_libraries() -> None:
 @pytest.mark.parametrize("text", ["x", "-1", "nan", "inf"])
 def test_a_time_that_is_none(text: str) -> None:
     with pytest.raises(ConfigError, match="number of seconds"):
-        in_step_watch.after_s({in_step_watch.AFTER_VARIABLE: text})
+        watch.after_s({watch.AFTER_VARIABLE: text})
 
 
 def test_one_process_notes_nothing() -> None:
     tracker = Tracker(0, 1)
     tracker.begin_update("of model 1")
-    assert tracker.stuck(0.0) is None and in_step_watch.start(0, 1, None, None).watch is None
+    assert tracker.stuck(0.0) is None and watch.start(0, 1, None, None).watch is None
 
 
 def test_after_the_end_nothing_is_collective() -> None:
@@ -118,13 +118,13 @@ class Pair:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, also: Sequence[str] = ()) -> None:
         self.ended: dict[int, list[str]] = {}
         self.over = threading.Event()
-        monkeypatch.setattr(in_step_watch, "_end", self._end)
-        monkeypatch.setattr(in_step_watch, "_TICK_S", 0.02)
+        monkeypatch.setattr(watch, "_end", self._end)
+        monkeypatch.setattr(watch, "_TICK_S", 0.02)
         detected = Detected("mpirun", 0, 2, 0, 2, 0, None)
-        listener, self.where = in_step_watch.listen(detected, {in_step_watch.AFTER_VARIABLE: "0.2"})
+        listener, self.where = watch.listen(detected, {watch.AFTER_VARIABLE: "0.2"})
         if also:
             self.where = dataclasses.replace(self.where, addresses=(*also, *self.where.addresses))
-        self.ranks = [in_step_watch.start(rank, 2, self.where, listener if rank == 0 else None) for rank in range(2)]
+        self.ranks = [watch.start(rank, 2, self.where, listener if rank == 0 else None) for rank in range(2)]
 
     def _end(self, error: list[str], rank: int, links: Any) -> None:
         self.ended[rank] = error
@@ -171,7 +171,7 @@ def test_another_program_at_an_address_that_looks_like_rank_0s(monkeypatch: pyte
 def test_who_does_not_come_is_told_once(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(in_step_watch, "_NOTE_S", 0.3)
+    monkeypatch.setattr(watch, "_NOTE_S", 0.3)
     pair.ranks[0].begin_update("of model 1")
     assert not pair.over.wait(1.0)
     said = capsys.readouterr().err
@@ -356,7 +356,7 @@ def test_slow_ranks_are_not_accused(engine: str, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_without_comparison_they_pair_wrongly(tmp_path: Path) -> None:
     """The negative twin: each rank takes the other's values for its own, and nobody notices."""
-    done = start(TORCH, ["horovod", "other_order"], tmp_path, **{in_step_watch.AFTER_VARIABLE: "0"}).check()
+    done = start(TORCH, ["horovod", "other_order"], tmp_path, **{watch.AFTER_VARIABLE: "0"}).check()
     assert "paired [['a', 'b'], ['b', 'a']]" in done.ranks_output[0], "instead of ['a', 'a'], ['b', 'b']"
     assert "paired [['b', 'a'], ['a', 'b']]" in done.ranks_output[1], done.text
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hvdtrain import keras_mnist
+from hvdtrain.core.errors import ConfigError
 from hvdtrain.datasets import digits
-from hvdtrain.errors import ConfigError
 from tests.harness import Result, run_ranks
 from tests.limits import Limit
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher_variables import HOROVODRUN, HYDRA, MPIJOB, OPEN_MPI, OPENPAI, SBATCH, SRUN, TORCHRUN
 
-from hvdtrain.errors import ConfigError, LauncherError
-from hvdtrain.launchers import LAUNCHERS, meeting_point
-from hvdtrain.slurm import first_host, port_of, tasks_per_node
-from hvdtrain.world import Detected, detect, gpus_for
+from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.launchers import LAUNCHERS, meeting_point
+from hvdtrain.core.slurm import first_host, port_of, tasks_per_node
+from hvdtrain.core.world import Detected, detect, gpus_for
 
 
 class TestDetect:

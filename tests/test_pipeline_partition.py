@@ -12,8 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_pipeline_plan import StubAllocator, modes, real_peaks
 
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline.plan import (
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.partition import Partition, in_words, partition
+from hvdtrain.pipeline.plan.schedule import (
     Curve,
     Device,
     Link,
@@ -23,7 +24,6 @@ from hvdtrain.pipeline.plan import (
     recomputed,
     stage_costs,
 )
-from hvdtrain.pipeline.plan_partition import Partition, in_words, partition
 
 
 def cuts(segments: int, stages: int) -> Iterator[tuple[int, ...]]:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline.plan import (
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.schedule import (
     REMATS,
     SCHEDULES,
     Action,

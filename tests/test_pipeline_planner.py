@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pipeline_plan import real_peaks
 
-from hvdtrain import cli
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline.plan import Curve, Device, Link, Pool, SegmentCost, micro_batch_sizes, stage_costs
-from hvdtrain.pipeline.plan_search import Cluster, Plan, all_reduce_seconds, coarsened, plans
-from hvdtrain.pipeline.plan_simulate import simulate
-from hvdtrain.pipeline.planner import Speed, as_json, described
+from hvdtrain import __main__
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.schedule import Curve, Device, Link, Pool, SegmentCost, micro_batch_sizes, stage_costs
+from hvdtrain.pipeline.plan.search import Cluster, Plan, all_reduce_seconds, coarsened, plans
+from hvdtrain.pipeline.plan.simulate import simulate
+from hvdtrain.pipeline.tuning.planner import Speed, as_json, described
 
 PROGRAM = Path(__file__).parent / "pipeline_programs" / "planner.py"
 
@@ -234,7 +234,7 @@ def test_speed_makes_costs_of_another_device():
 
 
 def test_the_command_refuses_before_it_imports(capsys):
-    assert cli.main(["plan", "--devices", "4xGiB"]) == 2
+    assert __main__.main(["plan", "--devices", "4xGiB"]) == 2
     assert "4x24GiB" in capsys.readouterr().err
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from harness import Result, run_ranks
 
-from hvdtrain import pipeline_resnet, pipeline_trials
-from hvdtrain.errors import ConfigError
+from hvdtrain import pipeline_resnet
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.vision import trials
 
 MAINS = Path(__file__).parent / "pipeline_programs" / "tune_mains.py"
 # 32x32 is one pixel before the classifier: batch-norm needs 2 pictures
@@ -78,15 +79,15 @@ def test_tells_what_it_does(whole: tuple[Result, Path]) -> None:
 
 
 def test_sizes_make_counts() -> None:
-    counts, left_out = pipeline_trials.counts_of([60, 1, 3, 5, 8, 10, 12, 20, 40], 32)
+    counts, left_out = trials.counts_of([60, 1, 3, 5, 8, 10, 12, 20, 40], 32)
     assert counts == {32: 1, 11: 3, 7: 5, 4: 8, 3: 11, 2: 16}
     assert [line.split()[0] for line in left_out] == ["10", "40", "60"]
-    assert pipeline_trials.counts_of(pipeline_resnet.SIZES, 120)[0] == {
+    assert trials.counts_of(pipeline_resnet.SIZES, 120)[0] == {
         120: 1, 40: 3, 24: 5, 15: 8, 12: 10, 10: 12, 6: 20, 3: 40, 2: 60,
     }  # fmt: skip
 
 
-def settings(*flags: object, devices: tuple[str, ...] = ("cpu", "cpu")) -> pipeline_trials.Settings:
+def settings(*flags: object, devices: tuple[str, ...] = ("cpu", "cpu")) -> trials.Settings:
     return pipeline_resnet.settings_of(pipeline_resnet.parser().parse_args(list(map(str, flags))), devices)
 
 

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_pipeline_plan import modes
 
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline._turns import Turns
-from hvdtrain.pipeline.plan import (
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.schedule import (
     REMATS,
     SCHEDULES,
     Action,
@@ -31,7 +30,8 @@ from hvdtrain.pipeline.plan import (
     micro_batch_sizes,
     recomputed,
 )
-from hvdtrain.pipeline.plan_simulate import pool_speeds, simulate
+from hvdtrain.pipeline.plan.simulate import pool_speeds, simulate
+from hvdtrain.pipeline.turns import Turns
 
 
 def stage(forward: float, backward: float, output: float = 0.0, pool: str = "") -> StageCost:

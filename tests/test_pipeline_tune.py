@@ -15,9 +15,9 @@ from harness import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline import plots, tuning
-from hvdtrain.pipeline._search import REFERENCE, Interval, Search, mean_of, ratio_of, student
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.tuning import plots, search_size
+from hvdtrain.pipeline.tuning.search import REFERENCE, Interval, Search, mean_of, ratio_of, student
 from tests.limits import Limit
 
 PROGRAM = Path(__file__).parent / "pipeline_programs" / "tune.py"
@@ -166,14 +166,14 @@ def test_compares_with_the_reference_in_the_same_rounds(reference_s: float, fast
 # ---- what it says
 
 
-def result(best_s: list[float], alone_s: list[float]) -> tuning.Tuning:
+def result(best_s: list[float], alone_s: list[float]) -> search_size.Tuning:
     trials = []
     for count, seconds in ((2, [9.0, 9.1]), (4, best_s)):
         mean = mean_of(seconds, 0.95)
-        trials.append(tuning.Trial(count, 32 // count, tuple(seconds), mean.value, mean.low, mean.high, 1.0))
+        trials.append(search_size.Trial(count, 32 // count, tuple(seconds), mean.value, mean.low, mean.high, 1.0))
     ratio = ratio_of(dict(enumerate(best_s)), dict(enumerate(alone_s)), 0.95)
-    return tuning.Tuning(32, tuple(trials), trials[1], {2: 9.5, 4: 1.0, 8: 1.2}, tuple(alone_s), "cpu with 2 threads",
-                         ratio, True, {32: "no memory"}, 0.95, 3.0)  # fmt: skip
+    return search_size.Tuning(32, tuple(trials), trials[1], {2: 9.5, 4: 1.0, 8: 1.2}, tuple(alone_s),
+                         "cpu with 2 threads", ratio, True, {32: "no memory"}, 0.95, 3.0)  # fmt: skip
 
 
 def test_verdicts_have_the_numbers(limit: Limit) -> None:
@@ -202,7 +202,7 @@ def test_result_is_json_and_a_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 10, 31, 32, 120])
 def test_default_candidates(batch: int) -> None:
-    counts = tuning._counts(None, batch)
+    counts = search_size._counts(None, batch)
     assert counts[0] == 1 and counts == sorted(set(counts)) and counts[-1] <= batch
     assert all(b / a <= 2 for a, b in zip(counts, counts[1:], strict=False)) and batch / counts[-1] < 1.5
 
@@ -210,12 +210,12 @@ def test_default_candidates(batch: int) -> None:
 @pytest.mark.parametrize("candidates", [[], [0], [33], [4, -1], [True]])
 def test_impossible_candidates(candidates: list[int]) -> None:
     with pytest.raises(ConfigError, match="candidates are numbers of micro-batches"):
-        tuning._counts(candidates, 32)
+        search_size._counts(candidates, 32)
 
 
 def test_sizes_and_counts() -> None:
-    assert [tuning.micro_batches_for(120, size) for size in (1, 7, 20, 120, 200)] == [120, 18, 6, 1, 1]
-    assert tuning.split_size(120, 7) == 18
+    assert [search_size.micro_batches_for(120, size) for size in (1, 7, 20, 120, 200)] == [120, 18, 6, 1, 1]
+    assert search_size.split_size(120, 7) == 18
 
 
 # ---- pictures

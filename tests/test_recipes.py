@@ -6,10 +6,10 @@ import argparse
 
 import pytest
 
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline.plan import micro_batch_sizes
-from hvdtrain.recipes import ADAMW_WEIGHT_DECAY, RECIPES, Settings, nearest_batch, smallest_batch
-from hvdtrain.shard import Plan, tail_pieces
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.sharding import Plan, tail_pieces
+from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
+from hvdtrain.vision.recipes import ADAMW_WEIGHT_DECAY, RECIPES, Settings, nearest_batch, smallest_batch
 
 IMAGENET = 1_281_167
 FLAGS = {

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain import ReplicaError, same_data
+from hvdtrain import ReplicaError
+from hvdtrain.core import same_data
 
 
 def refusal(parts: list[Any], digest: Callable[[Any], same_data.Digest] = same_data.of_arrays) -> str:

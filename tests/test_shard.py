@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from limits import Limit
 
 from hvdtrain import ConfigError, Plan, contiguous
-from hvdtrain.shard import ROUNDS, SMALL, Share, _feistel, _words
+from hvdtrain.core.sharding import ROUNDS, SMALL, Share, _feistel, _words
 
 GRID = list(itertools.product(range(41), range(1, 5), range(1, 6)))
 

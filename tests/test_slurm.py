@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdtrain.core.errors import LauncherError
+from hvdtrain.core.slurm import expand, job_hosts
 from hvdtrain.datasets import digits
-from hvdtrain.errors import LauncherError
-from hvdtrain.slurm import expand, job_hosts
 from tests.harness import clean_environment
 from tests.slurm_daemons import TEMPLATE, Job, Slurm, slurm
 
@@ -241,7 +241,7 @@ def test_a_rank_that_fails_ends_the_job(queue: Slurm, waiting: Path) -> None:
 
 RANKS = """\
 import os, sys
-from hvdtrain.launchers import detect
+from hvdtrain.core.launchers import detect
 me = detect(os.environ)
 print("launched", me.launcher, me.rank, "of", me.size, "on", me.node, "job", os.environ["HVDTRAIN_JOB"], flush=True)
 sys.exit(7 if me.rank == 1 and "fail" in sys.argv else 0)

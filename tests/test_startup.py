@@ -10,27 +10,28 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import restart, startup
-from hvdtrain.errors import ConfigError, LauncherError
-from hvdtrain.launchers import ALONE, Detected
+from hvdtrain.core import flags, restart, startup
+from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.launchers import ALONE, Detected
+from hvdtrain.runs import folder
 from tests.harness import run_ranks
 
 
 def test_flag_types() -> None:
-    assert startup.whole(1)("12") == 12 and startup.whole(0)("0") == 0 and startup.positive("1e-3") == 0.001
-    assert startup.at_least_0("0") == 0 and startup.at_least_0("2.5") == 2.5
+    assert flags.whole(1)("12") == 12 and flags.whole(0)("0") == 0 and flags.positive("1e-3") == 0.001
+    assert flags.at_least_0("0") == 0 and flags.at_least_0("2.5") == 2.5
     for parse, text in (
-        [(startup.whole(1), t) for t in ("0", "-1", "1.5", "x", "")]
-        + [(startup.positive, t) for t in ("0", "-1", "nan", "inf", "x")]
-        + [(startup.at_least_0, t) for t in ("-1e-9", "nan", "inf", "x")]
+        [(flags.whole(1), t) for t in ("0", "-1", "1.5", "x", "")]
+        + [(flags.positive, t) for t in ("0", "-1", "nan", "inf", "x")]
+        + [(flags.at_least_0, t) for t in ("-1e-9", "nan", "inf", "x")]
     ):
         with pytest.raises(Exception, match="must be a"):
             parse(text)
 
 
 def test_parser_errors_are_config_errors() -> None:
-    parser = startup.Parser("some.module", description="", epilog="")
-    parser.add_argument("--n", type=startup.whole(1))
+    parser = flags.Parser("some.module", description="", epilog="")
+    parser.add_argument("--n", type=flags.whole(1))
     with pytest.raises(ConfigError) as caught:
         parser.parse_args(["--n", "0"])
     assert "--n" in str(caught.value) and "python -m some.module --help" in caught.value.remedy
@@ -103,7 +104,7 @@ def test_an_engine_that_the_launcher_cannot_start_is_told_once() -> None:
 def test_notes_on_file_descriptor_2(asked: bool, fails: bool) -> None:
     """Hidden unless asked for or the import fails; and the descriptor works again afterwards."""
     code = (
-        "import os, sys, contextlib\nfrom hvdtrain.startup import quiet\n"
+        "import os, sys, contextlib\nfrom hvdtrain.core.startup import quiet\n"
         "with contextlib.suppress(ValueError), quiet():\n"
         " os.write(2, b'NOTE\\n')\n"
         f" if {fails}: raise ValueError\n"
@@ -156,7 +157,7 @@ def put_run(folder: Path, **config: object) -> None:
 
 
 def choose(wanted: Path | None = None, *, resume: bool = False, data: str = "d") -> Path:
-    return startup.choose_run_dir(wanted, "prog", resume=resume, data_sha256=data)
+    return folder.choose_run_dir(wanted, "prog", resume=resume, data_sha256=data)
 
 
 def test_next_free_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,14 +198,14 @@ def test_runs_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_run_directory_is_checked_early(tmp_path: Path) -> None:
-    startup.check_run_dir(tmp_path / "new" / "run", resume=False)
+    folder.check_run_dir(tmp_path / "new" / "run", resume=False)
     put_run(tmp_path / "ended")
-    startup.check_run_dir(tmp_path / "ended", resume=True)
+    folder.check_run_dir(tmp_path / "ended", resume=True)
     with pytest.raises(ConfigError, match="holds a run that is finished"):
-        startup.check_run_dir(tmp_path / "ended", resume=False)
+        folder.check_run_dir(tmp_path / "ended", resume=False)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="user can write"):
-        startup.check_run_dir(tmp_path / "file" / "run", resume=False)
+        folder.check_run_dir(tmp_path / "file" / "run", resume=False)
 
 
 # ---- a job that was started again
@@ -227,7 +228,7 @@ def started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Mon
 
 
 def choose_again(wanted: Path | None = None) -> tuple[Path, bool]:
-    return startup.choose_run(wanted, "prog", resume=False, data_sha256="d")
+    return folder.choose_run(wanted, "prog", resume=False, data_sha256="d")
 
 
 def test_a_restarted_job_goes_on_with_its_own_run(started_again: pytest.MonkeyPatch) -> None:
@@ -235,13 +236,13 @@ def test_a_restarted_job_goes_on_with_its_own_run(started_again: pytest.MonkeyPa
     put_own_run(Path("runs/prog-10"), "theirs", data_sha256="d")
     assert choose_again() == (Path("runs/prog-9"), True)
     assert choose_again(Path("runs/prog-9")) == (Path("runs/prog-9"), True)
-    startup.check_run_dir(Path("runs/prog-9"), resume=False)
+    folder.check_run_dir(Path("runs/prog-9"), resume=False)
     with pytest.raises(ConfigError, match="holds a run that is finished"):
-        startup.check_run_dir(Path("runs/prog-10"), resume=False)
+        folder.check_run_dir(Path("runs/prog-10"), resume=False)
     started_again.setenv("HVDTRAIN_RESTART", "0")  # the first time it is a new run
     assert choose_again() == (Path("runs/prog-11"), False)
     with pytest.raises(ConfigError, match="holds a run that is finished"):
-        startup.check_run_dir(Path("runs/prog-9"), resume=False)
+        folder.check_run_dir(Path("runs/prog-9"), resume=False)
 
 
 def test_a_job_restarted_before_it_had_a_run_starts_one(started_again: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from harness import REPOSITORY, clean_environment, run_ranks
 from limits import Limit
 
 from hvdtrain import LR, ConfigError, RunLog, World
-from hvdtrain.records import plain, to_json, write_json
-from hvdtrain.telemetry import EVENT_EVERY_S, _Window, read_events, read_run, run_status
+from hvdtrain.runs.log import EVENT_EVERY_S, _Window, read_events, read_run, run_status
+from hvdtrain.runs.log_files import plain, to_json, write_json
 
 PROGRAMS = Path(__file__).parent / "programs"
 

@@ -9,7 +9,7 @@ import torch_cases
 from harness import Result, run_ranks
 from limits import Limit
 
-from hvdtrain import engines
+from hvdtrain.core import engines
 
 PROGRAM = "engine_promises.py"
 PROMISES = torch_cases.names(PROGRAM)

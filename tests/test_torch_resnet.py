@@ -14,10 +14,11 @@ import pytest
 from harness import Result, run_ranks
 from PIL import Image
 
-from hvdtrain import image_pipeline, torch_resnet
-from hvdtrain.errors import ConfigError
-from hvdtrain.telemetry import read_events
-from hvdtrain.world import World
+from hvdtrain import torch_resnet
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.world import World
+from hvdtrain.runs.log import read_events
+from hvdtrain.vision import pipelines
 
 PROGRAM = Path(__file__).parent / "torch_programs" / "resnet_that_dies.py"
 BROKEN = "frame/7.jpg"
@@ -143,8 +144,8 @@ def test_devices_of_the_stages() -> None:
         args = torch_resnet.parser().parse_args(flags.split())
         torch_resnet.check_flags(args)
         world = dataclasses.replace(World.solo(), devices=gpus)
-        stages = image_pipeline.stages_of(args, world)
-        return stages, image_pipeline.gpus_per_rank(args), image_pipeline.device(args)
+        stages = pipelines.stages_of(args, world)
+        return stages, pipelines.gpus_per_rank(args), pipelines.device(args)
 
     assert of("--pipeline 2") == (["cpu", "cpu"], 2, "auto")
     assert of("--pipeline 2", (2, 3)) == (["cuda:2", "cuda:3"], 2, "auto"), "each rank its own"

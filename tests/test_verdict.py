@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.verdict import BETWEEN, STEP, Facts, phases_per_rank, verdict
+from hvdtrain.runs.bottleneck import BETWEEN, STEP, Facts, phases_per_rank, verdict
 
 BUSY = {"input": 0.02, "forward": 0.3, "backward": 0.55, "communication": 0.05, "optimizer": 0.08}
 

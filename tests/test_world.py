@@ -14,9 +14,9 @@ import pytest
 from harness import REPOSITORY, Result, clean_environment, run_ranks
 from launcher_variables import HOROVODRUN, TORCHRUN
 
-from hvdtrain import errors, world
-from hvdtrain.errors import ConfigError, HvdtrainError, MainRankError, ReplicaError
-from hvdtrain.world import SoloEngine, World
+from hvdtrain.core import errors, world
+from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, ReplicaError
+from hvdtrain.core.world import SoloEngine, World
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -152,7 +152,7 @@ except LauncherError as error:
     print(error)
 """
         done = self.run(code, **HOROVODRUN)
-        assert "hvdtrain.cli build-horovod --install" in done.stdout, done.stdout + done.stderr
+        assert "hvdtrain build-horovod --install" in done.stdout, done.stdout + done.stderr
         assert sys.executable in done.stdout
 
     @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ except LauncherError as error:
     print(error)
 """
         done = self.run(code, **HOROVODRUN)
-        assert "hvdtrain.cli build-horovod --install" in done.stdout, done.stdout + done.stderr
+        assert "hvdtrain build-horovod --install" in done.stdout, done.stdout + done.stderr
         assert "horovod" in done.stdout.splitlines()[1], "what came is the loader's own words"
 
     def test_a_framework_missing_names_the_command(self) -> None:

@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain import stats
 from hvdtrain.bench.train import check_writable, tell
-from hvdtrain.errors import ConfigError
-from hvdtrain.launchers import detect
-from hvdtrain.startup import whole
+from hvdtrain.core import stats
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.flags import whole
+from hvdtrain.core.launchers import detect
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from hvdtrain.world import World
+    from hvdtrain.core.world import World
 
 MEMORY_TARGET = 10.0
 GOOD_ENOUGH = 0.95  # of the best rate: fewer workers for nearly the same

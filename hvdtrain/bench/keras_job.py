@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain import startup
+from hvdtrain.core import flags, startup
+from hvdtrain.core.launchers import Detected
 from hvdtrain.datasets import load_mnist
 from hvdtrain.keras_mnist import network
-from hvdtrain.launchers import Detected
 
 PROGRAM = "hvdtrain.bench.keras_job"
 SKIPPED_STEPS = 3  # of each block: the input queue fills, and the checks at the start of fit have their say
@@ -107,10 +107,10 @@ def main() -> int:
     """Pins this rank to a core of its own, joins the others, measures, writes ``rank-N.json``."""
 
     def work(detected: Detected) -> None:
-        parser = startup.Parser(PROGRAM, description=(__doc__ or ""), epilog="")
+        parser = flags.Parser(PROGRAM, description=(__doc__ or ""), epilog="")
         parser.add_argument("task", choices=["overhead", "scaling"])
         for flag in ("--per-rank-batch", "--steps", "--blocks"):
-            parser.add_argument(flag, type=startup.whole(1), required=True)
+            parser.add_argument(flag, type=flags.whole(1), required=True)
         parser.add_argument("--backend", required=True)
         parser.add_argument("--out", type=Path, required=True)
         args = parser.parse_args()

@@ -19,13 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain import stats
-from hvdtrain.allocator import keep_freed_memory
 from hvdtrain.bench.train import check_writable, tell
-from hvdtrain.errors import ConfigError
-from hvdtrain.launchers import detect
-from hvdtrain.pipeline.plan import SCHEDULES
-from hvdtrain.startup import share_cores, whole
+from hvdtrain.core import stats
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.flags import whole
+from hvdtrain.core.launchers import detect
+from hvdtrain.core.resources import keep_freed_memory
+from hvdtrain.core.startup import share_cores
+from hvdtrain.pipeline.plan.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     import torch
@@ -91,9 +92,9 @@ def measure(args: argparse.Namespace, cores: Sequence[int]) -> dict[str, Any]:
     import torch
 
     import hvdtrain.pipeline
-    from hvdtrain import image_models
-    from hvdtrain.pipeline.plan import micro_batch_sizes
-    from hvdtrain.pipeline.prediction import from_profile, predict
+    from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
+    from hvdtrain.pipeline.tuning.predict import from_profile, predict
+    from hvdtrain.vision import classifiers
 
     result: dict[str, Any] = {
         "format": 1, "bench": "pipeline", "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": stats.machine(),
@@ -101,7 +102,7 @@ def measure(args: argparse.Namespace, cores: Sequence[int]) -> dict[str, Any]:
     }  # fmt: skip
     result["machine"]["versions"] |= stats.versions("torchgpipe")
     torch.manual_seed(0)
-    model = image_models.build(args.model, 1000, image_size=args.image_size).train()
+    model = classifiers.build(args.model, 1000, image_size=args.image_size).train()
     x = torch.randn(args.batch, 3, args.image_size, args.image_size)
     y = torch.randint(1000, (args.batch,))
     tell("measuring the segments, to cut the model")
@@ -136,12 +137,12 @@ def all_ways(
     import torch
 
     import hvdtrain.pipeline
-    from hvdtrain.pipeline.unsplit import Unsplit
+    from hvdtrain.pipeline.tuning.unsplit import Unsplit
 
     loss = torch.nn.functional.cross_entropy
 
     def stepping(model: Any, cores: Sequence[int] | None = None, **change: Any) -> Callable[[], Any]:
-        from hvdtrain.pipeline.unsplit import on_cores
+        from hvdtrain.pipeline.tuning.unsplit import on_cores
 
         weights = list((model.model if isinstance(model, Unsplit) else model).parameters())
 
@@ -184,7 +185,7 @@ def pipeline_name(schedule: str, micro_batches: int) -> str:
 
 def rivals(pipe: Pipeline, x: Any, y: Any, loss: Any, count: int, cores: Sequence[int]) -> dict[str, Callable[[], Any]]:
     """The other pipelines, over the same stages: PyTorch's tutorial, and torchgpipe if it is there."""
-    from hvdtrain.pipeline.unsplit import on_cores
+    from hvdtrain.pipeline.tuning.unsplit import on_cores
 
     forwards: dict[str, Callable[[Any], Any]] = {}
     if len(pipe.stages) == 2:

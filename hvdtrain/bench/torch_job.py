@@ -55,7 +55,7 @@ def measure(step: Step, wait: Step, steps: int) -> dict[str, float]:
 
 
 def _local_rank() -> int:
-    from hvdtrain.launchers import detect
+    from hvdtrain.core.launchers import detect
 
     return detect(os.environ).local_rank
 

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import stats
 from hvdtrain.bench.torch_job import LAUNCHED_BY, NEEDS
 from hvdtrain.bench.turns import Turns
-from hvdtrain.errors import LauncherError, build_horovod_command, install_command
+from hvdtrain.core import stats
+from hvdtrain.core.errors import LauncherError, build_horovod_command, install_command
 
 # what is run on several ranks, hvdtrain first
 PEERS = ("hvdtrain", "horovod", "ddp", "accelerate", "fabric")

@@ -26,11 +26,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import stats
 from hvdtrain.bench import torch_train
-from hvdtrain.errors import ConfigError, HvdtrainError, LauncherError, build_horovod_command
-from hvdtrain.launchers import detect
-from hvdtrain.startup import whole
+from hvdtrain.core import stats
+from hvdtrain.core.errors import ConfigError, HvdtrainError, LauncherError, build_horovod_command
+from hvdtrain.core.flags import whole
+from hvdtrain.core.launchers import detect
 
 OVERHEAD_TARGET = 1.02
 JOB_WITHIN_S, TERM_WITHIN_S = 900, 15

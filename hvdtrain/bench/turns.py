@@ -22,7 +22,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.core.errors import HvdtrainError
 
 ADDRESS, KEY = "HVDTRAIN_TURNS_ADDRESS", "HVDTRAIN_TURNS_KEY"
 READY_WITHIN_S, TURN_WITHIN_S, END_WITHIN_S = 180.0, 300.0, 15.0

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.core.errors import ConfigError
 
 Interfaces = Mapping[str, Sequence[IPv4Interface]]
 _FIX = "name the network: --network 10.0.0.0/24 (or one address in it); hvdtrain doctor -H ... shows what each host has"

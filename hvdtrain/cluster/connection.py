@@ -15,7 +15,7 @@ from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.protocol import Decoder, Message, encode
 from hvdtrain.cluster.ssh import Ssh, SshProblem, explain
 
-AGENT = "hvdtrain.cluster.agent"
+AGENT = "hvdtrain.cluster.launch.agent"
 _PACKAGES = Path(hvdtrain.__file__).resolve().parent.parent
 _KEPT_BYTES = 8192  # of standard error
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.errors import ConfigError
-from hvdtrain.slurm import job_hosts
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.slurm import job_hosts
 
 # Names reach `ssh` as an argument and files as a part of their names: nothing else than what host names are made of,
 # and no leading "-", which would make an option of them.

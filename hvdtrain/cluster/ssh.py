@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.cluster.addresses import interfaces
-from hvdtrain.errors import ConfigError
+from hvdtrain.core.errors import ConfigError
 
 ALIVE_INTERVAL_S, ALIVE_COUNT = 5, 3  # ssh itself ends a session whose other end says nothing for 15 s
 

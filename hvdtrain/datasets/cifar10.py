@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.world import World
 from hvdtrain.datasets.download import download
 from hvdtrain.datasets.images import Images, count_of, keep_own, together
-from hvdtrain.errors import ConfigError
-from hvdtrain.world import World
 
 if TYPE_CHECKING:
     import numpy as np

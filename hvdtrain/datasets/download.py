@@ -14,7 +14,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.core.errors import ConfigError
 
 ANSWER_WITHIN_S = 8.0  # name look-up, connection and first answer together
 STALL_AFTER_S = 10.0

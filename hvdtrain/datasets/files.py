@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.world import World
 from hvdtrain.datasets.images import together
-from hvdtrain.errors import ConfigError, ReplicaError
-from hvdtrain.world import World
 
 if TYPE_CHECKING:
     import numpy as np

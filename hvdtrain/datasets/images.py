@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.world import World
+from hvdtrain.core.errors import ConfigError, HvdtrainError
+from hvdtrain.core.world import World
 
 if TYPE_CHECKING:
     import numpy as np

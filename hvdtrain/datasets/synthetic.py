@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hvdtrain.core.errors import ConfigError
 from hvdtrain.datasets.images import Images, count_of
-from hvdtrain.errors import ConfigError
 
 
 def synthetic(samples: int = 1280, *, classes: int = 1000, size: int = 224, seed: int = 0) -> Images:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..errors import HvdtrainError
+from hvdtrain.core.errors import HvdtrainError
 
 DESCRIPTION = """\
 Build a Horovod 0.28.1 wheel for the frameworks installed in this Python environment, prove it on 2 ranks
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from . import build, edits, environment
+    from hvdtrain.horovod_build import build, edits, environment
 
     if args.edits:
         print(edits.table())

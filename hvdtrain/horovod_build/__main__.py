@@ -1,6 +1,6 @@
 """``python -m hvdtrain.horovod_build``: `hvdtrain build-horovod` without the rest of the package.
 
-For images: a stage that holds only this folder and hvdtrain/errors.py compiles again only when those change.
+For images: a stage that holds only this folder and hvdtrain/core/errors.py compiles again only when those change.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..errors import HvdtrainError
-from . import add_arguments, run
+from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.horovod_build import add_arguments, run
 
 
 def main() -> int:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import HvdtrainError
-from . import cuda as cuda_toolchain
-from . import edits as edit_table
-from .environment import Environment, mpi_rpath
-from .support import HOROVOD_VERSION, SDIST_SHA256
+from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.horovod_build import cuda as cuda_toolchain
+from hvdtrain.horovod_build import edits as edit_table
+from hvdtrain.horovod_build.environment import Environment, mpi_rpath
+from hvdtrain.horovod_build.support import HOROVOD_VERSION, SDIST_SHA256
 
 Say = Callable[[str], None]
 LOG_TAIL_LINES = 30

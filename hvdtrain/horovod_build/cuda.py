@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import HvdtrainError
-from .support import CUDA_ARCHITECTURES, CUDA_WHEELS
+from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.horovod_build.support import CUDA_ARCHITECTURES, CUDA_WHEELS
 
 Runner = Callable[[str, list[str]], object]  # (what is done, command)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import HvdtrainError
+from hvdtrain.core.errors import HvdtrainError
 
 
 @dataclass(frozen=True)

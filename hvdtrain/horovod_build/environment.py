@@ -15,8 +15,8 @@ import sysconfig
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import HvdtrainError
-from .support import refuse_unsupported
+from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.horovod_build.support import refuse_unsupported
 
 # Needed by Horovod's setup.py, and (but for setuptools and wheel) at run time by horovodrun.
 BUILD_MODULES = {

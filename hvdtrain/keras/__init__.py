@@ -18,16 +18,20 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import hvdtrain.keras._supported  # noqa: F401  # isort: skip  (before Keras starts a backend we refuse)
+import hvdtrain.keras.backends.supported  # noqa: F401  # isort: skip  (before Keras starts a backend we refuse)
 import keras
 
-from hvdtrain.checkpoint import Checkpointer, Progress
-from hvdtrain.errors import ConfigError
-from hvdtrain.keras import _callbacks, _fit, _hook, _reduce, _start
-from hvdtrain.keras._backend import BACKEND
-from hvdtrain.keras._data import Batches, batches, evaluate
-from hvdtrain.keras._parts import model_state
-from hvdtrain.keras._session import (
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.lr import LR
+from hvdtrain.core.sharding import Plan
+from hvdtrain.core.world import World
+from hvdtrain.keras import averaging, fit, fit_callbacks, reduce, start
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.checkpoint import model_state
+from hvdtrain.keras.checks.average import Proof
+from hvdtrain.keras.checks.replicas import fingerprint
+from hvdtrain.keras.data import Batches, batches, evaluate
+from hvdtrain.keras.session import (
     KEY,
     Session,
     leaves_of,
@@ -36,12 +40,8 @@ from hvdtrain.keras._session import (
     session_of,
     world_or_current,
 )
-from hvdtrain.keras._state import fingerprint
-from hvdtrain.keras._verify import Proof
-from hvdtrain.lr import LR
-from hvdtrain.shard import Plan
-from hvdtrain.telemetry import RunLog
-from hvdtrain.world import World
+from hvdtrain.runs.checkpoint import Checkpointer, Progress
+from hvdtrain.runs.log import RunLog
 
 __all__ = [
     "Batches", "Proof", "batches", "callbacks", "evaluate", "fingerprint", "model_state", "prepare", "verify",
@@ -87,7 +87,7 @@ def prepare(
         ConfigError: not compiled; an option that is not known; a learning rate scaled twice, or with a
             schedule.
     """
-    _reduce.check_compression(compression)
+    reduce.check_compression(compression)
     require_keras(model_or_optimizer)
     if watch_every < 0:
         raise ConfigError(
@@ -101,11 +101,12 @@ def prepare(
         require_compiled(model_or_optimizer)
         optimizer = model_or_optimizer.optimizer  # type: ignore[attr-defined]
     if lr is not None:
-        _callbacks.check_rate(optimizer, lr, _global_batch(session, optimizer, None))
+        fit_callbacks.check_rate(optimizer, lr, _global_batch(session, optimizer, None))
     if optimizer is model_or_optimizer:
-        _hook.hook_optimizer(optimizer, session)
+        averaging.hook_optimizer(optimizer, session)
     else:
-        _hook.attach(model_or_optimizer, session)  # type: ignore[arg-type]
+        averaging.attach(model_or_optimizer, session)  # type: ignore[arg-type]
+        fit.wrap_fit(model_or_optimizer, session)  # type: ignore[arg-type]
     return model_or_optimizer
 
 
@@ -148,30 +149,30 @@ def callbacks(
     require_keras(model)
     require_compiled(model)
     session = _session_for(model, world)
-    _fit.wrap_fit(model, session)
+    fit.wrap_fit(model, session)
     if watch_every is not None:
         session.watch_every = watch_every
     session.saves = checkpointer is not None
-    count = _callbacks.Count(session, progress, plan)
-    found: list[keras.callbacks.Callback] = [_callbacks.Start(session)]
+    count = fit_callbacks.Count(session, progress, plan)
+    found: list[keras.callbacks.Callback] = [fit_callbacks.Start(session)]
     if not session.alone:
-        found.append(_callbacks.Epoch(session))
+        found.append(fit_callbacks.Epoch(session))
     rate = lr or session.lr
     if rate is not None or run is not None or checkpointer is not None:
         found.append(count)
     if rate is not None:
         global_batch = _global_batch(session, model.optimizer, plan)
         if session.lr is None and progress is None:  # else prepare() has checked, or the rate is in mid-schedule
-            _callbacks.check_rate(model.optimizer, rate, global_batch)
+            fit_callbacks.check_rate(model.optimizer, rate, global_batch)
         session.lr = rate
-        found.append(_callbacks.Rate(session, rate, count, global_batch))
+        found.append(fit_callbacks.Rate(session, rate, count, global_batch))
     if session.watch_every and not session.alone:
-        found.append(_callbacks.Watch(session, session.watch_every))
+        found.append(fit_callbacks.Watch(session, session.watch_every))
     session.records = run is not None and getattr(model, "_loss_tracker", None) is not None
     if run is not None:
-        found.append(_callbacks.Record(session, run, count))
+        found.append(fit_callbacks.Record(session, run, count))
     if checkpointer is not None:
-        found.append(_callbacks.Save(session, checkpointer, count, save_every))
+        found.append(fit_callbacks.Save(session, checkpointer, count, save_every))
     return found
 
 
@@ -195,7 +196,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     """
     require_keras(model)
     require_compiled(model)
-    from hvdtrain.keras import _verify
+    from hvdtrain.keras.checks import average
 
     found = session_of(model) or session_of(model.optimizer)
     session = found if found is not None else Session(world_or_current(world))
@@ -204,8 +205,8 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     with BACKEND.eager():
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        _start.check_agreement(model, session)
-        return _verify.prove(model, session)
+        start.check_agreement(model, session)
+        return average.prove(model, session)
 
 
 def _session_for(model: keras.Model, world: World | None) -> Session:

@@ -13,36 +13,20 @@ The model stays the user's: its parameters, their names and its state dict are t
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hvdtrain.core.lazy import public
 
 # looked up on first use: planning needs no framework
-_HOME_OF = {
-    "Pipeline": "runtime",
-    "Profile": "profiling",
-    "StageError": "runtime",
-    "Trial": "tuning",
-    "Tuning": "tuning",
-    "plans": "planner",
-    "plot": "plots",
-    "profile": "profiling",
-    "split": "splitting",
-    "tune": "tuning",
-}
+__getattr__, __dir__, __all__ = public(__name__, {
+    "runtime": "Pipeline StageError",
+    "splitting": "split",
+    "tuning.planner": "plans",
+    "tuning.plots": "plot",
+    "tuning.profiles": "Profile profile",
+    "tuning.search_size": "Trial Tuning tune",
+})  # fmt: skip
 
-__all__ = sorted(_HOME_OF)
 
 if TYPE_CHECKING:
     from hvdtrain.pipeline.splitting import split as split
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'hvdtrain.pipeline' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"hvdtrain.pipeline.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})

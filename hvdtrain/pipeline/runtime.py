@@ -10,18 +10,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline import _random
-from hvdtrain.pipeline._batchnorm import Pooled, moves_once_a_batch
-from hvdtrain.pipeline._cutting import Chunk, batch_size, cut, join, map_tensors, marked, tensors_of, unmarked
-from hvdtrain.pipeline._fixed import Fixed
-from hvdtrain.pipeline._lanes import lanes
-from hvdtrain.pipeline._proof import Proof, loss_key
-from hvdtrain.pipeline._segments import Segment
-from hvdtrain.pipeline._stage import Stage
-from hvdtrain.pipeline._weights import Weight, shares
-from hvdtrain.pipeline._worker import Call, Head, StageError
-from hvdtrain.pipeline.plan import REMATS, SCHEDULES, Action, Remat, Schedule, actions, micro_batch_sizes, recomputed
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline import rng
+from hvdtrain.pipeline.batchnorm import Pooled, moves_once_a_batch
+from hvdtrain.pipeline.fixed import Fixed
+from hvdtrain.pipeline.lanes import lanes
+from hvdtrain.pipeline.microbatch import Chunk, batch_size, cut, join, map_tensors, marked, tensors_of, unmarked
+from hvdtrain.pipeline.plan.schedule import (
+    REMATS,
+    SCHEDULES,
+    Action,
+    Remat,
+    Schedule,
+    actions,
+    micro_batch_sizes,
+    recomputed,
+)
+from hvdtrain.pipeline.proof import Proof, loss_key
+from hvdtrain.pipeline.stage import Stage
+from hvdtrain.pipeline.trace.segments import Segment
+from hvdtrain.pipeline.weights import Weight, shares
+from hvdtrain.pipeline.worker import Call, Head, StageError
 
 __all__ = ["Pipeline", "StageError"]
 
@@ -81,7 +90,7 @@ class Pipeline(nn.Module):
         self.record = False
         self.timeline: list[tuple[int, str, int, float, float]] = []
         self._finishing = [False] * len(self.stages)
-        self._drawing: dict[Hashable, _random.Seen] = {}  # by segment
+        self._drawing: dict[Hashable, rng.Seen] = {}  # by segment
         self._moving = _moving(model, self.stages)
         paths = {module: path for path, module in model.named_modules()}
         self.counts = [(f"{paths[owner]}.{name}", owner) for owner, name in segments[0].chain.facts.counts]
@@ -199,7 +208,7 @@ class Pipeline(nn.Module):
         several = len(inputs) > 1
         training = any(module.training for module in self.module.modules())
         # with one micro-batch the layers themselves do what is right
-        draws = _random.Draws(self._drawing, self.devices) if several and (head is not None or training) else None
+        draws = rng.Draws(self._drawing, self.devices) if several and (head is not None or training) else None
         gather = self.batch_norm == "batch" and several and training
         pooled = Pooled(module for stage in self.stages for module in stage.modules()) if gather else None
         self.timeline = []

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
-from hvdtrain.allocator import keep_freed_memory
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline import plan
-from hvdtrain.pipeline._cutting import Chunk, batch_size, marked
-from hvdtrain.pipeline._devices import parse_devices
-from hvdtrain.pipeline._segments import Segment, from_modules, segments
-from hvdtrain.pipeline._stage import build_stages
-from hvdtrain.pipeline.plan_partition import Partition, partition
-from hvdtrain.pipeline.plan_simulate import simulate
-from hvdtrain.pipeline.profiling import Profile, profile
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.resources import keep_freed_memory
+from hvdtrain.pipeline.devices import parse_devices
+from hvdtrain.pipeline.microbatch import Chunk, batch_size, marked
+from hvdtrain.pipeline.plan import schedule as plan
+from hvdtrain.pipeline.plan.partition import Partition, partition
+from hvdtrain.pipeline.plan.simulate import simulate
+from hvdtrain.pipeline.stage import build_stages
+from hvdtrain.pipeline.trace.segments import Segment, from_modules, segments
+from hvdtrain.pipeline.tuning.profiles import Profile, profile
 
 if TYPE_CHECKING:
     from hvdtrain.pipeline.runtime import Pipeline
@@ -48,12 +48,12 @@ def split(
             the stages' devices, as `model.to()` would move them; the model itself is not to be called any more.
         example: a batch of the size that will be trained with: a tensor [batch, ...], or a tuple of arguments.
         devices: one for each stage: ["cuda:0", "cuda:1"] or "cuda:0,cuda:1"; "cpu,cpu" is two stages on the CPU, each
-            with its share of the cores (`hvdtrain.init` before the model is built: see `hvdtrain.allocator`).
+            with its share of the cores (`hvdtrain.init` before the model is built: see `hvdtrain.core.resources`).
         micro_batches: parts that a batch is cut into; "auto": what the measured costs predict to be fastest.
         balance: which segments a stage gets: "time" measures them and makes the slowest stage as fast as possible,
             "memory" makes the fullest stage as small as possible; or the number of segments of each stage.
-        schedule: "1f1b" or "gpipe"; see `hvdtrain.pipeline.plan.actions`.
-        remat: which activations are computed once more instead of kept; see `hvdtrain.pipeline.plan.recomputed`.
+        schedule: "1f1b" or "gpipe"; see `hvdtrain.pipeline.plan.schedule.actions`.
+        remat: which activations are computed again instead of kept; `hvdtrain.pipeline.plan.schedule.recomputed`.
         batch_norm: "batch": running statistics are those of whole batches; "micro": of micro-batches, one by one.
         modules: the model's parts in order, each called with what the one before returns, for models that cannot be
             traced; strings name submodules.

@@ -14,7 +14,7 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 
-from hvdtrain import restart
+from hvdtrain.core import restart
 
 PACE_S = 0.02
 

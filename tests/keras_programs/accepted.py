@@ -176,15 +176,15 @@ def watch_cost() -> str:
     model.compile(O.Adam(1e-3), "mse")
     hvk.prepare(model)
     hvk.verify(model)
-    from hvdtrain.keras import _state
-    from hvdtrain.keras._backend import BACKEND as backend
+    from hvdtrain.keras.backends.chosen import BACKEND as backend
+    from hvdtrain.keras.checks import replicas
 
-    variables = _state.replicated(model)
+    variables = replicas.replicated(model)
     checksums = backend.make_checksums(variables)
-    _state.check_equal(variables, world, checksums, when="now")
+    replicas.check_equal(variables, world, checksums, when="now")
     started = time.perf_counter()
     for _ in range(5):
-        _state.check_equal(variables, world, checksums, when="now")
+        replicas.check_equal(variables, world, checksums, when="now")
     return f"{(time.perf_counter() - started) / 5:.5f}"
 
 

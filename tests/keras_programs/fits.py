@@ -289,14 +289,14 @@ def counts_every_step_of_an_execution() -> str:
     data = deal(X[:48], Y[:48])
     callbacks = hvk.callbacks(model, plan=data.plan, run=_Log())
     compared = []
-    from hvdtrain.keras import _state
+    from hvdtrain.keras.checks import replicas
 
-    original = _state.check_equal
-    _state.check_equal = lambda *a, when, **k: (compared.append(when), original(*a, when=when, **k))[1]
+    original = replicas.check_equal
+    replicas.check_equal = lambda *a, when, **k: (compared.append(when), original(*a, when=when, **k))[1]
     try:
         model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
     finally:
-        _state.check_equal = original
+        replicas.check_equal = original
     count = next(c for c in callbacks if type(c).__name__ == "Count")
     assert (count.step, count.samples_seen) == (8, 96), (count.step, count.samples_seen)
     watched = [when for when in compared if when.startswith("after step")]
@@ -483,16 +483,16 @@ def callbacks_in_a_list_of_keras() -> str:
 @case
 def proves_the_loss_quickly() -> str:
     """No note and no refusal for clean programs, in under two seconds; nothing moves."""
-    from hvdtrain.keras import _decompose
+    from hvdtrain.keras.checks import decompose
 
     model = net(layers=[L.Dropout(0.5), L.LayerNormalization()], metrics=["accuracy"])
     hvk.prepare(model)
     before = [numpy_of(v).tobytes() for v in model.variables]
     import time
 
-    kind, text = _decompose._judge(model, (X[:12], Y[:12]))
+    kind, text = decompose._judge(model, (X[:12], Y[:12]))
     started = time.perf_counter()
-    _decompose._judge(model, (X[:12], Y[:12]))
+    decompose._judge(model, (X[:12], Y[:12]))
     seconds = time.perf_counter() - started
     assert (kind, text) == ("fine", "") and [numpy_of(v).tobytes() for v in model.variables] == before, (kind, text)
     return f"{seconds:.3f}"

@@ -221,9 +221,9 @@ def train(name: str, case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.
     callbacks = hvk.callbacks(model, world=world, plan=data.plan)
     if case.get("off") and world.size > 1:
         callbacks[0].on_train_begin = switch_off(callbacks[0])
-    from hvdtrain.keras import _state
+    from hvdtrain.keras.checks import replicas
 
-    with mock.patch.object(_state, "check_equal", _state.check_equal):  # `switch_off` takes it away for this fit
+    with mock.patch.object(replicas, "check_equal", replicas.check_equal):  # `switch_off` takes it away for this fit
         history = model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
     return model, history.history
 
@@ -232,13 +232,13 @@ def switch_off(start: Any) -> Callable[..., None]:
     """After all checks have passed, gives the optimizer its own ``apply`` back, and keeps the comparisons of replicas
     from seeing it: what an averaging that fails looks like.
     """
-    from hvdtrain.keras import _state
+    from hvdtrain.keras.checks import replicas
 
     original = start.on_train_begin
 
     def on_train_begin(logs: Any = None) -> None:
         original(logs)
-        _state.check_equal = lambda *_, **__: None
+        replicas.check_equal = lambda *_, **__: None
         vars(start.model.optimizer)["apply"] = type(start.model.optimizer).apply.__get__(start.model.optimizer)
 
     return on_train_begin

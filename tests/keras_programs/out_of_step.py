@@ -59,16 +59,16 @@ def gather_in_a_callback(world: World) -> None:
 
 def all_reduces_swapped(world: World) -> None:
     """Called eagerly, TensorFlow's operations ignore their names: each rank took the other's sum for its own."""
-    from hvdtrain.keras import _state
+    from hvdtrain.keras.checks import replicas
 
     part = [keras.Variable(np.ones(2, "float32")), keras.Variable(np.full(2, 5.0, "float32"))]
     beacon.parts()
     if world.is_main:
-        _state.average(part[:1], world)  # here
-        _state.average(part[1:], world)
+        replicas.average(part[:1], world)  # here
+        replicas.average(part[1:], world)
     else:
-        _state.average(part[1:], world)  # here
-        _state.average(part[:1], world)
+        replicas.average(part[1:], world)  # here
+        replicas.average(part[:1], world)
     print("sums", [variable.numpy().tolist() for variable in part], flush=True)
 
 

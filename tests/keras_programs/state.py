@@ -17,9 +17,10 @@ from common import L, images, numpy_of, weights_of
 from jobs import RANK, SIZE, compiled, fit, hvk, world
 
 import hvdtrain
-from hvdtrain.errors import HvdtrainError, NonFiniteError
-from hvdtrain.keras import _engine, _random, _state
-from hvdtrain.keras._backend import BACKEND
+from hvdtrain.core.errors import HvdtrainError, NonFiniteError
+from hvdtrain.keras import engine, rng
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.checks import replicas
 
 CASES: list[Callable[[], None]] = []
 
@@ -234,7 +235,7 @@ def case_t8_only_moving_statistics_are_averaged() -> None:
     norm = next(layer for layer in model.layers if isinstance(layer, L.BatchNormalization))
     queue.assign(own)
     norm.moving_mean.assign(np.full(norm.moving_mean.shape, float(RANK)))
-    _state.average_statistics(model, world)
+    replicas.average_statistics(model, world)
     assert np.array_equal(numpy_of(queue), world.gather(own)[0]), "rank 0's, bit for bit"
     assert np.allclose(numpy_of(norm.moving_mean), (SIZE - 1) / 2, rtol=0, atol=0)
     averaged = np.mean(world.gather(own), axis=0)  # the negative twin
@@ -267,12 +268,12 @@ def case_k17_frozen_weights_do_not_travel() -> None:
         return through(array, *args)
 
     with mock.patch.object(BACKEND, "host_allreduce", counted):
-        _state.average_statistics(model, world)
+        replicas.average_statistics(model, world)
     assert 0 < sum(sent) < 100, sent  # checksums; the layer has 11,100 weights
 
 
 def seeds(model: keras.Model) -> list[list[int]]:
-    return world.gather([int(word) for v in _random.seed_variables(model).values() for word in numpy_of(v).reshape(-1)])
+    return world.gather([int(word) for v in rng.seed_variables(model).values() for word in numpy_of(v).reshape(-1)])
 
 
 @case
@@ -312,12 +313,12 @@ def case_m_another_world_size_gives_every_rank_a_stream_of_its_own() -> None:
 @case
 def case_m_what_is_longer_than_a_message_arrives_whole() -> None:
     content = np.random.default_rng(RANK).integers(0, 256, 10_007, np.uint8).tobytes()
-    with mock.patch.object(_engine, "CHUNK_BYTES", 1000), mock.patch.object(_state, "CHUNK_BYTES", 1000):
+    with mock.patch.object(engine, "CHUNK_BYTES", 1000), mock.patch.object(replicas, "CHUNK_BYTES", 1000):
         for root in range(SIZE):
             wanted = np.random.default_rng(root).integers(0, 256, 10_007, np.uint8).tobytes()
             assert world.comm.broadcast_bytes(content if root == RANK else None, root) == wanted
         variables = [keras.Variable(np.full((n,), RANK + n, "float32")) for n in (3, 700, 1, 250)]
-        _state.broadcast(variables, world, root=SIZE - 1)
+        replicas.broadcast(variables, world, root=SIZE - 1)
     for variable in variables:
         assert (numpy_of(variable) == SIZE - 1 + variable.shape[0]).all()
 

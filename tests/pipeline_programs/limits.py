@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import hvdtrain.pipeline
-from hvdtrain.errors import HvdtrainError
-from hvdtrain.pipeline import _random, _worker
+from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.pipeline import rng
+from hvdtrain.pipeline import worker as _worker
 from hvdtrain.pipeline.runtime import Pipeline
 
 torch.set_default_dtype(torch.float64)
@@ -145,7 +146,7 @@ def draws() -> dict[str, Any]:
         "gpipe": inconsistent(half, schedule="gpipe"),
     }
     other = random.Random(0)
-    with mock.patch.object(_random, "mixed", lambda *numbers: other.getrandbits(62)):
+    with mock.patch.object(rng, "mixed", lambda *numbers: other.getrandbits(62)):
         found["twin"] = inconsistent(half)
     return found
 

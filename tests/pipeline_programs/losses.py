@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hvdtrain.pipeline
-from hvdtrain.errors import ConfigError
+from hvdtrain.core.errors import ConfigError
 
 BATCH, TOKENS, CLASSES = 7, 5, 3
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64)

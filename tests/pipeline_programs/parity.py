@@ -19,11 +19,11 @@ from models import BATCH, CLASSES, MODELS
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdtrain.pipeline import _worker
-from hvdtrain.pipeline._segments import Segment, segments
-from hvdtrain.pipeline._stage import Stage, build_stages
-from hvdtrain.pipeline.plan import REMATS, SCHEDULES, micro_batch_sizes
+from hvdtrain.pipeline import worker
+from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES, micro_batch_sizes
 from hvdtrain.pipeline.runtime import Pipeline
+from hvdtrain.pipeline.stage import Stage, build_stages
+from hvdtrain.pipeline.trace.segments import Segment, segments
 
 LOSS = nn.CrossEntropyLoss()
 STAGES, MICRO_BATCHES = (1, 2, 3, 4), (1, 2, 3, 5, 7)
@@ -196,19 +196,19 @@ def main() -> None:
 def twins(subject: Subject) -> dict[str, float]:
     """How far off the same comparison is with a mechanism switched off: the test must see it."""
     found = {}
-    plain = _worker.Head.__call__
+    plain = worker.Head.__call__
 
     def unweighted(head: Any, output: Any, micro: int, lane: Any) -> Any:
         head.weights = [1.0 / len(head.weights)] * len(head.weights)
         return plain(head, output, micro, lane)
 
-    _worker.Head.__call__ = unweighted  # type: ignore[method-assign]
+    worker.Head.__call__ = unweighted  # type: ignore[method-assign]
     found["micro-batches count the same"] = subject.difference(Combination(2, 3, "1f1b", "never", "batch"))[1]
-    _worker.Head.__call__ = plain  # type: ignore[method-assign]
-    put, _worker._put = _worker._put, lambda buffers, values: None
+    worker.Head.__call__ = plain  # type: ignore[method-assign]
+    put, worker._put = worker._put, lambda buffers, values: None
     if subject.start:
         found["recomputing counts twice"] = subject.difference(Combination(2, 3, "1f1b", "all", "micro"))[2]
-    _worker._put = put
+    worker._put = put
     give, Stage.return_gradients = Stage.return_gradients, lambda stage: None  # type: ignore[method-assign]
     if subject.tied:
         found["a tied weight learns from one stage only"] = subject.difference(

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hvdtrain import cli
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline import _devices, planner, split
+from hvdtrain import __main__
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline import devices, split
+from hvdtrain.pipeline.tuning import planner
 
 FOLDER = Path(sys.argv[1])
 
@@ -26,7 +27,7 @@ def tell(case: str, **what: object) -> None:
 def command(case: str, *flags: str) -> None:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(["plan", *flags])
+        code = __main__.main(["plan", *flags])
     tell(case, code=code, out=out.getvalue(), err=err.getvalue())
 
 
@@ -58,9 +59,9 @@ x, y, loss = torch.randn(12, 32), torch.randint(4, (12,)), nn.CrossEntropyLoss()
 chosen = planner.choose(model, x, loss, devices=["cpu", "cpu"], batch=12, optimizer_copies=2.0)
 expected = float(loss(model(x), y))
 same = all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-planned = _devices.planned
-_devices.planned = lambda device, speed=1.0: replace(planned(device, speed), memory_bytes=1000.0)
-sys.modules["hvdtrain.pipeline.profiling"].planned = _devices.planned  # type: ignore[attr-defined]
+planned = devices.planned
+devices.planned = lambda device, speed=1.0: replace(planned(device, speed), memory_bytes=1000.0)
+sys.modules["hvdtrain.pipeline.tuning.profiles"].planned = devices.planned  # type: ignore[attr-defined]
 try:
     planner.choose(model, x, loss, devices=["cpu"], batch=12)
     nothing_fits = "it did"

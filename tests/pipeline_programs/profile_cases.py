@@ -18,11 +18,12 @@ import torch
 from split_cases import state_of
 from torch import Tensor, nn
 
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline import Profile, _measure, profile
-from hvdtrain.pipeline._measure import Subject
-from hvdtrain.pipeline._segments import segments
-from hvdtrain.pipeline._stage import build_stages
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline import Profile, profile
+from hvdtrain.pipeline.stage import build_stages
+from hvdtrain.pipeline.trace.segments import segments
+from hvdtrain.pipeline.tuning import measure
+from hvdtrain.pipeline.tuning.measure import Subject
 
 CASES: dict[str, Callable[[], Any]] = {}
 LOCK = threading.Lock()
@@ -182,20 +183,20 @@ def copies() -> Any:
     layers = [nn.Linear(16, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 16)]
     parts = segments(nn.Sequential(*layers), x)
     here = profile(parts, x, "cpu", sizes=[4])
-    original, whole = _measure.device_of, Subject.whole
+    original, whole = measure.device_of, Subject.whole
     wholes: list[int] = []
 
     def too_large(self: Any, samples: int) -> tuple[float, float]:
         wholes.append(samples)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    _measure.device_of = lambda model: torch.device("meta")
+    measure.device_of = lambda model: torch.device("meta")
     try:
         at_once = profile(parts, x, "cpu", sizes=[4])
         Subject.whole = too_large  # type: ignore[method-assign]
         in_turn = profile(parts, x, "cpu", sizes=[4])
     finally:
-        _measure.device_of, Subject.whole = original, whole  # type: ignore[method-assign]
+        measure.device_of, Subject.whole = original, whole  # type: ignore[method-assign]
     return {
         "kept": [[c.activation_bytes(4) for c in p.costs] for p in (here, at_once, in_turn)],
         "timed": [all(c.forward_s(4) > 0 < c.backward_s(4) for c in p.costs) for p in (here, at_once, in_turn)],

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import hvdtrain.pipeline
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline import _lanes, _random, _worker
-from hvdtrain.pipeline.plan import actions
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline import lanes, rng
+from hvdtrain.pipeline import worker as _worker
+from hvdtrain.pipeline.plan.schedule import actions
 from hvdtrain.pipeline.runtime import Pipeline, StageError
 
 MSE = nn.MSELoss()
@@ -90,10 +91,10 @@ def draws() -> dict[str, Any]:
     torch.manual_seed(5)
     MSE(net(X), Y).backward()
     plain = [*gradients(net), torch.get_rng_state()]
-    mixed, counter = _random.mixed, itertools.count()
-    _random.mixed = lambda *numbers: next(counter)  # numbers as they come: by the order of the stages' work
+    mixed, counter = rng.mixed, itertools.count()
+    rng.mixed = lambda *numbers: next(counter)  # numbers as they come: by the order of the stages' work
     twin = [one(balance, micro_batches=4, **options) for balance, options in ways]
-    _random.mixed = mixed
+    rng.mixed = mixed
     return {
         "several": all(same(several[0], other) for other in several),
         "alone": all(same(plain, other) for other in alone),
@@ -330,7 +331,7 @@ def turns() -> dict[str, Any]:
         finally:
             os.sched_setaffinity(0, cores)
         most[limit] = at_once([(start, end) for *_, start, end in pipe.timeline])
-    one = _lanes.Turns(1)
+    one = lanes.Turns(1)
     served: list[int] = []
 
     def come(number: int) -> None:

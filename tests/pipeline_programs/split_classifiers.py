@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torchvision.models.maxvit import MaxVit
 
-from hvdtrain.pipeline._segments import segments
-from hvdtrain.pipeline._stage import Stage, build_stages
-from hvdtrain.pipeline._state import all_training
+from hvdtrain.pipeline.stage import Stage, build_stages
+from hvdtrain.pipeline.trace.restore import all_training
+from hvdtrain.pipeline.trace.segments import segments
 
 SMALL = (
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3",

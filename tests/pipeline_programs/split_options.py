@@ -13,10 +13,10 @@ from split_cases import compared_stages, difference
 from split_models import BATCH, WIDTH, AutocastAtRoot, Base, DataAtRoot, Fickle, SharedNorm, TwoCross
 from torch import nn
 
-from hvdtrain.errors import ConfigError
+from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import split, splitting
-from hvdtrain.pipeline._segments import from_modules, segments
-from hvdtrain.pipeline._stage import build_stages
+from hvdtrain.pipeline.stage import build_stages
+from hvdtrain.pipeline.trace.segments import from_modules, segments
 
 X = torch.randn(BATCH, WIDTH, dtype=torch.float64)
 CASES: dict[str, Callable[[], Any]] = {}

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 import hvdtrain.pipeline
-from hvdtrain.errors import ConfigError
-from hvdtrain.pipeline import _lanes, prediction, unsplit
-from hvdtrain.pipeline.plan import Curve, Device, Remat, StageCost, micro_batch_sizes
-from hvdtrain.pipeline.plan_simulate import simulate
-from hvdtrain.pipeline.tuning import SplitDoesNotPay, tune
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline import lanes
+from hvdtrain.pipeline.plan.schedule import Curve, Device, Remat, StageCost, micro_batch_sizes
+from hvdtrain.pipeline.plan.simulate import simulate
+from hvdtrain.pipeline.tuning import predict, unsplit
+from hvdtrain.pipeline.tuning.search_size import SplitDoesNotPay, tune
 
 PASS_S, SAMPLE_S = 0.002, 0.002  # of a forward pass, and besides for each sample; backward twice
 ATTEMPTS = 4  # a machine that is busy for a moment is measured again
@@ -98,8 +99,8 @@ def pays() -> dict[str, Any]:
     pipe, x, y = sleepers(24, stages=4)
     # who sleeps needs no core: on few cores the stages would take turns
     with (
-        mock.patch.object(_lanes, "cpu_slots", return_value=0),
-        mock.patch.object(prediction, "cpu_slots", return_value=0),
+        mock.patch.object(lanes, "cpu_slots", return_value=0),
+        mock.patch.object(predict, "cpu_slots", return_value=0),
     ):
         for _ in range(ATTEMPTS):
             tuning = tune(pipe, x, y, mse, candidates=list(true))
@@ -123,7 +124,7 @@ def schedules() -> dict[str, Any]:
     ):  # fmt: skip
         pipe, x, y = sleepers(12, stages, **options)
         for _ in range(ATTEMPTS):
-            foretold = prediction.predict(pipe, x, y, mse)
+            foretold = predict.predict(pipe, x, y, mse)
             ratios = {}
             for count in (2, 7):
                 pipe.micro_batches = count
@@ -140,7 +141,7 @@ def slow_each_other_down() -> dict[str, Any]:
     pipe, x, y = sleepers(12, beside=threading.Lock())
     sizes = micro_batch_sizes(12, 6)
     for _ in range(ATTEMPTS):
-        foretold = prediction.predict(pipe, x, y, mse)
+        foretold = predict.predict(pipe, x, y, mse)
         pipe.micro_batches = 6
         measured = min(unsplit.seconds_of(lambda: pipe.step(x, y, mse), pipe.devices) for _ in range(3))
         found = {"ratio": foretold(sizes) / measured, "blind": replace(foretold, pools={})(sizes) / measured}
@@ -154,7 +155,7 @@ def told_from_whole_steps() -> dict[str, Any]:
     found = {}
     remats: tuple[Remat, ...] = ("never", "all")
     for remat in remats:
-        passes = prediction.equal_seconds(3, 5, 1.0, remat)
+        passes = predict.equal_seconds(3, 5, 1.0, remat)
         stages = [
             StageCost(Device("d"), Curve(((1, passes[k, "forward"]),)), Curve(((1, passes[k, "backward"]),)))
             for k in range(3)
@@ -247,6 +248,6 @@ CASES: list[Callable[[], dict[str, Any]]] = [
 TIMED: list[Callable[[], dict[str, Any]]] = [pays, schedules, slow_each_other_down]
 
 if __name__ == "__main__":
-    prediction.ROUNDS = 1  # stages that sleep take as long every time
+    predict.ROUNDS = 1  # stages that sleep take as long every time
     for case in TIMED if sys.argv[1:] == ["timed"] else CASES:
         print(json.dumps({"case": case.__name__, **case(), "threads": threading.active_count()}), flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from hvdtrain.parts import Part
+from hvdtrain.runs.parts import Part
 
 
 class Blob(Part):

@@ -21,9 +21,9 @@ from typing import Any
 from blob import content, state_of
 
 from hvdtrain import Checkpointer, Progress
-from hvdtrain import checkpoint as checkpoint_module
-from hvdtrain import manifest as manifest_module
-from hvdtrain.checkpoint import Part
+from hvdtrain.runs import checkpoint as checkpoint_module
+from hvdtrain.runs import checkpoint_files as manifest_module
+from hvdtrain.runs.checkpoint import Part
 
 TRACED = {checkpoint_module.__file__, manifest_module.__file__, shutil.__file__}
 

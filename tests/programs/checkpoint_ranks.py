@@ -21,8 +21,8 @@ from hvdtrain import (
     World,
     exit_with,
     init,
-    transfer,
 )
+from hvdtrain.runs import checkpoint_files
 
 SIZE_BYTES = 10_000
 
@@ -136,14 +136,14 @@ def disk_of_rank_1_fills_up(world: World, folder: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if world.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (transfer.CHUNK_BYTES + 1, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (checkpoint_files.CHUNK_BYTES + 1, limits[1]))
     error = refused(HvdtrainError, restored, folder if world.is_main else folder / "not_here")
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "rank 1: OSError" in str(error) and "rank 0" not in error.came, error
 
 
 def main() -> None:
-    transfer.CHUNK_BYTES = 3000  # several chunks a file, the last one short
+    checkpoint_files.CHUNK_BYTES = 3000  # several chunks a file, the last one short
     world = init("torch")
     try:
         with world:

@@ -7,7 +7,7 @@ import sys
 import time
 
 import hvdtrain
-from hvdtrain.launchers import detect
+from hvdtrain.core.launchers import detect
 
 if detect(os.environ).rank == 1:
     time.sleep(float(sys.argv[2]))

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.engines import SoloEngine
-from hvdtrain.world import Detected, Engine
+from hvdtrain.core.engines import SoloEngine
+from hvdtrain.core.world import Detected, Engine
 
 BLIND = False
 
@@ -61,4 +61,4 @@ class TorchEngine:
 _package = types.ModuleType("hvdtrain.torch")
 _package.__path__ = []
 sys.modules["hvdtrain.torch"] = _package
-sys.modules["hvdtrain.torch._engine"] = sys.modules[__name__]
+sys.modules["hvdtrain.torch.engine"] = sys.modules[__name__]

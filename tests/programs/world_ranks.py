@@ -114,7 +114,7 @@ def one_fails(world: World) -> None:
 def other_seed() -> None:
     import os
 
-    from hvdtrain.launchers import detect
+    from hvdtrain.core.launchers import detect
 
     error = raised(ReplicaError, init, "torch", seed=7 + detect(os.environ).rank)
     print(error, flush=True)

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.errors import ConfigError
+from hvdtrain.core.errors import ConfigError
 
 
 # -- the loop -----------------------------------------------------------------------------------------------------

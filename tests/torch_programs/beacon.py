@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hvdtrain
-from hvdtrain.launchers import detect
+from hvdtrain.core.launchers import detect
 
 _parted = 0.0
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import hvdtrain
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.core.errors import HvdtrainError
 
 
 def run_cases(namespace: Mapping[str, Any], world: hvdtrain.World) -> int:

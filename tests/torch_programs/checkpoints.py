@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.torch import _parts
+from hvdtrain.core.errors import CheckpointError, ConfigError
+from hvdtrain.torch import checkpoint
 
 SAMPLES, GLOBAL_BATCH, UPDATES, SAVED_AFTER = 26, 8, 6, 3  # 2 updates an epoch: the checkpoint is in mid-epoch
 FOLDER = Path(sys.argv[2])
@@ -122,7 +122,7 @@ def case_what_is_not_restored_is_missed(world: hvdtrain.World) -> None:
     checkpoints = hvdtrain.Checkpointer(FOLDER / f"own-{world.engine}-{world.size}")
     right = restored(world, checkpoints)
     right.train(UPDATES)
-    with mock.patch.object(_parts, "restore_streams", lambda *_: None):
+    with mock.patch.object(checkpoint, "restore_streams", lambda *_: None):
         other = restored(world, checkpoints)
     other.train(UPDATES)
     assert other.losses != right.losses

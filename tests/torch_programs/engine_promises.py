@@ -20,9 +20,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.errors import ConfigError, ReplicaError
-from hvdtrain.torch import _session
-from hvdtrain.torch._nonfinite import NonFiniteError
+from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.torch import session
+from hvdtrain.torch.checks.nonfinite import NonFiniteError
 
 SAMPLES = 25  # three updates of 8, and one sample: on two ranks one has none
 
@@ -463,7 +463,7 @@ def case_check_changes_nothing_and_names_what_differs(world: hvdtrain.World) -> 
         assert not unseen.exact and unseen.gradient > 0.01 and unseen.parameter, unseen
     assert state[0] == hvt.fingerprint(model) and torch.equal(state[1], torch.get_rng_state())
     assert state[2] == [layer.training for layer in model.modules()]
-    assert all(p.grad is None for p in model.parameters()) and isinstance(optimizer.session, _session.Session)
+    assert all(p.grad is None for p in model.parameters()) and isinstance(optimizer.session, session.Session)
 
 
 def main(engine: str) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.torch._sync_batchnorm import convert
 from hvdtrain.torch.engines.base import Settings
 from hvdtrain.torch.engines.dataparallel import DataParallelEngine
+from hvdtrain.torch.engines.sync_batchnorm import convert
 
 RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 RANK_1 = {**RANK_0, "RANK": "1", "LOCAL_RANK": "1"}

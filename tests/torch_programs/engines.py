@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import hvdtrain
-from hvdtrain.torch._clock import CLOCK
-from hvdtrain.torch._sync_batchnorm import acting, convert, is_synchronized
+from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.engines.base import Settings, TorchEngine
+from hvdtrain.torch.engines.sync_batchnorm import acting, convert, is_synchronized
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64")
 

@@ -18,9 +18,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
 import hvdtrain.torch as hvt
+from hvdtrain.core.world import World
 from hvdtrain.datasets import load_folder
-from hvdtrain.torch import _augment, _folder
-from hvdtrain.world import World
+from hvdtrain.torch.data import augment, images
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pictures import CORRUPT, write_folder
@@ -58,9 +58,9 @@ def case_crop_flip_goes_everywhere() -> None:
 def case_ways_to_move_are_equal() -> None:
     pictures = small_pictures()
     shift = torch.randint(0, 7, (40, 2))
-    assert torch.equal(_augment.shifted(pictures, shift, 3), _augment._shifted_cpu(pictures, shift, 3))
+    assert torch.equal(augment.shifted(pictures, shift, 3), augment._shifted_cpu(pictures, shift, 3))
     mirror = torch.rand(40) < 0.5
-    assert torch.equal(_augment.mirrored(pictures, mirror), _augment._mirrored_cpu(pictures.clone(), mirror))
+    assert torch.equal(augment.mirrored(pictures, mirror), augment._mirrored_cpu(pictures.clone(), mirror))
     before = pictures.clone()
     hvt.crop_flip(MEAN, STD, pad=0)(pictures, torch.zeros(40, 3, dtype=torch.float64))
     assert torch.equal(pictures, before)  # the caller's pictures stay
@@ -81,9 +81,9 @@ def case_normalise() -> None:
 
 def case_files_of_all_kinds_are_decoded(folder: Path) -> None:
     ant = write_folder(folder) / "train" / "ant"
-    for decode in (_folder.decode, lambda path: _folder.decode_by_pillow(Path(path).read_bytes())):
+    for decode in (images.decode, lambda path: images.decode_by_pillow(Path(path).read_bytes())):
         decoded_right(ant, lambda name, decode=decode: decode(str(ant / name)).permute(1, 2, 0).numpy())
-    assert _folder._JPEG is not None  # else both ways were the same
+    assert images._JPEG is not None  # else both ways were the same
 
 
 def decoded_right(ant: Path, decode: Any) -> None:

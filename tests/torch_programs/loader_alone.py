@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain import shard
-from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.torch import _forks, _prefetch, _steps
-from hvdtrain.world import World
+from hvdtrain.core import sharding
+from hvdtrain.core.errors import ConfigError, HvdtrainError
+from hvdtrain.core.world import World
+from hvdtrain.torch.data import forks, prefetch
+from hvdtrain.torch.data import steps as _steps
 
 
 class Acted:
@@ -417,12 +418,12 @@ def case_a_worker_that_hangs_at_its_fork_is_forked_again() -> None:
 
 def case_workers_that_always_hang_are_given_up() -> None:
     hanging.left = 100
-    patience, _forks.PATIENCE_S = _forks.PATIENCE_S, (0.1, 0.2)
+    patience, forks.PATIENCE_S = forks.PATIENCE_S, (0.1, 0.2)
     try:
         train = hvt.loader(Numbers(40), 4, world=World.solo(), workers=2)
         refused(lambda: next(iter(train)), "first line", "0.1 s, 0.2 s", "forkserver", kind=HvdtrainError)
     finally:
-        hanging.left, _forks.PATIENCE_S = 0, patience
+        hanging.left, forks.PATIENCE_S = 0, patience
     assert not psutil.Process().children()
 
 
@@ -513,7 +514,7 @@ def case_two_loaders_side_by_side_must_differ() -> None:
 
 
 def case_random_words_by_position() -> None:
-    plan, larger = (shard.Plan(samples, 1, 1, seed=5) for samples in (4000, 4001))
+    plan, larger = (sharding.Plan(samples, 1, 1, seed=5) for samples in (4000, 4001))
     whole = _steps.words(plan, 2, 0, 100, 6, stream=1)
     parts = [_steps.words(plan, 2, first, count, 6, stream=1) for first, count in ((0, 7), (7, 50), (57, 43))]
     assert (np.concatenate(parts) == whole).all()
@@ -523,7 +524,7 @@ def case_random_words_by_position() -> None:
         _steps.words(larger, 2, 0, 100, 6, stream=1),
     ]
     assert all(not np.intersect1d(whole, other).size for other in others)
-    order = shard._words(4000, 5, 2, 4000)
+    order = sharding._words(4000, 5, 2, 4000)
     assert not np.intersect1d(whole, order).size
     drawn = _steps.uniforms(plan, 0, 0, 10000, 3)
     assert drawn.min() >= 0 and drawn.max() < 1 and abs(drawn.mean() - 0.5) < 0.01
@@ -545,17 +546,17 @@ def case_the_clock_follows() -> None:
 
 def case_reading_ahead() -> None:
     cpu = torch.device("cpu")
-    assert list(_prefetch.Ahead(iter(range(20)), cpu, lambda _: [])) == list(range(20))
+    assert list(prefetch.Ahead(iter(range(20)), cpu, lambda _: [])) == list(range(20))
 
     def broken() -> Any:
         yield 1
         raise ValueError("in the thread")
 
-    ahead = _prefetch.Ahead(broken(), cpu, lambda _: [])
+    ahead = prefetch.Ahead(broken(), cpu, lambda _: [])
     assert next(ahead) == 1
     refused(lambda: next(ahead), "in the thread", kind=ValueError)
     read: list[int] = []
-    left = _prefetch.Ahead((read.append(number) or number for number in range(100)), cpu, lambda _: [])
+    left = prefetch.Ahead((read.append(number) or number for number in range(100)), cpu, lambda _: [])
     assert next(left) == 0
     left.close()
     assert not left._thread.is_alive() and len(read) <= 5

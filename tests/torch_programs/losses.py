@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import hvdtrain
 import hvdtrain.pipeline
 import hvdtrain.torch as hvt
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.core.errors import HvdtrainError
 
 UPDATE, SAMPLES, WIDTH, KINDS, LONG = 24, 53, 6, 3, 5  # the last update has 5 samples
 CLASSES = torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hvdtrain import image_models
-from hvdtrain.errors import ConfigError
-from hvdtrain.recipes import RECIPES, Stem
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.vision import classifiers
+from hvdtrain.vision.recipes import RECIPES, Stem
 
 
 def refused(*parts: str, name: str, image_size: int = 32) -> None:
     try:
-        image_models.build(name, 10, image_size=image_size)
+        classifiers.build(name, 10, image_size=image_size)
     except ConfigError as error:
         assert error.shared and all(part in str(error) for part in parts), str(error)
     else:
@@ -22,7 +22,7 @@ def refused(*parts: str, name: str, image_size: int = 32) -> None:
 def the_stem_sets_the_size_of_the_feature_maps() -> None:
     """`seen` is what the first block gets: 32x32 as it is, 8x8 for the digits, 8x8 with torchvision's own stem."""
     for stem, side in ((RECIPES["cifar10"].stem, 32), (RECIPES["digits"].stem, 8), (None, 8), (Stem(2, False), 16)):
-        model = image_models.build("resnet18", 10, image_size=32, stem=stem)
+        model = classifiers.build("resnet18", 10, image_size=32, stem=stem)
         seen: list[torch.Size] = []
         model.layer1.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0].shape))
         assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
@@ -31,40 +31,40 @@ def the_stem_sets_the_size_of_the_feature_maps() -> None:
 
 def residual_blocks_start_as_the_identity() -> None:
     for name, last in (("resnet18", "bn2"), ("resnet50", "bn3"), ("resnext50_32x4d", "bn3")):
-        model = image_models.build(name, 4, image_size=64)
+        model = classifiers.build(name, 4, image_size=64)
         blocks = [block for layer in (model.layer1, model.layer4) for block in layer]
         assert blocks and all(not getattr(block, last).weight.any() for block in blocks), name
         assert all(block.bn1.weight.all() for block in blocks), "only the last one of a block"
 
 
 def no_decay_on_batch_norm_and_biases() -> None:
-    model = image_models.build("resnet18", 10, image_size=32)
-    decayed, spared = image_models.parameter_groups(model, 0.1)
+    model = classifiers.build("resnet18", 10, image_size=32)
+    decayed, spared = classifiers.parameter_groups(model, 0.1)
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     norms = [p for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()]
     assert {id(p) for p in spared["params"]} == {id(p) for p in [*norms, model.fc.bias]}
     assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
     model.requires_grad_(False)
     model.fc.requires_grad_(True)
-    assert [len(group["params"]) for group in image_models.parameter_groups(model, 0.1)] == [1, 1]
+    assert [len(group["params"]) for group in classifiers.parameter_groups(model, 0.1)] == [1, 1]
 
 
 def other_families_of_models() -> None:
     """One of each kind that must be told something, or that starts in another way."""
     for name, size in (("googlenet", 32), ("regnet_y_400mf", 32)):
-        model = image_models.build(name, 7, image_size=size, stem=Stem())
+        model = classifiers.build(name, 7, image_size=size, stem=Stem())
         assert model(torch.zeros(2, 3, size, size)).shape == (2, 7), name
     for name, size in (("vit_b_16", 32), ("maxvit_t", 224), ("inception_v3", 96)):  # large ones: their shapes only
         with torch.device("meta"):
-            model = image_models._make(name, 7, size, Stem())
+            model = classifiers._make(name, 7, size, Stem())
             assert model(torch.zeros(2, 3, size, size)).shape == (2, 7), name
 
 
 def trying_out_leaves_the_model_alone() -> None:
     torch.manual_seed(1)
-    tried = image_models.build("resnet18", 10, image_size=32)
+    tried = classifiers.build("resnet18", 10, image_size=32)
     torch.manual_seed(1)
-    alone = image_models._make("resnet18", 10, 32, None)
+    alone = classifiers._make("resnet18", 10, 32, None)
     ours, plain = tried.state_dict(), alone.state_dict()
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
     assert ours["bn1.num_batches_tracked"] == 0

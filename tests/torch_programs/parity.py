@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.torch import _batches, _gradients, _optimizer, _start
-from hvdtrain.torch._nonfinite import NonFiniteError
-from hvdtrain.torch._optimizer import Optimizer
+from hvdtrain.torch import batches, gradients
+from hvdtrain.torch import optimizer as _optimizer
+from hvdtrain.torch import start as _start
+from hvdtrain.torch.checks.nonfinite import NonFiniteError
+from hvdtrain.torch.optimizer import Optimizer
 
 GLOBAL_BATCH = 8
 BASE_LR = 0.1
@@ -186,14 +188,14 @@ def no_averaging(optimizer: Optimizer) -> Iterator[None]:
 @contextmanager
 def equal_weights(optimizer: Optimizer) -> Iterator[None]:
     """Every rank and micro-batch counts the same, whatever its samples: the mean of means."""
-    real = _batches.FromLoader._of_live
+    real = batches.FromLoader._of_live
 
     def of_live(self: Any, live: Any) -> Any:
         batch = real(self, live)
         weight = 1 / (optimizer.session.world.size * optimizer.session.options.accumulate)
-        return _batches.Batch(**{**vars(batch), "weight": weight})
+        return batches.Batch(**{**vars(batch), "weight": weight})
 
-    with mock.patch.object(_batches.FromLoader, "_of_live", of_live):
+    with mock.patch.object(batches.FromLoader, "_of_live", of_live):
         yield
 
 
@@ -225,9 +227,9 @@ def keeps_old_gradients(optimizer: Optimizer) -> Iterator[None]:
 
     def stepped(self: Any) -> None:
         self.put_aside("idle")
-        self._samples_seen, self.tally = 0, _gradients.Tally()
+        self._samples_seen, self.tally = 0, gradients.Tally()
 
-    with mock.patch.object(_gradients.Gradients, "stepped", stepped):
+    with mock.patch.object(gradients.Gradients, "stepped", stepped):
         yield
 
 

@@ -37,15 +37,17 @@ from torch.nn.functional import cross_entropy
 import hvdtrain
 import hvdtrain.pipeline
 import hvdtrain.torch as hvt
-from hvdtrain import image_models, image_pipeline, torch_resnet
-from hvdtrain.errors import ConfigError, ReplicaError
-from hvdtrain.pipeline import _lanes, planner
-from hvdtrain.pipeline.planner import Plan
-from hvdtrain.recipes import RECIPES, Settings
-from hvdtrain.torch._nonfinite import NonFiniteError
-from hvdtrain.torch.engines._group import GroupEngine
+from hvdtrain import torch_resnet
+from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.pipeline import lanes
+from hvdtrain.pipeline.tuning import planner
+from hvdtrain.pipeline.tuning.planner import Plan
+from hvdtrain.torch.checks.nonfinite import NonFiniteError
 from hvdtrain.torch.engines.dataparallel import DataParallelEngine
+from hvdtrain.torch.engines.group import GroupEngine
 from hvdtrain.torch.engines.horovod import HorovodEngine
+from hvdtrain.vision import classifiers, pipelines
+from hvdtrain.vision.recipes import RECIPES, Settings
 
 # ---- parity
 
@@ -196,7 +198,7 @@ def case_the_last_stage_sends_while_the_first_computes(world: hvdtrain.World) ->
 
 def case_ranks_of_a_host_take_cores_of_their_own(world: hvdtrain.World) -> None:
     with mock.patch("os.sched_getaffinity", lambda _: set(range(8))), mock.patch("torch.get_num_threads", lambda: 4):
-        blocks = _lanes.core_blocks(2)
+        blocks = lanes.core_blocks(2)
     assert world.gather(blocks) == [[(0, 1), (2, 3)], [(4, 5), (6, 7)]][: world.size]
 
 
@@ -216,9 +218,9 @@ def case_rank_0_plans_and_all_obey(world: hvdtrain.World) -> None:
             asked.append((tuple(example.shape), list(devices), batch, optimizer_copies))
             return plan
 
-        network = image_models.build("resnet18", 3, image_size=32)
+        network = classifiers.build("resnet18", 3, image_size=32)
         with mock.patch.object(planner, "choose", choose), contextlib.redirect_stdout(io.StringIO()):
-            return image_pipeline.apply(args, settings, network, 32, world)
+            return pipelines.apply(args, settings, network, 32, world)
 
     pipe, parts = applied(planned)
     assert [len(stage.segments) for stage in pipe.stages] == [30, 5] and len(pipe.devices) == 2
@@ -239,9 +241,9 @@ def case_rank_0_cuts_and_all_follow(world: hvdtrain.World) -> None:
         asked.append((how.get("balance"), how["micro_batches"]))
         return real(*given, **{**how, "balance": how.get("balance", [20, 15]), "micro_batches": 4})
 
-    network = image_models.build("resnet18", 3, image_size=32)
+    network = classifiers.build("resnet18", 3, image_size=32)
     with mock.patch.object(hvdtrain.pipeline, "split", split):
-        pipe, same = image_pipeline.apply(args, settings, network, 32, world)
+        pipe, same = pipelines.apply(args, settings, network, 32, world)
     assert asked == [(None, "auto")] if world.is_main else [([20, 15], 4)], asked
     assert same == settings and pipe.remat == "all" and [len(s.segments) for s in pipe.stages] == [20, 15]
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.errors import ConfigError, HvdtrainError, ReplicaError
+from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
 
 torch.set_default_dtype(torch.float64)
 

@@ -18,9 +18,11 @@ from torch.nn.functional import cross_entropy
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.errors import ConfigError, ReplicaError
-from hvdtrain.torch import _amp, _buffers, _start, _verify
-from hvdtrain.torch._nonfinite import NonFiniteError
+from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.torch import amp, start
+from hvdtrain.torch.checks import averaging
+from hvdtrain.torch.checks.nonfinite import NonFiniteError
+from hvdtrain.torch.engines import buffers as _buffers
 
 LAST = -1  # the rank at which something is different
 
@@ -73,7 +75,7 @@ def case_a_forgotten_broadcast_is_caught(world: hvdtrain.World) -> None:
     """The negative twin of the one above."""
     model = mlp()
     with (
-        mock.patch.object(_start, "broadcast_state", lambda *_: None),
+        mock.patch.object(start, "broadcast_state", lambda *_: None),
         refused("replicas must be equal", "0.weight of rank(s) ", kind=ReplicaError),
     ):
         hvt.prepare(model, sgd(model))
@@ -177,7 +179,7 @@ def case_the_proof_catches_a_layer_left_out(world: hvdtrain.World) -> None:
 def case_the_proof_is_quick(world: hvdtrain.World) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))  # a million parameters
     model, optimizer = hvt.prepare(model, sgd(model), verify=False)
-    assert _verify.prove(optimizer.session).seconds < 5, "under a second on a quiet machine"
+    assert averaging.prove(optimizer.session).seconds < 5, "under a second on a quiet machine"
 
 
 # -- the watch ----------------------------------------------------------------------------------------------------
@@ -251,7 +253,7 @@ def case_looking_for_infinities_before_the_average_lets_ranks_part(world: hvdtra
     model, optimizer, train = prepared(amp="fp16")
     batches = iter(train)
     update(model, optimizer, next(batches))
-    real = _amp.Precision.unscale
+    real = amp.Precision.unscale
 
     def own_only(precision: Any, stepper: Any) -> None:
         if not at_last(world):
@@ -259,7 +261,7 @@ def case_looking_for_infinities_before_the_average_lets_ranks_part(world: hvdtra
                 parameter.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         real(precision, stepper)
 
-    with mock.patch.object(_amp.Precision, "unscale", own_only), infinite_gradient(model, at_last(world)):
+    with mock.patch.object(amp.Precision, "unscale", own_only), infinite_gradient(model, at_last(world)):
         update(model, optimizer, next(batches))
     assert len(set(world.gather(optimizer.skipped_steps))) == 2
     assert len(set(world.gather(hvt.fingerprint(model)))) == 2

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import hvdtrain
-from hvdtrain.errors import ConfigError
-from hvdtrain.torch._reducer import Reducer, Wait, bucketize
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.torch.engines.reducer import Reducer, Wait, bucketize
 
 WORLD = hvdtrain.init("torch", device="cpu")
 ENGINE = WORLD.comm

@@ -7,7 +7,7 @@ import resource
 import sys
 
 from hvdtrain import torch_resnet
-from hvdtrain.image_models import build
+from hvdtrain.vision.classifiers import build
 
 
 def limited(*args: object, **named: object) -> object:
@@ -21,7 +21,7 @@ def limited(*args: object, **named: object) -> object:
 
 
 if __name__ == "__main__":
-    from hvdtrain import image_models
+    from hvdtrain.vision import classifiers
 
-    image_models.build = limited  # type: ignore[assignment]
+    classifiers.build = limited  # type: ignore[assignment]
     sys.exit(torch_resnet.main())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from hvdtrain import checkpoint, torch_resnet
+from hvdtrain import torch_resnet
+from hvdtrain.runs import checkpoint
 
 saves = 0
 write = checkpoint.Checkpointer._write

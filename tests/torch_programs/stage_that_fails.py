@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain import startup
-from hvdtrain.launchers import Detected
+from hvdtrain.core import startup
+from hvdtrain.core.launchers import Detected
 
 
 def work(detected: Detected) -> None:

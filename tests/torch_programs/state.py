@@ -23,9 +23,9 @@ from torch.nn.functional import cross_entropy, normalize
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.errors import ConfigError, HvdtrainError, NonFiniteError, ReplicaError
-from hvdtrain.torch import _buffers, _watch
-from hvdtrain.torch.engines import base
+from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError, ReplicaError
+from hvdtrain.torch.checks import replicas
+from hvdtrain.torch.engines import base, buffers
 
 SAMPLES, BATCH = 24, 8  # of all ranks: 3 updates an epoch
 
@@ -398,7 +398,7 @@ def case_t8_only_running_statistics_are_averaged(world: hvdtrain.World) -> None:
     module.queue.copy_(normalize(module.queue, dim=1))
     module.norm(module.layer(x))
     queues, means = world.gather(module.queue.clone()), world.gather(module.norm.running_mean.clone())
-    _buffers.synchronize(module, world)
+    buffers.synchronize(module, world)
     assert torch.equal(module.queue, queues[0]), "rank 0's"
     norms = module.queue.norm(dim=1)
     assert float((norms - 1).abs().max()) < 1e-12
@@ -418,7 +418,7 @@ def case_t8_checksums_see_the_order(world: hvdtrain.World) -> None:
         (torch.arange(3_000_000), torch.arange(3_000_000).roll(1_500_000)),
     ]
     for one, other in pairs:
-        sums = _watch.checksums({"one": one, "other": other, "again": one.clone()})
+        sums = replicas.checksums({"one": one, "other": other, "again": one.clone()})
         assert sums["one"] != sums["other"] and sums["one"] == sums["again"], one
     # as the docstring has it, computed in whole numbers of Python
     prime, mask = 0x9E3779B97F4A7C15, 2**64 - 1
@@ -431,9 +431,9 @@ def case_t8_checksums_see_the_order(world: hvdtrain.World) -> None:
     for place, bits in enumerate([5, -9, 0, 7], start=1):
         spread = signed(place * prime)
         total += bits * signed((signed(spread ^ (spread >> 29)) * prime) | 1)
-    assert _watch.checksums({"x": torch.tensor([5, -9, 0, 7], dtype=torch.int16)})["x"] == signed(total)
+    assert replicas.checksums({"x": torch.tensor([5, -9, 0, 7], dtype=torch.int16)})["x"] == signed(total)
     transposed = torch.randn(6, 5).t()
-    sums = _watch.checksums({"one": transposed, "other": transposed.contiguous()})
+    sums = replicas.checksums({"one": transposed, "other": transposed.contiguous()})
     assert sums["one"] == sums["other"], "of the values, not of how they lie in memory"
     model = nn.Sequential(nn.Linear(4, 2))
     with torch.no_grad():
@@ -441,7 +441,7 @@ def case_t8_checksums_see_the_order(world: hvdtrain.World) -> None:
         model[0].weight.fill_(1)
     if world.size > 1:
         with refused("0.bias of rank(s) 1", kind=ReplicaError):
-            _watch.check_equal(model, world, "now")
+            replicas.check_equal(model, world, "now")
 
 
 def case_t19_buffers_of_other_shapes_are_named(world: hvdtrain.World) -> None:
@@ -449,7 +449,7 @@ def case_t19_buffers_of_other_shapes_are_named(world: hvdtrain.World) -> None:
     module.register_buffer("memory", torch.zeros(1 + world.rank))
     if world.size > 1:
         with refused("memory differs", "rank 1: (2,)", kind=ReplicaError):
-            _buffers.synchronize(module, world)
+            buffers.synchronize(module, world)
 
 
 def case_m_another_world_size_gives_every_rank_a_stream_of_its_own(world: hvdtrain.World) -> None:
@@ -474,16 +474,16 @@ def case_m_another_world_size_gives_every_rank_a_stream_of_its_own(world: hvdtra
 
 
 def case_m_what_is_longer_than_a_message_arrives_whole(world: hvdtrain.World) -> None:
-    with mock.patch.object(base, "_CHUNK_BYTES", 1000), mock.patch.object(_buffers, "_CHUNK_BYTES", 1000):
+    with mock.patch.object(base, "_CHUNK_BYTES", 1000), mock.patch.object(buffers, "_CHUNK_BYTES", 1000):
         for root in range(world.size):
             wanted = np.random.default_rng(root).integers(0, 256, 10_007, np.uint8).tobytes()
             given = wanted if world.rank == root else None
             assert world.comm.broadcast_bytes(given, root) == wanted
         tensors = [torch.full((n,), float(world.rank + n)) for n in (3, 700, 1, 250, 90)]
         tensors.append(torch.full((40, 3), world.rank))
-        _buffers.broadcast_(tensors, world, world.size - 1)
+        buffers.broadcast_(tensors, world, world.size - 1)
         means = [torch.full((n,), float(world.rank)) for n in (5, 400, 30)]
-        _buffers.average_(means, world)
+        buffers.average_(means, world)
     for tensor in tensors[:-1]:
         assert bool((tensor == world.size - 1 + len(tensor)).all())
     assert bool((tensors[-1] == world.size - 1).all())

@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.errors import ConfigError, HvdtrainError, NonFiniteError
-from hvdtrain.torch._clock import Clock
-from hvdtrain.torch._nonfinite import Losses
+from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError
+from hvdtrain.torch.checks.nonfinite import Losses
+from hvdtrain.torch.clock import Clock
 
 
 # -- precision ----------------------------------------------------------------------------------------------------

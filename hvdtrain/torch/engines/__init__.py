@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from hvdtrain.errors import ConfigError
-from hvdtrain.launchers import Detected
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import TorchEngine
 
 # each module has attach(detected, device=..., gpus_per_rank=...) -> TorchEngine

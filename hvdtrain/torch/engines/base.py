@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import Engine
-from hvdtrain.errors import ConfigError
-from hvdtrain.launchers import Detected, gpus_for
+from hvdtrain.core.engines import Engine
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.launchers import Detected, gpus_for
 
 # A second copy of each piece is needed while it travels.
 _CHUNK_BYTES = 1 << 28
@@ -128,7 +128,7 @@ class StagedBound(Bound, Protocol):
 
 @runtime_checkable
 class TorchEngine(Engine, Protocol):
-    """`hvdtrain.engines.Engine`, plus tensors. Collective methods are called in the same order on every rank.
+    """`hvdtrain.core.engines.Engine`, plus tensors. Collective methods are called in the same order on every rank.
 
     Attributes:
         runs_stages: whether it takes a model that runs its own passes (`Staged`).

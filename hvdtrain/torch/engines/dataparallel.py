@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply, replicate
 
-from hvdtrain.errors import ConfigError
-from hvdtrain.launchers import Detected
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Settings, pick_devices
 from hvdtrain.torch.engines.solo import Solo, SoloBound
 

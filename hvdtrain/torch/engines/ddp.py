@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hvdtrain.errors import ConfigError
-from hvdtrain.launchers import Detected
-from hvdtrain.torch._clock import CLOCK
-from hvdtrain.torch.engines._group import GroupEngine, join, rank_losses
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.launchers import Detected
+from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.engines.base import Settings
+from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
 
 _BUCKET_BYTES = 25 << 20
 _WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

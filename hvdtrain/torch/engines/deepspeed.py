@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hvdtrain.errors import ConfigError, LauncherError, install_command
-from hvdtrain.launchers import Detected
-from hvdtrain.torch.engines._group import GroupEngine, join, rank_losses
+from hvdtrain.core.errors import ConfigError, LauncherError, install_command
+from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Settings
+from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
 
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16)
 _WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -1,7 +1,7 @@
 """Horovod: its primitive operations carry the gradients; its optimizer wrapper is not used.
 
 The wrapper sums over micro-batches where it should average, cannot weigh ranks by their samples, and negotiates every
-parameter by itself (see `hvdtrain.torch._reducer` for what is done instead).
+parameter by itself (see `hvdtrain.torch.engines.reducer` for what is done instead).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.arrival import wait_for_horovod
-from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.launchers import Detected
-from hvdtrain.torch._reducer import Reducer, Wait
+from hvdtrain.core.errors import ConfigError, HvdtrainError
+from hvdtrain.core.in_step.arrival import wait_for_horovod
+from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import ByteCollectives, Settings, device_of, pick_devices
+from hvdtrain.torch.engines.reducer import Reducer, Wait
 
 _BUCKET_BYTES = {"cpu": 5 << 20, "cuda": 25 << 20}  # on a CPU: sent while it is still in a cache
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engines import SoloEngine
-from hvdtrain.launchers import Detected
+from hvdtrain.core.engines import SoloEngine
+from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Settings, device_of, pick_devices
 
 

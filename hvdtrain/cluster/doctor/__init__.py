@@ -1,0 +1,1 @@
+"""Hosts are asked, and what they answer is judged."""

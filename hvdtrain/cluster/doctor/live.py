@@ -1,0 +1,126 @@
+"""The doctor's last question: do ranks on these hosts really find each other and add up the same numbers?"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.cluster.doctor import live_rank
+from hvdtrain.cluster.doctor.checks import Known, known
+from hvdtrain.cluster.doctor.examine import Question
+from hvdtrain.cluster.doctor.findings import Finding
+from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.launch import environment, launcher
+from hvdtrain.core.errors import HvdtrainError
+
+LIMIT_S = 40.0  # importing a framework from a cold disk or a busy file server takes most of it
+_LINES = 12
+
+
+@dataclass
+class Live:
+    """How the all-reduce went.
+
+    Attributes:
+        framework: that it was done in.
+        size: ranks that took part: one on each host, or two and more on a single one.
+        seconds: of the quickest all-reduce of `bytes`; None: it failed.
+        device: "cpu" or "cuda".
+        failed: why it failed, with the last lines of the first rank that did; "" if it did not.
+        host: that it failed on, as far as known.
+    """
+
+    framework: str
+    size: int
+    seconds: float | None = None
+    bytes: int = 0
+    device: str = ""
+    failed: str = ""
+    host: str | None = None
+
+    def in_words(self) -> str:
+        """Return the figures as a line."""
+        assert self.seconds is not None
+        # every rank sends and receives 2 (n - 1) / n of the bytes (Patarasuk and Yuan 2009)
+        moved = 2 * (self.size - 1) / self.size * self.bytes
+        return (
+            f"{self.size} ranks, {self.bytes >> 20} MiB on {self.device} by Horovod for {self.framework}: sums right,"
+            f" {self.seconds * 1e3:.0f} ms ({moved / self.seconds / 1e9:.2f} GB/s a rank)"
+        )
+
+
+def all_reduce(question: Question, cluster: Known) -> Live | None:
+    """Return how an all-reduce over the hosts went; None where no framework is on all of them with Horovod."""
+    framework = next((name for name in ("torch", "tensorflow") if _everywhere(cluster, name)), None)
+    if framework is None:
+        return None
+    hosts = _places(question, cluster)
+    live = Live(framework, sum(host.slots for host in hosts))
+    job = launcher.Job(
+        # told by name: the module that this Python has may be at another path there
+        argv=[question.python, "-m", "hvdtrain.cluster.doctor.live_rank", framework, f"{LIMIT_S:g}"],
+        hosts=hosts, np=live.size, env=environment.passed(os.environ), cwd=question.cwd, python=question.python,
+        ssh=question.ssh, network=question.network,
+    )  # fmt: skip
+    try:
+        outcome = launcher.run(job, keep_output=True)
+    except HvdtrainError as error:
+        live.failed = str(error)
+        return live
+    if outcome.interrupted is not None:
+        raise KeyboardInterrupt
+    if outcome.failed is not None:
+        live.failed, live.host = _why(outcome.failed), outcome.failed.host
+        return live
+    result = _result(outcome.outputs.get(0, ""))
+    if result is None:
+        live.failed = "rank 0 ended without a result"
+    else:
+        live.seconds, live.bytes, live.device = result["seconds"], result["bytes"], result["device"]
+    return live
+
+
+def checked(live: Live | None) -> Iterator[Finding]:
+    """What is wrong with it; pure."""
+    if live is not None and live.failed:
+        yield Finding(
+            "all-reduce-failed", "error", (live.host,) if live.host else (),
+            f"an all-reduce over {live.size} ranks by Horovod for {live.framework} failed: {live.failed}",
+            "a job on these hosts would fail, or hang, in the same way",
+            "the lines above say where; hvdtrain verify -H ... tries each framework by itself",
+        )  # fmt: skip
+
+
+def _everywhere(cluster: Known, framework: str) -> bool:
+    """Whether every host has the framework, and a Horovod for it."""
+    names = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}[framework]
+    return all(
+        framework in ((known(facts, "horovod") or {}).get("extensions") or {})
+        and any(name in (known(facts, "packages") or {}) for name in names)
+        for facts in cluster.facts.values()
+    )
+
+
+def _places(question: Question, cluster: Known) -> list[Host]:
+    """A rank on each host; on a single one a rank for each GPU it has to use, and two at least."""
+    hosts = [host for host in question.hosts if host.name in cluster.facts]
+    if len(hosts) > 1:
+        return [Host(host.name, 1) for host in hosts]
+    name = hosts[0].name
+    return [Host(name, max(2, min(cluster.ranks[name], known(cluster.facts[name], "gpu_count") or 0)))]
+
+
+def _why(failure: launcher.Failure) -> str:
+    who = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else failure.host
+    late = f"not done in {LIMIT_S:g} s" if failure.code == live_rank.TOO_LATE else failure.why
+    return "\n".join([f"{who}: {late}", *failure.lines[-_LINES:]])
+
+
+def _result(text: str) -> dict[str, Any] | None:
+    for line in text.splitlines():
+        if line.startswith(live_rank.MARK):
+            return json.loads(line.removeprefix(live_rank.MARK))
+    return None

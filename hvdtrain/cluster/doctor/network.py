@@ -1,0 +1,288 @@
+"""Names, addresses, links and clocks of the hosts, and the folder they share."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.cluster.addresses import Chosen
+from hvdtrain.cluster.doctor.checks import FULL_BYTES, Facts, Known, known, listed, odd_ones
+from hvdtrain.cluster.doctor.findings import Finding, Severity
+from hvdtrain.core.errors import ConfigError
+
+CLOCK_LIMIT_S = 1.0
+LATENCY_LIMIT_S = 0.005
+SLOW_BYTES_PER_S = 1e8 / 8  # 100 Mbit/s: the gradients of ResNet-50 (100 MB) take 16 s a step
+SLOW_SHARE, FAST_ENOUGH_BYTES_PER_S = 0.25, 2e9 / 8
+_GIGABIT = 1e9 / 8
+
+
+@dataclass
+class Links:
+    """What the hosts' network did.
+
+    Attributes:
+        chosen: the interface and address that each host would use.
+        no_network: why none could be chosen.
+        unbound: addresses that a host could not open a port on: {host: text}.
+        reach: {from: {to: {"seconds", "source"} or {"error", "text"}}}: a byte there and back.
+        flows: {(from, to): {"bytes", "seconds"} or {"error", "text"}}: as much as went through.
+        clocks: {host: (seconds ahead of this machine, plus or minus seconds)}.
+    """
+
+    chosen: Mapping[str, Chosen] = field(default_factory=dict)
+    no_network: ConfigError | None = None
+    unbound: dict[str, str] = field(default_factory=dict)
+    reach: dict[str, dict[str, Facts]] = field(default_factory=dict)
+    flows: dict[tuple[str, str], Facts] = field(default_factory=dict)
+    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def rates(self) -> dict[tuple[str, str], float]:
+        """Return the bytes a second of every flow that was measured."""
+        return {pair: flow["bytes"] / flow["seconds"] for pair, flow in self.flows.items() if flow.get("seconds")}
+
+    def slow(self) -> list[tuple[str, str]]:
+        """Return the pairs whose flow is slow, by itself or among the others."""
+        rates = self.rates()
+        usual = statistics.median(rates.values()) if len(rates) > 2 else 0.0
+        limit = max(SLOW_BYTES_PER_S, min(SLOW_SHARE * usual, FAST_ENOUGH_BYTES_PER_S))
+        return [pair for pair, rate in rates.items() if rate < limit]
+
+
+@dataclass
+class Folder:
+    """What happened when every host wrote a file into the run directory.
+
+    Attributes:
+        path: of the run directory.
+        asked: whether the user named it: then it is taken to be shared.
+        written: what each host said to its own file: {} or {"error", "errno"}.
+        seen: the hosts whose files each host sees there.
+    """
+
+    path: str
+    asked: bool = True
+    written: dict[str, Facts] = field(default_factory=dict)
+    seen: dict[str, list[str]] = field(default_factory=dict)
+
+
+# -- names ----------------------------------------------------------------------------------------------------
+def distinct(cluster: Known) -> Iterator[Finding]:
+    """Every host is another machine, with another name."""
+    by_machine: dict[Any, list[str]] = defaultdict(list)
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for host, system in cluster.of("system").items():
+        addresses = frozenset(
+            its["address"]
+            for its in known(cluster.facts[host], "interfaces") or []
+            if not its["address"].startswith("127.")
+        )
+        by_machine[system["boot_id"], addresses, system["hostname"]].append(host)
+        by_name[system["hostname"]].append(host)
+    for (_, _, name), hosts in by_machine.items():
+        if len(hosts) > 1:
+            slots = sum(cluster.ranks[host] for host in hosts)
+            yield Finding(
+                "same-machine", "error", tuple(hosts), f"{' and '.join(hosts)} are the same machine ({name})",
+                "its ranks would take themselves for those of several hosts, and fight for the same GPUs and cores",
+                f"name it once, with all its slots: -H {hosts[0]}:{slots}",
+            )  # fmt: skip
+            by_name[name] = [host for host in by_name[name] if host not in hosts[1:]]
+    for name, hosts in by_name.items():
+        if len(hosts) > 1:
+            yield Finding(
+                "duplicate-names", "error", tuple(hosts), f"{' and '.join(hosts)} all call themselves {name!r}",
+                "Horovod and hvdtrain count the ranks of a host by its name: local ranks, and so GPUs, would be wrong",
+                cluster.all_on(hosts[1:], "hostnamectl", "set-hostname", hosts[1].rpartition("@")[2]),
+            )  # fmt: skip
+
+
+# -- addresses ------------------------------------------------------------------------------------------------
+def network(cluster: Known, links: Links) -> Iterator[Finding]:
+    """All that was measured between the hosts."""
+    if links.no_network is not None:
+        yield Finding(
+            "no-common-network", "error", (), f"{links.no_network.rule}\n{links.no_network.came}",
+            "ranks connect to each other directly", links.no_network.remedy,
+        )  # fmt: skip
+    yield from _interfaces(cluster, links)
+    for host, said in links.unbound.items():
+        yield Finding(
+            "no-port", "error", (host,), f"no port can be opened on {links.chosen[host].address}: {said}",
+            "ranks listen for each other there", f"{cluster.on(host, 'ip', 'address')} shows its addresses",
+        )  # fmt: skip
+    yield from _unreached(cluster, links)
+    yield from _speed(cluster, links)
+    yield from _clocks(cluster, links)
+
+
+def _interfaces(cluster: Known, links: Links) -> Iterator[Finding]:
+    names = {host: chosen.interface for host, chosen in links.chosen.items()}
+    _, others = odd_ones(names)
+    if others:
+        yield Finding(
+            "interface-names", "note", tuple(others),
+            f"the network's interface has different names: {listed(names)}",
+            "plain horovodrun takes one name for all hosts, and does not start",
+            "nothing with hvdtrain launch: it goes by addresses",
+        )  # fmt: skip
+    mtus = {}
+    for host, chosen in links.chosen.items():
+        for its in known(cluster.facts[host], "interfaces") or []:
+            if its["address"] == chosen.address:
+                mtus[host] = its["mtu"]
+    usual, others = odd_ones(mtus)
+    if others:
+        commands = [
+            cluster.on(host, "ip", "link", "set", links.chosen[host].interface, "mtu", str(usual)) for host in others
+        ]
+        yield Finding(
+            "mtu-differs", "warning", tuple(others),
+            f"MTU {listed(others)}; elsewhere {usual}",
+            "large packets may vanish between them: short messages pass, gradients hang", "\n".join(commands[:3]),
+        )  # fmt: skip
+
+
+_REACH: dict[str, tuple[str, str]] = {
+    "no route": ("no-route", "{} has no route to {}, or a firewall says so"),
+    "refused": ("closed-port", "{} is refused by {}: a firewall, as a port was open"),
+    "timeout": ("closed-port", "{} gets no answer from {}: packets are dropped"),
+    "forbidden": ("closed-port", "{} may not connect to {}: its own firewall"),
+    "silent": ("silent-network", "{} connects to {}, but data does not pass"),
+    "other": ("closed-port", "{} cannot talk to {}"),
+}
+_WHY_REACH = "every rank connects to every other one, on ports that the kernel picks: a job would hang at its start"
+
+
+def _unreached(cluster: Known, links: Links) -> Iterator[Finding]:
+    """Pairs that do not reach each other, told once for each host that most of them have in common."""
+    failed = {
+        (start, end, reply["error"])
+        for start, replies in links.reach.items()
+        for end, reply in replies.items()
+        if "error" in reply
+    }
+    # whoever has no way to a host cannot answer it either
+    failed -= {(end, start, "timeout") for start, end, kind in failed if kind in ("no route", "forbidden")}
+    while failed:
+        counts = Counter(host for start, end, _ in failed for host in (start, end))
+        order = list(cluster.facts)
+        culprit = max(counts, key=lambda host: (counts[host], -order.index(host)))
+        mine = {item for item in failed if culprit in item[:2]}
+        failed -= mine
+        kinds = sorted({kind for _, _, kind in mine}, key=list(_REACH).index)
+        for kind in kinds:
+            pairs = sorted((start, end) for start, end, its in mine if its == kind)
+            yield _no_way(cluster, links, culprit, kind, pairs)
+
+
+def _no_way(cluster: Known, links: Links, culprit: str, kind: str, pairs: list[tuple[str, str]]) -> Finding:
+    id_, words = _REACH[kind]
+    start, end = pairs[0]
+    address = links.chosen[end].address
+    told = "; ".join(
+        f"{words.format(one, other)} ({links.chosen[other].address}: {links.reach[one][other]['text']})"
+        for one, other in pairs[:4]
+    ) + (f"; and {len(pairs) - 4} more" if len(pairs) > 4 else "")
+    others = ",".join(sorted(chosen.address for host, chosen in links.chosen.items() if host != end))
+    fixes = {
+        "no-route": f"{cluster.on(start, 'ip', 'route', 'get', address)} shows the way it takes; give it one:"
+        f" {cluster.on(start, 'ip', 'route', 'add', address, 'via', 'GATEWAY')}; or use another network: --network",
+        "closed-port": "let the hosts connect to each other on all ports:"
+        f" {cluster.on(end, 'iptables', '-I', 'INPUT', '-p', 'tcp', '-s', others, '-j', 'ACCEPT')}"
+        f"\n(firewalld: firewall-cmd --zone=trusted --add-source={others.partition(',')[0]}); or use another network:"
+        " --network",
+        "silent-network": f"{_ping(cluster, start, address)} tells the size that passes; lower the MTU to it",
+    }
+    hosts = tuple(dict.fromkeys((culprit, *(host for pair in pairs for host in pair))))
+    return Finding(id_, "error", hosts, told, _WHY_REACH, fixes[id_])
+
+
+def _ping(cluster: Known, start: str, address: str) -> str:
+    """The command that sends a packet of Ethernet's usual size, not to be cut into pieces."""
+    return cluster.on(start, "ping", "-M", "do", "-s", "1472", "-c", "1", address)
+
+
+def _speed(cluster: Known, links: Links) -> Iterator[Finding]:
+    for (start, end), flow in links.flows.items():
+        if "error" in flow:
+            address = links.chosen[end].address
+            yield Finding(
+                "bulk-stalls", "error", (start, end),
+                f"{start} connects to {end}, but a stream of data stops: {flow['text']}",
+                "short messages pass, gradients hang: most often packets larger than the network takes are dropped",
+                f"{_ping(cluster, start, address)} tells the size that passes; lower the MTU to it",
+            )  # fmt: skip
+    rates = links.rates()
+    for start, end in links.slow():
+        rate, usual = rates[start, end], statistics.median(rates.values())
+        others = f"; the median of the others is {usual / _GIGABIT:.2f} Gbit/s" if len(rates) > 2 else ""
+        yield Finding(
+            "slow-link", "warning", (start, end), f"{start} to {end}: {rate / _GIGABIT:.3f} Gbit/s{others}",
+            f"100 MB of gradients (ResNet-50) take at least {2 * 1e8 / rate:.1f} s in every step, on all hosts",
+            f"{cluster.on(start, 'ethtool', links.chosen[start].interface)} shows the link's speed and duplex; cables,"
+            " a shared or throttled port, or the wrong network: --network",
+        )  # fmt: skip
+    far = {
+        (start, end): reply["seconds"]
+        for start, replies in links.reach.items()
+        for end, reply in replies.items()
+        if reply.get("seconds", 0) > LATENCY_LIMIT_S
+    }
+    if far:
+        (start, end), worst = max(far.items(), key=lambda item: item[1])
+        yield Finding(
+            "slow-answers", "warning", (start, end), f"{start} to {end} and back: {worst * 1e3:.1f} ms",
+            "Horovod's ranks agree on every step's tensors by messages: each waits that long, several times a step",
+            "use hosts of one site, and the fastest network they have: --network",
+        )  # fmt: skip
+
+
+def _clocks(cluster: Known, links: Links) -> Iterator[Finding]:
+    for host, (ahead, give_or_take) in links.clocks.items():
+        if abs(ahead) - give_or_take > CLOCK_LIMIT_S:
+            direction = "ahead of" if ahead > 0 else "behind"
+            yield Finding(
+                "clock-skew", "warning", (host,), f"its clock is {abs(ahead):.1f} s {direction} this machine's",
+                "logs and run records of the hosts cannot be put in order; newest files are not the newest; Kerberos,"
+                " Slurm's munge and TLS refuse hosts whose clocks differ",
+                f"{cluster.on(host, 'timedatectl', 'set-ntp', 'true')}  (or: chronyc makestep)",
+            )  # fmt: skip
+
+
+# -- the folder that runs are written to ----------------------------------------------------------------------
+def folder(cluster: Known, found: Folder) -> Iterator[Finding]:
+    """The run directory can be written to, and is the same on every host."""
+    first = next(iter(cluster.facts))
+    for host, reply in found.written.items():
+        if "error" not in reply:
+            continue
+        severity: Severity = "error" if host == first else "warning"
+        who = "rank 0 writes checkpoints and the run's record there" if host == first else "programs may write there"
+        if reply.get("errno") in ("ENOSPC", "EDQUOT"):
+            room = known(cluster.facts[host], "run_dir") or {}
+            if room.get("free_bytes", FULL_BYTES) < FULL_BYTES:
+                continue  # told with its figures
+            yield Finding(
+                "full-disk", severity, (host,), f"the run directory {found.path} takes no more: {reply['error']}", who,
+                f"remove what is not needed: {cluster.on(host, 'df', '-h', found.path)}",
+            )  # fmt: skip
+            continue
+        yield Finding(
+            "run-dir-not-writable", severity, (host,), f"{found.path} cannot be written: {reply['error']}", who,
+            f"{cluster.on(host, 'ls', '-ld', found.path)} shows its owner; mounted read-only?"
+            f" {cluster.on(host, 'mount', '-o', 'remount,rw', found.path)}; or name another: --run-dir DIR",
+        )  # fmt: skip
+    wrote = [host for host, reply in found.written.items() if "error" not in reply]
+    alone = [host for host in wrote if host != first and first in wrote and host not in found.seen.get(first, [])]
+    blind = [host for host, seen in found.seen.items() if first in wrote and first not in seen]
+    if apart := [host for host in cluster.facts if host in alone or host in blind]:
+        yield Finding(
+            "run-dir-not-shared", "warning" if found.asked else "note", tuple(apart),
+            f"{found.path} is not the same folder as on {first}",
+            f"checkpoints and records are on {first} only: a job that goes on elsewhere does not find them",
+            f"put it on a file system that all hosts mount (NFS): --run-dir DIR; or always start on {first} first",
+        )  # fmt: skip

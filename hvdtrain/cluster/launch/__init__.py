@@ -1,0 +1,1 @@
+"""Ranks on many hosts: started, watched, ended together."""

@@ -1,0 +1,371 @@
+"""Runs on each host of a job, started by the launcher through ssh: starts the host's ranks, watches them, ends them.
+
+As a program it is two processes. The one that ssh started is the guard: it only waits for the
+other, the agent proper, and then kills whatever of the job is left. Both adopt orphans, so that a process which left
+its parent or its session is still found. So whichever of launcher, connection, agent and guard dies first, the ranks
+and all that they started end.
+
+The agent is one loop over file descriptors: nothing in it waits, so a terminal that takes no output holds the ranks'
+output back but not the signs of life.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import platform
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain.cluster.addresses import interfaces
+from hvdtrain.cluster.data_path import DataPath
+from hvdtrain.cluster.launch import processes
+from hvdtrain.cluster.launch.environment import is_of_a_host
+from hvdtrain.cluster.launch.rank import Rank, RendezvousChild, StartError
+from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode
+from hvdtrain.core.resources import cgroup_quota
+from hvdtrain.core.version import __version__
+
+TICK_S = 0.1
+MOST_BUFFERED_BYTES = 1 << 20  # of output that the connection has not taken yet; then the ranks wait
+TOKEN = "HVDTRAIN_LAUNCH"  # in the environment of all that belongs to one attempt of a job
+
+
+class Agent:
+    """The loop; `run` returns when nothing of the job is left."""
+
+    def __init__(self, inward: int, outward: int) -> None:
+        self._inward, self._outward = inward, outward
+        self._selector = selectors.DefaultSelector()
+        self._decoder = Decoder()
+        self._out = bytearray()
+        self._ranks: dict[int, Rank] = {}  # by process id
+        self._rendezvous: RendezvousChild | None = None
+        self._settings: dict[str, float] = {"lost_s": 15.0, "stopped_s": 15.0, "grace_s": 5.0}
+        self._untaken = 0  # messages of output that the launcher has not shown yet
+        self._data_path: DataPath | None = None
+        self._not_ours: set[int] = set()  # processes that may not be ended
+        self._heard_s = self._beaten_s = time.monotonic()
+        self._stages: list[tuple[float, int]] = []  # (when, signal) still to come of the end
+        self._kill_s = float("inf")
+        self._asked: set[int] = set()  # processes that ranks left behind, and that were asked to end
+        self._signalled: int | None = None
+        self._ending = self._told = False
+
+    def run(self) -> int:
+        """Serve the launcher until it, or the connection to it, ends the job; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            # handlers and not SIG_IGN, which the ranks would inherit
+            signal.signal(number, self._note_signal)
+        for descriptor in (self._inward, self._outward):
+            os.set_blocking(descriptor, False)
+        self._selector.register(self._inward, selectors.EVENT_READ, self._hear)
+        self._say("hello", **hello())
+        while not self._told:
+            for key, _ in self._selector.select(TICK_S):
+                key.data()
+            self._tick()
+        while self._out and self._is_heard():
+            for key, _ in self._selector.select(TICK_S):
+                key.data()
+        processes.send([os.getppid()], signal.SIGCONT)  # a guard that is stopped could not see the end
+        return 0
+
+    def _is_heard(self) -> bool:
+        """Whether the launcher is alive."""
+        connected = self._inward in self._selector.get_map()
+        return connected and time.monotonic() - self._heard_s <= self._settings["lost_s"]
+
+    def _note_signal(self, number: int, frame: object) -> None:
+        self._signalled = number  # acted on in the loop: a handler may run in the middle of anything
+
+    # ---- the launcher
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        self._out += encode(kind, **fields)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what the launcher takes now; the rest when it takes more."""
+        try:
+            while self._out:
+                del self._out[: os.write(self._outward, self._out[: 1 << 16])]
+        except BlockingIOError:
+            pass
+        except OSError:  # the launcher is gone: its end of file, on the other descriptor, ends the job
+            self._out.clear()
+        writing = self._outward in self._selector.get_map()
+        if self._out and not writing:
+            self._selector.register(self._outward, selectors.EVENT_WRITE, self._flush)
+        elif writing and not self._out:
+            self._selector.unregister(self._outward)
+        self._listen_to_ranks()
+
+    def _hear(self) -> None:
+        try:
+            data = os.read(self._inward, 1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(self._inward)  # which `_is_heard` sees
+            return
+        self._heard_s = time.monotonic()
+        for message in self._decoder.feed(data):
+            self._obey(message)
+
+    def _obey(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "settings":
+            self._settings = {name: float(message[name]) for name in self._settings}
+        elif kind == "rendezvous":
+            self._rendezvous = RendezvousChild(message["address"], message["places"])
+            self._selector.register(self._rendezvous.output, selectors.EVENT_READ, self._rendezvous_answers)
+        elif kind == "start" and not self._ending:
+            self._start(message)
+        elif kind == "taken":
+            self._untaken -= int(message["count"])
+            self._listen_to_ranks()
+        elif kind == "signal":
+            processes.send([rank.pid for rank in self._ranks.values() if rank.code is None], int(message["number"]))
+        elif kind == "end":
+            self._end(int(message["signal"]), float(message["grace_s"]))
+
+    def _rendezvous_answers(self) -> None:
+        assert self._rendezvous is not None
+        self._selector.unregister(self._rendezvous.output)
+        answer = self._rendezvous.answer()
+        if "port" in answer:
+            self._say("rendezvous", port=answer["port"])
+        else:
+            self._say("failed", rank=None, what=answer["error"])
+
+    # ---- the ranks
+
+    def _start(self, message: Message) -> None:
+        own = {name: value for name, value in os.environ.items() if name not in set(message["without"])}
+        environment = {**message["defaults"], **own, **message["env"], TOKEN: message["token"]}
+        if message["peer"] is not None:
+            self._data_path = DataPath(message["own"], message["peer"], time.monotonic())
+        for wanted in message["ranks"]:
+            try:
+                rank = Rank(wanted["rank"], message["argv"], message["cwd"], {**environment, **wanted["env"]})
+            except StartError as error:
+                self._say("failed", rank=wanted["rank"], what=str(error))
+                continue
+            self._ranks[rank.pid] = rank
+        self._listen_to_ranks()
+
+    def _listen_to_ranks(self) -> None:
+        """Read what ranks write, unless there is too much on its way: then they wait, but nothing else does."""
+        wanted = len(self._out) < MOST_BUFFERED_BYTES and self._untaken < WINDOW
+        for rank in self._ranks.values():
+            for descriptor in rank.open_pipes():
+                listening = descriptor in self._selector.get_map()
+                if wanted and not listening:
+                    self._selector.register(descriptor, selectors.EVENT_READ, self._reader(rank, descriptor))
+                elif listening and not wanted:
+                    self._selector.unregister(descriptor)
+
+    def _reader(self, rank: Rank, descriptor: int) -> Callable[[], None]:
+        def read() -> None:
+            if descriptor not in self._selector.get_map():
+                return  # held back by what another descriptor of this round had to say
+            stream, lines = rank.read(descriptor, time.monotonic())
+            if descriptor not in rank.open_pipes():
+                self._selector.unregister(descriptor)
+            self._relay(rank, stream, lines)
+
+        return read
+
+    def _relay(self, rank: Rank, stream: str, lines: list[str]) -> None:
+        if lines:
+            self._untaken += 1
+            self._say("out", rank=rank.rank, stream=stream, lines=lines)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._reap(now)
+        for rank in self._ranks.values():
+            if rank.is_over(now):
+                self._say_the_end_of(rank, now)
+            elif rank.code is None and (for_s := rank.stopped_s(now)) >= self._settings["stopped_s"]:
+                if not rank.told_stopped:
+                    self._say("stopped", rank=rank.rank, for_s=for_s)
+                rank.told_stopped = True
+        if self._data_path is not None and not self._ending:
+            self._look_at_the_data_path(self._data_path, now)
+        if now - self._beaten_s >= BEAT_S:
+            self._beaten_s = now
+            if not self._out:  # else what waits there is a sign of life as well
+                self._say("beat")
+            if processes.is_stopped(os.getppid()):  # as the guard does for the agent
+                processes.send([os.getppid()], signal.SIGCONT)
+        if self._signalled is not None and not self._ending:
+            self._say("leaving", why=f"its agent was ended by {signal.Signals(self._signalled).name}")
+            self._end(signal.SIGTERM, self._settings["grace_s"])
+        if not self._is_heard():
+            self._end(signal.SIGTERM, self._settings["grace_s"])
+        if self._ending:
+            self._go_on_ending(now)
+
+    def _look_at_the_data_path(self, path: DataPath, now: float) -> None:
+        if (for_s := path.unreached_s(now)) > self._settings["lost_s"]:
+            self._say("cut", for_s=for_s)
+            path.close()
+            self._data_path = None
+
+    def _reap(self, now: float) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._ranks:
+                self._ranks[pid].ended(os.waitstatus_to_exitcode(status), now)
+
+    def _say_the_end_of(self, rank: Rank, now: float) -> None:
+        for descriptor in rank.open_pipes():  # kept open by something the rank started and left
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
+        for stream, lines in rank.close():
+            self._relay(rank, stream, lines)
+        self._say("exit", rank=rank.rank, code=rank.code, ago_s=round(now - rank.ended_s, 3))
+
+    # ---- the end
+
+    def _end(self, number: int, grace_s: float) -> None:
+        """Begin to end everything: the ranks get the signal, then all that is left is killed. A second call may only
+        hurry."""
+        now = time.monotonic()
+        stages = [(now, number), (now + grace_s, signal.SIGKILL)]
+        if number == signal.SIGINT:  # a handler of it may take its time, or not be there
+            stages = [(now, number), (now + grace_s, signal.SIGTERM), (now + 2 * grace_s, signal.SIGKILL)]
+        if not self._ending or stages[-1][0] < self._kill_s:
+            self._stages, self._kill_s = stages, stages[-1][0]
+        self._ending = True
+
+    def _go_on_ending(self, now: float) -> None:
+        left = [pid for pid in processes.descendants(os.getpid()) if pid not in self._not_ours]
+        serving = self._rendezvous.pid if self._rendezvous is not None else None
+        job = [pid for pid in left if pid != serving]
+        if not job and self._rendezvous is not None:
+            self._rendezvous.end()
+        if not left:
+            self._all_ended(now)
+            return
+        mains = [rank.pid for rank in self._ranks.values() if rank.code is None]
+        while self._stages and now >= self._stages[0][0]:
+            number = self._stages.pop(0)[1]
+            self._leave(processes.send(mains if number != signal.SIGKILL else left, number))
+        if not self._stages:
+            self._leave(processes.send(left, signal.SIGKILL))  # again and again: one may just have started another
+        elif not mains:  # what the ranks left behind
+            self._leave(processes.send(set(job) - self._asked, signal.SIGTERM))
+            self._asked |= set(job)
+
+    def _leave(self, not_ours: set[int]) -> None:
+        """Say which processes stay, because another user's cannot be ended."""
+        for pid in not_ours:
+            self._say("left", what=f"process {pid} of another user: {processes.command_of(pid)}")
+        self._not_ours |= not_ours
+
+    def _all_ended(self, now: float) -> None:
+        self._reap(now)
+        for rank in self._ranks.values():
+            if not rank.told:
+                self._say_the_end_of(rank, now)
+        self._say("ended")
+        self._told = True
+
+
+def hello() -> dict[str, Any]:
+    """What the launcher wants to know of this host."""
+    # "client's address, its port, server's address, its port": sshd sets it
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    reached = connection[2].rpartition(":")[2] if len(connection) == 4 else None  # ::ffff:10.0.0.2 is 10.0.0.2
+    try:
+        reached = str(ipaddress.IPv4Address(reached)) if reached else None
+    except ValueError:  # reached by IPv6, which Gloo is not asked to use
+        reached = None
+    return {
+        "python": platform.python_version(),
+        "version": __version__,
+        "host": socket.gethostname(),
+        "interfaces": {name: [str(its) for its in all_] for name, all_ in interfaces().items()},
+        "reached": reached,
+        "cores": min(float(len(os.sched_getaffinity(0))), cgroup_quota()),
+        "own": {
+            name: hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:12]
+            for name, value in os.environ.items()
+            if not is_of_a_host(name)
+        },
+    }
+
+
+def guard(agent: int) -> int:
+    """Wait for the agent process, then kill what it left; returns its exit code."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda *_: processes.send([agent], signal.SIGTERM))
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WUNTRACED)
+        except ChildProcessError:
+            return 1
+        if os.WIFSTOPPED(status):  # stopped it could not end the ranks, whatever became of the launcher
+            processes.send([pid], signal.SIGCONT)
+        elif pid == agent:
+            break
+    not_ours: set[int] = set()
+    while left := set(processes.descendants(os.getpid())) - not_ours:
+        not_ours |= processes.send(left, signal.SIGKILL)
+        time.sleep(TICK_S / 10)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def sweep(token: str, grace_s: float) -> int:
+    """End what an attempt left on this host when agent and guard were killed together; returns how many that were.
+
+    As long as the grace lasts they may be ending by themselves: an agent that only lost its launcher sees to that.
+    """
+    began = time.monotonic()
+    while (left := processes.marked(TOKEN, token)) and time.monotonic() - began < grace_s:
+        time.sleep(TICK_S)
+    ended = set(left)
+    while left and time.monotonic() - began < grace_s + 2.0:
+        processes.send(left, signal.SIGKILL)
+        time.sleep(TICK_S / 10)
+        left = processes.marked(TOKEN, token)
+        ended |= set(left)
+    return len(ended)
+
+
+def main() -> int:
+    """Become guard and agent, or with "--sweep TOKEN GRACE_S" clean up; returns the exit code in each."""
+    if sys.argv[1:2] == ["--sweep"]:
+        sweep(sys.argv[2], float(sys.argv[3]))
+        return 0
+    processes.adopt_orphans()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return guard(pid)
+    processes.die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        return 1
+    processes.adopt_orphans()
+    return Agent(sys.stdin.fileno(), sys.stdout.fileno()).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

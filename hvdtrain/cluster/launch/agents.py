@@ -1,0 +1,183 @@
+"""The agents of a job's hosts, together: reached at the same time, kept alive, and let go."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hvdtrain.cluster.addresses import source_towards
+from hvdtrain.cluster.connection import Connection
+from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.launch.failures import Tracebacks
+from hvdtrain.cluster.launch.job import Job
+from hvdtrain.cluster.protocol import BEAT_S, Message
+from hvdtrain.cluster.ssh import SshProblem, is_this_machine, problem_of
+from hvdtrain.core.errors import LauncherError
+from hvdtrain.core.version import __version__
+
+OnLine = Callable[[int, str, str], None]  # rank, "stdout" or "stderr", line
+Event = tuple[Connection | None, Message | None]  # None, None: nobody reads the output any more
+TAIL_LINES = 40  # of each rank, kept for when it fails
+_LOOK_UPS = 64  # of names at the same time
+
+
+class Agents:
+    """Connections to all hosts, their events in one queue, and the ranks' output on its way to `on_line`.
+
+    Attributes:
+        connections: in the order of the hosts.
+        tails: each rank's last lines.
+        failed: what `on_line` raised.
+        tracebacks: when each rank's came.
+    """
+
+    def __init__(self, job: Job, hosts: Sequence[Host], on_line: OnLine | None) -> None:
+        """Start to reach the hosts, all at once.
+
+        Raises:
+            ConfigError: a name that means this machine, though it should not.
+            LauncherError: the command that reaches one could not even be started.
+        """
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        # not much more than WINDOW of each host
+        self._lines: queue.SimpleQueue[tuple[Connection, Message] | None] = queue.SimpleQueue()
+        self._on_line = on_line
+        self.failed: Exception | None = None
+        self.tails: dict[int, collections.deque[str]] = collections.defaultdict(
+            lambda: collections.deque(maxlen=TAIL_LINES)
+        )
+        self.tracebacks = Tracebacks()
+        # all names first and at once: an agent that is there already would take a launcher that still asks for dead
+        with ThreadPoolExecutor(min(len(hosts), _LOOK_UPS)) as pool:
+            local = list(pool.map(is_this_machine, [host.name for host in hosts]))
+        self._job, self._beaten_s = job, 0.0
+        self.connections: list[Connection] = []
+        self._relay = threading.Thread(target=self._pass_lines_on, name="ranks' output", daemon=True)
+        self._relay.start()
+        for host, is_local in zip(hosts, local, strict=True):
+            try:
+                self.connections.append(Connection(host, job.python, job.ssh, self._hear, local=is_local))
+            except OSError as error:
+                self.close()
+                raise _unreached([(host, problem_of(error, host.name, job.ssh))]) from error
+        limits = job.timeouts
+        self.send("settings", lost_s=limits.lost_s, stopped_s=limits.stopped_s, grace_s=limits.grace_s)
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message to every host."""
+        for connection in self.connections:
+            connection.send(kind, **fields)
+
+    def next(self, timeout_s: float) -> Event | None:
+        """Return the next event, None if there is none in time; keeps the agents alive meanwhile."""
+        now = time.monotonic()
+        if now - self._beaten_s >= BEAT_S:
+            self._beaten_s = now
+            self.send("beat")
+        for its in self.connections:
+            its.flush()
+        try:
+            connection, message = self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if connection is not None and message is not None and message["type"] == "taken":
+            connection.send("taken", count=message["count"])
+            return None
+        if connection is not None:
+            connection.note(message)
+        return connection, message
+
+    def meet(self, check: Callable[[], None]) -> None:
+        """Wait until every agent said hello.
+
+        Args:
+            check: called several times a second; may raise.
+
+        Raises:
+            LauncherError: names each host that did not, why, and what to do.
+        """
+        deadline = time.monotonic() + self._job.timeouts.start_s
+        while time.monotonic() < deadline and not all(its.hello or its.closed for its in self.connections):
+            check()
+            self.next(0.1)
+        silent = [its for its in self.connections if its.hello is None]
+        if silent:
+            raise _unreached([(its.host, its.problem()) for its in silent])
+        others = [f"{its.host.name}: {its.hello['version']}" for its in self.connections
+                  if its.hello and its.hello["version"] != __version__]  # fmt: skip
+        if others:
+            fix = "install the same hvdtrain on every host, or name the Python that has it: --python PATH"
+            raise LauncherError("every host needs the same hvdtrain", f"here {__version__}, {', '.join(others)}", fix)
+
+    def reached(self) -> dict[str, str]:
+        """Return the address at which each host was reached; for this machine, its own on the way to the others."""
+        found: dict[str, str] = {}
+        mine: Connection | None = None
+        for its in self.connections:
+            if its.local:
+                mine = its
+            elif its.hello is not None and its.hello["reached"]:
+                found[its.host.name] = its.hello["reached"]
+        if mine is not None and found:
+            source = source_towards(next(iter(found.values())))
+            found |= {mine.host.name: source} if source else {}
+        return found
+
+    def close(self, wait_s: float = 0.0, *, token: str = "", look: Callable[[], None] = lambda: None) -> None:
+        """Let every agent go, at once, and end what reaches them; then pass on the last output.
+
+        Args:
+            wait_s: for agents that are there.
+            token: of the attempt: where an agent is gone without a word, what it left is ended.
+            look: called several times a second.
+        """
+
+        def let_go(its: Connection) -> None:
+            its.close(wait_s)
+            if token and its.left and not its.ended and its.hello is not None:
+                its.sweep(token, self._job.timeouts.grace_s)
+
+        work = [threading.Thread(target=let_go, args=(its,)) for its in self.connections]
+        for thread in work:
+            thread.start()
+        for thread in [*work, self._relay]:
+            if thread is self._relay:
+                self._lines.put(None)
+            while thread.is_alive():
+                thread.join(0.1)
+                look()
+
+    def _hear(self, connection: Connection, message: Message | None) -> None:
+        if message is None or message["type"] != "out":
+            self._events.put((connection, message))
+            return
+        # kept here and not where lines are passed on, which may be far behind
+        rank, lines = message["rank"], message["lines"]
+        self.tails[rank].extend(lines)
+        self.tracebacks.note(rank, lines, time.monotonic())
+        self._lines.put((connection, message))
+
+    def _pass_lines_on(self) -> None:
+        while (found := self._lines.get()) is not None:
+            connection, message = found
+            if self._on_line is not None and self.failed is None:
+                try:
+                    for line in message["lines"]:
+                        self._on_line(message["rank"], message["stream"], line)
+                except Exception as error:  # a reader that went away; or a bug, which must not leave ranks waiting
+                    self.failed = error
+                    self._events.put((None, None))
+            self._events.put((connection, {"type": "taken", "count": 1}))
+
+
+def _unreached(problems: Sequence[tuple[Host, SshProblem]]) -> LauncherError:
+    came = "\n".join(problem.what for _, problem in problems)
+    fix = "\n".join(dict.fromkeys(problem.fix for _, problem in problems))
+    rule = f"the agent must start on every host (from {socket.gethostname()})"
+    return LauncherError(rule, came, fix)

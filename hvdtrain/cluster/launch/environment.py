@@ -1,0 +1,171 @@
+"""Which variables a rank gets: the user's, the job's own, and defaults; the same on every host; pure.
+
+They travel through the agent's standard input, never in a command line that others on the host can read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.cluster.addresses import Chosen
+from hvdtrain.cluster.hosts import Slot
+from hvdtrain.core.errors import ConfigError
+
+_SECRET_NAME = re.compile(
+    r"KEY|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|_PWD$|_PAT$|_DSN$|_AUTH$", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # a password in a URL
+# what is true of one host, one log-in, one terminal or one process only: another host's ranks have their own
+_OF_A_HOST = re.compile(
+    r"HOME|USER|LOGNAME|USERNAME|SHELL|SHLVL|PWD|OLDPWD|_|MAIL|HOSTNAME|HOST|HOSTTYPE|TMP|TEMP|TMPDIR|PS[0-9]|PROMPT.*"
+    r"|TERM|TERM_.*|TERMINFO.*|COLORTERM|COLUMNS|LINES|LS_COLORS|TMUX.*|STY|WINDOW|WINDOWID|VTE_VERSION|VSCODE_.*"
+    r"|SSH_.*|XDG_.*|DBUS_.*|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY|SESSION_MANAGER|DESKTOP_SESSION|GPG_.*|KRB5CCNAME"
+    r"|SUDO_.*|INVOCATION_ID|JOURNAL_STREAM|NOTIFY_SOCKET|LISTEN_.*|MANAGERPID|SYSTEMD_.*|MEMORY_PRESSURE_.*"
+    r"|container|KUBERNETES_.*|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES)|PYTEST_.*"
+)
+# what other launchers tell a process about its place in another job
+_OF_A_LAUNCHER = re.compile(
+    r"HOROVOD_(HOSTNAME|RANK|SIZE|(LOCAL|CROSS)_(RANK|SIZE)|GLOO_ADDRESS|GLOO_RENDEZVOUS_.*)"
+    r"|SLURM.*|SLURMD_.*|SRUN_.*|PMI_.*|PMIX_.*|MPI_LOCAL.*|HYDRA_.*|K_MPI_JOB_.*|PAI_.*"
+    r"|OMPI_(COMM_WORLD|UNIVERSE|APP|FIRST|FILE|NUM|ARGV|COMMAND)_.*|OMPI_MCA_(orte|ess|pmix|mpi_yield|initial_wdir)_?.*|PRTE_.*"
+    r"|RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|SIZE|WORLD_SIZE|NAME)|TORCHELASTIC_.*|HVDTRAIN_(RESTART|JOB)"
+)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+# how long a rank waits for others that still import their framework; Horovod's own 30 s are short for a cold file
+# system. The stall check warns after a minute, as Horovod does, and ends the job after 10, which Horovod never does.
+DEFAULTS = {
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "60",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "600",
+    "PYTHONUNBUFFERED": "1",
+    # OpenMP's idle threads spin by default, on cores that Horovod's own thread needs
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+
+
+def is_secret(name: str, value: str = "") -> bool:
+    """Return whether a variable looks as if it held a secret: such a one is passed only when it is asked for."""
+    return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+
+
+def is_of_a_host(name: str) -> bool:
+    """Return whether a variable belongs to one host, log-in, terminal or process, or to another launcher's job."""
+    named = _VARIABLE.fullmatch(name) is not None  # else: a shell's exported function
+    return not named or bool(_OF_A_HOST.fullmatch(name) or _OF_A_LAUNCHER.fullmatch(name))
+
+
+def passed(environ: Mapping[str, str], asked: Sequence[str] = (), env_file: str | Path | None = None) -> dict[str, str]:
+    """Return the variables of `environ` that every rank gets, on whatever host: all but a host's own and secrets.
+
+    Args:
+        environ: the launcher's own environment.
+        asked: what the user asked for beyond the rule: "NAME" or "NAME=VALUE".
+        env_file: a file with a "NAME=VALUE" or "NAME" a line; `asked` wins over it.
+
+    Raises:
+        ConfigError: "NAME" is not set, or is no name; the file cannot be read.
+    """
+    found = {name: value for name, value in environ.items() if not is_of_a_host(name) and not is_secret(name, value)}
+    lines = _lines(Path(env_file)) if env_file is not None else []
+    for where, text in [*lines, *(("-x", text) for text in asked)]:
+        name, equals, value = text.partition("=")
+        if not _VARIABLE.fullmatch(name):
+            raise ConfigError(f"{where} passes a variable: NAME or NAME=VALUE", repr(name), "-x NAME")
+        if not equals and name not in environ:
+            raise ConfigError(f"{where} NAME passes a variable that is set here", f"{name} is not", f"-x {name}=VALUE")
+        found[name] = value if equals else environ[name]
+    return found
+
+
+def _lines(path: Path) -> list[tuple[str, str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--env-file must be readable text", f"{path}: {error}", "NAME=VALUE, a line each") from error
+    lines = enumerate(text.splitlines(), 1)
+    return [(f"{path}, line {number}:", line) for number, line in lines if line.strip() and line[0] != "#"]
+
+
+def withheld(environ: Mapping[str, str], env: Mapping[str, str]) -> list[str]:
+    """Return the variables that the ranks do not get because they look secret, by name."""
+    return sorted(name for name in environ if name not in env and not is_of_a_host(name))
+
+
+def on_some_hosts_only(own: Mapping[str, Mapping[str, str]], env: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return variables that a host's log-in sets and that not all hosts have alike: their name, and who has them.
+
+    Args:
+        own: {host: {name: digest of the value}}, as hosts say hello.
+        env: what every rank gets; it wins over a host's own.
+    """
+    names = sorted({name for its in own.values() for name in its if name not in env})
+    return {
+        name: [host for host, its in own.items() if name in its]
+        for name in names
+        if len({its.get(name) for its in own.values()}) > 1
+    }
+
+
+def unpassed(names: Collection[str], env: Mapping[str, str]) -> list[str]:
+    """Return which of the launcher's own variables its host's ranks must not inherit: no other host's get them."""
+    return [name for name in names if name not in env and not is_of_a_host(name)]
+
+
+def defaults(cores: float, local_size: int) -> dict[str, str]:
+    """Return what holds unless the user, or the host, says otherwise.
+
+    Args:
+        cores: that the host gives the job.
+        local_size: ranks that share them: with a thread per core in each, they would fight.
+    """
+    threads = str(max(1, int(cores) // local_size))
+    return DEFAULTS | dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), threads)
+
+
+def of_rank(slot: Slot) -> dict[str, str]:
+    """Return what tells a rank its place, as horovodrun does."""
+    return {
+        "HOROVOD_HOSTNAME": slot.host.address,
+        "HOROVOD_RANK": str(slot.rank),
+        "HOROVOD_SIZE": str(slot.size),
+        "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+        "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+    }
+
+
+def of_host(own: Chosen) -> dict[str, str]:
+    """Return what makes the libraries of one host talk through its own interface, whatever its name there.
+
+    A name means the first address of the interface; Horovod's Gloo, as the recipe builds it, takes the address.
+    "=" makes NCCL take the name exactly; without, "eth1" means eth10 too (NCCL's documentation, NCCL_SOCKET_IFNAME).
+    """
+    return {
+        "HOROVOD_GLOO_IFACE": own.interface,
+        "HOROVOD_GLOO_ADDRESS": own.address,
+        "GLOO_SOCKET_IFNAME": own.interface,
+        "NCCL_SOCKET_IFNAME": f"={own.interface}",
+    }
+
+
+def of_job(first: Chosen, rendezvous_port: int | None, master_port: int) -> dict[str, str]:
+    """Return what all ranks share: where Horovod's rendezvous is, and where a torch.distributed group may meet.
+
+    Args:
+        first: what the host of rank 0 talks through.
+        rendezvous_port: there; None: the ranks do not use Horovod.
+        master_port: for rank 0 to listen on, if it wants to.
+    """
+    meeting = {"MASTER_ADDR": first.address, "MASTER_PORT": str(master_port)}
+    if rendezvous_port is None:
+        return meeting
+    return meeting | {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": first.address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous_port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }

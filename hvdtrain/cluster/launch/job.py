@@ -1,0 +1,162 @@
+"""What is to be run, and the plan for it: which rank where, talking through what, with which variables. Pure."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from ipaddress import IPv4Interface
+
+from hvdtrain.cluster.addresses import Chosen, Interfaces, choose
+from hvdtrain.cluster.hosts import Host, Slot, assign
+from hvdtrain.cluster.launch import environment
+from hvdtrain.cluster.protocol import Message
+from hvdtrain.cluster.ssh import Ssh
+from hvdtrain.core.errors import ConfigError
+
+
+def working_directory() -> str:
+    """Return the working directory.
+
+    Raises:
+        ConfigError: it was removed.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        rule = "ranks run in the working directory of the launcher"
+        raise ConfigError(rule, "it was removed", "cd to a directory that is there") from None
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long things may take before the job is ended, in seconds.
+
+    Attributes:
+        start_s: until every host's agent answers.
+        lost_s: a host, or the launcher, says nothing.
+        stopped_s: a rank is stopped (SIGSTOP).
+        grace_s: a rank that was asked to end, until it is killed.
+    """
+
+    start_s: float = 20.0
+    lost_s: float = 15.0
+    stopped_s: float = 15.0
+    grace_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run.
+
+    Attributes:
+        argv: the command of every rank.
+        hosts: in the order that ranks are given out.
+        np: how many ranks.
+        env: variables that every rank gets, whatever its host has.
+        cwd: the directory they run in, on every host.
+        python: the interpreter of the agents, on every host.
+        ssh: how hosts are reached.
+        network: "10.0.0.0/24", or an address, to talk through; None: chosen.
+        horovod: whether the ranks use Horovod: then its rendezvous is served, and Horovod must be on the first host.
+        timeouts: see there.
+    """
+
+    argv: Sequence[str]
+    hosts: Sequence[Host]
+    np: int
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = field(default_factory=working_directory)
+    python: str = sys.executable
+    ssh: Ssh = field(default_factory=Ssh)
+    network: str | None = None
+    horovod: bool = True
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where each rank runs and what it is told.
+
+    Attributes:
+        slots: in rank order.
+        chosen: what each host talks through, by its name.
+        cores: that each host gives the job.
+        env: variables that every rank gets.
+        differing: variables that some hosts' log-ins set and others' do not, or otherwise; and who has them.
+        notes: what is to be said of the addresses that were chosen.
+    """
+
+    slots: Sequence[Slot]
+    chosen: Mapping[str, Chosen]
+    cores: Mapping[str, float]
+    env: Mapping[str, str]
+    differing: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def hosts(self) -> list[Host]:
+        """The hosts that ranks run on, in order."""
+        return list(dict.fromkeys(slot.host for slot in self.slots))
+
+    def of_host(self, host: Host) -> list[Slot]:
+        """Return a host's ranks."""
+        return [slot for slot in self.slots if slot.host == host]
+
+    def defaults(self, host: Host) -> dict[str, str]:
+        """Return the variables that hold on a host unless it, or the user, says otherwise."""
+        return environment.defaults(self.cores[host.name], len(self.of_host(host)))
+
+    def variables(self, host: Host, rendezvous_port: int | None, master_port: int) -> dict[str, str]:
+        """Return the variables that all ranks of a host get."""
+        first = self.chosen[self.slots[0].host.name]
+        job = environment.of_job(first, rendezvous_port, master_port)
+        horovod = {name: value for name, value in job.items() if name.startswith("HOROVOD_")}
+        # the user's word counts, but not on where this job's rendezvous is
+        own = environment.of_host(self.chosen[host.name])
+        if "HOROVOD_GLOO_IFACE" in self.env:
+            own.pop("HOROVOD_GLOO_ADDRESS")
+        return {**own, **job, **self.env, **horovod}
+
+
+def used_hosts(job: Job) -> list[Host]:
+    """Return the hosts that get ranks.
+
+    Raises:
+        ConfigError: fewer slots than ranks.
+    """
+    return list(dict.fromkeys(slot.host for slot in assign(job.hosts, job.np)))
+
+
+def make_plan(job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str], local: Collection[str] = ()) -> Plan:
+    """Return the plan for a job on hosts that said hello; pure.
+
+    Args:
+        job: what to run.
+        hellos: each host's first message, by its name.
+        reached: the address each was reached by, as far as known.
+        local: the name of this machine, if it is one of them.
+
+    Raises:
+        ConfigError: no network that all hosts have.
+    """
+    interfaces = {
+        name: {own: [IPv4Interface(text) for text in texts] for own, texts in hello["interfaces"].items()}
+        for name, hello in hellos.items()
+    }
+    chosen = choose(interfaces, job.network, reached)
+    cores = {name: float(hello["cores"]) for name, hello in hellos.items()}
+    own = {name: {} if name in local else hello.get("own", {}) for name, hello in hellos.items()}
+    differing = environment.on_some_hosts_only(own, job.env)
+    return Plan(assign(job.hosts, job.np), chosen, cores, job.env, differing, list(_notes(interfaces, chosen)))
+
+
+def _notes(interfaces: Mapping[str, Interfaces], chosen: Mapping[str, Chosen]) -> Iterator[str]:
+    for name, its in chosen.items():
+        first = str(interfaces[name][its.interface][0].ip)
+        if first != its.address:
+            yield (
+                f"{name}: {its.address} is not the first address of {its.interface} ({first}): Horovod's Gloo uses"
+                " it, as hvdtrain build-horovod builds it; NCCL and torch.distributed take a name, and so the first"
+            )

@@ -1,0 +1,182 @@
+"""What a job's user sees: lines marked with their rank, a log a rank, and the first rank's error last."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+from hvdtrain.cluster.hosts import Slot
+from hvdtrain.cluster.launch.failures import Failure
+from hvdtrain.core.errors import ConfigError
+
+_LOOK_S = 0.1
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def say(text: str, within_s: float = float("inf")) -> None:
+    """Tell the user something of the launcher's own, apart from what ranks write.
+
+    Args:
+        text: what.
+        within_s: how long to wait for a reader that pauses. While ranks run nothing may wait for one for long.
+    """
+    until_s = time.monotonic() + within_s
+    with contextlib.suppress(OSError):  # nobody is there to be told
+        put(sys.stderr, f"hvdtrain launch: {text}", lambda: time.monotonic() < until_s)
+
+
+def put(stream: TextIO, line: str, worth: Callable[[], bool]) -> bool:
+    """Write a line to a stream whose reader may pause; returns whether all of it was taken.
+
+    Characters that the stream's encoding lacks are written as "\\xe9". A write never waits: so much as fits is written,
+    then it is asked whether waiting for more room is still `worth` it.
+
+    Raises:
+        OSError: the reader is gone, or the disk is full.
+    """
+    data = memoryview(f"{line}\n".encode(stream.encoding or "utf-8", "backslashreplace"))
+    descriptor = stream.fileno()
+    while data:
+        if select.select([], [descriptor], [], _LOOK_S)[1]:
+            with contextlib.suppress(BlockingIOError):
+                data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]  # that much has room in a pipe
+        elif not worth():
+            return False
+    return True
+
+
+class Logs:
+    """A folder with a log a rank, both its streams in the order they came, and `launch.json`.
+
+    Attributes:
+        folder: where.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """Make the folder: the given one, or the next free runs/launch-N.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        try:
+            self.folder = folder or _next_folder(Path("runs"))
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            came = f"{error.filename}: {error.strerror}"
+            raise ConfigError("the ranks' logs need a folder to write to", came, "name one: --log-dir DIR") from error
+        self._files: dict[int, IO[str]] = {}
+        self._broken = False
+
+    def path(self, rank: int) -> Path:
+        """Return the file of one rank."""
+        return self.folder / f"rank-{rank:04d}.log"
+
+    def write(self, rank: int, line: str) -> None:
+        """Add a line. A disk that is full costs the logs, not the job."""
+        if self._broken:
+            return
+        try:
+            if rank not in self._files:
+                # line by line, so that a log is up to date while the job runs
+                self._files[rank] = self.path(rank).open("a", encoding="utf-8", buffering=1)
+            self._files[rank].write(line + "\n")
+        except OSError as error:
+            self._broken = True
+            say(f"no more logs: {self.path(rank)}: {error.strerror}")
+
+    def record(self, facts: dict[str, Any]) -> None:
+        """Write `launch.json` anew."""
+        try:
+            partial = self.folder / "launch.json.partial"
+            partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            os.replace(partial, self.folder / "launch.json")
+        except OSError as error:
+            say(f"no launch.json: {self.folder}: {error.strerror}")
+
+    def close(self) -> None:
+        """Close the files. Without any, nothing was started: the folder goes, if it is empty."""
+        if not self._files:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+        for file in self._files.values():
+            try:
+                file.close()
+            except OSError as error:
+                say(f"a log is not complete: {file.name}: {error.strerror}")
+        self._files.clear()
+
+
+class Display:
+    """Marks lines with their rank, and with its host where there are several."""
+
+    def __init__(self, slots: Sequence[Slot], logs: Logs, *, quiet: bool) -> None:
+        several = len({slot.host for slot in slots}) > 1
+        self._marks = {s.rank: f"[{s.rank} {s.host.address}] " if several else f"[{s.rank}] " for s in slots}
+        self._logs, self._quiet, self._calm = logs, quiet, False
+        self._until_s = float("inf")
+        self._mute: set[str] = set()  # streams that take no more
+
+    def hurry(self, within_s: float) -> None:
+        """From now on, wait no longer than that for a reader that pauses; then log only."""
+        self._until_s = min(self._until_s, time.monotonic() + within_s)
+
+    def calm(self) -> None:
+        """From now on, log errors of ranks other than 0 only: after a Ctrl-C each would show its traceback."""
+        self._calm = True
+
+    def line(self, rank: int, stream: str, line: str) -> None:
+        """Log a line, and show it. A disk that is full costs the output, not the job.
+
+        Raises:
+            OSError: whoever reads this process's output is gone.
+        """
+        self._logs.write(rank, line)
+        if stream in self._mute or (rank != 0 and (self._quiet or self._calm and stream == "stderr")):
+            return
+        mark = "" if self._quiet else self._marks[rank]
+        try:
+            shown = put(sys.stdout if stream == "stdout" else sys.stderr, f"{mark}{line}", self._is_worth_waiting)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._stop(stream, f"takes no more ({error.strerror})")
+        else:
+            if not shown:
+                self._stop(stream, "is not read")
+
+    def _is_worth_waiting(self) -> bool:
+        return time.monotonic() < self._until_s
+
+    def _stop(self, stream: str, why: str) -> None:
+        self._mute.add(stream)
+        say(f"the launcher's {stream} {why}: the rest is in {self._logs.folder} only", within_s=1.0)
+
+
+def failure_block(failure: Failure, logs: Logs) -> str:
+    """Return what is shown last when a job failed: who failed first, how, its last words, and where the others are."""
+    who = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else f"host {failure.host}"
+    lines = [f"{who} failed first, after {failure.after_s:.1f} s: {failure.why}"]
+    if failure.lines:
+        lines += ["  its last lines:", *(f"  | {line}" for line in failure.lines)]
+    lines.append(f"  logs: {logs.path(failure.rank) if failure.rank is not None else logs.folder}")
+    return "\n".join(lines)
+
+
+def _next_folder(root: Path) -> Path:
+    numbers = [path.name.removeprefix("launch-") for path in root.glob("launch-*")]
+    number = max((int(text) for text in numbers if text.isdecimal()), default=0)
+    while True:
+        number += 1
+        try:
+            (root / f"launch-{number}").mkdir(parents=True)  # ours now: another launcher takes the next
+            return root / f"launch-{number}"
+        except FileExistsError:
+            continue

@@ -1,0 +1,167 @@
+"""The processes an agent starts: a rank with its two pipes, and the child that serves the rendezvous."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdtrain.cluster.launch import processes
+from hvdtrain.cluster.launch.lines import LineSplitter
+
+DRAIN_S = 0.5  # how long a rank's pipes are read after its end, if something that it started keeps them open
+LOOK_EVERY_S = 0.5  # at whether a rank is stopped
+
+
+class StartError(Exception):
+    """A rank could not be started; says why."""
+
+
+class Rank:
+    """One rank's process.
+
+    Attributes:
+        rank: its number in the job.
+        pid: of the process, which leads its own session.
+        code: how it ended, negative for a signal; None while it runs.
+        ended_s: when that was seen, by the monotonic clock.
+        told: whether the launcher knows of the end.
+        told_stopped: whether it knows that the process is stopped.
+    """
+
+    def __init__(self, rank: int, argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
+        self.rank = rank
+        self.code: int | None = None
+        self.ended_s = 0.0
+        self.told = self.told_stopped = False
+        self._stopped_since_s: float | None = None
+        self._looked_s = 0.0
+        (out, out_inner), (err, err_inner) = os.pipe(), os.pipe()
+        self._streams = {out: ("stdout", LineSplitter()), err: ("stderr", LineSplitter())}
+        try:
+            self._process = subprocess.Popen(
+                argv, cwd=cwd, env=dict(env), stdin=subprocess.DEVNULL, stdout=out_inner, stderr=err_inner,
+                start_new_session=True, preexec_fn=_end_with_the_agent,
+            )  # fmt: skip
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            self._close_pipes()
+            raise StartError(_why_not(argv, cwd, error)) from error
+        finally:
+            os.close(out_inner)
+            os.close(err_inner)
+        self.pid = self._process.pid
+        for descriptor in self._streams:
+            os.set_blocking(descriptor, False)
+
+    def open_pipes(self) -> list[int]:
+        """Return the descriptors that more may come from."""
+        return list(self._streams)
+
+    def read(self, descriptor: int, now_s: float) -> tuple[str, list[str]]:
+        """Return the stream's name and the lines that came; closes the descriptor at its end."""
+        stream, splitter = self._streams[descriptor]
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return stream, []
+        if data:
+            return stream, splitter.feed(data, now_s)
+        del self._streams[descriptor]
+        os.close(descriptor)
+        return stream, splitter.close()
+
+    def ended(self, code: int, now_s: float) -> None:
+        """Note that the process was waited for."""
+        self.code = self._process.returncode = code
+        self.ended_s = now_s
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether the end is still to be told, and its last words are in."""
+        return self.code is not None and not self.told and (not self._streams or now_s - self.ended_s >= DRAIN_S)
+
+    def close(self) -> list[tuple[str, list[str]]]:
+        """Return the last lines, by stream, and let the pipes go."""
+        self.told = True
+        last = []
+        for descriptor, (stream, splitter) in self._streams.items():
+            lines = []
+            # no more than the pipe held: something that the rank left may fill it as fast as it is read
+            left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
+            while left > 0 and (data := _what_is_there(descriptor, left)):
+                left -= len(data)
+                lines += splitter.feed(data, 0.0)
+            last.append((stream, lines + splitter.close()))
+        self._close_pipes()
+        return last
+
+    def stopped_s(self, now_s: float) -> float:
+        """Return for how long the process has been stopped by a signal, as far as was seen; 0 when it is not."""
+        if now_s - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = now_s
+            stopped = processes.is_stopped(self.pid)
+            self._stopped_since_s = (self._stopped_since_s or now_s) if stopped else None
+            self.told_stopped = self.told_stopped and stopped
+        return 0.0 if self._stopped_since_s is None else now_s - self._stopped_since_s
+
+    def _close_pipes(self) -> None:
+        for descriptor in self._streams:
+            os.close(descriptor)
+        self._streams.clear()
+
+
+class RendezvousChild:
+    """The process that serves Horovod's rendezvous.
+
+    Attributes:
+        pid: its process.
+        output: the descriptor that its answer comes from.
+    """
+
+    def __init__(self, address: str, places: Sequence[Sequence[Any]]) -> None:
+        safe = ["-P"] if sys.flags.safe_path else []  # as the agent itself was started
+        self._process = subprocess.Popen(
+            [sys.executable, *safe, "-m", "hvdtrain.cluster.launch.rendezvous"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, start_new_session=True, preexec_fn=_end_with_the_agent,
+        )  # fmt: skip
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.pid = self._process.pid
+        self.output = self._process.stdout.fileno()
+        self._process.stdin.write(json.dumps({"address": address, "places": places}).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """Return {"port": ...} or {"error": ...}; call it when `output` has something."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else {"error": "the rendezvous server ended before it listened"}
+
+    def end(self) -> None:
+        """Let it end: it serves as long as its standard input is open."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+def _end_with_the_agent() -> None:
+    processes.die_with_parent(signal.SIGKILL)
+
+
+def _what_is_there(descriptor: int, most_bytes: int) -> bytes:
+    try:
+        return os.read(descriptor, most_bytes)
+    except BlockingIOError:
+        return b""
+
+
+def _why_not(argv: Sequence[str], cwd: str, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename == cwd:
+        return f"no directory {cwd}"
+    if isinstance(error, FileNotFoundError):
+        return f"no program {argv[0]}"
+    if isinstance(error, OSError):
+        return f"{error.filename or argv[0]}: {error.strerror}"
+    return f"{argv[0]}: {error}"

@@ -1,0 +1,1 @@
+"""A toy that is trained on a cluster, and compared with one process."""

@@ -1,0 +1,282 @@
+"""``hvdtrain launch``: runs a command as N ranks on many hosts, for Horovod, and ends every one of them with the job.
+
+Checks the hosts first, finds the network by address (interface names may differ), starts an agent a host over ssh, and
+through it the ranks. The first rank that fails ends all, and its last words are shown last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.cluster.hosts import Host, asked_for
+from hvdtrain.cluster.launch import environment, launcher
+from hvdtrain.cluster.launch.launcher import Failure, Job, Outcome, Plan, Timeouts
+from hvdtrain.cluster.launch.output import Display, Logs, failure_block, say
+from hvdtrain.cluster.protocol import BEAT_S
+from hvdtrain.cluster.ssh import Ssh
+from hvdtrain.commands import command_lines
+from hvdtrain.core import flags, restart
+from hvdtrain.core.errors import EXIT_CODE, OUT_OF_STEP_CODE, ConfigError, LauncherError
+
+EPILOG = """\
+examples:
+  hvdtrain launch -np 4 -- python train.py                                    4 ranks on this machine
+  hvdtrain launch -np 16 -H host1:4,host2:4,host3:4,host4:4 -- python train.py
+  hvdtrain launch -np 16 --hostfile hosts --max-restarts 3 -- python -m hvdtrain.torch_resnet --data /data
+  hvdtrain launch -H host1:4,host2:4 --dry-run -- python train.py             what would run, and with what
+
+exit code: that of the first rank that failed, 128+N if signal N ended it, 255 if a host was lost; 130 for Ctrl-C;
+2 if the job was refused
+"""
+_LOOK_AGAIN_S = 2.0  # at hosts, until they pass the checks for a restart
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``hvdtrain launch``."""
+    parser.description, parser.epilog = __doc__, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "hvdtrain launch [flags] -- COMMAND ..."
+    count, limits = flags.whole(1), Timeouts()
+    add = parser.add_argument
+    # fmt: off
+    add("-np", "--np", type=count, metavar="N", help="ranks (default: one a slot)")
+    add("-H", "--hosts", metavar="LIST", help="host1:4,host2:4: names and slots (default: those of the Slurm job this"
+        " runs in, else this machine)")
+    add("--hostfile", type=Path, metavar="FILE", help="lines like: host1 slots=4")
+    add("-x", dest="variables", action="append", default=[], metavar="NAME[=VALUE]", help="pass this variable to the"
+        " ranks, too; all get the same: this environment without what looks secret or belongs to this host")
+    add("--env-file", type=Path, metavar="FILE", help="pass the variables in it, too: NAME=VALUE, a line each")
+    add("--network", metavar="NET", help="to talk through: 10.0.0.0/24, or an address in it (default: chosen)")
+    add("--quiet", action="store_true", help="show rank 0's output only, unmarked")
+    add("--log-dir", type=Path, metavar="DIR", help="a log a rank goes there (default: the next runs/launch-N)")
+    add("--max-restarts", type=flags.whole(0), default=0, metavar="N",
+        help="start the job again, up to N times, when it failed (default: 0)")
+    add("--restart-wait", type=flags.at_least_0, default=60.0, metavar="S",
+        help="that hosts have until they pass the checks for a restart (default: %(default)g)")
+    add("--grace", type=flags.at_least_0, default=limits.grace_s, metavar="S",
+        help="that ranks have to end when asked to, before they are killed (default: %(default)g)")
+    add("--lost-after", type=_silence, default=limits.lost_s, metavar="S",
+        help="a host that says nothing for so long is lost (default: %(default)g)")
+    add("--stopped-after", type=flags.positive, default=limits.stopped_s, metavar="S",
+        help="a rank that is stopped (SIGSTOP) for so long ends the job (default: %(default)g)")
+    add("--start-timeout", type=flags.positive, default=limits.start_s, metavar="S",
+        help="that hosts have to answer, to the checks and to the launcher (default: %(default)g)")
+    add("--python", default=sys.executable, metavar="PATH",
+        help="the interpreter with hvdtrain on the hosts (default: this one)")
+    add("--ssh-port", type=count, metavar="N", help="of the hosts' sshd (default: as ssh is configured)")
+    add("--identity", metavar="FILE", help="a private key (default: as ssh is configured)")
+    add("--no-checks", action="store_true", help="start without looking at the hosts first")
+    add("--dry-run", action="store_true", help="print what would run where, with what, and end")
+    add("argv", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="what every rank runs")
+    # fmt: on
+
+
+def _silence(text: str) -> float:
+    seconds = flags.positive(text)
+    if seconds < 1.5 * BEAT_S:
+        came = f"must be at least {1.5 * BEAT_S:g}: hosts give a sign of life every {BEAT_S:g} s"
+        raise argparse.ArgumentTypeError(f"{came}, not {text}")
+    return seconds
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job, again if it fails and may; returns the exit code."""
+    job = job_of(args, os.environ)
+    if args.dry_run:
+        print(_dry_run(job, launcher.look(job)))
+        return 0
+    if not args.no_checks:
+        _check(job)
+    logs = Logs(args.log_dir)
+    attempts: list[dict[str, Any]] = []
+    facts = {"format": 1, "command": "launch", "argv": list(job.argv), "hosts": [str(host) for host in job.hosts],
+             "np": job.np, "job": job.env[restart.JOB], "attempts": attempts}  # fmt: skip
+    try:
+        failed: Failure | None = None
+        while True:
+            started = time.time()
+            if failed is None:
+                outcome = _run_once(job, 0, logs, args)
+            else:
+                try:
+                    outcome = _run_again(job, len(attempts), logs, args, host_lost=failed.rank is None)
+                except LauncherError as error:
+                    say(f"not started again: {error}")
+                    return failed.code
+            attempts.append(_told(outcome, started))
+            logs.record(facts)
+            failed = outcome.failed
+            for process in outcome.left:
+                say(f"still runs, and cannot be ended: {process}")
+            if failed is not None:
+                say(failure_block(failed, logs))
+            if outcome.interrupted is not None:  # also while a job that had failed was ending
+                say(f"ended by {signal.Signals(outcome.interrupted).name}")
+            if failed is None or outcome.interrupted is not None:
+                return outcome.exit_code
+            if len(attempts) > args.max_restarts or failed.code in (EXIT_CODE, OUT_OF_STEP_CODE):  # it would be again
+                return outcome.exit_code
+            say(f"restart {len(attempts)} of {args.max_restarts}, as soon as the hosts pass the checks")
+    finally:
+        logs.close()
+
+
+def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
+    """Return the job that the flags, and the Slurm job around, ask for.
+
+    Raises:
+        ConfigError: no command, hosts given twice, or not in their form.
+    """
+    argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
+    if not argv:
+        raise ConfigError("hvdtrain launch runs a command", "none", "hvdtrain launch -np 4 -- python train.py")
+    hosts = asked_for(args.hosts, args.hostfile, environ) or [Host("localhost", args.np or 1)]
+    ours = {restart.JOB: restart.job_of(environ) or uuid.uuid4().hex[:12]}
+    return Job(
+        argv=argv, hosts=hosts, np=args.np or sum(host.slots for host in hosts),
+        env=environment.passed(environ, args.variables, args.env_file) | ours, python=args.python,
+        ssh=Ssh(args.ssh_port, args.identity), network=args.network,
+        timeouts=Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace),
+    )  # fmt: skip
+
+
+def _numbered(job: Job, attempt: int) -> Job:
+    """The job with the number of its restart, by which programs know to go on with the run they had begun."""
+    before = restart.restarts(os.environ)
+    number = {restart.RESTART: str(before + attempt)} if before + attempt else {}
+    return Job(**{**vars(job), "env": {**job.env, **number}})
+
+
+def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> Outcome:
+    job = _numbered(job, attempt)
+    display: list[Display] = []
+    times: list[int] = []
+
+    def begin(plan: Plan) -> None:
+        display.append(Display(plan.slots, logs, quiet=args.quiet))
+        for rank in range(job.np if attempt else 0):
+            logs.write(rank, f"--- restart {attempt}")
+        lines = [f"like: {command_lines.horovodrun(job, plan, os.environ)}", *_said_of(plan)]
+        for line in [*lines, f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
+            say(line, within_s=1.0)  # agents are there already, and wait for signs of life
+
+    def interrupted(number: int) -> None:
+        for its in display:
+            its.calm()
+            its.hurry(0.0 if times else job.timeouts.grace_s)
+        if not times:
+            say(f"{signal.Signals(number).name}: ending every rank (a second one kills them)", within_s=0.2)
+        times.append(number)
+
+    def show(rank: int, stream: str, line: str) -> None:
+        display[0].line(rank, stream, line)
+
+    return launcher.run(job, on_plan=begin, on_line=show, on_interrupt=interrupted)
+
+
+def _said_of(plan: Plan) -> Iterator[str]:
+    """What a user may not expect of what ranks get."""
+    yield from plan.notes
+    if len(plan.hosts) > 1 and (names := environment.withheld(os.environ, plan.env)):
+        yield f"not passed to the ranks, because they look secret (-x NAME passes one): {', '.join(names)}"
+    for hosts in dict.fromkeys(map(tuple, plan.differing.values())):
+        theirs = ", ".join(name for name, its in plan.differing.items() if tuple(its) == hosts)
+        others = "the ranks of other hosts have it not, or otherwise (-x NAME=VALUE makes all the same)"
+        yield f"set by the log-in on {', '.join(hosts)} itself: {theirs}; {others}"
+
+
+def _places(plan: Plan) -> str:
+    return ", ".join(
+        f"{host.name}: {len(plan.of_host(host))} ({plan.chosen[host.name].interface} {plan.chosen[host.name].address})"
+        for host in plan.hosts
+    )
+
+
+def _told(outcome: Outcome, started: float) -> dict[str, Any]:
+    failed = outcome.failed
+    failure = failed and {"rank": failed.rank, "host": failed.host, "why": failed.why}
+    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
+    return {"started": began, "seconds": round(outcome.seconds, 3), "exit_code": outcome.exit_code, "failure": failure}
+
+
+# ---- checks
+
+
+def _check(job: Job) -> None:
+    """Look at the hosts; warnings are told.
+
+    Raises:
+        LauncherError: what would keep the job from starting, or make it wrong.
+    """
+    from hvdtrain.cluster.doctor import findings
+    from hvdtrain.cluster.doctor import run as doctor
+
+    launcher.used_hosts(job)  # more ranks than slots are refused before anything is asked
+    limit_s = job.timeouts.start_s
+    found = findings.worst_first(
+        doctor.fast(job.hosts, np=job.np, ssh=job.ssh, python=job.python, cwd=job.cwd, timeout_s=limit_s)
+    )
+    errors = [finding for finding in found if finding.severity == "error"]
+    warnings = [finding for finding in found if finding.severity == "warning"]
+    if warnings:
+        say(findings.text(warnings))
+    if errors:
+        rule = "the hosts must pass the checks that come before a job (hvdtrain doctor looks at more; --no-checks)"
+        raise LauncherError(rule, findings.text(errors))
+
+
+def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, *, host_lost: bool) -> Outcome:
+    """Run the job once more, as soon as the hosts pass the checks.
+
+    Raises:
+        LauncherError: they do not in time; says why.
+    """
+    began = time.monotonic()
+    # a host that was lost ends its ranks as late as this one noticed, and then grants them their grace
+    rest_s = job.timeouts.grace_s + 2.0 if host_lost else 0.0
+    while True:
+        try:
+            if args.no_checks:
+                launcher.look(job)
+            else:
+                _check(job)
+            if time.monotonic() - began >= rest_s:
+                return _run_once(job, attempt, logs, args)
+        except LauncherError:
+            if time.monotonic() - began > args.restart_wait:
+                raise
+        time.sleep(_LOOK_AGAIN_S)
+
+
+# ---- what would run
+
+
+def _dry_run(job: Job, plan: Plan) -> str:
+    lines = [
+        "horovodrun:", f"  {command_lines.horovodrun(job, plan, os.environ)}",
+        "mpirun:", f"  {command_lines.mpirun(job, plan, os.environ)}",
+        "", f"command, in {job.cwd} on every host:", f"  {shlex.join(job.argv)}",
+    ]  # fmt: skip
+    for host in plan.hosts:
+        chosen, ranks = plan.chosen[host.name], ", ".join(str(slot.rank) for slot in plan.of_host(host))
+        lines += ["", f"{host.name}: rank(s) {ranks} through {chosen.interface} {chosen.address},"
+                  f" {plan.cores[host.name]:g} cores"]  # fmt: skip
+        lines += [f"  {name}={value}" for name, value in sorted(environment.of_host(chosen).items())]
+        unless = sorted(set(plan.defaults(host).items()) - {(name, value) for name, value in plan.env.items()})
+        lines += [f"  {name}={value}   (unless set there)" for name, value in unless if name not in plan.env]
+    lines += ["", "every rank, besides its HOROVOD_RANK, _SIZE, _LOCAL_RANK, ...:"]
+    job_wide = environment.of_job(plan.chosen[plan.slots[0].host.name], 0, 0)
+    shown = {name: "(free port)" if name.endswith("_PORT") else value for name, value in job_wide.items()} | {
+        name: "(not shown)" if environment.is_secret(name, value) else value for name, value in plan.env.items()
+    }
+    lines += [f"  {name}={value}" for name, value in sorted(shown.items())]
+    return "\n".join([*lines, "", *_said_of(plan)]).rstrip()

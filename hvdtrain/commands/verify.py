@@ -1,0 +1,248 @@
+"""``hvdtrain verify``: does training on these hosts do what it must? A toy is trained in each installed framework.
+
+Shown are: ranks that are distinct, rank 0's weights on all of them, gradients that are averaged, a training equal to
+that of one process, and equal replicas; each against numbers that are computed apart, and each with the fault that it
+looks for made on purpose, so that it would have been seen.
+
+Started alone it starts its own ranks, like `hvdtrain launch`; started by a launcher it is one of the ranks:
+
+  hvdtrain verify                                       2 ranks on this machine
+  hvdtrain verify -H host1:4,host2:4                    the ranks of your job
+  horovodrun -np 8 -H host1:4,host2:4 hvdtrain verify   your own launch line; mpirun and srun likewise
+
+exit code: 0 all holds, 1 something does not, 2 it could not be tried
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.cluster.doctor.probe import gpu_count
+from hvdtrain.cluster.hosts import Host, asked_for
+from hvdtrain.cluster.launch import environment
+from hvdtrain.cluster.launch import launcher as starter
+from hvdtrain.cluster.ssh import Ssh
+from hvdtrain.cluster.verify.rank import FAILED, MARK, TOO_LATE
+from hvdtrain.core import flags, startup
+from hvdtrain.core.errors import ConfigError, build_horovod_command, install_command
+from hvdtrain.core.launchers import Detected, detect
+
+FRAMEWORKS = ("torch", "keras")
+LIMIT_S = 120.0
+_LINES = 15
+_RANK = "hvdtrain.cluster.verify.rank"
+# MPI is started once in a process that mpirun or srun counts: a second framework would need a second start
+_ONE_A_LAUNCH = ("mpirun", "mpijob", "srun")
+_NO_HOROVOD = ("torchrun", "openpai")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``hvdtrain verify``."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    # fmt: off
+    add("-np", "--np", type=flags.whole(1), metavar="N", help="ranks (default: one a slot; on this machine one a GPU,"
+        " and 2 where there are fewer than 2)")
+    add("-H", "--hosts", metavar="LIST", help="host1:4,host2:4: names and slots (default: those of the Slurm job this"
+        " runs in, else this machine)")
+    add("--hostfile", type=Path, metavar="FILE", help="lines like: host1 slots=4")
+    add("--framework", action="append", choices=FRAMEWORKS, help="only this one (default: all that are installed here)")
+    add("--limit", type=flags.positive, default=LIMIT_S, metavar="S",
+        help="for one framework (default: %(default)g); cold file systems make imports slow")
+    add("--device", choices=["auto", "cpu"], default="auto", help="cpu: leave GPUs alone (default: auto; ranks that"
+        " share a GPU are refused)")
+    add("--network", metavar="NET", help="to talk through: 10.0.0.0/24, or an address in it (default: chosen)")
+    add("--python", default=sys.executable, metavar="PATH", help="on the hosts (default: this one)")
+    add("--ssh-port", type=flags.whole(1), metavar="N", help="of the hosts' sshd (default: as ssh is configured)")
+    add("--identity", metavar="FILE", help="a private key (default: as ssh is configured)")
+    add("--json", action="store_true", help="print the findings as JSON")
+    # fmt: on
+
+
+@dataclass
+class Found:
+    """What was found: per framework what its rank 0 said, or why there is nothing; `left_out`: why not tried."""
+
+    frameworks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return all(its["ok"] for its in self.frameworks.values())
+
+    def as_json(self) -> dict[str, Any]:
+        return {"format": 1, "command": "verify", "ok": self.ok} | vars(self)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify each framework; returns the exit code."""
+    started, found, detected = time.perf_counter(), Found(), detect(os.environ)
+    chosen = _chosen(args.framework)
+    found.left_out = _left_out(chosen, detected.launcher)
+    for name in (name for name in chosen if name not in found.left_out):
+        if detected.rank == 0:
+            print(f"hvdtrain verify: {name} ...", file=sys.stderr, flush=True)
+        its = _own_ranks(name, args) if detected.launcher == "none" else _as_rank(name, args, detected)
+        found.frameworks[name] = its
+        if "failed" in its and detected.launcher != "none":
+            break  # the other ranks may be anywhere
+    found.seconds = round(time.perf_counter() - started, 3)
+    if detected.rank == 0:
+        print(json.dumps(found.as_json()) if args.json else told(found), flush=True)
+    elif not found.ok:
+        if any("failed" in its for its in found.frameworks.values()):
+            print(told(found), file=sys.stderr, flush=True)
+        time.sleep(startup.RANK_0_SPEAKS_FIRST_S)  # the first rank that ends takes the others with it
+    return 0 if found.ok else FAILED
+
+
+def _left_out(chosen: Sequence[str], launcher: str) -> dict[str, str]:
+    """Which of several frameworks this launcher cannot try, and why; pure. One that is asked for alone is tried."""
+    if launcher in _NO_HOROVOD and len(chosen) > 1:
+        return {"keras": f"Keras trains on Horovod, whose ranks {launcher} does not start"}
+    if launcher in _ONE_A_LAUNCH:
+        return {name: f"one framework a launch under {launcher}: add --framework {name}" for name in chosen[1:]}
+    return {}
+
+
+def _chosen(wanted: Sequence[str] | None) -> list[str]:
+    """The frameworks to try: those that were asked for, else those that this Python has.
+
+    Raises:
+        ConfigError: none.
+    """
+    if wanted:
+        return list(dict.fromkeys(wanted))
+    has = {name: importlib.util.find_spec(name) is not None for name in ("torch", "keras", "tensorflow")}
+    found = ["torch"] * has["torch"] + ["keras"] * (has["keras"] and (has["tensorflow"] or has["torch"]))
+    if not found:
+        raise ConfigError(
+            "hvdtrain verify trains in the frameworks that are installed", f"neither torch nor keras in"
+            f" {sys.executable}", f"{install_command('torch', 'build')}, or [keras,build]",
+        )  # fmt: skip
+    return found
+
+
+# ---- as a command that starts its own ranks
+
+
+def _own_ranks(framework: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Start the ranks on the hosts; returns what rank 0 found, or why there is nothing."""
+    hosts = _hosts(args)
+    np = args.np or sum(host.slots for host in hosts)
+    no_gpus = {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
+    job = starter.Job(
+        argv=[args.python, "-m", _RANK, framework, f"{args.limit:g}", str(np)], hosts=hosts, np=np,
+        env=environment.passed(os.environ) | no_gpus, python=args.python, ssh=Ssh(args.ssh_port, args.identity),
+        network=args.network,
+    )  # fmt: skip
+    started = time.perf_counter()
+    outcome = starter.run(job, keep_output=True)
+    if outcome.interrupted is not None:
+        raise KeyboardInterrupt
+    found = _result(outcome.outputs.get(0, ""))
+    if outcome.failed is not None and (found is None or found["ok"]):
+        failed = outcome.failed
+        who = f"rank {failed.rank} on {failed.host}" if failed.rank is not None else failed.host
+        why = f"not done in {args.limit:g} s" if failed.code == TOO_LATE else failed.why
+        return _nothing(time.perf_counter() - started, f"{who}: {why}", list(failed.lines[-_LINES:]))
+    return _complete(found, time.perf_counter() - started)
+
+
+def _hosts(args: argparse.Namespace) -> list[Host]:
+    if hosts := asked_for(args.hosts, args.hostfile, os.environ):
+        return hosts
+    gpus = 0 if args.device == "cpu" else gpu_count()
+    if args.np is None and gpus == 1:
+        args.device = "cpu"
+        print("hvdtrain verify: 1 GPU here, so 2 ranks on the CPU (one rank on the GPU: -np 1)", file=sys.stderr)
+    return [Host("localhost", args.np or max(2, gpus))]
+
+
+# ---- as one of the ranks of a launcher
+
+
+def _as_rank(framework: str, args: argparse.Namespace, detected: Detected) -> dict[str, Any]:
+    """Train as this rank, in a process of its own: the next framework needs a fresh one.
+
+    Returns what was found, which only rank 0 has in full, or what went wrong.
+    """
+    started = time.perf_counter()
+    command = [sys.executable, "-m", _RANK, framework, f"{args.limit:g}"]
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        out, _ = child.communicate()  # ends itself after the limit
+    finally:
+        child.kill()
+        child.wait()
+    seconds = time.perf_counter() - started
+    if child.returncode not in (0, FAILED):
+        why = f"not done in {args.limit:g} s" if child.returncode == TOO_LATE else f"exit code {child.returncode}"
+        return _nothing(seconds, f"rank {detected.rank}: {why}", out.splitlines()[-_LINES:])
+    if detected.rank != 0:
+        return {"ok": child.returncode == 0, "seconds": round(seconds, 3), "checks": []}
+    return _complete(_result(out), seconds)
+
+
+def _result(out: str) -> dict[str, Any] | None:
+    lines = [line for line in out.splitlines() if line.startswith(MARK)]
+    return json.loads(lines[-1].removeprefix(MARK)) if lines else None
+
+
+def _complete(found: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+    if found is None:
+        return _nothing(seconds, "rank 0 ended without a result", [])
+    return found | {"seconds": round(seconds, 3)}
+
+
+def _nothing(seconds: float, why: str, lines: list[str]) -> dict[str, Any]:
+    return {"ok": False, "seconds": round(seconds, 3), "failed": why, "lines": lines, "checks": []}
+
+
+# ---- the report
+
+# what to do about a check that fails; where it is not one's own launch line, it is Horovod or what is below it
+_FIXES = {
+    "ranks": "start every rank through one launcher, and unset the variables of others; no host twice in -H",
+    "broadcast": f"hvdtrain doctor, with the same -H; then {build_horovod_command()} on every host",
+    "averaging": f"hvdtrain doctor, with the same -H; then {build_horovod_command()} on every host",
+    "training": "the first of the other checks that fails says why; if none does, please report it with --json",
+    "replicas": "the same frameworks, drivers and kinds of GPU on every host: hvdtrain doctor, with the same -H",
+}
+
+
+def told(found: Found) -> str:
+    """Return the findings as a table."""
+    lines = []
+    for name, its in found.frameworks.items():
+        lines.append(f"{name}: {'ok' if its['ok'] else 'FAILED'} in {its['seconds']:.0f} s{_with(its)}")
+        width = max((len(check["name"]) for check in its["checks"]), default=0)
+        for check in its["checks"]:
+            lines.append(f"  {check['name']:<{width}}  {'ok' if check['ok'] else 'FAILED':<6}  {check['told']}")
+            lines += [f"    fix: {_FIXES[check['name']]}"] * (not check["ok"])
+        if "failed" in its:
+            lines.append(f"  {its['failed']}")
+            lines += [f"    {line}" for line in its["lines"]]
+            lines.append("  fix: hvdtrain doctor, with the same -H")
+    lines += [f"{name}: not tried: {why}" for name, why in found.left_out.items()]
+    return "\n".join(lines)
+
+
+def _with(its: dict[str, Any]) -> str:
+    if "versions" not in its:
+        return ""
+    versions = ", ".join(f"{name} {version}" for name, version in its["versions"].items())
+    return f", {len(its['ranks'])} rank(s) by {its['launcher']} and {its['engine']} ({versions})"

@@ -1,0 +1,150 @@
+"""Errors a user can act on: the rule that was broken, what came instead, and what to type next.
+
+Programs print them without a traceback and end with exit code 2, with anything else that fails with 1 (`exit_with`):
+so `hvdtrain launch --max-restarts` knows what would be refused again. Ranks that wait for one another at different
+places end with 76 (`hvdtrain.core.in_step.watch`): they are blocked, and can raise nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback as traceback_module
+from pathlib import Path
+from typing import NoReturn
+
+EXIT_CODE = 2  # of what is refused
+FAULT_CODE = 1  # of what failed, as Python's own
+OUT_OF_STEP_CODE = 76  # of a rank blocked in a collective operation that others do not come to
+
+
+class HvdtrainError(RuntimeError):
+    """Base of everything hvdtrain refuses to do.
+
+    Args:
+        rule: what must hold, as one sentence.
+        came: what was found instead, per rank where ranks differ.
+        remedy: what the user can type or change.
+        shared: True when every rank raises this same error, so that only rank 0 has to print it whole.
+    """
+
+    def __init__(self, rule: str, came: str = "", remedy: str = "", *, shared: bool = False) -> None:
+        super().__init__(rule, came, remedy)
+        self.rule = rule
+        self.came = came
+        self.remedy = remedy
+        self.shared = shared
+
+    def __str__(self) -> str:
+        lines = [self.rule]
+        if self.came:
+            lines.append("  came: " + self.came.replace("\n", "\n        "))
+        if self.remedy:
+            lines.append("  fix: " + self.remedy.replace("\n", "\n       "))
+        return "\n".join(lines)
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs the packages of these extras for the Python that runs this.
+
+    From a checkout it installs that checkout, in place; the interpreter is named, because the one that lacks a
+    package is often not the one that `pip` on the PATH belongs to.
+    """
+    checkout = Path(__file__).resolve().parents[2]
+    editable = (checkout / "setup.cfg").is_file()
+    name = f"-e '{checkout}[{','.join(extras)}]'" if editable else f"'hvdtrain[{','.join(extras)}]'"
+    return f"{sys.executable} -m pip install {name}"
+
+
+def build_horovod_command() -> str:
+    """Return the command that builds and installs Horovod for the Python that runs this."""
+    return f"{sys.executable} -m hvdtrain build-horovod --install"
+
+
+class ConfigError(HvdtrainError):
+    """What the user gave is wrong: a flag, the data, the run directory."""
+
+
+class ReplicaError(HvdtrainError):
+    """Training would be, or is, silently wrong."""
+
+
+class CheckpointError(HvdtrainError):
+    """No usable checkpoint, or one that cannot be written."""
+
+
+class NonFiniteError(HvdtrainError):
+    """Training has come to a loss, a gradient or weights that are NaN or infinite; earlier checkpoints are as they
+    were, and can be restored in the same process."""
+
+
+class LauncherError(HvdtrainError):
+    """The launcher's environment and the engine do not make a consistent world."""
+
+
+class MainRankError(HvdtrainError):
+    """Raised on every other rank when work that rank 0 did for all of them failed.
+
+    Attributes:
+        error_type: the name of the exception class on rank 0.
+        main_traceback: rank 0's traceback as text.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        came: str = "",
+        remedy: str = "",
+        *,
+        error_type: str = "",
+        main_traceback: str = "",
+    ) -> None:
+        super().__init__(rule, came, remedy, shared=True)
+        self.error_type = error_type
+        self.main_traceback = main_traceback
+
+
+def describe(program: str, error: BaseException, rank: int) -> str:
+    """Return the block of text that `exit_with` prints for `error` on this rank.
+
+    An error that every rank raises is told in full by rank 0 only; the others say in one line what it was, so
+    that the cause is readable even if rank 0 was killed before it could speak. Errors that are not hvdtrain's
+    are bugs, hence shown with their traceback.
+    """
+    who = f"{program}: rank {rank}: "
+    if not isinstance(error, HvdtrainError):
+        text = "".join(traceback_module.format_exception(error)).rstrip()
+        return f"{who}{type(error).__name__}: {error}\n{text}"
+    if error.shared and rank != 0:
+        came = f" (came: {'; '.join(error.came.splitlines())})" if error.came else ""
+        return f"{who}ended with rank 0: {error.rule}{came}"
+    return who + str(error)
+
+
+def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
+    """Print one clear block on standard error and end this process: with exit code 2 for an `HvdtrainError`, else 1.
+
+    With a collective engine up the process ends at once (`os._exit`): the engine's exit hooks would wait for
+    ranks that do not come, and the launcher ends the others when it sees this rank gone. Clean up (run log,
+    files) before you call this.
+
+    Args:
+        program: the name to blame, for example "hvdtrain.keras_mnist".
+        error: what happened.
+        rank: this process's rank.
+    """
+    with contextlib.suppress(OSError):  # a reader that went away must not hide the error
+        sys.stdout.flush()
+    print(describe(program, error, rank), file=sys.stderr, flush=True)
+    code = EXIT_CODE if isinstance(error, HvdtrainError) else FAULT_CODE
+    if _engine_is_up():
+        os._exit(code)
+    sys.exit(code)
+
+
+def _engine_is_up() -> bool:
+    """Whether this process is joined to others; looks only at what is already imported."""
+    world_module = sys.modules.get("hvdtrain.core.world")
+    world = world_module.current() if world_module is not None else None
+    return world is not None and world.engine != "solo"

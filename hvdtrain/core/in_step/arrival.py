@@ -1,0 +1,151 @@
+"""Ranks that start at different times wait for one another, before their engine does: it may give up after seconds.
+
+Horovod over Gloo gives the last rank 30 s (HOROVOD_GLOO_TIMEOUT_SECONDS), which is also how soon it notices a host that
+is silent while it trains: so that stays as it is, and Horovod starts when all ranks are there.
+"""
+
+from __future__ import annotations
+
+import http.client
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.launchers import Detected
+
+TIMEOUT_VARIABLE = "HVDTRAIN_START_TIMEOUT_S"
+_TIMEOUT_S = 1800.0  # ranks import, read and download before they come; torch.distributed waits as long
+_FIRST_NOTE_S = 30.0
+_REQUEST_S = 10.0
+_TRIES = 5
+
+
+class Store(Protocol):
+    """What all ranks of a job can write to and look at."""
+
+    def set(self, key: str, value: str) -> Any: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+def timeout_s(environ: Mapping[str, str]) -> float:
+    """Returns how long ranks wait for the last one; pure.
+
+    Raises:
+        ConfigError: no such number.
+    """
+    text = environ.get(TIMEOUT_VARIABLE) or str(_TIMEOUT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"{TIMEOUT_VARIABLE} is a number of seconds", repr(text))
+    return seconds
+
+
+def wait_for_horovod(detected: Detected, environ: Mapping[str, str]) -> None:
+    """Returns when every rank of Horovod over Gloo is about to start it; MPI waits by itself.
+
+    Raises:
+        ConfigError: a time-out that is no number.
+        LauncherError: the ranks that did not come in time, or no rendezvous.
+    """
+    if detected.launcher == "horovodrun" and detected.rendezvous is not None:
+        wait_for_all(Rendezvous(detected.rendezvous), detected.rank, detected.size, timeout_s(environ))
+
+
+def wait_for_all(store: Store, rank: int, size: int, seconds: float) -> None:
+    """Returns when every rank has called it. Who is missing is told on the way, by the lowest rank that is there.
+
+    Rank 0 looks for the others, and they for its word: so one that waits asks one question at a time.
+
+    Raises:
+        LauncherError: the ranks that did not come in time.
+    """
+    store.set(_here(rank), "")
+    missing = list(range(size))
+    note_s = _FIRST_NOTE_S
+    for remaining in attempts(seconds):
+        if rank == 0:
+            missing = _missing(store, missing)
+            if not missing:
+                store.set("all", "")
+                return
+        elif store.check(["all"]):
+            return
+        if seconds - remaining >= note_s:
+            note_s *= 2
+            missing = _missing(store, missing)
+            if not any(other not in missing for other in range(rank)):
+                waited = f"for {seconds - remaining:.0f} s, up to {seconds:.0f} s ({TIMEOUT_VARIABLE})"
+                print(f"hvdtrain: waiting {waited} for {names_of(missing)} to start", file=sys.stderr, flush=True)
+    missing = _missing(store, missing)
+    raise LauncherError(
+        f"all {size} ranks must start within {seconds:.0f} s",
+        f"{names_of(missing)} did not come, says rank {rank}",
+        f"start them at the same time, on every host; what takes longer before hvdtrain.init: {TIMEOUT_VARIABLE}=3600",
+        shared=0 not in missing,
+    )
+
+
+def _here(rank: int) -> str:
+    return f"here.{rank}"
+
+
+def _missing(store: Store, ranks: list[int]) -> list[int]:
+    return [rank for rank in ranks if not store.check([_here(rank)])]
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """Returns "rank 1", "ranks 1, 3"; of many the first; pure."""
+    shown = ", ".join(map(str, ranks[:20])) + (f" and {len(ranks) - 20} more" if len(ranks) > 20 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def attempts(seconds: float) -> Iterator[float]:
+    """Yields the seconds that remain, at once and then at growing distances; the last is not above 0."""
+    deadline = time.monotonic() + seconds
+    pause_s = 0.02
+    while (remaining := deadline - time.monotonic()) > 0:
+        yield remaining
+        time.sleep(min(pause_s, max(deadline - time.monotonic(), 0.0)))  # others are asked, who can tell nobody
+        pause_s = min(pause_s * 1.5, 1.0)
+    yield remaining
+
+
+class Rendezvous:
+    """The `Store` that horovodrun, and `hvdtrain launch`, serve over HTTP for Horovod's own start.
+
+    Args:
+        address: "host:port".
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def set(self, key: str, value: str) -> None:
+        self._ask("PUT", key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._ask("GET", key) == http.client.OK for key in keys)
+
+    def _ask(self, method: str, key: str, value: str | None = None) -> int:
+        """Returns the answer's status; a server that a thousand ranks ask at once may need another try."""
+        for left in reversed(range(_TRIES)):
+            connection = http.client.HTTPConnection(self._address, timeout=_REQUEST_S)
+            try:
+                connection.request(method, f"/hvdtrain/{key}", value)
+                return connection.getresponse().status
+            except (OSError, http.client.HTTPException) as error:
+                if not left:
+                    raise LauncherError(
+                        "every rank must reach the rendezvous of its launcher",
+                        f"http://{self._address}: {error}",
+                        "start the ranks again; if the launcher still ran: hvdtrain doctor -H ... looks for a firewall",
+                    ) from error
+                time.sleep(1.0)
+            finally:
+                connection.close()
+        raise AssertionError("it has returned or raised")

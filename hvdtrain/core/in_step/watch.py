@@ -1,0 +1,336 @@
+"""Finds ranks that wait for one another at different places, and ends the job with the lines of all.
+
+Where a rank is blocked inside a collective there is no collective to ask the others through. So rank 0 listens on a
+port of its own, and a rank that has been in one place for some seconds says so there; one that is not stuck says
+nothing and opens no connection. When all are stuck, and none of them can go on (`in_step.deadlocked`), rank 0 asks once
+more, so that an old report of a rank that was stopped meanwhile does no harm; then every rank prints the error and
+ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import json
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.core.errors import OUT_OF_STEP_CODE, ConfigError, ReplicaError, describe
+from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step, waiting
+from hvdtrain.core.launchers import Detected
+
+AFTER_VARIABLE = "HVDTRAIN_IN_STEP_S"
+_AFTER_S = 3.0
+_NOTE_S = 20.0
+_TICK_S = 0.25
+_CONNECT_S = 2.0
+_LAST_WORDS_S = 2.0  # rank 0 ends last: a launcher that sees it gone ends the others
+_LONGEST_LINE = 1 << 14
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_INTERFACES = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where rank 0 listens: what it tells the others when they meet.
+
+    Attributes:
+        after_s: a rank is stuck that has been in one place so long; 0: ranks are not compared at all.
+        addresses, port: of the socket.
+        token: who does not know it is turned away.
+    """
+
+    after_s: float
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+
+
+def after_s(environ: Mapping[str, str]) -> float:
+    """Returns how long a rank may be in one place before the others are asked; 0 for never; pure.
+
+    Raises:
+        ConfigError: no such number.
+    """
+    text = environ.get(AFTER_VARIABLE) or str(_AFTER_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"{AFTER_VARIABLE} is a number of seconds, 0 for never", repr(text))
+    return seconds
+
+
+def listen(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socket | None, Meeting]:
+    """Opens rank 0's socket where the other ranks can reach it, as narrowly as is known.
+
+    Ranks of one host: 127.0.0.1. Else the interface that the launcher, or the user, has named for Gloo; all
+    addresses where nobody has.
+
+    Returns:
+        The socket, None where there is none to be had or needed; and what the others must know.
+    """
+    seconds = after_s(environ)
+    nowhere = Meeting(seconds, (), 0, "")
+    try:
+        return _listen(detected, environ, seconds) if seconds else (None, nowhere)
+    except OSError as error:  # to train without is better than not to train
+        print(f"hvdtrain: ranks that wait for one another will not be named: {error}", file=sys.stderr, flush=True)
+        return None, nowhere
+
+
+def _listen(detected: Detected, environ: Mapping[str, str], seconds: float) -> tuple[socket.socket, Meeting]:
+    named = next((environ[name] for name in _INTERFACES if environ.get(name)), "")
+    own = environ.get("HOROVOD_GLOO_ADDRESS") or _address_of(named)
+    bound = "127.0.0.1" if detected.local_size == detected.size else own
+    listener = socket.create_server((bound, 0), backlog=min(detected.size, 1024))
+    listener.setblocking(False)
+    addresses = (bound,) if bound else tuple(filter(None, (_address_of(name) for _, name in socket.if_nameindex())))
+    return listener, Meeting(seconds, addresses, listener.getsockname()[1], secrets.token_hex(16))
+
+
+def _address_of(interface: str) -> str:
+    """Returns the IPv4 address of an interface ("=eth0,eth1" is NCCL's and Gloo's way to write eth0); "" if none."""
+    name = interface.lstrip("=").partition(",")[0]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return ""
+
+
+def start(rank: int, size: int, meeting: Meeting | None, listener: socket.socket | None) -> Tracker:
+    """Returns what keeps this rank in step with the others, watched over by a thread.
+
+    Args:
+        rank, size: this process, and how many there are.
+        meeting: rank 0's, as all have received it; None: one process.
+        listener: on rank 0.
+    """
+    tracker = Tracker(rank, size, on=meeting is not None and meeting.after_s > 0)
+    if meeting is not None and meeting.addresses:
+        tracker.watch = Watch(tracker, meeting, listener)
+    return tracker
+
+
+class Watch:
+    """One rank's thread that watches over its `Tracker`.
+
+    Args:
+        tracker: where this rank is.
+        meeting: rank 0's.
+        listener: on rank 0.
+    """
+
+    def __init__(self, tracker: Tracker, meeting: Meeting, listener: socket.socket | None = None) -> None:
+        self._tracker, self._meeting, self._listener = tracker, meeting, listener
+        self._closing = threading.Event()
+        self._question, self._asking = 0, False
+        self._noted: tuple[str, int] | None = None
+        run = self._speak if tracker.rank else self._compare
+        self._thread = threading.Thread(target=run, name="hvdtrain in step", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread; others that look for it find nobody."""
+        self._closing.set()
+        self._thread.join(5 * _CONNECT_S)
+
+    # -- every rank but 0 ------------------------------------------------------------------------------------------
+    def _speak(self) -> None:
+        link: _Link | None = None
+        said: State | None = None
+        while not self._closing.is_set():
+            state = self._tracker.stuck(self._meeting.after_s)
+            if link is None and state is not None:
+                link, said = self._connect(), None
+            if link is None:
+                self._closing.wait(_TICK_S)
+                continue
+            try:
+                if state != said:
+                    link.send(at=state)
+                    said = state
+                for message in link.receive(_TICK_S):
+                    if "end" in message:
+                        _end(message["end"], self._tracker.rank, [link])
+                    said = self._tracker.stuck(self._meeting.after_s)
+                    link.send(at=said, asked=message.get("ask"))
+            except (OSError, ValueError):  # rank 0 is gone, which is the engine's to say
+                link.close()
+                link = None
+                self._closing.wait(_TICK_S)
+        if link is not None:
+            link.close()
+
+    def _connect(self) -> _Link | None:
+        """Returns a link through the first of rank 0's addresses that answers as it does; None if none does in time.
+
+        All are tried at once: some lead nowhere from this host, or to another program.
+        """
+        words = _line(token=self._meeting.token, rank=self._tracker.rank)
+        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+            for address in self._meeting.addresses:
+                tried = stack.enter_context(socket.socket())
+                tried.setblocking(False)
+                with contextlib.suppress(OSError):  # a name that does not resolve
+                    tried.connect_ex((address, self._meeting.port))
+                    selector.register(tried, selectors.EVENT_WRITE)
+            deadline = time.monotonic() + _CONNECT_S
+            while selector.get_map() and time.monotonic() < deadline:
+                for key, event in selector.select(_TICK_S):
+                    assert isinstance(key.fileobj, socket.socket)
+                    tried = key.fileobj
+                    try:
+                        if event & selectors.EVENT_WRITE:
+                            tried.sendall(words)
+                            selector.modify(tried, selectors.EVENT_READ)
+                        elif tried.recv(len(_WELCOME)) == _WELCOME:
+                            return _Link(socket.socket(fileno=tried.detach()))
+                        else:
+                            selector.unregister(tried)
+                    except OSError:  # refused, or out of reach
+                        selector.unregister(tried)
+        return None
+
+    # -- rank 0 ----------------------------------------------------------------------------------------------------
+    def _compare(self) -> None:
+        assert self._listener is not None
+        links: dict[_Link, int] = {}  # rank; 0 until it has said who it is
+        reports: dict[int, Mapping[str, Any]] = {}
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ, None)
+            while not self._closing.is_set():
+                for key, _ in selector.select(_TICK_S):
+                    if key.data is None:
+                        with contextlib.suppress(OSError):
+                            link = _Link(self._listener.accept()[0])
+                            links[link] = 0
+                            selector.register(link.socket, selectors.EVENT_READ, link)
+                    elif not self._take(key.data, links, reports):
+                        selector.unregister(key.data.socket)
+                        rank = links.pop(key.data)
+                        if rank not in links.values():  # it may have come through several addresses
+                            reports.pop(rank, None)
+                        key.data.close()
+                self._judge(list(links), reports)
+        for link in links:
+            link.close()
+        self._listener.close()
+
+    def _take(self, link: _Link, links: dict[_Link, int], reports: dict[int, Mapping[str, Any]]) -> bool:
+        """Takes what a rank says; returns whether the link is to be kept."""
+        try:
+            for message in link.receive(0):
+                if links[link]:
+                    reports[links[link]] = message
+                elif hmac.compare_digest(str(message["token"]), self._meeting.token):
+                    links[link] = int(message["rank"])
+                    link.socket.sendall(_WELCOME)
+                else:
+                    return False
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return True
+
+    def _judge(self, links: list[_Link], reports: Mapping[int, Mapping[str, Any]]) -> None:
+        """Ends the job when all ranks wait for one another, and have said so when they were asked."""
+        mine = self._tracker.stuck(self._meeting.after_s)
+        states = [mine, *(reports.get(rank, {}).get("at") for rank in range(1, self._tracker.size))]
+        stuck = [state for state in states if state is not None]
+        if len(stuck) < self._tracker.size:
+            self._asking = False
+            self._note([rank for rank, state in enumerate(states) if state is None])
+        elif not deadlocked(stuck):
+            self._asking = False
+        elif not self._asking:
+            self._asking = True
+            self._question += 1
+            for link in links:
+                with contextlib.suppress(OSError):
+                    link.send(ask=self._question)
+        elif all(report.get("asked") == self._question for report in reports.values()):
+            error = out_of_step(stuck)
+            _end([error.rule, error.came, error.remedy], 0, links)
+
+    def _note(self, absent: list[int]) -> None:
+        """Tells once a place whom rank 0 waits for: a rank that is stopped cannot say so."""
+        place = self._tracker.stuck(_NOTE_S)
+        if place is not None and (place["kind"], place["number"]) != self._noted:
+            self._noted = (place["kind"], place["number"])
+            print(waiting(place, absent, _NOTE_S), file=sys.stderr, flush=True)
+
+
+def _line(**message: Any) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+_WELCOME = _line(welcome=True)
+
+
+class _Link:
+    """JSON objects, a line each, over a socket."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.socket.settimeout(_CONNECT_S)
+        self._poll = select.poll()
+        self._poll.register(connected, select.POLLIN)
+        self._rest = b""
+
+    def send(self, **message: Any) -> None:
+        self.socket.sendall(_line(**message))
+
+    def receive(self, wait_s: float) -> list[Mapping[str, Any]]:
+        """Returns the messages that have come; raises `OSError` or `ValueError` when the other end is gone, or mad."""
+        if not self._poll.poll(1000 * wait_s):
+            return []
+        data = self.socket.recv(1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if not data or len(self._rest) > _LONGEST_LINE:
+            raise ConnectionError("the other end is gone")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def _end(error: list[str], rank: int, links: Sequence[_Link]) -> None:
+    """Prints the error and ends this process, whose main thread is blocked.
+
+    Rank 0 tells the others first, and waits until they have printed it: a launcher that sees one rank gone ends all.
+
+    Args:
+        error: rule, what came, and remedy.
+        rank: this one.
+        links: of rank 0, to all others; of the others, to rank 0.
+    """
+    rule, came, remedy = error
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    print(describe("hvdtrain", ReplicaError(rule, came, remedy, shared=True), rank), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the engine breaks as soon as one rank is gone: no more need be said
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    for link in links:
+        with contextlib.suppress(OSError):
+            if rank == 0:
+                link.send(end=error)
+            else:
+                link.close()
+    deadline = time.monotonic() + _LAST_WORDS_S
+    for link in links if rank == 0 else ():
+        with contextlib.suppress(OSError, ValueError):
+            while time.monotonic() < deadline:
+                link.receive(0.1)
+    os._exit(OUT_OF_STEP_CODE)

@@ -1,0 +1,382 @@
+"""Which launcher started this process, which rank it gave, which GPUs go with it: read from the environment only.
+
+Launchers nest: `mpirun` inside a Slurm allocation, `horovodrun` inside `srun`, `torchrun` inside OpenPAI. Variables of
+the outer one stay visible, so the table is ordered from the one that is always innermost to the outermost, and the
+first that left its marks wins. A launcher that left only some of its variables is an error, never a world of one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.slurm import first_host, port_of, tasks_per_node
+
+Environ = Mapping[str, str]
+UNKNOWN_NODE = -1
+
+
+@dataclass(frozen=True)
+class Detected:
+    """What the launcher says about this process.
+
+    `node` is the index of this process's host, `UNKNOWN_NODE` (-1) where the launcher does not tell (Open
+    MPI, hydra on several hosts). `rendezvous` is "host:port", or None where the launcher gives none.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    rendezvous: str | None
+
+
+ALONE = Detected("none", 0, 1, 0, 1, 0, None)
+
+
+def detect(environ: Environ) -> Detected:
+    """Return what the innermost launcher in `environ` says; pure.
+
+    Raises:
+        LauncherError: some of a launcher's variables are missing (they are named) or contradict each other.
+    """
+    for row in _TABLE:
+        if row.started(environ):
+            return _checked(row.read(environ))
+    return ALONE
+
+
+@dataclass(frozen=True)
+class _Row:
+    launcher: str
+    started: Callable[[Environ], bool]
+    read: Callable[[Environ], Detected]
+
+
+def _any_of(*names: str) -> Callable[[Environ], bool]:
+    return lambda environ: any(name in environ for name in names)
+
+
+def _need(environ: Environ, launcher: str, *names: str, hint: str = "") -> str:
+    """Return the first of `names` that is set; they are alternatives, most exact first."""
+    for name in names:
+        if environ.get(name, "") != "":
+            return environ[name]
+    present = sorted(name for name in environ if name.startswith(_PREFIXES.get(launcher, ("\0",))))
+    raise LauncherError(
+        f"{launcher} must set {' or '.join(names)}",
+        f"{names[0]} is missing; set are: {', '.join(present) or 'none'}",
+        hint or f"start the program through {launcher}, or unset its variables to train in one process",
+    )
+
+
+_PREFIXES: dict[str, tuple[str, ...]] = {
+    "horovodrun": ("HOROVOD_",),
+    "mpirun": ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL"),
+    "mpijob": ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "K_MPI_JOB_"),
+    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP"),
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_"),
+    "openpai": ("PAI_",),
+}
+
+
+def _number(environ: Environ, launcher: str, *names: str, hint: str = "") -> int:
+    text = _need(environ, launcher, *names, hint=hint)
+    name = next(name for name in names if environ.get(name, "") != "")
+    if not re.fullmatch(r"\d+", text.strip()):
+        raise LauncherError(f"{name} (set by {launcher}) must be a whole number >= 0", f"{name}={text!r}")
+    return int(text)
+
+
+def _checked(found: Detected) -> Detected:
+    """Refuse numbers that contradict each other."""
+    ok = (
+        0 <= found.rank < found.size
+        and 0 <= found.local_rank < found.local_size <= found.size
+        and found.local_rank <= found.rank
+    )
+    if not ok:
+        raise LauncherError(
+            f"{found.launcher} must give rank < size, local rank < local size <= size, local rank <= rank",
+            f"rank {found.rank} of {found.size}, local rank {found.local_rank} of {found.local_size}",
+            "unset variables left over from another launcher, or start again through one launcher",
+        )
+    return found
+
+
+# -- horovodrun over Gloo (also Horovod on Spark and Ray) ----------------------------------------------------
+def _horovodrun(environ: Environ) -> Detected:
+    rank, size, local_rank, local_size = (
+        _number(environ, "horovodrun", f"HOROVOD_{what}") for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    rendezvous = None
+    if size > 1:
+        address = _need(environ, "horovodrun", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
+        rendezvous = f"{address}:{_number(environ, 'horovodrun', 'HOROVOD_GLOO_RENDEZVOUS_PORT')}"
+    node = _number(environ, "horovodrun", "HOROVOD_CROSS_RANK") if local_size < size else 0
+    return Detected("horovodrun", rank, size, local_rank, local_size, node, rendezvous)
+
+
+# -- torchrun (and DeepSpeed's launcher, which sets the same names but LOCAL_SIZE) ---------------------------
+def _torchrun(environ: Environ) -> Detected:
+    hint = (
+        "start the program through `torchrun --nnodes ... --nproc-per-node ...` (one per node),"
+        " or unset RANK, WORLD_SIZE"
+        " and LOCAL_RANK to train in one process"
+    )
+    rank, size, local_rank = (
+        _number(environ, "torchrun", name, hint=hint) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
+    local_size = _number(environ, "torchrun", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", hint=hint)
+    rendezvous = None
+    if size > 1:
+        address = _need(environ, "torchrun", "MASTER_ADDR", hint=hint)
+        rendezvous = f"{address}:{_number(environ, 'torchrun', 'MASTER_PORT', hint=hint)}"
+    node = _number(environ, "torchrun", "GROUP_RANK", "CROSS_RANK", hint=hint) if local_size < size else 0
+    return Detected("torchrun", rank, size, local_rank, local_size, node, rendezvous)
+
+
+# -- mpirun: Open MPI, and MPICH / Intel MPI (hydra); the same inside a Kubernetes MPIJob --------------------
+def _in_mpijob(environ: Environ) -> bool:
+    """Whether the MPI Operator made this pod. Ranks on worker pods come through ssh, which drops the pod's
+    variables: what mpirun forwards (OMPI_MCA_*) still tells, because the operator puts its host file under
+        /etc/mpi."""
+    return (
+        "K_MPI_JOB_ROLE" in environ
+        or "KUBERNETES_SERVICE_HOST" in environ
+        or environ.get("OMPI_MCA_orte_default_hostfile", "").startswith("/etc/mpi/")
+        or environ.get("OMPI_MCA_plm_rsh_agent", "").startswith("/etc/mpi/")
+    )
+
+
+def _open_mpi(environ: Environ) -> Detected:
+    launcher = "mpijob" if _in_mpijob(environ) else "mpirun"
+    rank, size, local_rank, local_size = (
+        _number(environ, launcher, f"OMPI_COMM_WORLD_{what}") for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the node's index: nothing in the environment
+    # has that
+    return Detected(launcher, rank, size, local_rank, local_size, _node_if_one(size, local_size), None)
+
+
+def _hydra(environ: Environ) -> Detected:
+    launcher = "mpijob" if _in_mpijob(environ) else "mpirun"
+    rank, size = (_number(environ, launcher, name) for name in ("PMI_RANK", "PMI_SIZE"))
+    local_rank = _number(environ, launcher, "MPI_LOCALRANKID")
+    local_size = _number(environ, launcher, "MPI_LOCALNRANKS")
+    return Detected(launcher, rank, size, local_rank, local_size, _node_if_one(size, local_size), None)
+
+
+def _hydra_started(environ: Environ) -> bool:
+    """hydra sets PMI_* and MPI_LOCAL*; `srun --mpi=pmi2` sets PMI_* too, and then Slurm is the launcher."""
+    if "MPI_LOCALRANKID" in environ or "MPI_LOCALNRANKS" in environ:
+        return True
+    return ("PMI_RANK" in environ or "PMI_SIZE" in environ) and not _in_slurm_step(environ)
+
+
+def _node_if_one(size: int, local_size: int) -> int:
+    return 0 if local_size == size else UNKNOWN_NODE
+
+
+def _mpijob_without_mpirun(environ: Environ) -> Detected:
+    raise LauncherError(
+        "an MPIJob must start the program through mpirun or horovodrun",
+        f"K_MPI_JOB_ROLE={environ['K_MPI_JOB_ROLE']!r}, but OMPI_COMM_WORLD_RANK is missing",
+        "make the launcher's command `mpirun -np N python ...`; to train here alone: unset K_MPI_JOB_ROLE",
+    )
+
+
+# -- OpenPAI: one task is one container; ranks = task index x processes a task + local rank ------------------
+def _openpai(environ: Environ) -> Detected:
+    role = environ.get("PAI_CURRENT_TASK_ROLE_NAME", "worker")
+    task = _number(environ, "openpai", "PAI_TASK_INDEX", "PAI_CURRENT_TASK_ROLE_CURRENT_TASK_INDEX")
+    tasks = _openpai_tasks(environ, role)
+    local_rank, local_size = 0, 1
+    if "LOCAL_RANK" in environ or _gpus_a_task(environ) > 1:
+        hint = (
+            "start one process a GPU: `torchrun --nnodes $PAI_CURRENT_TASK_ROLE_TASK_COUNT"
+            " --node-rank $PAI_TASK_INDEX ...`;"
+            " for one process a task: LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
+        )
+        local_rank = _number(environ, "openpai", "LOCAL_RANK", hint=hint)
+        local_size = _number(environ, "openpai", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", hint=hint)
+    size = tasks * local_size
+    rendezvous = None
+    if size > 1:
+        address = _need(environ, "openpai", f"PAI_HOST_IP_{role}_0")
+        port = _number(environ, "openpai", f"PAI_{role}_0_SynPort_PORT", f"PAI_PORT_LIST_{role}_0_SynPort")
+        rendezvous = f"{address}:{port}"
+    return Detected("openpai", task * local_size + local_rank, size, local_rank, local_size, task, rendezvous)
+
+
+def _openpai_tasks(environ: Environ, role: str) -> int:
+    """Return the role's number of tasks; older OpenPAI does not say it, but names every task's host."""
+    hosts = sum(re.fullmatch(rf"PAI_HOST_IP_{re.escape(role)}_\d+", name) is not None for name in environ)
+    names = (f"PAI_TASK_ROLE_TASK_COUNT_{role}", "PAI_CURRENT_TASK_ROLE_TASK_COUNT")
+    return hosts if hosts and not any(name in environ for name in names) else _number(environ, "openpai", *names)
+
+
+def _gpus_a_task(environ: Environ) -> int:
+    text = environ.get("PAI_CURRENT_TASK_ROLE_GPU_COUNT", "0")
+    return int(text) if text.isdigit() else 0
+
+
+# -- srun ----------------------------------------------------------------------------------------------------
+def _in_slurm_step(environ: Environ) -> bool:
+    """Whether `srun` started this process. `sbatch` and `salloc` set SLURM_PROCID=0 and SLURM_NTASKS for
+    their own shell as well, where one process must stay one process: only a numbered step is srun's. Steps numbered
+    from 0xfffffff0 up are Slurm's own (batch script, interactive shell)."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    return step.isdigit() and int(step) < 0xFFFFFFF0
+
+
+def _srun(environ: Environ) -> Detected:
+    rank = _number(environ, "srun", "SLURM_PROCID")
+    size = _number(environ, "srun", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    local_rank = _number(environ, "srun", "SLURM_LOCALID")
+    node = _number(environ, "srun", "SLURM_NODEID") if size > 1 else 0
+    if size == 1:
+        return Detected("srun", rank, size, local_rank, 1, 0, None)
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    per_node = tasks_per_node(_need(environ, "srun", *names))
+    if len(per_node) == 1:
+        per_node = per_node * (node + 1)  # SLURM_NTASKS_PER_NODE=4: the same on every node
+    if node >= len(per_node):
+        raise LauncherError(
+            "srun must give the tasks of every node",
+            f"SLURM_NODEID={node}, tasks per node {_need(environ, 'srun', *names)!r}",
+        )
+    return Detected("srun", rank, size, local_rank, per_node[node], node, _srun_rendezvous(environ))
+
+
+def _srun_rendezvous(environ: Environ) -> str | None:
+    """Where rank 0 listens: on the step's first node, as Slurm numbers tasks from there, on a port of the step's own.
+
+    MASTER_ADDR and MASTER_PORT, which many batch scripts export, win. None where Slurm does not say enough: MPI, and so
+    Horovod, meets without (`meeting_point` names what is missing to those who need it).
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST", "")  # not the job's: a step may start on a later node
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    address = environ.get("MASTER_ADDR", "") or (first_host(nodes) if nodes else "")
+    if not address or not (environ.get("MASTER_PORT") or job):
+        return None
+    port = _number(environ, "srun", "MASTER_PORT") if environ.get("MASTER_PORT") else port_of(job, step)
+    return f"{address}:{port}"
+
+
+# -- launchers nobody has tested with hvdtrain ---------------------------------------------------------------
+# rank and size variables of PMIx (prterun), Cray PALS and ALPS, Flux, IBM's jsrun, MVAPICH2
+_STRANGERS = {
+    "PMIX_RANK": "PMIX_SIZE",
+    "PALS_RANKID": "PALS_SIZE",
+    "ALPS_APP_PE": "ALPS_APP_SIZE",
+    "FLUX_TASK_RANK": "FLUX_JOB_SIZE",
+    "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",
+    "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",
+}
+
+
+def _stranger(environ: Environ) -> Detected:
+    """Refuse: as a world of one, each of its ranks would train alone, and that looks just like training."""
+    rank = next(name for name in _STRANGERS if name in environ)
+    size = environ.get(_STRANGERS[rank])
+    if size == "1":
+        return ALONE
+    raise LauncherError(
+        "the program must be started by a launcher hvdtrain knows: horovodrun, mpirun, srun, torchrun",
+        f"{rank}={environ[rank]!r}, {_STRANGERS[rank]}={size!r}",
+        f"start it through one of them (mpirun works inside most others), or unset {rank} to train in one process",
+    )
+
+
+_TABLE = (
+    _Row("horovodrun", _any_of("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_GLOO_RENDEZVOUS_ADDR"), _horovodrun),
+    _Row("torchrun", _any_of("TORCHELASTIC_RUN_ID"), _torchrun),
+    _Row("mpirun", _any_of("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi),
+    _Row("mpirun", _hydra_started, _hydra),
+    _Row("mpijob", _any_of("K_MPI_JOB_ROLE"), _mpijob_without_mpirun),
+    _Row("srun", _in_slurm_step, _srun),
+    _Row("openpai", _any_of("PAI_TASK_INDEX", "PAI_CURRENT_TASK_ROLE_CURRENT_TASK_INDEX"), _openpai),
+    # set by hand or by DeepSpeed: the names are common words, so everything more specific comes first
+    _Row("torchrun", _any_of("RANK", "WORLD_SIZE", "LOCAL_RANK"), _torchrun),
+    _Row("none", _any_of(*_STRANGERS), _stranger),
+)
+LAUNCHERS = tuple(dict.fromkeys(row.launcher for row in _TABLE))
+
+
+# what differs from job to job in the variables that the ranks of one host share
+_JOB_VARIABLES = {
+    "horovodrun": ("HOROVOD_GLOO_RENDEZVOUS_PORT",),
+    "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    "mpijob": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+}
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+
+
+def meeting_point(environ: Environ, detected: Detected) -> tuple[str, int]:
+    """Return the host and port where rank 0 of a torch.distributed group listens; pure.
+
+    The launcher's own rendezvous where it has one for its ranks (torchrun, OpenPAI, srun), else MASTER_ADDR and
+    MASTER_PORT, else, with all ranks on this host, a port of this job's.
+
+    Raises:
+        LauncherError: names the variables that are missing.
+    """
+    if detected.rendezvous is not None and detected.launcher != "horovodrun":  # there it is the launcher's own server
+        address, _, port = detected.rendezvous.rpartition(":")
+        return address, int(port)
+    if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
+        return environ["MASTER_ADDR"], _number(environ, detected.launcher, "MASTER_PORT")
+    job = [environ[name] for name in _JOB_VARIABLES.get(detected.launcher, ()) if environ.get(name)]
+    if job and detected.local_size == detected.size:
+        return "127.0.0.1", port_of(*job)
+    needed = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID") if detected.launcher == "srun" else _MASTER
+    missing = [name for name in needed if not environ.get(name)]
+    raise LauncherError(
+        f"a torch.distributed group under {detected.launcher} needs {' and '.join(needed)}, to find rank 0",
+        f"{' and '.join(missing)} missing",
+        "start the ranks through torchrun, or export MASTER_ADDR=<the host of rank 0> MASTER_PORT=29500 on every rank"
+        " (mpirun: -x MASTER_ADDR -x MASTER_PORT)",
+    )
+
+
+def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) -> tuple[int, ...]:
+    """Return the GPUs of one rank as indices among the visible ones; pure.
+
+    Two rules cover what launchers do: all of a host's ranks see all its GPUs, then rank r takes the r-th
+        group; or the
+    launcher masks (`srun --gpus-per-task`, CUDA_VISIBLE_DEVICES per rank), then a rank sees exactly its own.
+
+    Args:
+        local_rank, local_size: this rank among the ranks on its host.
+        visible: how many GPUs this process sees.
+        per_rank: how many a rank shall use.
+
+    Returns:
+        `per_rank` indices; empty when no GPU is visible.
+
+    Raises:
+        LauncherError: too few GPUs for the ranks on this host.
+        ConfigError: an argument out of range.
+    """
+    if per_rank < 1 or visible < 0 or not 0 <= local_rank < local_size:
+        raise ConfigError(
+            "need per_rank >= 1, visible >= 0 and 0 <= local_rank < local_size",
+            f"per_rank={per_rank}, visible={visible}, local_rank={local_rank}, local_size={local_size}",
+        )
+    if visible == 0:
+        return ()
+    if visible >= local_size * per_rank:
+        return tuple(range(local_rank * per_rank, (local_rank + 1) * per_rank))
+    if visible == per_rank:
+        return tuple(range(per_rank))
+    raise LauncherError(
+        f"{local_size} ranks on a host with {per_rank} GPU(s) each need {local_size * per_rank} GPUs",
+        f"{visible} visible to local rank {local_rank}",
+        f"start at most {max(visible // per_rank, 1)} rank(s) on this host, show more GPUs"
+        " (CUDA_VISIBLE_DEVICES), or train with device='cpu'",
+    )

@@ -1,0 +1,163 @@
+"""The learning-rate contract: scaling, warm-up and schedule as one pure function of samples seen.
+
+Counting samples (not steps or epochs) makes the rate the same at any world size, per-rank batch and
+accumulation that give the same global batch, and lets a job resume at another size without a jump.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdtrain.core.errors import ConfigError
+
+# optimizers keep the rate in float32
+_SAME_RATE = 1e-5
+
+
+@dataclass(frozen=True)
+class LR:
+    """A learning rate that was tuned at `reference_batch`, carried to any global batch.
+
+    Attributes:
+        base: the rate that is right at `reference_batch`, and what the optimizer is made with.
+        reference_batch: samples per update that `base` was tuned for.
+        scale: how the peak grows with the global batch: "linear" (Goyal et al., arXiv 1706.02677), "sqrt"
+            (Krizhevsky, arXiv 1404.5997; for Adam-like optimizers) or "none".
+        warmup_samples: samples over which the rate goes linearly from `base` to the peak (gradual warm-up,
+            Goyal et al. 2.2: 5 epochs). A global batch at or under the reference needs none and gets none.
+        schedule: what follows: "constant", "step" or "cosine" (Loshchilov & Hutter, arXiv 1608.03983, one
+            cycle).
+        total_samples: where the cosine ends, counted from the first sample of training; the rate stays there.
+        milestones: samples at which "step" multiplies the rate by `gamma`.
+        gamma: see `milestones`.
+        final: the cosine's last rate as a fraction of the peak.
+    """
+
+    base: float
+    reference_batch: int
+    scale: Literal["linear", "sqrt", "none"] = "linear"
+    warmup_samples: int = 0
+    schedule: Literal["constant", "step", "cosine"] = "constant"
+    total_samples: int | None = None
+    milestones: tuple[int, ...] = ()
+    gamma: float = 0.1
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "milestones", tuple(self.milestones))
+        _check(_positive(self.base), "base must be a finite rate > 0", base=self.base)
+        _check(
+            _whole(self.reference_batch, 1),
+            "reference_batch must be samples >= 1",
+            reference_batch=self.reference_batch,
+        )
+        _check(
+            self.scale in ("linear", "sqrt", "none"),
+            'scale must be "linear", "sqrt" or "none"',
+            scale=self.scale,
+        )
+        _check(
+            _whole(self.warmup_samples, 0),
+            "warmup_samples must be samples >= 0",
+            warmup_samples=self.warmup_samples,
+        )
+        _check(
+            not (self.warmup_samples and self.scale == "none"),
+            'warm-up goes from base to the scaled peak: with scale="none" there is nothing to warm up to',
+            warmup_samples=self.warmup_samples, scale=self.scale,
+        )  # fmt: skip
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        _check(
+            self.schedule in ("constant", "step", "cosine"),
+            'schedule must be "constant", "step" or "cosine"',
+            schedule=self.schedule,
+        )
+        if self.schedule == "step":
+            ordered = list(self.milestones) == sorted(set(self.milestones)) and bool(self.milestones)
+            _check(
+                ordered and all(_whole(m, 1) and m >= self.warmup_samples for m in self.milestones),
+                "milestones must be growing numbers of samples, not before the end of the warm-up",
+                milestones=self.milestones, warmup_samples=self.warmup_samples,
+            )  # fmt: skip
+            _check(_positive(self.gamma), "gamma must be finite and > 0", gamma=self.gamma)
+        else:
+            _check(not self.milestones, 'milestones belong to schedule="step"', schedule=self.schedule)
+        if self.schedule == "cosine":
+            _check(
+                self.total_samples is not None
+                and _whole(self.total_samples, 1)
+                and self.total_samples > self.warmup_samples,
+                "a cosine needs total_samples > warmup_samples",
+                total_samples=self.total_samples, warmup_samples=self.warmup_samples,
+            )  # fmt: skip
+            _check(0 <= self.final <= 1, "final is a fraction of the peak, 0..1", final=self.final)
+
+    def factor(self, global_batch: int) -> float:
+        """Return peak / base at `global_batch` samples an update: ranks x per-rank batch x accumulation."""
+        _check(_whole(global_batch, 1), "global_batch must be samples >= 1", global_batch=global_batch)
+        ratio = global_batch / self.reference_batch
+        return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.scale]
+
+    def peak(self, global_batch: int) -> float:
+        """Return the rate after warm-up."""
+        return self.base * self.factor(global_batch)
+
+    def at(self, samples_seen: int, global_batch: int) -> float:
+        """Return the rate of the update that begins after `samples_seen` samples of all ranks; pure.
+
+        Raises:
+            ConfigError: a count that is not a whole number in range.
+        """
+        _check(_whole(samples_seen, 0), "samples_seen must be samples >= 0", samples_seen=samples_seen)
+        peak = self.peak(global_batch)
+        if samples_seen < self.warmup_samples:
+            start = min(self.base, peak)
+            return start + (peak - start) * samples_seen / self.warmup_samples
+        if self.schedule == "step":
+            return peak * self.gamma ** sum(samples_seen >= milestone for milestone in self.milestones)
+        if self.schedule == "cosine":
+            assert self.total_samples is not None
+            done = (samples_seen - self.warmup_samples) / (self.total_samples - self.warmup_samples)
+            wave = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+            return peak * (self.final + (1 - self.final) * wave)
+        return peak
+
+    def check_optimizer(self, current: float, global_batch: int) -> None:
+        """Check that the user's optimizer was made with `base`: this contract does the scaling, once.
+
+        Raises:
+            ConfigError: the rate was already scaled, or is something else altogether.
+        """
+        peak = self.peak(global_batch)
+        if math.isclose(current, self.base, rel_tol=_SAME_RATE):
+            return
+        if math.isclose(current, peak, rel_tol=_SAME_RATE):
+            raise ConfigError(
+                "the learning rate would be scaled twice: LR scales it, the optimizer takes the base",
+                f"optimizer {current:g} = base {self.base:g} x {self.factor(global_batch):g}"
+                f" (global batch {global_batch}, reference {self.reference_batch})",
+                f"make the optimizer with {self.base:g}, or give LR(base={current:g}, reference_batch={global_batch})",
+            )
+        raise ConfigError(
+            "the optimizer's learning rate must be the base of its LR",
+            f"optimizer {current:g}, LR base {self.base:g} (peak {peak:g} at global batch {global_batch})",
+            f"make the optimizer with {self.base:g}, or give LR(base={current:g}, ...)",
+        )
+
+
+def _check(ok: bool, rule: str, **came: object) -> None:
+    if not ok:
+        raise ConfigError(rule, ", ".join(f"{name}={value!r}" for name, value in came.items()))
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf

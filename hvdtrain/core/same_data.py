@@ -1,0 +1,272 @@
+"""Do all ranks hold the same data in the same order? A cheap digest, compared before anything is dealt.
+
+A loader deals one global order: it is right only where sample i is the same sample on every rank. Small data is
+digested whole; of large data the first and last rows and a fixed sample of those between, a few milliseconds
+whatever the size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.core.errors import ReplicaError
+from hvdtrain.core.world import World
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ALL_THE_DATA = "give every rank all the data, not a part such as x[rank::size]: hvdtrain deals the samples itself"
+_WHOLE_BYTES = 1 << 22  # up to here everything is digested
+_ROWS = 64  # else so many rows
+_ROW_BYTES = 1 << 12  # and of a long row so many bytes, spread over it
+_PIECE = 1 << 14  # rows hashed at a time
+_SKETCH = 512  # row hashes of a rank that are compared to say what differs
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What a rank holds, small enough to send.
+
+    Attributes:
+        names: of the arrays, as a user would write them: "[0]", "['image']".
+        lengths: samples of each array.
+        kinds: dtype and shape of a sample of each array.
+        hashes: of each array's contents, with their order; hex.
+        sketch: makes hashes of rows without their order (uint64), to tell why data differs; not sent with the rest.
+    """
+
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+    kinds: tuple[str, ...]
+    hashes: tuple[str, ...]
+    sketch: Callable[[], np.ndarray] = field(repr=False, compare=False)
+
+    @property
+    def card(self) -> tuple[Any, ...]:
+        """The part that is sent."""
+        return self.names, self.lengths, self.kinds, self.hashes
+
+
+def of_arrays(data: Any) -> Digest:
+    """Returns the digest of an array, or of nested dicts, lists and tuples of arrays (``None`` counts); local.
+
+    Args:
+        data: what has a length and gives a row for an index: numpy arrays, memory maps, tensors on any device.
+    """
+    leaves = list(_leaves(data))
+    arrays = [leaf for _, leaf in leaves]
+    whole = sum(int(getattr(leaf, "nbytes", _WHOLE_BYTES + 1)) for leaf in arrays if leaf is not None) <= _WHOLE_BYTES
+    return Digest(
+        tuple(name for name, _ in leaves),
+        tuple(0 if leaf is None else len(leaf) for leaf in arrays),
+        tuple(_kind(leaf) for leaf in arrays),
+        tuple(_hash(leaf, whole) for leaf in arrays),
+        lambda: _row_hashes(arrays),
+    )
+
+
+def of_items(dataset: Any, *, items: int = 8, fixed: AbstractContextManager[Any] | None = None) -> Digest:
+    """Returns the digest of a data set that gives a sample for an index, from some of its samples; local.
+
+    Each is read twice, with Python's and numpy's generators set alike on all ranks and put back afterwards: what
+    differs between the two reads (augmentation with a generator of its own) is not compared.
+
+    Args:
+        dataset: with ``len`` and an item (nested arrays, numbers, images, text) for an index.
+        items: how many are read.
+        fixed: does the same for the generators of a framework, entered around all reads.
+    """
+    length = len(dataset)
+    chosen = _positions(length, items)
+    with fixed or nullcontext(), _fixed_generators():
+        rows = []
+        for index in chosen:
+            first, second = ([_bytes(leaf) for _, leaf in _leaves(dataset[index])] for _ in range(2))
+            rows.append(b"|".join(a for a, b in zip(first, second, strict=False) if a == b))
+    digest = hashlib.blake2b(b"\n".join(rows), digest_size=16).hexdigest()
+
+    def sketch() -> np.ndarray:
+        import numpy as np
+
+        return np.unique(np.array([int.from_bytes(hashlib.blake2b(r, digest_size=8).digest(), "big") for r in rows],
+                                  dtype=np.uint64))  # fmt: skip
+
+    return Digest(("",), (length,), (type(dataset).__name__,), (digest,), sketch)
+
+
+def check(world: World, mine: Digest, *, what: str = "the data", remedy: str = ALL_THE_DATA) -> None:
+    """Refuses ranks that hold other data, or the same in another order; collective.
+
+    Args:
+        world: the ranks.
+        mine: this rank's digest.
+        what: is compared: "the training data".
+        remedy: what to do where ranks hold parts.
+
+    Raises:
+        ReplicaError: on every rank: lengths, kinds, contents or order differ.
+    """
+    if world.size == 1:
+        return
+    cards = world.gather(mine.card)
+    if all(card == cards[0] for card in cards):
+        return
+    sketches = world.gather(mine.sketch()[:_SKETCH])
+    came, fix = _diagnose(cards, sketches, remedy)
+    raise ReplicaError(f"{what} must be the same on every rank, in the same order", came, fix, shared=True)
+
+
+# -------------------------------------------------------------------- what differs
+def _diagnose(cards: Sequence[tuple[Any, ...]], sketches: Sequence[Any], remedy: str) -> tuple[str, str]:
+    names, lengths, kinds, hashes = zip(*cards, strict=True)
+    samples = [max(length, default=0) for length in lengths]
+    held = "\n".join(
+        f"rank {rank}: {count} samples, digest {' '.join(h[:8] for h in its) or 'of nothing'}"
+        for rank, (count, its) in enumerate(zip(samples, hashes, strict=True))
+    )
+    if any(other != names[0] for other in names) or any(other != kinds[0] for other in kinds):
+        arrays = [", ".join(f"{n or 'data'} {k}" for n, k in zip(n_, k_, strict=True)) for n_, k_ in
+                  zip(names, kinds, strict=True)]  # fmt: skip
+        return (
+            "\n".join(f"rank {rank}: {its}" for rank, its in enumerate(arrays)),
+            "give every rank the same arrays, with the same types and shapes",
+        )
+    common = set.intersection(*(set(sketch.tolist()) for sketch in sketches))
+    union = set.union(*(set(sketch.tolist()) for sketch in sketches))
+    if not common and max(samples) - min(samples) <= 1:
+        return held + "\nno sample in common: it looks as if each rank got a part of the data, x[rank::size] or the" \
+            " like; or data made with another seed on every rank", remedy  # fmt: skip
+    if max(samples) != min(samples):
+        return held + "\nother lengths", "give every rank the same files, read whole; " + remedy
+    if common == union:
+        return held + "\nthe same samples in another order", (
+            "shuffle with the same seed on every rank, or not at all (the loader shuffles); sort lists of files, whose"
+            " order may differ from machine to machine"
+        )
+    differing = [names[0][i] or "data" for i in range(len(names[0])) if len({its[i] for its in hashes}) > 1]
+    return f"{held}\nthe contents of {', '.join(differing)} differ", (
+        "read the same files on every rank, and use the same seed where data is made or drawn; " + remedy
+    )
+
+
+# -------------------------------------------------------------------- digests
+def _leaves(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(data, Mapping):
+        for key in data:
+            yield from _leaves(data[key], f"{name}[{key!r}]")
+    elif isinstance(data, (list, tuple)):
+        for index, item in enumerate(data):
+            yield from _leaves(item, f"{name}[{index}]")
+    else:
+        yield name, data
+
+
+def _positions(length: int, count: int) -> list[int]:
+    """Indices of first, last and some between, in growing order; a function of the numbers alone."""
+    if length <= count:
+        return list(range(length))
+    between = random.Random(length).sample(range(1, length - 1), count - 2)
+    return [0, *sorted(between), length - 1]
+
+
+def _kind(leaf: Any) -> str:
+    return "None" if leaf is None else f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(leaf.shape[1:])}"
+
+
+def _hash(leaf: Any, whole: bool) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    if leaf is not None and len(leaf):
+        rows = range(1) if whole else _positions(len(leaf), _ROWS)
+        for index in rows:
+            digest.update(_bytes(leaf if whole else leaf[index], _WHOLE_BYTES if whole else _ROW_BYTES))
+    return digest.hexdigest()
+
+
+def _bytes(value: Any, limit: int = 1 << 62) -> bytes:
+    """Contents of an array, number, image or text; of a long one a spread sample."""
+    import numpy as np
+
+    if value is None or isinstance(value, (str, bytes, int, float, bool)):
+        return repr(value).encode()
+    array = _on_host(value)
+    if array.dtype.hasobject:
+        return repr(array.tolist()).encode()
+    flat = array.reshape(-1)
+    step = max(1, -(-array.nbytes // limit))
+    return f"{array.dtype}{array.shape}".encode() + np.ascontiguousarray(flat[::step]).tobytes()
+
+
+def _on_host(value: Any) -> np.ndarray:
+    import numpy as np
+
+    for method in ("detach", "cpu"):  # a torch tensor
+        value = getattr(value, method)() if hasattr(value, method) else value
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError):
+        return np.asarray(repr(value))
+
+
+def _row_hashes(arrays: Sequence[Any]) -> np.ndarray:
+    """The smallest hashes of whole samples, sorted (uint64): equal for the same samples in whatever order."""
+    import numpy as np
+
+    length = min((len(array) for array in arrays if array is not None), default=0)
+    pieces = [np.zeros(0, np.uint64)]
+    for start in range(0, length, _PIECE):
+        total: Any = np.uint64(0)
+        for array in arrays:
+            if array is not None:
+                total = (total ^ _mixed(_on_host(array[start : start + _PIECE]))) * np.uint64(0x9E3779B97F4A7C15)
+                total ^= total >> np.uint64(29)
+        pieces.append(np.unique(total)[:_SKETCH])
+    return np.unique(np.concatenate(pieces))[:_SKETCH]
+
+
+def _mixed(rows: np.ndarray) -> np.ndarray:
+    """One uint64 for each row, from up to 64 of its elements."""
+    import numpy as np
+
+    rows = rows.reshape(len(rows), -1)
+    if rows.shape[1] > 64:
+        rows = rows[:, np.linspace(0, rows.shape[1] - 1, 64).astype(np.int64)]
+    rows = rows.astype("U64") if rows.dtype.hasobject else rows
+    octets = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
+    factors = np.random.Philox(key=7).random_raw(octets.shape[1]) | np.uint64(1)
+    return (octets.astype(np.uint64) + np.uint64(1)) @ factors
+
+
+@contextmanager
+def _fixed_generators() -> Iterator[None]:
+    import numpy as np
+
+    kept, kept_numpy = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(kept)
+        np.random.set_state(kept_numpy)
+
+
+# A tensor's checksum is the sum of its elements' bits, as integers, each times an odd number made of its place and this
+# one, modulo 2**64: unlike a plain sum it sees the order. (2**64 over the golden ratio, as a signed number: Knuth's
+# multiplier.)
+PRIME = -7046029254386353131
+
+
+def is_statistic(name: str) -> bool:
+    """Whether state that is not trained is a running mean or variance, by the names that the frameworks' normalisation
+    layers (and others) give them: then the mean over ranks has a meaning. Other state (a queue, a centre, the vector of
+    a power iteration) has none, and is made equal by taking rank 0's.
+
+    Args:
+        name: of a buffer or variable, its layers' names before it or not.
+    """
+    return name.replace("/", ".").rpartition(".")[2].startswith(("running_", "moving_"))

@@ -1,0 +1,277 @@
+"""Which samples a rank sees: the same global order at any world size, from any point in an epoch.
+
+The epoch is one permutation of all samples, a pure function of their number, the seed and the epoch. A global step
+takes the next `size * per_rank_batch` samples of it, and rank r the r-th contiguous piece. So N ranks x B see the
+samples of one process x N·B step by step, and a job that stops after `consumed` samples goes on at any other size
+without repeating or skipping one.
+
+No permutation of a large data set is ever made: each position is computed when a step needs it (see `_feistel`).
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, overload
+
+from hvdtrain.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Names the rule that makes an order of a seed. A saved position counts along an order: under another rule it would
+# repeat and skip samples, so whoever saves one saves this name with it, and refuses another.
+ORDER_RULE = "feistel-1"
+
+# up to here a permutation is drawn evenly from all there are, and takes 0.5 MiB; above, it is computed by position
+SMALL = 2**16
+ROUNDS = 8  # of the Feistel network; with 4 independent rounds it passes as random to whoever sees the output only
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One rank's part of one global step.
+
+    Attributes:
+        indices: int64 [n], this rank's samples; n is `per_rank_batch`, or less (even 0) in a tail.
+        global_count: samples of all ranks in this step; gradients are weighted by n / global_count.
+    """
+
+    indices: np.ndarray
+    global_count: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an epoch of `samples` samples is dealt to `size` ranks.
+
+    Attributes:
+        samples: samples in the data set.
+        size: ranks.
+        per_rank_batch: samples a rank takes in a full step.
+        seed: of the order; the same on every rank.
+        shuffle: False keeps the data set's order.
+        tail: what happens to the last samples when they do not fill a global step: "weighted" deals them out
+            as evenly as possible (ranks may get one less, or none; weight gradients by live samples), "drop"
+            leaves them out.
+    """
+
+    samples: int
+    size: int
+    per_rank_batch: int
+    seed: int = 0
+    shuffle: bool = True
+    tail: Literal["weighted", "drop"] = "weighted"
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 0), ("size", 1), ("per_rank_batch", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
+                raise ConfigError(f"{name} must be a whole number >= {least}", f"{name}={value!r}")
+        if self.tail not in ("weighted", "drop"):
+            raise ConfigError('tail must be "weighted" or "drop"', f"tail={self.tail!r}")
+        if self.tail == "drop" and self.steps() == 0 and self.samples:
+            raise ConfigError(
+                'tail="drop" needs at least one full global step in an epoch',
+                f"{self.samples} samples, {self.size} x {self.per_rank_batch} = {self.global_batch} a step",
+                'make the batch smaller, use fewer ranks, or tail="weighted"',
+            )
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in a full step."""
+        return self.size * self.per_rank_batch
+
+    def steps(self, consumed: int = 0) -> int:
+        """Return how many steps are left in an epoch of which `consumed` samples are done."""
+        left = self.samples - self._checked(consumed)
+        return left // self.global_batch if self.tail == "drop" else -(-left // self.global_batch)
+
+    def order(self, epoch: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return the samples at positions start..stop of the epoch's order; equal on every rank and at every size.
+
+        Only these positions are computed. All words come from Philox, which numpy guarantees never to change
+        (NEP 19); its `permutation` may change between versions, and a resumed epoch would then repeat and skip
+        samples.
+
+        Args:
+            epoch: counted from 0.
+            start, stop: positions, as of a slice; by default all.
+
+        Returns:
+            int64 [stop - start], each sample of the data set at most once.
+        """
+        import numpy as np
+
+        if epoch < 0:
+            raise ConfigError("epoch must be >= 0", f"epoch={epoch}")
+        start, stop, _ = slice(start, stop).indices(self.samples)
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        if self.samples <= SMALL:
+            return _small_order(self.samples, self.seed, epoch)[start:stop].copy()
+        keys = _words(self.samples, self.seed, epoch, ROUNDS)
+        return _feistel(np.arange(start, stop, dtype=np.uint64), self.samples, keys).astype(np.int64)
+
+    def step_slices(self, epoch: int, consumed: int = 0, *, rank: int) -> Shares:
+        """Return rank's share of every step that is left in the epoch, as a sequence; a share is made when it is read.
+
+        Args:
+            epoch: counted from 0.
+            consumed: samples of all ranks already done in this epoch.
+            rank: whose shares.
+
+        Raises:
+            ConfigError: `rank` or `consumed` out of range.
+        """
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"rank must be below {self.size}", f"rank={rank}")
+        return Shares(self, epoch, consumed, rank)
+
+    def span(self, number: int, consumed: int, rank: int) -> tuple[slice, int]:
+        """Return the positions of rank's samples in the epoch's order, and the samples of all ranks, in one step.
+
+        Args:
+            number: of the step, counted from 0 after `consumed` samples.
+            consumed: samples of all ranks done before step 0.
+            rank: whose samples.
+        """
+        start = consumed + number * self.global_batch
+        count = min(self.global_batch, self.samples - start)
+        mine = contiguous(count, rank, self.size)
+        return slice(start + mine.start, start + mine.stop), count
+
+    def update(self, number: int, begin: int, accumulate: int) -> tuple[int, bool]:
+        """Return the samples of all ranks in the update that a step belongs to, and whether the step completes it.
+
+        An update takes `accumulate` steps, counted from where the loop began; the last of an epoch maybe fewer.
+
+        Args:
+            number: of the step, counted from 0 after `begin` samples.
+            begin: samples of all ranks done in the epoch when the loop over it began.
+            accumulate: steps of an update.
+        """
+        steps = self.steps(begin)
+        left = min(self.samples - begin, steps * self.global_batch)
+        window = accumulate * self.global_batch
+        samples = min(window, left - number // accumulate * window)
+        return samples, (number + 1) % accumulate == 0 or number + 1 == steps
+
+    def _checked(self, consumed: int) -> int:
+        if not 0 <= consumed <= self.samples:
+            raise ConfigError(
+                f"samples done in this epoch must be within 0..{self.samples}", f"consumed={consumed}",
+                "the checkpoint belongs to another data set: give the same data, or another run directory",
+            )  # fmt: skip
+        return consumed
+
+
+class Shares(Sequence[Share]):
+    """One rank's shares of the steps that are left in an epoch; made by `Plan.step_slices`."""
+
+    def __init__(self, plan: Plan, epoch: int, consumed: int, rank: int) -> None:
+        self._plan, self._epoch, self._consumed, self._rank = plan, epoch, consumed, rank
+        self._steps = plan.steps(consumed)
+        plan.order(epoch, 0, 0)  # an epoch that is none is refused here
+
+    def __len__(self) -> int:
+        return self._steps
+
+    @overload
+    def __getitem__(self, index: int) -> Share: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Share]: ...
+    def __getitem__(self, index: int | slice) -> Share | list[Share]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(self._steps))]
+        number = range(self._steps)[index]  # counts from the end, and refuses, as any sequence does
+        mine, count = self._plan.span(number, self._consumed, self._rank)
+        return Share(self._plan.order(self._epoch, mine.start, mine.stop), count)
+
+
+def _words(samples: int, seed: int, epoch: int, count: int) -> np.ndarray:
+    """Return uint64 [count]: random words of this order alone. Another number of samples gives unrelated ones."""
+    import numpy as np
+
+    key, counter = np.array([seed, epoch], np.uint64), np.array([0, samples, 0, 0], np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(count)
+
+
+@lru_cache(maxsize=8)
+def _small_order(samples: int, seed: int, epoch: int) -> np.ndarray:
+    """Return int64 [samples]: a permutation that is drawn evenly from all there are, by sorting random words."""
+    import numpy as np
+
+    return np.argsort(_words(samples, seed, epoch, samples), kind="stable").astype(np.int64, copy=False)
+
+
+def _feistel(positions: np.ndarray, samples: int, keys: np.ndarray) -> np.ndarray:
+    """Return where a permutation of 0..samples-1 takes `positions`.
+
+    A position is a place (row, column) in a rectangle of just over `samples` cells. Each round turns every row, or
+    every column, by an amount that is a random function of its number: a Feistel network on whole numbers, which is a
+    permutation whatever the function (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). A cell beyond
+    the samples is sent through again until it lands within ("cycle walking", same source); few are.
+
+    Args:
+        positions: uint64 [n], each below `samples`.
+        samples: at least 1.
+        keys: uint64 [rounds].
+
+    Returns:
+        uint64 [n].
+    """
+    import numpy as np
+
+    rows = np.uint64(math.isqrt(samples - 1) + 1)
+    columns = np.uint64(-(-samples // int(rows)))
+    out = positions
+    left: np.ndarray | slice = slice(None)
+    while True:
+        row, column = np.divmod(out[left], columns)
+        for number, key in enumerate(keys):
+            if number % 2:
+                column = (column + _scattered(row, key) % columns) % columns
+            else:
+                row = (row + _scattered(column, key) % rows) % rows
+        moved = row * columns + column
+        if isinstance(left, slice):
+            out = moved
+        else:
+            out[left] = moved
+        left = np.flatnonzero(out >= np.uint64(samples))
+        if not len(left):
+            return out
+
+
+def _scattered(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    """Return a random function of each value: the mixer of SplitMix64 (Steele, Lea and Flood 2014), after a key."""
+    import numpy as np
+
+    mixed = values * np.uint64(0x9E3779B97F4A7C15) + key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def tail_pieces(samples: int, full: int, pieces: int) -> int:
+    """Return into how many pieces a tail is cut so that none is larger than those of a full batch.
+
+    Args:
+        samples: of the tail, at least 1.
+        full: samples of a full batch.
+        pieces: of a full batch.
+    """
+    return -(-samples // -(-full // pieces))
+
+
+def contiguous(samples: int, rank: int, size: int) -> slice:
+    """Return rank's contiguous piece of `samples`: each sample in exactly one, their sizes differ by at most 1."""
+    if samples < 0 or not 0 <= rank < size:
+        raise ConfigError("need samples >= 0 and 0 <= rank < size", f"samples={samples}, rank={rank}, size={size}")
+    each, extra = divmod(samples, size)
+    start = rank * each + min(rank, extra)
+    return slice(start, start + each + (rank < extra))

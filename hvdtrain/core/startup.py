@@ -1,0 +1,193 @@
+"""What a program does around its training: cores, imports, and how it ends.
+
+Only the standard library is used, so that a missing package is told within a second, before a
+framework is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from hvdtrain.core.engines import choose_engine
+from hvdtrain.core.errors import (
+    ConfigError,
+    HvdtrainError,
+    LauncherError,
+    build_horovod_command,
+    exit_with,
+    install_command,
+)
+from hvdtrain.core.launchers import Detected, detect
+
+# ---- the end
+
+# Launchers kill all ranks when the first one ends. An error that every rank has is told whole by rank 0, so the others
+# give it this time; they are usually killed within it.
+RANK_0_SPEAKS_FIRST_S = 3.0
+
+
+def run_program(name: str, work: Callable[[Detected], None]) -> int:
+    """Runs ``work(detected)``; returns 0. An error is printed as one block, and the process ends with it.
+
+    A rank that ends takes the others with it, through their launcher: none is left waiting.
+    """
+    rank = 0
+    try:
+        detected = detect(os.environ)
+        rank = detected.rank
+        work(detected)
+    except KeyboardInterrupt:
+        exit_with(name, HvdtrainError("interrupted", shared=True), rank)
+    except Exception as error:
+        if rank and isinstance(error, HvdtrainError) and error.shared:
+            time.sleep(RANK_0_SPEAKS_FIRST_S)
+        exit_with(name, error, rank)
+    return 0
+
+
+# ---- cores and imports
+
+
+def share_cores(detected: Detected) -> None:
+    """Divides this machine's cores among its ranks: else each starts a thread per core, and they fight.
+
+    Variables that are set already stay as they are.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // max(1, detected.local_size))
+    for variable in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+        os.environ.setdefault(variable, str(threads))
+    # OpenMP's idle threads spin by default, on cores that Horovod's thread and other programs need too: on a busy
+    # machine two threads of torch were 10 times slower than one, and 5 times faster again without spinning
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def keras_modules(backend: str, detected: Detected) -> dict[str, str]:
+    """The modules that Keras on a backend needs, in the order to import them, each with the command that helps.
+
+    Horovod is among them only if a launcher started this process.
+
+    Raises:
+        ConfigError: a backend that hvdtrain has no adapter for.
+    """
+    install = {
+        "tensorflow": install_command("keras", "build"),
+        "torch": install_command("keras", "torch", "build"),
+    }
+    if backend not in install:
+        remedy = "--backend tensorflow|torch, or KERAS_BACKEND"
+        raise ConfigError("hvdtrain trains Keras on tensorflow or torch", backend, remedy, shared=True)
+    horovod = build_horovod_command()
+    launched = detected.launcher != "none"
+    needed = {"numpy": install[backend]}
+    needed |= {"horovod": horovod} if launched else {}  # before the slow ones: a broken one is known at once
+    needed |= {backend: install[backend], "keras": install[backend]}
+    needed |= {f"horovod.{backend}": horovod} if launched else {}
+    return needed
+
+
+# the engine imports it: it looks for an accelerator while it loads, and must be told which before
+_LEFT_TO_THE_ENGINE = {"deepspeed"}
+# what an engine needs beside PyTorch, each with the command that helps
+_ENGINE_MODULES: dict[str, Callable[[], dict[str, str]]] = {
+    "horovod": lambda: dict.fromkeys(("horovod", "horovod.torch"), build_horovod_command()),
+    "deepspeed": lambda: {"deepspeed": install_command("torch", "deepspeed")},
+}
+
+
+def torch_modules(engine: str, detected: Detected, *, torchvision: bool = True) -> dict[str, str]:
+    """The modules that a PyTorch program needs under an engine, in the order to import them, each with the command
+    that helps.
+
+    Args:
+        engine: as the user gave it; "auto" is resolved as `hvdtrain.init` does.
+        detected: what the launcher says.
+        torchvision: whether the program uses it.
+
+    Raises:
+        LauncherError: this launcher cannot start that engine's ranks.
+    """
+    try:
+        chosen = choose_engine(engine, detected, "torch")
+    except HvdtrainError as error:
+        error.shared = True  # the launcher told every rank the same
+        raise
+    install = install_command("torch", "build")
+    needed = dict.fromkeys(("numpy", "torch", *(["torchvision"] * torchvision)), install)
+    return needed | _ENGINE_MODULES.get(chosen, dict)()
+
+
+def find_modules(needed: Mapping[str, str]) -> None:
+    """Looks for modules without importing them; takes milliseconds.
+
+    Args:
+        needed: module to the command that installs it.
+
+    Raises:
+        LauncherError: names all that are missing, this Python, and the commands.
+    """
+    roots = dict.fromkeys(name.partition(".")[0] for name in needed)
+    missing = [root for root in roots if importlib.util.find_spec(root) is None]
+    if missing:
+        commands = [command for name, command in needed.items() if name.partition(".")[0] in missing]
+        raise LauncherError(
+            f"every rank needs {', '.join(roots)}",
+            f"no {', '.join(missing)} in {_this_python()}",
+            # the frameworks first: Horovod is built for those it finds
+            " && ".join(sorted(dict.fromkeys(commands), key=lambda command: "build-horovod" in command)),
+        )
+
+
+def import_modules(needed: Mapping[str, str]) -> None:
+    """Imports modules, quietly; one that is broken is an error with the command that helps.
+
+    Raises:
+        LauncherError: it cannot be loaded.
+    """
+    with quiet():
+        for name, command in needed.items():
+            if name in _LEFT_TO_THE_ENGINE:
+                continue
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise LauncherError(f"{name} must load in {_this_python()}", str(error), command) from error
+
+
+def _this_python() -> str:
+    return f"{sys.executable} (Python {sys.version.split()[0]}) on {socket.gethostname()}"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps TensorFlow's C++ notes off the terminal, unless TF_CPP_MIN_LOG_LEVEL asks for them.
+
+    While it loads, TensorFlow writes to file descriptor 2 before any log level counts. That goes to a file,
+    which is shown if loading fails.
+    """
+    if "TF_CPP_MIN_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # errors
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as notes:
+        os.dup2(notes.fileno(), 2)
+        loaded = False
+        try:
+            yield
+            loaded = True
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            if not loaded:
+                notes.seek(0)
+                sys.stderr.write(notes.read().decode(errors="replace"))

@@ -1,0 +1,455 @@
+"""Who am I among the ranks: `init()` joins them, `World` is what programs hold and talk through.
+
+One process is a world of one (`SoloEngine`): programs never ask whether they are distributed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import math
+import os
+import pickle
+import random
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from hvdtrain.core.engines import Engine, SoloEngine, choose_engine
+from hvdtrain.core.errors import (
+    ConfigError,
+    HvdtrainError,
+    LauncherError,
+    MainRankError,
+    ReplicaError,
+    build_horovod_command,
+    exit_with,
+    install_command,
+)
+from hvdtrain.core.in_step.meeting import BARRIER, END, OFF, Tracker
+from hvdtrain.core.in_step.watch import after_s, listen, start
+from hvdtrain.core.launchers import ALONE, Detected, detect, gpus_for
+from hvdtrain.core.version import __version__
+
+__all__ = ["Detected", "Engine", "SoloEngine", "World", "current", "detect", "gpus_for", "init"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of one job, seen from this process.
+
+    Attributes:
+        rank, size: this process and how many there are.
+        local_rank, local_size: the same within this host.
+        node: index of this host in the order of its lowest rank.
+        launcher: who started the ranks ("horovodrun", "mpirun", ... or "none").
+        engine: what carries the data between them ("horovod", "solo", ...).
+        devices: GPUs of this process, as indices among the visible ones; empty on CPU.
+        seed: the same on every rank.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    launcher: str
+    engine: str
+    devices: tuple[int, ...]
+    seed: int
+    comm: Engine = field(repr=False, compare=False)
+    tracker: Tracker = field(default=OFF, repr=False, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that writes files and talks."""
+        return self.rank == 0
+
+    @classmethod
+    def solo(cls, *, seed: int = 0) -> World:
+        """Return a world of one that needs no framework; for tools and tests."""
+        return _world_of(SoloEngine(), ALONE, seed=seed, node=0)
+
+    def in_step(self, kind: str, key: object = "", *, value: float | None = None) -> AbstractContextManager[float]:
+        """Return a context that every rank enters together, for what is collective; entering it is collective.
+
+        Args:
+            kind: what is done in it.
+            key: what else must be the same on all ranks.
+            value: the context gives its sum over ranks, which costs nothing more; None on every rank: 0.
+
+        Raises:
+            ReplicaError: on every rank, with the line of each, when they are not about to do the same.
+        """
+        return self.tracker.meeting(self.comm, kind, str(key), value)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        with self.in_step(BARRIER):
+            self.comm.barrier()
+
+    def broadcast(self, obj: T, root: int = 0) -> T:
+        """Return root's `obj` (picklable) on every rank; the others' is ignored.
+
+        A rank that gives None may do so on another line of the same function, as in the branches of an `if`.
+        """
+        if not 0 <= root < self.size:
+            raise ConfigError(f"the root of a broadcast must be a rank below {self.size}", f"root={root}")
+        if self.size == 1:
+            return obj
+        data = pickle.dumps(obj) if self.rank == root else None
+        receives = obj is None and self.rank != root
+        with self.tracker.meeting(self.comm, "broadcast", str(root), receives=receives):
+            received = self.comm.broadcast_bytes(data, root)
+        return obj if self.rank == root else pickle.loads(received)
+
+    def gather(self, obj: T) -> list[T]:
+        """Return every rank's `obj` (picklable), in rank order, on every rank."""
+        data = pickle.dumps(obj)
+        with self.in_step("gather"):
+            return [pickle.loads(data) for data in self.comm.allgather_bytes(data)]
+
+    def mean(self, values: Mapping[str, float], weight: float = 1.0) -> dict[str, float]:
+        """Return the mean of each value over ranks, weighted; bit-equal on every rank.
+
+        Args:
+            values: name to value; the same names on every rank.
+            weight: how much this rank's values count, usually its number of samples. A rank of weight 0 takes
+                part but does not count, whatever its values (even NaN, or none at all).
+
+        Raises:
+            ReplicaError: on every rank, when names differ, or a weight is negative or not finite.
+        """
+        reports = self.gather(({name: float(value) for name, value in values.items()}, float(weight)))
+        if not all(math.isfinite(its_weight) and its_weight >= 0 for _, its_weight in reports):
+            raise ReplicaError(
+                "weights of a mean must be finite and >= 0", _per_rank([w for _, w in reports]), shared=True
+            )
+        live = [(its_values, its_weight) for its_values, its_weight in reports if its_weight > 0]
+        names = _same_names([its_values for its_values, its_weight in reports if its_values or its_weight])
+        total = math.fsum(its_weight for _, its_weight in live)
+        if total == 0:
+            return dict.fromkeys(names, math.nan)
+        return {name: _fsum(v[name] * w for v, w in live) / total for name in names}
+
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the sum of each value over ranks; bit-equal on every rank.
+
+        Raises:
+            ReplicaError: on every rank, when names differ.
+        """
+        reports = self.gather({name: float(value) for name, value in values.items()})
+        return {name: _fsum(its_values[name] for its_values in reports) for name in _same_names(reports)}
+
+    def agree(self, name: str, value: Any) -> None:
+        """Check that every rank has an equal `value` (picklable).
+
+        Raises:
+            ReplicaError: on every rank, listing the value per rank.
+        """
+        values = self.gather(value)
+        if any(other != values[0] for other in values[1:]):
+            raise ReplicaError(
+                f"{name} must be the same on every rank",
+                _per_rank(values),
+                f"give every rank the same {name}: same flags, same files, same seed",
+                shared=True,
+            )
+
+    def on_main(self, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
+        """Run `fn(*args, **kw)` on rank 0 and return its (picklable) result on every rank.
+
+        Nobody is stranded: when `fn` fails, rank 0 raises that very exception and every other rank raises
+        `MainRankError` with its message and traceback. `fn` must not call what is collective: no other rank is in it.
+        """
+        if self.size == 1:
+            return fn(*args, **kw)
+        with self.in_step("on_main"):
+            if self.rank == 0:
+                return self._run_for_all(fn, args, kw)
+            outcome = pickle.loads(self.comm.broadcast_bytes(None, 0))
+        if isinstance(outcome, _Failure):
+            raise outcome.error()
+        return outcome.value
+
+    def _run_for_all(self, fn: Callable[..., T], args: tuple[Any, ...], kw: dict[str, Any]) -> T:
+        try:
+            with self.tracker.on_main(getattr(fn, "__qualname__", repr(fn))):
+                result = fn(*args, **kw)
+            outcome = pickle.dumps(_Success(result))
+        except BaseException as error:  # whatever it is, the others are waiting for an answer
+            self.comm.broadcast_bytes(pickle.dumps(_Failure.of(error)), 0)
+            if isinstance(error, HvdtrainError):
+                error.shared = True
+            raise
+        self.comm.broadcast_bytes(outcome, 0)
+        return result
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        """Leave the ranks. On an exception nothing collective runs: the others may be elsewhere, or gone."""
+        if exc_type is None:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Leave the ranks when all have come to their end."""
+        global _current
+        with self.in_step(END):
+            pass
+        self.tracker.leave()
+        self.comm.shutdown()
+        if _current is self:
+            _current = None
+
+
+@dataclass(frozen=True)
+class _Success:
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Rank 0's exception as plain text: its class need not exist, nor be picklable, on the other ranks."""
+
+    rule: str
+    came: str
+    remedy: str
+    error_type: str
+    main_traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        text = "".join(traceback.format_exception(error))
+        if isinstance(error, HvdtrainError):
+            return cls(error.rule, error.came, error.remedy, type(error).__name__, text)
+        return cls(f"{type(error).__name__} on rank 0: {error}", "", "", type(error).__name__, text)
+
+    def error(self) -> MainRankError:
+        return MainRankError(
+            self.rule, self.came, self.remedy, error_type=self.error_type, main_traceback=self.main_traceback
+        )
+
+
+def _fsum(values: Any) -> float:
+    """Sum without rounding on the way, so the order of ranks does not matter; inf and nan pass as in IEEE."""
+    terms = list(values)
+    return math.fsum(terms) if all(math.isfinite(term) for term in terms) else float(sum(terms))
+
+
+def _same_names(reports: Sequence[Mapping[str, float]]) -> list[str]:
+    names = [sorted(report) for report in reports]
+    if any(other != names[0] for other in names[1:]):
+        raise ReplicaError("every rank must report the same names", _per_rank(names), shared=True)
+    return list(reports[0]) if reports else []
+
+
+def _per_rank(values: Sequence[Any]) -> str:
+    """List values per rank, equal neighbours folded: "ranks 0-2: 0.1" / "rank 3: 0.2"."""
+    lines = []
+    start = 0
+    for end in range(1, len(values) + 1):
+        if end == len(values) or values[end] != values[start]:
+            who = f"rank {start}" if end == start + 1 else f"ranks {start}-{end - 1}"
+            lines.append(f"{who}: {_short(values[start])}")
+            start = end
+    return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+_current: World | None = None
+
+
+def current() -> World | None:
+    """Return the world of the last `init()` that was not left, or None."""
+    return _current
+
+
+def given_or_current(world: World | None, framework: str) -> World:
+    """Return the world given to an adapter, or that of the last `init()`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = world if world is not None else _current
+    if found is None:
+        raise ConfigError(
+            "an adapter needs to know the ranks",
+            "no world given, and hvdtrain.init was not called",
+            f'with hvdtrain.init("{framework}") as world: ... around the program',
+        )
+    return found
+
+
+def init(
+    framework: Literal["torch", "keras"],
+    *,
+    engine: str = "auto",
+    device: str = "auto",
+    gpus_per_rank: int = 1,
+    seed: int = 0,
+) -> World:
+    """Join the ranks the launcher started; pin this rank's GPU(s); seed Python, numpy and the framework.
+
+    Args:
+        framework: whose adapter carries the data.
+        engine: "auto" is "solo" for one process without a launcher, else "horovod", or "ddp" where the launcher cannot
+            start Horovod (torchrun, OpenPAI). `hvdtrain.core.engines.ENGINES` lists them all.
+        device: "auto" takes GPUs where there are any, "cpu" none, "cuda" insists.
+        gpus_per_rank: how many GPUs a rank uses (with "dataparallel" on a CPU: into how many pieces it cuts a batch).
+        seed: the same on every rank.
+
+    Returns:
+        The world; use it as a context manager, so that a clean end shuts the engine down.
+
+    Raises:
+        LauncherError: launcher variables are incomplete, the launcher cannot drive the engine, Horovod is
+            missing, or the engine sees another world than the launcher.
+        ConfigError: an argument is wrong, the framework has no such engine, or is not installed.
+        ReplicaError: ranks run different versions of hvdtrain, or with different seeds.
+    """
+    global _current
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError('device must be "auto", "cpu" or "cuda"', f"device={device!r}")
+    if isinstance(gpus_per_rank, bool) or not isinstance(gpus_per_rank, int) or gpus_per_rank < 1:
+        raise ConfigError("gpus_per_rank must be a whole number >= 1", f"gpus_per_rank={gpus_per_rank!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
+    detected = detect(os.environ)
+    after_s(os.environ)  # a variable that rank 0 alone reads later is refused on all ranks
+    _check_framework(framework)
+    chosen = choose_engine(engine, detected, framework)
+    attach = _adapter(framework)
+    _seed_everything(seed)
+    try:
+        comm = attach(detected, engine=chosen, device=device, gpus_per_rank=gpus_per_rank, seed=seed)
+    except ImportError as error:
+        raise _import_error(error, framework) from error
+    _check_engine(detected, comm)
+    if _current is not None:
+        _current.tracker.close()
+    node, tracker = _meet(comm, framework, seed, detected)
+    _current = _world_of(comm, detected, seed=seed, node=node, tracker=tracker)
+    if comm.size > 1:
+        atexit.register(_leave_at_exit, _current, os.getpid())
+    return _current
+
+
+def _leave_at_exit(world: World, pid: int) -> None:
+    """At the end of a program that has not left its world: wait for the other ranks, or tell that they are elsewhere.
+
+    Without it the engine would go down under ranks that still talk. A program that failed has said why.
+    """
+    if _current is not world or os.getpid() != pid or getattr(sys, "last_value", None) is not None:
+        return
+    try:
+        with world.in_step(END):
+            pass
+        world.tracker.leave()
+    except ReplicaError as error:
+        exit_with("hvdtrain", error, world.rank)
+    except HvdtrainError:
+        return  # the engine is down, which the rank that ended first has explained
+
+
+def _check_framework(framework: str) -> None:
+    if framework not in ("torch", "keras"):
+        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
+
+
+def _adapter(framework: str) -> Callable[..., Engine]:
+    """Return `attach` of the framework's adapter; the only place where a framework's name is looked up."""
+    try:
+        return importlib.import_module(f"hvdtrain.{framework}.engine").attach
+    except Exception as error:
+        raise _import_error(error, framework) from error
+
+
+def _import_error(error: Exception, framework: str) -> Exception:
+    """Return the error to raise instead: with the remedy where the cause is a package; else `error` itself."""
+    missing = (error.name or str(error)) if isinstance(error, ModuleNotFoundError) else ""
+    what = f"no module {missing!r}" if missing else f"{type(error).__name__}: {error}"
+    came = f"{what} in {sys.executable} on {socket.gethostname()}"
+    if missing.startswith("hvdtrain."):
+        return ConfigError(f"this hvdtrain {__version__} must have an adapter for {framework}", what)
+    if missing and missing.split(".")[0] != "horovod":
+        return ConfigError(f"the {framework} adapter needs {missing}", came, install_command(framework))
+    # an extension that was not built, or for other frameworks: ImportError, OSError or TensorFlow's NotFoundError
+    if missing or (not isinstance(error, HvdtrainError) and "horovod" in str(error).lower()):
+        return LauncherError(
+            "Horovod must be installed on every rank, built for this Python and its frameworks",
+            came,
+            build_horovod_command(),
+        )
+    return error
+
+
+def _seed_everything(seed: int) -> None:
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def _check_engine(detected: Detected, comm: Engine) -> None:
+    """Refuse a world in which launcher and engine disagree: each rank training alone looks just like training."""
+    if (comm.rank, comm.size) == (detected.rank, detected.size):
+        return
+    remedy = {
+        "srun": "start the ranks with `srun --mpi=pmix` (or pmi2), with a Horovod built with that MPI",
+        "mpirun": f"rebuild Horovod with the MPI of this mpirun: {build_horovod_command()}",
+        "mpijob": f"rebuild Horovod with the MPI of this image: {build_horovod_command()}",
+    }.get(
+        detected.launcher,
+        "unset variables left over from another launcher, and start again through one launcher",
+    )
+    raise LauncherError(
+        "the launcher and the engine must see the same world",
+        f"{detected.launcher} says rank {detected.rank} of {detected.size},"
+        f" {comm.name} says rank {comm.rank} of {comm.size}",
+        remedy,
+    )
+
+
+def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[int, Tracker]:
+    """Have every rank introduce itself; return the index of this rank's host, and what keeps the ranks in step.
+
+    The first collective of the job: what must not differ is compared before anything is trained. Hosts are numbered
+    in the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.
+    """
+    listener, where = listen(detected, os.environ) if comm.rank == 0 and comm.size > 1 else (None, None)
+    card = (socket.gethostname(), __version__, framework, seed, where)
+    cards = [pickle.loads(data) for data in comm.allgather_bytes(pickle.dumps(card))]
+    for position, name in ((1, "version of hvdtrain"), (2, "framework"), (3, "seed")):
+        values = [card[position] for card in cards]
+        if any(value != values[0] for value in values):
+            raise ReplicaError(f"the {name} must be the same on every rank", _per_rank(values), shared=True)
+    hosts = list(dict.fromkeys(card[0] for card in cards))
+    return hosts.index(socket.gethostname()), start(comm.rank, comm.size, cards[0][4], listener)
+
+
+def _world_of(comm: Engine, detected: Detected, *, seed: int, node: int, tracker: Tracker = OFF) -> World:
+    return World(
+        rank=comm.rank,
+        size=comm.size,
+        local_rank=comm.local_rank,
+        local_size=comm.local_size,
+        node=node,
+        launcher=detected.launcher,
+        engine=comm.name,
+        devices=tuple(comm.devices),
+        seed=seed,
+        comm=comm,
+        tracker=tracker,
+    )

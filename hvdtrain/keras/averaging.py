@@ -1,0 +1,388 @@
+"""Hooks into Keras: ``optimizer.apply`` of the outermost optimizer, and ``model.train_step``.
+
+Every training path of Keras 3 ends in ``apply`` of the outermost optimizer, before unscaling, clipping,
+weight decay and EMA. The override sits on the instance, so class, config and saved files stay those of plain
+Keras, and load without Horovod or hvdtrain. The other side of that: ``load_model``, ``clone_model``,
+``from_config`` and another ``compile`` give an optimizer without the hook, which the train step's guard
+refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import keras
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.keras import reduce, rng, start, steps, units
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.checks import replicas
+from hvdtrain.keras.session import (
+    HOOKS,
+    KEY,
+    LiveBatch,
+    Session,
+    is_built,
+    is_hooked,
+    is_stock,
+    leaves_of,
+    missing_hook,
+    optimizers_of,
+    replaced,
+)
+
+
+# -------------------------------------------------------------------- the optimizer
+def hook_optimizer(optimizer: Any, session: Session, index: int = 0) -> None:
+    """Makes ``optimizer`` average its gradients over the session's ranks; in place, once.
+
+    Args:
+        optimizer: the outermost one (``LossScaleOptimizer`` if there is one).
+        session: whose ranks and options.
+        index: which of the model's optimizers, for the names of its collectives.
+
+    Raises:
+        ConfigError: gradient accumulation inside a ``MultiOptimizer``.
+        ReplicaError: Horovod's own wrapper.
+    """
+    if session.alone:
+        vars(optimizer)[KEY] = session
+        return
+    if is_stock(optimizer):
+        raise missing_hook("the model", optimizer)
+    unhook(optimizer)
+    name = f"{session.name}.{index}"
+    accumulating = [leaf for leaf in leaves_of(optimizer) if leaf.gradient_accumulation_steps]
+    if accumulating and len(leaves_of(optimizer)) > 1:
+        raise ConfigError(
+            "gradient accumulation cannot be combined with MultiOptimizer over several ranks",
+            f"gradient_accumulation_steps={accumulating[0].gradient_accumulation_steps} in {accumulating[0].name!r}",
+            "accumulate by a larger per-rank batch, or use one optimizer",
+        )
+    own = vars(optimizer)  # not setattr: Keras and TensorFlow would track what they are given
+    own[KEY] = session
+    own["apply"] = types.MethodType(functools.partial(_apply, name=name, once_per_update=bool(accumulating)), optimizer)
+    if accumulating:
+        leaf = accumulating[0]
+        vars(leaf)["_clip_gradients"] = types.MethodType(
+            functools.partial(_clip_gradients, session=session, name=f"{name}.update"), leaf
+        )
+        if leaf is not optimizer:
+            own["check_finite"] = types.MethodType(functools.partial(_check_finite, name=f"{name}.finite"), optimizer)
+
+
+def unhook(optimizer: Any) -> None:
+    """Gives an optimizer (and what it wraps) its own methods back."""
+    for holder in [optimizer, *leaves_of(optimizer), getattr(optimizer, "inner_optimizer", None)]:
+        if holder is not None and KEY in vars(holder):
+            for name in HOOKS:
+                vars(holder).pop(name, None)
+            vars(holder).pop(KEY)
+    for leaf in leaves_of(optimizer):
+        vars(leaf).pop("_clip_gradients", None)
+
+
+def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str, once_per_update: bool) -> Any:
+    """Replaces ``apply`` on the instance; ``type(self).apply`` is the original."""
+    session: Session = vars(self)[KEY]
+    _refuse_branch(self, session)
+    grads = list(grads)
+    variables = list(trainable_variables) if trainable_variables is not None else self._trainable_variables
+    if session.live is None and name not in session.compared:
+        session.compared.add(name)
+        _compare_alone(self, variables, session)
+    if session.live is None and not session.proving and not session.told_alone:
+        session.told_alone = True
+        session.say(
+            "updates outside of a prepared model's train step: all ranks weigh the same, whatever samples each has"
+            ' (batches(..., tail="drop") deals the same number to all)'
+        )
+    special = [reduce.overwrites(variable) for variable in variables]
+    plain = reduce.weigh([None if s else g for g, s in zip(grads, special, strict=True)], session)
+    if not once_per_update:
+        plain = reduce.average(plain, session, name)
+    if any(special):
+        grads = reduce.maximum(grads, variables, session, name)
+    grads = [g if s else p for g, p, s in zip(grads, plain, special, strict=True)]
+    before, session.applying = session.applying, True
+    try:
+        return type(self).apply(self, grads, trainable_variables if trainable_variables is None else variables)
+    finally:
+        session.applying = before
+
+
+def _compare_alone(optimizer: Any, variables: Sequence[Any], session: Session) -> None:
+    """Before the first update outside a prepared model's step (a loop of the user's, or ``fit`` of a model that our
+    callbacks never met): are the variables equal on all ranks? Collective.
+    """
+    with BACKEND.eager():
+        if any(BACKEND.to_numpy(v).shape != tuple(v.shape) for v in variables):  # TensorFlow is still making them
+            raise ReplicaError(
+                "a model is known to hvdtrain, or built, before its first step",
+                f"optimizer {optimizer.name!r} was prepared without its model, whose variables are not there yet",
+                "give fit() hvdtrain.keras.callbacks(model), or prepare the compiled model instead of the optimizer",
+                shared=True,
+            )
+        replicas.check_same_variables(variables, session.world)
+        replicas.check_equal(
+            variables, session.world, lambda: BACKEND.checksums(variables), when="before the first update"
+        )
+
+
+def _clip_gradients(self: Any, grads: Sequence[Any], *, session: Session, name: str) -> Any:
+    """With gradient accumulation: one reduction per update, of the accumulated mean, before it is clipped.
+
+    Runs inside the update branch of Keras' ``cond``; ranks take it together, because they count the same
+    steps.
+    """
+    return type(self)._clip_gradients(self, reduce.average(list(grads), session, name))
+
+
+def _check_finite(self: Any, grads: Sequence[Any], *, name: str) -> Any:
+    """With accumulation under loss scaling gradients are still rank-local here: all ranks skip a step, or
+    none.
+    """
+    return BACKEND.agree_finite(type(self).check_finite(self, grads), name)
+
+
+def _refuse_branch(optimizer: Any, session: Session) -> None:
+    """Refuses to communicate where ranks may take different ways: inside a ``LossScaleOptimizer``."""
+    unseen = not session.attached and keras.config.dtype_policy().name == "mixed_float16"
+    if BACKEND.in_branch() or (unseen and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)):
+        raise ReplicaError(
+            # one sentence with the remedy in it: Keras re-raises errors from inside a cond with their first
+            # part only
+            "the outermost optimizer must do the averaging: under mixed_float16 compile() wraps yours in a"
+            " LossScaleOptimizer, whose ranks may skip different steps; call hvdtrain.keras.prepare(model) after"
+            " compile(), or give fit() hvdtrain.keras.callbacks(model)",
+            f"gradients reached {type(optimizer).__name__} {optimizer.name!r} inside the wrapper",
+        )
+
+
+# -------------------------------------------------------------------- the model
+def attach(model: keras.Model, session: Session) -> None:
+    """Puts the session's hooks on a compiled model's optimizers and its train step, and XLA off. Can be
+    repeated.
+    """
+    if vars(model).get(KEY) is not session:
+        model.train_function = None  # what was traced is another session's
+        vars(model)[KEY] = session
+    if session.wants_first is None:
+        session.wants_first, session.step_loss = BACKEND.flag(), BACKEND.noted()
+    session.attached = True
+    if session.alone:
+        return
+    refuse_synchronized(model)
+    _refuse_stateful(model)
+    units.check_reduction(model)
+    hook_test_step(model)
+    steps.wrap_train_function(model)
+    for index, optimizer in enumerate(optimizers_of(model)):
+        hook_optimizer(optimizer, session, index)
+    _no_xla(model, session)
+    if "train_step" not in vars(model):
+        session.own_step = type(model).train_step is not keras.Model.train_step
+        vars(model)["train_step"] = _make_train_step(model, model.train_step)
+        model.train_function = None
+
+
+def refuse_synchronized(model: keras.Model) -> None:
+    """Refuses batch normalisation that asks for the statistics of all ranks.
+
+    Raises:
+        ConfigError: Keras computes them inside ``tf.distribute`` only, and else says nothing.
+    """
+    asking = [layer.name for layer in model._flatten_layers() if getattr(layer, "synchronized", False)]
+    if asking:
+        raise ConfigError(
+            "each rank normalises by its own part of the batch: Keras synchronises inside tf.distribute only",
+            f"BatchNormalization(synchronized=True): {', '.join(asking)}",
+            "leave synchronized out, or use GroupNormalization, whose result does not depend on the batch",
+        )
+
+
+def _refuse_stateful(model: keras.Model) -> None:
+    """Refuses layers that keep a state for each row of a batch from one batch to the next.
+
+    Raises:
+        ConfigError: at the end of an epoch, and in checkpoints, one rank's rows would stand for all.
+    """
+    asking = [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
+    if asking:
+        raise ConfigError(
+            "a layer keeps no state of a batch's rows for the next batch: ranks have other rows",
+            f"stateful=True: {', '.join(asking)}",
+            "leave stateful out, and cut sequences so that each begins anew (or give the state as an input)",
+        )
+
+
+def _no_xla(model: keras.Model, session: Session) -> None:
+    """Horovod's operations have no XLA kernel (nor does torch.compile see through them)."""
+    if getattr(model, "jit_compile", False):
+        model.jit_compile = False
+        model.train_function = None
+        session.say(
+            f"model {model.name!r}: jit_compile=True is now False: all-reduces cannot be compiled into the step"
+        )
+
+
+def _make_train_step(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps a model's train step (its own or the user's): checks before it, the batch's weight around it."""
+
+    @functools.wraps(inner)
+    def train_step(data: Any) -> Any:
+        session: Session = vars(model)[KEY]
+        _before_step(model, session, data)
+        steps.note_batch(session, data)
+        samples, data, may_be_dead = _split_dead(data)
+        if not session.loss_proven and session.verify and not session.own_step:
+            BACKEND.keep_first(data, session)
+        with (
+            _live_batch(session, samples), units.weighed(session, data), _all_averaged(model, session),
+            rng.of_step(session),
+        ):  # fmt: skip
+            # a batch without a sample must leave no trace in metrics and moving statistics
+            local = _rank_local(model, data) if may_be_dead else []
+            before = BACKEND.copies([model._loss_tracker.total]) if session.records else []
+            with BACKEND.unmoved_if_dead(samples, local) if may_be_dead else nullcontext():
+                logs = inner(data)
+            rng.check_saved(session)
+            if before:
+                BACKEND.note_loss(session, model._loss_tracker.total - before[0], f"{session.name}.loss")
+            return logs
+
+    return train_step
+
+
+def _all_averaged(model: keras.Model, session: Session) -> AbstractContextManager[None]:
+    """While a prepared model's step runs, no optimizer updates anything without averaging."""
+
+    def apply(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not session.applying and not is_hooked(optimizer):
+            raise missing_hook(model.name, optimizer)
+        return original(optimizer, *args, **kwargs)
+
+    return replaced(BaseOptimizer, "apply", apply)
+
+
+def hook_test_step(model: keras.Model) -> None:
+    """Makes batches without a sample leave no trace in an evaluation, and losses those of global batches where the
+    ranks evaluate together (``together``).
+    """
+    if "test_step" in vars(model):
+        return
+    inner = model.test_step
+
+    @functools.wraps(inner)
+    def test_step(data: Any) -> Any:
+        session: Session = vars(model)[KEY]
+        samples, data, may_be_dead = _split_dead(data)
+        with ExitStack() as around:
+            if may_be_dead:
+                around.enter_context(BACKEND.unmoved_if_dead(samples, _metric_variables(model, data)))
+            if session.together and not session.alone:
+                around.enter_context(_live_batch(session, samples, at_once=False))
+                around.enter_context(units.weighed(session, data))
+            return inner(data)
+
+    vars(model)["test_step"] = test_step
+    vars(model)["_symbolic_build"] = _without_marks(model._symbolic_build)
+    model.test_function = None
+
+
+def _without_marks(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``_symbolic_build``, which Keras on torch calls with the first batch: a mark is no sample weight."""
+
+    @functools.wraps(inner)
+    def _symbolic_build(iterator: Any = None, data_batch: Any = None) -> Any:
+        if iterator is not None:
+            iterator = (
+                (begin, end, [_split_dead(found[0])[1]] if isinstance(found, (list, tuple)) else found)
+                for begin, end, found in iterator
+            )
+        return inner(iterator=iterator, data_batch=data_batch)
+
+    return _symbolic_build
+
+
+@contextmanager
+def together(model: keras.Model, *, even: bool) -> Iterator[None]:
+    """Inside, batches of an evaluation are the ranks' parts of global batches (``even``: all ranks have as many); else
+    ``evaluate`` is this rank's own, as in plain Keras.
+    """
+    session: Session = vars(model)[KEY]
+    if session.even != even:
+        session.even, session.test_function = even, None
+
+    def swap() -> None:  # what was traced for one is not for the other
+        session.test_function, model.test_function = model.test_function, session.test_function
+
+    swap()
+    session.together = True
+    try:
+        model.make_test_function()
+        yield
+    finally:
+        session.together = False
+        swap()
+
+
+def _split_dead(data: Any) -> tuple[Any, Any, bool]:
+    """Returns a batch's samples, the batch as the model may see it, and whether it may hold no sample at all."""
+    if not isinstance(data, (tuple, list)) or len(data) != 3:
+        return BACKEND.split_dead(data, None)[0], data, False
+    x, y, sample_weight = data
+    samples, shown = BACKEND.split_dead(x, sample_weight)
+    return samples, (x, y, shown), sample_weight is not None
+
+
+def _before_step(model: keras.Model, session: Session, data: Any) -> None:
+    """Checks, and at the first step of a model that was not built: build, broadcast, proof.
+
+    Under TensorFlow this runs while the step is traced, in eager mode (``init_scope``), where variables are
+    real.
+    """
+    if not is_hooked(model.optimizer):
+        raise missing_hook(model.name, model.optimizer)
+    if session.ready:
+        return
+    with BACKEND.eager():
+        if not is_built(model):
+            model._symbolic_build(data_batch=data)
+        start.start(model, session)
+
+
+@contextmanager
+def _live_batch(session: Session, samples: Any, *, at_once: bool = True) -> Iterator[None]:
+    """Notes the samples of the batch in flight; their sum over ranks starts at once, beside the forward pass, or when
+    somebody asks for it.
+    """
+    name = f"{session.name}.live"
+    session.live = LiveBatch(samples, lambda: BACKEND.start_sum(samples, name), BACKEND.finish_sum)
+    try:
+        if at_once:
+            session.live.start()
+        yield
+        if at_once:
+            session.live.total()  # a step that never reached the optimizer still takes part in the sum
+    finally:
+        session.live = None
+
+
+def _metric_variables(model: keras.Model, data: Any) -> list[Any]:
+    if model._compile_metrics is not None and not model._compile_metrics.built:
+        with BACKEND.eager():
+            model._symbolic_build(data_batch=data)
+    return [variable for metric in model.metrics for variable in metric.variables]
+
+
+def _rank_local(model: keras.Model, data: Any) -> list[Any]:
+    """Variables that a step changes on its own rank only: metric states, and statistics such as
+    BatchNorm's.
+    """
+    return [*_metric_variables(model, data), *model.non_trainable_weights]

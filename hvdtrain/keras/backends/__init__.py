@@ -1,0 +1,1 @@
+"""What Keras does in its own way on each backend."""

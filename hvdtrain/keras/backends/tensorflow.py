@@ -1,0 +1,347 @@
+"""The TensorFlow backend of Keras: everything the adapter does with tf tensors and Horovod's tf operations.
+
+Twin of ``_torch.py``; both implement the protocol in ``_backend.py``. Two rules hold for every Horovod call:
+it has an explicit name and ``ignore_name_scope=True``, because names derived from the graph differ as soon as
+one rank has built one model more, and ranks that wait for different names wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.core.same_data import PRIME
+
+# bfloat16 and the unsigned types are missing from the type list of Horovod's TensorFlow operations.
+REDUCIBLE = frozenset({"float16", "float32", "float64"})
+_HIDDEN_RANDOM = {
+    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle",
+    "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
+}  # fmt: skip
+_INTEGER_OF_WIDTH = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
+class TensorFlowBackend:
+    """Tensor and collective operations for ``KERAS_BACKEND=tensorflow``."""
+
+    name = "tensorflow"
+
+    @property
+    def hvd(self) -> Any:
+        """``horovod.tensorflow``, imported when the first collective needs it (one process needs none)."""
+        import horovod.tensorflow as hvd
+
+        return hvd
+
+    # ---------------------------------------------------------------- host side
+    def host_allreduce(self, array: np.ndarray, op: str, name: str) -> np.ndarray:
+        """Reduces a host array over ranks. ``op``: ``sum`` | ``min`` | ``max``."""
+        operation = {"sum": self.hvd.Sum, "min": self.hvd.Min, "max": self.hvd.Max}[op]
+        return _on_host(self.hvd.allreduce, array, f"allreduce.{op}", op=operation)
+
+    def host_broadcast(self, array: np.ndarray, root: int, name: str) -> np.ndarray:
+        return _on_host(self.hvd.broadcast, array, f"broadcast.{root}", root_rank=root)
+
+    def host_allgather(self, array: np.ndarray, name: str) -> np.ndarray:
+        """Concatenates the ranks' arrays along axis 0 (lengths may differ)."""
+        return _on_host(self.hvd.allgather, array, "allgather")
+
+    def eager(self) -> AbstractContextManager[Any]:
+        """Leaves a function that is being traced: variables made inside are real ones."""
+        return tf.init_scope()
+
+    def to_numpy(self, variable: Any) -> np.ndarray:
+        with tf.init_scope():
+            return np.asarray(variable.value.numpy())
+
+    def copies(self, variables: Sequence[Any]) -> list[Any]:
+        """Device-side copies of the variables' values, for ``put_back``."""
+        return [tf.identity(variable.value) for variable in variables]
+
+    def put_back(self, variables: Sequence[Any], copies: Sequence[Any]) -> None:
+        for variable, copy in zip(variables, copies, strict=True):
+            variable.value.assign(copy)
+
+    def checksums(self, variables: Sequence[Any]) -> np.ndarray:
+        """One int64 per variable, of its bits and their order."""
+        return tf.stack([_checksum(variable.value) for variable in variables]).numpy()
+
+    def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
+        """``checksums`` as a function to be called often: traced once, one launch, one transfer to the
+        host.
+        """
+
+        @tf.function(autograph=False)
+        def checksums() -> Any:
+            return tf.stack([_checksum(variable.value) for variable in variables])
+
+        return lambda: checksums().numpy()
+
+    # ---------------------------------------------------------------- inside a step
+    def split_dead(self, x: Any, sample_weight: Any) -> tuple[Any, Any]:
+        """Returns this rank's samples (float64 scalar), and its sample weights as Keras may see them.
+
+        See ``_session.NO_SAMPLE``.
+        """
+        first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+        samples = tf.cast(_rows(first), tf.float64)
+        if getattr(sample_weight, "dtype", None) == tf.bool:
+            return tf.where(tf.reduce_any(sample_weight), samples, tf.zeros_like(samples)), None
+        weights = [w for w in keras.tree.flatten(sample_weight) if w is not None and tf.as_dtype(w.dtype).is_floating]
+        if not weights:
+            return samples, sample_weight
+        dead = tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_nan(weight)) for weight in weights]))
+        shown = keras.tree.map_structure(
+            lambda w: w if w is None else tf.where(dead, tf.zeros_like(w), w), sample_weight
+        )
+        return tf.where(dead, tf.zeros_like(samples), samples), shown
+
+    def flag(self) -> Any:
+        """A variable that is true, for ``keep_first``; to be made outside of a step."""
+        return tf.Variable(True, trainable=False)
+
+    def noted(self) -> Any:
+        """Where ``note_loss`` puts its number; to be made outside of a step."""
+        return tf.Variable(float("nan"), trainable=False, dtype=tf.float64)
+
+    def note_loss(self, session: Any, loss: Any, name: str) -> None:
+        """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
+        total = self.start_sum(tf.cast(loss, tf.float64), name)
+        session.step_loss.assign(total / session.live.total())
+
+    def loss_noted(self, session: Any) -> float:
+        return float(session.step_loss)
+
+    def keep_first(self, data: Any, session: Any) -> None:
+        """Keeps the first batch as ``session.kept_batch``: in a traced step, when it runs for the first time."""
+        leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        if tf.executing_eagerly():
+            if session.kept_batch is None:
+                session.kept_batch = data
+            return
+        if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
+            return  # ragged and sparse batches are not cut in pieces
+        wanted = session.wants_first
+
+        def store(*arrays: Any) -> None:
+            came = iter([np.array(array) for array in arrays])
+            session.kept_batch = keras.tree.map_structure(lambda leaf: None if leaf is None else next(came), data)
+
+        def keep() -> Any:
+            with tf.control_dependencies([tf.numpy_function(store, leaves, [])]):
+                return wanted.assign(False, read_value=False)
+
+        tf.cond(wanted, keep, tf.no_op)
+
+    def no_gradient(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def total(self, values: Any) -> Any:
+        """The sum of a tensor, as a float64 scalar without gradient."""
+        return tf.reduce_sum(tf.cast(tf.stop_gradient(tf.convert_to_tensor(values)), tf.float64))
+
+    def elements(self, values: Any) -> Any:
+        return tf.cast(tf.size(values, out_type=tf.int64), tf.float64)
+
+    def by_samples(self, values: Any, data: Any) -> bool:
+        """True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
+        leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and hasattr(leaf, "shape")]
+        rows = leaves[0].shape[0] if leaves else None
+        if rows is not None:  # a batch that was given as it is: the next may have another shape
+            return tuple(values.shape) == (rows,)
+        return all(leaf.shape.rank is not None and None not in leaf.shape[1:] for leaf in leaves)
+
+    def unless_zero(self, value: Any, samples: Any) -> Any:
+        """``value``, or 0 if there are no samples."""
+        value = tf.cast(value, tf.float64)
+        return tf.where(tf.equal(samples, 0), tf.zeros_like(value), value)
+
+    def times(self, tensor: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        """``tensor * (a * b) / (c * d)``, exactly ``tensor`` where the products are equal; 0 for a division by 0."""
+        return tensor * tf.cast(tf.math.divide_no_nan(a * b, c * d), tensor.dtype)
+
+    def start_sum(self, value: Any, name: str) -> Any:
+        """Starts the sum of a float64 scalar over ranks; in a graph it runs beside the forward pass."""
+        with tf.device("CPU:0"):
+            row = tf.reshape(value, [1])
+            sums = self.hvd.allreduce(row, op=self.hvd.Sum, name=name, ignore_name_scope=True)
+            return sums[0]  # in the step's own graph: the first to ask for it may be a branch of a user's cond
+
+    def finish_sum(self, started: Any) -> Any:
+        return started
+
+    def usable_here(self, tensor: Any) -> bool:
+        """False for a value noted eagerly and used inside a nested traced function: it would be baked in."""
+        if tf.executing_eagerly():
+            return True
+        noted_in = tensor.graph if tf.is_symbolic_tensor(tensor) else None
+        graph = tf.compat.v1.get_default_graph()
+        while graph is not None:
+            if graph is noted_in:
+                return True
+            graph = getattr(graph, "outer_graph", None)
+        return False
+
+    def weigh(self, tensors: list[Any], samples: Any, total: Any, size: int) -> list[Any]:
+        """Multiplies tensors by ``samples * size / total``; equal shares return them untouched, bit for
+        bit, and no samples zeros, whatever the tensors hold.
+        """
+
+        def scaled() -> list[Any]:
+            factor = tf.math.divide_no_nan(samples * size, total)
+            return [tf.math.multiply_no_nan(tensor, tf.cast(factor, tensor.dtype)) for tensor in tensors]
+
+        even = tf.equal(samples * size, total)
+        if tf.executing_eagerly():
+            return tensors if bool(even) else scaled()
+        return list(tf.cond(even, lambda: [tf.identity(tensor) for tensor in tensors], scaled))
+
+    @contextmanager
+    def unmoved_if_dead(self, samples: Any, variables: Sequence[Any]) -> Iterator[None]:
+        """Undoes what happens to variables inside, if this rank's batch holds no sample."""
+        before = self.copies(variables)
+        yield
+
+        def restore() -> Any:
+            return tf.group(*[v.value.assign(c) for v, c in zip(variables, before, strict=True)])
+
+        if not tf.executing_eagerly():
+            tf.cond(tf.equal(samples, 0), restore, tf.no_op)
+        elif float(samples) == 0:
+            self.put_back(variables, before)
+
+    def reduce(self, tensors: list[Any], op: str, name: str, *, half: bool, size: int) -> list[Any]:
+        """All-reduces dense tensors of one dtype as one group. ``op``: ``average`` | ``max``."""
+        dtype = tensors[0].dtype
+        if half and op == "average" and dtype.size > 2:
+            # divided before the cast: a sum of N values then fits wherever one value does
+            sent = [tf.cast(tensor / tf.cast(size, dtype), tf.float16) for tensor in tensors]
+            operation = self.hvd.Sum
+        else:
+            sent = tensors if dtype.name in REDUCIBLE else [tf.cast(tensor, tf.float32) for tensor in tensors]
+            operation = self.hvd.Average if op == "average" else self.hvd.Max
+        came = self.hvd.grouped_allreduce(sent, op=operation, name=name, ignore_name_scope=True)
+        came = [value if value.dtype == dtype else tf.cast(value, dtype) for value in came]
+        for value, tensor in zip(came, tensors, strict=True):
+            value.set_shape(tensor.shape)
+        return came
+
+    def gather_sparse(self, slices: Any, name: str, size: int) -> Any:
+        """The average of ``IndexedSlices`` over ranks: all slices, values divided by the number of ranks.
+
+        Horovod's ``grouped_allreduce`` takes the wrong ``dense_shape`` when a list mixes dense and sparse
+        tensors, so values and indices travel on their own here.
+        """
+        dtype = slices.values.dtype
+        values = slices.values if dtype.name in REDUCIBLE else tf.cast(slices.values, tf.float32)
+        values = values / tf.cast(size, values.dtype)
+        values = self.hvd.allgather(values, name=f"{name}.values", ignore_name_scope=True)
+        indices = self.hvd.allgather(slices.indices, name=f"{name}.indices", ignore_name_scope=True)
+        return tf.IndexedSlices(tf.cast(values, dtype), indices, slices.dense_shape)
+
+    def is_sparse(self, gradient: Any) -> bool:
+        return isinstance(gradient, tf.IndexedSlices)
+
+    def with_values(self, slices: Any, values: Any) -> Any:
+        return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
+
+    def densify(self, gradient: Any) -> Any:
+        return tf.convert_to_tensor(gradient)
+
+    def agree_finite(self, finite: Any, name: str) -> Any:
+        """True only if ``finite`` is true on every rank."""
+        flag = tf.reshape(tf.cast(finite, tf.int32), [1])
+        with tf.device("CPU:0"):
+            lowest = self.hvd.allreduce(flag, op=self.hvd.Min, name=name, ignore_name_scope=True)
+        return tf.equal(lowest[0], 1)
+
+    def in_branch(self) -> bool:
+        """True while a ``tf.cond`` branch is being traced: ranks may take different branches."""
+        graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
+        return type(graph).__name__ == "CondBranchFuncGraph"
+
+    # ---------------------------------------------------------------- devices and random state
+    def visible_gpus(self) -> int:
+        return len(tf.config.list_physical_devices("GPU"))
+
+    def pin(self, devices: Sequence[int], *, cpu_only: bool) -> None:
+        """Shows this process its own GPUs only, with memory that grows instead of all of it at once."""
+        gpus = tf.config.list_physical_devices("GPU")
+        chosen = [] if cpu_only else [gpus[index] for index in devices]
+        tf.config.set_visible_devices(chosen, "GPU")
+        for gpu in chosen:
+            tf.config.experimental.set_memory_growth(gpu, True)
+
+    def random_state(self) -> dict[str, np.ndarray]:
+        """Random state outside of seed generators: what ``tf.random``'s operations keep cannot be read."""
+        return {}
+
+    def set_random_state(self, state: dict[str, np.ndarray]) -> None:
+        del state
+
+    def reseed(self, seed: int) -> None:
+        """Seeds ``tf.random``'s operations, of the functions that are being traced too."""
+        with tf.init_scope():
+            tf.random.set_seed(seed)
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        while graph is not None:
+            graph.seed = seed
+            graph = getattr(graph, "outer_graph", None)
+
+    def tracing(self) -> bool:
+        return not tf.executing_eagerly()
+
+    def hidden_random(self) -> list[str]:
+        """The kinds of operations in the graph being traced that keep their random state to themselves."""
+        if tf.executing_eagerly():
+            return []
+        graph = tf.compat.v1.get_default_graph().as_graph_def()
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        return sorted({node.op for node in nodes} & _HIDDEN_RANDOM)
+
+
+_host_operations: dict[tuple[str, str], Any] = {}
+
+
+def _on_host(operation: Callable[..., Any], array: np.ndarray, kind: str, **options: Any) -> np.ndarray:
+    """Runs one of Horovod's operations on an array [n], outside of whatever is being traced.
+
+    Through a ``tf.function``: called eagerly, Horovod's operations ignore their names, and all-reduces pair with
+    whichever other one a rank happens to be in. One function for each kind and dtype; a name of its own for each call
+    would be traced each time.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        value = tf.constant(array)
+        key = (kind, value.dtype.name)
+        if key not in _host_operations:
+            name = f"hvdtrain.host.{kind}.{value.dtype.name}"
+
+            @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], value.dtype)])
+            def run(sent: Any) -> Any:
+                with tf.device("CPU:0"):
+                    return operation(sent, name=name, ignore_name_scope=True, **options)
+
+            _host_operations[key] = run
+        return _host_operations[key](value).numpy()
+
+
+def _rows(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows()
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return tf.shape(leaf)[0]
+
+
+def _checksum(value: Any) -> Any:
+    """The elements' bits as integers, each times an odd number that belongs to its place, modulo 2**64."""
+    value = tf.reshape(value, [-1])
+    bits = tf.cast(value, tf.int8) if value.dtype == tf.bool else tf.bitcast(value, _INTEGER_OF_WIDTH[value.dtype.size])
+    places = tf.range(1, tf.size(bits, out_type=tf.int64) + 1, dtype=tf.int64) * PRIME
+    factors = tf.bitwise.bitwise_xor(places, tf.bitwise.right_shift(places, tf.constant(29, tf.int64))) * PRIME
+    return tf.reduce_sum(tf.cast(bits, tf.int64) * tf.bitwise.bitwise_or(factors, tf.constant(1, tf.int64)))

@@ -1,0 +1,247 @@
+"""The PyTorch backend of Keras: everything the adapter does with torch tensors and Horovod's torch
+operations.
+
+Twin of ``_tensorflow.py``; both implement the protocol in ``_backend.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from hvdtrain.core.same_data import PRIME
+
+REDUCIBLE = frozenset({torch.float16, torch.float32, torch.float64})
+_INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TorchBackend:
+    """Tensor and collective operations for ``KERAS_BACKEND=torch``."""
+
+    name = "torch"
+
+    @property
+    def hvd(self) -> Any:
+        """``horovod.torch``, imported when the first collective needs it (one process needs none)."""
+        import horovod.torch as hvd
+
+        return hvd
+
+    # ---------------------------------------------------------------- host side
+    def host_allreduce(self, array: np.ndarray, op: str, name: str) -> np.ndarray:
+        """Reduces a host array over ranks. ``op``: ``sum`` | ``min`` | ``max``."""
+        operation = {"sum": self.hvd.Sum, "min": self.hvd.Min, "max": self.hvd.Max}[op]
+        return self.hvd.allreduce(_host(array), op=operation, name=name).numpy()
+
+    def host_broadcast(self, array: np.ndarray, root: int, name: str) -> np.ndarray:
+        return self.hvd.broadcast(_host(array), root, name=name).numpy()
+
+    def host_allgather(self, array: np.ndarray, name: str) -> np.ndarray:
+        """Concatenates the ranks' arrays along axis 0 (lengths may differ)."""
+        return self.hvd.allgather(_host(array), name=name).numpy()
+
+    def eager(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def to_numpy(self, variable: Any) -> np.ndarray:
+        return np.asarray(keras.ops.convert_to_numpy(variable.value))
+
+    def copies(self, variables: Sequence[Any]) -> list[Any]:
+        """Device-side copies of the variables' values, for ``put_back``."""
+        return [variable.value.detach().clone() for variable in variables]
+
+    def put_back(self, variables: Sequence[Any], copies: Sequence[Any]) -> None:
+        with torch.no_grad():
+            for variable, copy in zip(variables, copies, strict=True):
+                variable.value.copy_(copy)
+
+    def checksums(self, variables: Sequence[Any]) -> np.ndarray:
+        """One int64 per variable, of its bits and their order."""
+        return torch.stack([_checksum(variable.value) for variable in variables]).cpu().numpy()
+
+    def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
+        """``checksums`` as a function to be called often."""
+        return lambda: self.checksums(variables)
+
+    # ---------------------------------------------------------------- inside a step
+    def split_dead(self, x: Any, sample_weight: Any) -> tuple[float, Any]:
+        """Returns this rank's samples, and its sample weights as Keras may see them.
+
+        See ``_session.NO_SAMPLE``.
+        """
+        first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+        weights = [torch.as_tensor(w) for w in keras.tree.flatten(sample_weight) if w is not None]
+        single = bool(weights) and all(w.shape[0] == 1 for w in weights)  # else no step waits for a GPU here
+        if weights and weights[0].dtype == torch.bool:
+            return 0.0 if single and not bool(weights[0]) else float(first.shape[0]), None
+        if not single or not all(bool(w.isnan().all()) for w in weights):
+            return float(first.shape[0]), sample_weight
+        return 0.0, keras.tree.map_structure(lambda w: None if w is None else torch.zeros_like(w), sample_weight)
+
+    def flag(self) -> Any:
+        return None
+
+    def noted(self) -> Any:
+        return None
+
+    def note_loss(self, session: Any, loss: Any, name: str) -> None:
+        """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
+        self.loss_noted(session)
+        session.step_loss = self.start_sum(loss.detach().double(), name), session.live.total()
+
+    def loss_noted(self, session: Any) -> float:
+        if isinstance(session.step_loss, tuple):
+            started, samples = session.step_loss
+            session.step_loss = float(self.finish_sum(started)) / samples
+        return float("nan") if session.step_loss is None else session.step_loss
+
+    def keep_first(self, data: Any, session: Any) -> None:
+        """Keeps the first batch as ``session.kept_batch``."""
+        if session.kept_batch is None:
+            session.kept_batch = data
+
+    def no_gradient(self) -> AbstractContextManager[Any]:
+        return torch.no_grad()
+
+    def total(self, values: Any) -> Any:
+        """The sum of a tensor, as a float64 scalar without gradient."""
+        return torch.as_tensor(values).detach().sum(dtype=torch.float64)
+
+    def elements(self, values: Any) -> float:
+        return float(values.numel())
+
+    def by_samples(self, values: Any, data: Any) -> bool:
+        """True if the elements of a loss are known to be a multiple of the samples, the same in all batches."""
+        first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
+        return tuple(values.shape) == (first.shape[0],)
+
+    def unless_zero(self, value: Any, samples: float) -> Any:
+        """``value``, or 0 if there are no samples."""
+        return value if samples else value * 0.0
+
+    def times(self, tensor: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        """``tensor * (a * b) / (c * d)``, exactly ``tensor`` where the products are equal; 0 for a division by 0."""
+        below = c * d
+        if torch.is_tensor(below):
+            ratio = torch.where(below == 0, torch.zeros_like(below), a * b / below)
+            return tensor * ratio.to(tensor.dtype)
+        return tensor * (a * b / below if below else 0.0)
+
+    def start_sum(self, value: Any, name: str) -> Any:
+        """Starts the sum of a number over ranks; it travels while the forward pass runs."""
+        row = value.reshape(1) if torch.is_tensor(value) else torch.tensor([value], dtype=torch.float64)
+        return self.hvd.allreduce_async(row, op=self.hvd.Sum, name=name), torch.is_tensor(value)
+
+    def finish_sum(self, started: Any) -> Any:
+        handle, stays = started
+        sums = self.hvd.synchronize(handle)
+        return sums[0] if stays else float(sums[0])
+
+    def usable_here(self, tensor: Any) -> bool:
+        del tensor
+        return True
+
+    def weigh(self, tensors: list[Any], samples: float, total: float, size: int) -> list[Any]:
+        """Multiplies tensors by ``samples * size / total``; equal shares return them untouched, bit for
+        bit, and no samples zeros, whatever the tensors hold.
+        """
+        if samples * size == total:
+            return tensors
+        if samples == 0:
+            return [torch.zeros_like(tensor) for tensor in tensors]
+        factor = samples * size / total
+        return [tensor * factor for tensor in tensors]
+
+    @contextmanager
+    def unmoved_if_dead(self, samples: float, variables: Sequence[Any]) -> Iterator[None]:
+        """Undoes what happens to variables inside, if this rank's batch holds no sample."""
+        before = self.copies(variables) if samples == 0 else []
+        yield
+        if samples == 0:
+            self.put_back(variables, before)
+
+    def reduce(self, tensors: list[Any], op: str, name: str, *, half: bool, size: int) -> list[Any]:
+        """All-reduces dense tensors of one dtype as one group. ``op``: ``average`` | ``max``."""
+        dtype = tensors[0].dtype
+        tensors = [tensor.detach() for tensor in tensors]
+        if half and op == "average" and dtype.itemsize > 2:
+            # divided before the cast: a sum of N values then fits wherever one value does
+            sent = [(tensor / size).to(torch.float16).contiguous() for tensor in tensors]
+            operation = self.hvd.Sum
+        else:
+            # Horovod wants contiguous memory; it reduces in place, in `variable.grad` as a rule
+            sent = [tensor.contiguous() if dtype in REDUCIBLE else tensor.to(torch.float32) for tensor in tensors]
+            operation = self.hvd.Average if op == "average" else self.hvd.Max
+        came = self.hvd.grouped_allreduce_(sent, op=operation, name=name)
+        return [value if value.dtype == dtype else value.to(dtype) for value in came]
+
+    def gather_sparse(self, slices: Any, name: str, size: int) -> Any:
+        raise NotImplementedError("Keras on PyTorch computes dense gradients only")
+
+    def is_sparse(self, gradient: Any) -> bool:
+        return bool(getattr(gradient, "is_sparse", False))
+
+    def with_values(self, slices: Any, values: Any) -> Any:
+        raise NotImplementedError("Keras on PyTorch computes dense gradients only")
+
+    def densify(self, gradient: Any) -> Any:
+        return gradient.to_dense()
+
+    def agree_finite(self, finite: Any, name: str) -> Any:
+        """True only if ``finite`` is true on every rank."""
+        flag = torch.as_tensor(finite).to("cpu", torch.int32).reshape(1)
+        return bool(self.hvd.allreduce(flag, op=self.hvd.Min, name=name)[0])
+
+    def in_branch(self) -> bool:
+        return False
+
+    # ---------------------------------------------------------------- devices and random state
+    def visible_gpus(self) -> int:
+        return torch.cuda.device_count()
+
+    def pin(self, devices: Sequence[int], *, cpu_only: bool) -> None:
+        """Makes this rank's first GPU the current one, or keeps Keras on the CPU."""
+        if cpu_only or not devices:
+            # for the rest of the process, as KERAS_TORCH_DEVICE does when set before Keras is imported
+            keras.device("cpu").__enter__()
+        else:
+            torch.cuda.set_device(devices[0])
+
+    def random_state(self) -> dict[str, np.ndarray]:
+        """The state of torch's own generators (dropout layers without a seed draw from them)."""
+        state = {"torch_cpu": torch.get_rng_state().numpy()}
+        if torch.cuda.is_available():
+            state["torch_cuda"] = torch.cuda.get_rng_state().numpy()
+        return state
+
+    def set_random_state(self, state: dict[str, np.ndarray]) -> None:
+        if "torch_cpu" in state:
+            torch.set_rng_state(torch.from_numpy(np.array(state["torch_cpu"])))
+        if "torch_cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.from_numpy(np.array(state["torch_cuda"])))
+
+    def reseed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def tracing(self) -> bool:
+        return False
+
+    def hidden_random(self) -> list[str]:
+        return []
+
+
+def _host(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.array(array, copy=True))
+
+
+def _checksum(value: torch.Tensor) -> torch.Tensor:
+    """The elements' bits as integers, each times an odd number that belongs to its place, modulo 2**64."""
+    value = value.detach().reshape(-1)
+    bits = value.to(torch.int8) if value.dtype == torch.bool else value.view(_INTEGER_OF_WIDTH[value.element_size()])
+    places = torch.arange(1, len(bits) + 1, device=bits.device) * PRIME
+    return (bits * ((places ^ (places >> 29)) * PRIME | 1)).sum()

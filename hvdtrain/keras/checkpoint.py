@@ -1,0 +1,252 @@
+"""The parts of a checkpoint: the model as plain Keras saves it, every rank's random state, and what the user adds."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.core.errors import CheckpointError, ConfigError
+from hvdtrain.core.world import World
+from hvdtrain.keras import moving_average, rng
+from hvdtrain.keras.checks import replicas
+from hvdtrain.keras.session import Session, is_built, require_compiled, session_of, world_or_current
+from hvdtrain.runs.parts import ExtraPart, Part
+
+
+def check_saveable(model: keras.Model) -> None:
+    """Refuses a model that Keras cannot describe in a file, before anything is trained; local, milliseconds.
+
+    Raises:
+        ConfigError: a part takes constructor arguments that its configuration lacks.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each save says them
+            json.dumps(keras.saving.serialize_keras_object(model))
+    except Exception as error:  # whatever a user's get_config() raises
+        if not (is_built(model) or isinstance(error, NotImplementedError)):
+            return  # it may need what build() makes
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            "a model that is saved can say how it was made: Keras writes that into every model.keras",
+            f"{type(model).__name__} {model.name!r}: {text[:300]}",
+            "give the class named there get_config(), with the arguments of its __init__ (and"
+            " @keras.saving.register_keras_serializable()); see https://keras.io/guides/serialization_and_saving",
+            shared=True,
+        ) from error
+
+
+# how Keras begins when it does not load something, and goes on
+_NOT_LOADED = ("Skipping ", "A total of ")
+
+
+class ModelPart(Part):
+    """``model.keras``: ``keras.models.load_model`` opens it without Horovod and without hvdtrain."""
+
+    def __init__(self, model: keras.Model, session: Session) -> None:
+        self.model = model
+        self.session = session
+
+    def collect(self) -> None:
+        """Makes what is each rank's own one: moving statistics, and gradients accumulated so far."""
+        world = self.session.world
+        if is_built(self.model) and self.session.streams_set:  # training has begun
+            replicas.average_statistics(self.model, world)
+            replicas.average(replicas.accumulators(self.model), world)
+        replicas.check_finite(self.model, world)
+
+    def save(self, path: Path) -> None:
+        with moving_average.themselves(self.model, self.session):
+            self.model.save(path)
+
+    def load(self, path: Path) -> None:
+        """Reads weights and optimizer state into the model as it stands; runs no code from the file.
+
+        Raises:
+            CheckpointError: the file is of another model or another optimizer.
+        """
+        if not is_built(self.model):
+            raise CheckpointError(
+                "a model is built before a checkpoint is loaded into it",
+                f"model {self.model.name!r} has no weights yet",
+                "give it a keras.Input, or call model.build(input_shape)",
+            )
+        if not self.model.optimizer.built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        self.session.kept_weights = None
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self.model.load_weights(path)
+            for warning in caught:
+                if str(warning.message).startswith(_NOT_LOADED):
+                    raise ValueError(str(warning.message))
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint must be of this model and optimizer ({path.name})",
+                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+                "build the model and compile it as the run did that wrote it, or start a new run directory",
+            ) from error
+
+
+class RandomPart(Part):
+    """``random.npz``: the random state of every rank, as plain arrays (nothing is unpickled); and the variables of
+    layers with LoRA, of which ``model.keras`` has the product alone (Keras would go on from factors of zero, for ever).
+    """
+
+    def __init__(self, model: keras.Model, world: World) -> None:
+        self.model = model
+        self.world = world
+        self.states: list[dict[str, np.ndarray]] = []
+
+    def collect(self) -> None:
+        self.states = self.world.gather(rng.capture(self.model))
+
+    def save(self, path: Path) -> None:
+        arrays = {f"{rank}/{key}": value for rank, state in enumerate(self.states) for key, value in state.items()}
+        with open(path, "wb") as file:
+            lora = {f"lora.{i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(_of_lora(self.model))}
+            np.savez(file, world_size=np.array(len(self.states)), **arrays, **lora)  # type: ignore[arg-type]
+
+    def load(self, path: Path) -> None:
+        """Puts this rank's state back; at another world size, streams that follow from rank 0's.
+
+        The state is put back once more when training starts, because building a model draws random numbers.
+        """
+        with np.load(path, allow_pickle=False) as stored:
+            same_size = int(stored["world_size"]) == self.world.size
+            mine = self.world.rank if same_size else 0
+            state = {key.partition("/")[2]: stored[key] for key in stored.files if key.startswith(f"{mine}/")}
+            for index, variable in enumerate(_of_lora(self.model)):
+                variable.assign(stored[f"lora.{index}"])
+        rng.restore(self.model, state)
+        if not same_size:
+            rng.apply_derived(self.model, state, self.world.rank)
+            state = rng.capture(self.model)
+        session = session_of(self.model)
+        if session is not None:
+            session.restored_random = state
+
+
+def _of_lora(model: keras.Model) -> list[Any]:
+    layers = [layer for layer in model._flatten_layers() if getattr(layer, "lora_enabled", False)]
+    return [variable for layer in layers for variable in layer.variables]
+
+
+class Extra(ExtraPart):
+    """``extra.npz``: objects of the user's own; arrays, and their structure as JSON."""
+
+    def state_of(self, value: Any) -> Any:
+        if _has_variables(value):
+            return [v.numpy() for v in value.variables]
+        return value.numpy() if isinstance(value, keras.Variable) else super().state_of(value)
+
+    def put_back(self, value: Any, saved: Any) -> Any:
+        variables = value.variables if _has_variables(value) else [value] if isinstance(value, keras.Variable) else []
+        came = saved if _has_variables(value) else [saved]
+        if len(variables) > 0 and len(came) != len(variables):
+            raise ValueError(f"{len(came)} variables in the checkpoint, {len(variables)} here")
+        for variable, array in zip(variables, came, strict=False):
+            variable.assign(array)
+        if isinstance(value, np.ndarray):
+            if value.shape != saved.shape:
+                raise ValueError(f"shape {saved.shape} in the checkpoint, {value.shape} here")
+            value[...] = saved
+        elif not variables and keras.ops.is_tensor(value):
+            return keras.ops.convert_to_tensor(saved, dtype=value.dtype)
+        elif not variables:
+            return super().put_back(value, saved)
+        return value
+
+    def save(self, path: Path) -> None:
+        arrays: dict[str, np.ndarray] = {}
+        text = json.dumps(_packed(self.states(), arrays, "extra"))
+        with open(path, "wb") as file:
+            np.savez(file, structure=np.frombuffer(text.encode(), np.uint8), **arrays)  # type: ignore[arg-type]
+
+    def load(self, path: Path) -> None:
+        with np.load(path, allow_pickle=False) as stored:
+            self.restore(_unpacked(json.loads(stored["structure"].tobytes()), stored))
+
+
+def _has_variables(value: Any) -> bool:
+    return isinstance(value, (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric))
+
+
+def _packed(value: Any, arrays: dict[str, np.ndarray], where: str) -> Any:
+    """Returns `value` as JSON has it, in lists that begin with their kind; its arrays are put into `arrays`."""
+    if isinstance(value, np.generic) and value.dtype.kind in "biufU":
+        value = value.item()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        pairs = [
+            (_packed(k, arrays, f"a key of {where}"), _packed(v, arrays, f"{where}[{k!r}]")) for k, v in value.items()
+        ]
+        return ["dict", pairs]
+    if type(value) in (list, tuple):
+        items = [_packed(item, arrays, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [type(value).__name__, items]
+    if isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
+        value = keras.ops.convert_to_numpy(value)
+    if isinstance(value, np.ndarray):
+        if value.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):  # types that numpy does not know
+            value = value.astype(np.float32)
+        if value.dtype.kind in "biufc":
+            arrays[f"array.{len(arrays)}"] = value
+            return ["array", f"array.{len(arrays) - 1}"]
+    raise ConfigError(
+        "a checkpoint holds numbers, text and arrays, so that loading it runs no code",
+        f"{where} is a {type(value).__name__}",
+        "give such objects state_dict() and load_state_dict()",
+    )
+
+
+def _unpacked(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, content = value
+    if kind == "array":
+        return arrays[content]
+    if kind == "dict":
+        return {_unpacked(key, arrays): _unpacked(item, arrays) for key, item in content}
+    items = [_unpacked(item, arrays) for item in content]
+    return tuple(items) if kind == "tuple" else items
+
+
+def model_state(model: keras.Model, *, extra: MutableMapping[str, Any] | None = None) -> Mapping[str, Part]:
+    """Returns what a checkpoint of this model consists of, for ``Checkpointer.save`` and ``restore``.
+
+    ``save`` takes the state of that moment, on every rank: it makes the ranks' own state one (the mean of moving
+    statistics and of accumulated gradients, so that all ranks go on from what rank 0 writes), gathers random states,
+    and refuses weights that are not finite (``NonFiniteError``).
+
+    Args:
+        model: compiled and prepared.
+        extra: objects of your own, as rank 0 has them: name to a Keras model, layer, metric, optimizer or variable, to
+            what has ``state_dict`` and ``load_state_dict``, or to numbers, text, arrays, and dicts and lists of those.
+            A restore loads objects and arrays in place and puts other values into this dict.
+
+    Returns:
+        ``{"model.keras": ..., "random.npz": ...}``, with extra ``"extra.npz"``.
+
+    Raises:
+        ConfigError: the model has no optimizer, or is not prepared. While saving: something in extra cannot be saved
+            safely; it is named.
+    """
+    require_compiled(model)
+    session: Session | None = session_of(model)
+    if session is None:
+        raise ConfigError(
+            "a model is prepared before it is saved", f"model {model.name!r} is not", "hvdtrain.keras.prepare(model)"
+        )
+    world = world_or_current(session.world)
+    parts: dict[str, Part] = {"model.keras": ModelPart(model, session), "random.npz": RandomPart(model, world)}
+    return parts if extra is None else {**parts, "extra.npz": Extra(extra)}

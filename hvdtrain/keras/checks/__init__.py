@@ -1,0 +1,1 @@
+"""What is proven of a fit before and after its first step."""

@@ -1,0 +1,208 @@
+"""Proves, on the user's own first batch, that the loss of a batch is put together from those of its pieces.
+
+N ranks compute the loss of their pieces; one process would compute that of the whole. The two agree for a mean over
+samples, labels, steps or weights, for a sum, and for terms without data; not for a loss that looks at a batch as a
+whole (dice over the batch, contrastive pairs within it) or a function that returns a sum. So the batch is evaluated
+whole and in two pieces, weighed as ranks weigh them, in inference mode; nothing of the training state is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+from keras import tree
+
+from hvdtrain.core.errors import ReplicaError
+from hvdtrain.keras import metric_states, rng, units
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.checks import replicas
+from hvdtrain.keras.session import Session
+
+ROWS = 16  # of the first batch: enough to tell, cheap for large models
+# of the loss: what rounding may do in float32, and in half precision
+TOLERANCE = {"float64": 1e-7, "float32": 2e-5}
+ROUGH = 3e-2
+
+
+def check(model: keras.Model, session: Session) -> None:
+    """Compares whole and pieces on this rank's first batch; collective.
+
+    Raises:
+        ReplicaError: on every rank; the loss does not decompose.
+    """
+    data, session.kept_batch, session.loss_proven = session.kept_batch, None, True
+    if not session.own_step:
+        mine = _judge(model, data)
+    else:
+        mine = (
+            "note",
+            "this model's own train_step: that its loss is a mean over pieces of a batch is not checked; what it does"
+            " to gradients it does to each rank's own, before the average (clipping: clipnorm= of the optimizer)",
+        )
+    metrics = _other_metrics(model, data) if mine[0] != "differs" and not session.own_step else []
+    reports, named = zip(*session.world.gather((mine, metrics)), strict=True)
+    for kind, text in reports:
+        if kind == "note":
+            session.say(text)
+            break
+    for text in next((texts for texts in named if texts), []):
+        session.say(
+            f"not the metric of one process: {text}; keep sums over samples in its states, or one value a sample"
+        )
+    if any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
+        session.say("batch normalisation: each rank normalises by its own part of the global batch")
+    moving = replicas.parted(model, session.world)
+    if moving:
+        session.say(
+            f"{', '.join(moving)}: follows each rank's own samples within an epoch; then all ranks get that of rank 0"
+        )
+    if any(kind == "differs" for kind, _ in reports):
+        raise ReplicaError(
+            "the loss of a batch must be the mean (or the sum) of those of its pieces: ranks compute pieces",
+            "\n".join(f"rank {rank}: {text}" for rank, (kind, text) in enumerate(reports) if kind == "differs"),
+            "a loss returns one value per sample (Dice(axis=(1, 2, 3)), a function without ops.sum or ops.mean over the"
+            " batch) and Keras averages; if each rank's own is meant, or this is a false alarm,"
+            " prepare(model, verify=False)",
+            shared=True,
+        )
+
+
+def _judge(model: keras.Model, data: Any) -> tuple[str, str]:
+    """Returns ("fine" | "differs" | "note", what was seen); local."""
+    if data is None:
+        return "fine", ""
+    data = tree.map_structure(lambda a: None if a is None else keras.ops.convert_to_tensor(a[:ROWS]), data)
+    x, y, weight = (*data, None, None)[:3] if isinstance(data, (tuple, list)) else (data, None, None)
+    rows = len(next(leaf for leaf in tree.flatten(x) if leaf is not None))
+    if rows < 2:
+        return "fine", ""
+    first = max(1, rows // 4)
+    try:
+        with _scratch(model):
+            (whole, _, functions), (again, _, _) = (_loss(model, x, y, weight) for _ in range(2))
+            if whole != again:
+                return (
+                    "note",
+                    "the model draws random numbers in inference: its loss was not checked on pieces of a batch",
+                )
+            together, scale = 0.0, abs(whole)
+            pieces = (slice(0, first), slice(first, rows))
+            parts = [_cut((x, y, weight), piece) for piece in pieces]
+            known = [_loss(model, *part)[1] for part in parts]
+            for part, own, piece in zip(parts, known, pieces, strict=True):
+                share = (piece.stop - piece.start) / rows
+                weights = [_share(mine, all_, share) for mine, all_ in zip(own, _add(known), strict=True)]
+                of_piece = share * _loss(model, part[0], part[1], part[2], weights)[0]
+                together, scale = together + of_piece, max(scale, abs(of_piece))
+    except Exception as error:  # whatever a user's model does with a batch of another size
+        return "note", f"the loss was not checked on pieces of a batch: {type(error).__name__}: {str(error)[:200]}"
+    tolerance = TOLERANCE.get(model.compute_dtype, ROUGH)
+    if "float64" in (keras.config.floatx(), model.compute_dtype) and BACKEND.name == "torch":
+        tolerance = TOLERANCE["float32"]  # stock losses round
+    if np.isfinite(whole) and abs(whole - together) > tolerance * scale:
+        return (
+            "differs",
+            f"loss {whole:.9g} of {rows} samples, {together:.9g} from pieces of {first} and {rows - first}",
+        )
+    if functions:
+        return (
+            "note",
+            "a loss returns one number for a batch: that it is a mean over samples is seen of the first batch only (not"
+            " where a later one holds masked labels); one value a sample is right on any",
+        )
+    return "fine", ""
+
+
+def _other_metrics(model: keras.Model, data: Any) -> list[str]:
+    """Names the metrics whose states do not add up over pieces of a batch (a maximum, RMSE as a function of a batch);
+    local.
+    """
+    if data is None or model._compile_metrics is None or not model._compile_metrics.built:
+        return []
+    data = tree.map_structure(lambda a: None if a is None else keras.ops.convert_to_tensor(a[:ROWS]), data)
+    x, y, weight = (*data, None, None)[:3] if isinstance(data, (tuple, list)) else (data, None, None)
+    half = len(next(leaf for leaf in tree.flatten(x) if leaf is not None)) // 2
+    if not half or model.compute_metrics.__func__ is not keras.Model.compute_metrics:
+        return []
+
+    def of(*pieces: slice) -> dict[str, Any]:
+        """The metrics of pieces as of ranks: each has states of its own, which are added (or averaged)."""
+        states = []
+        for piece in pieces:
+            model.reset_metrics()
+            part = _cut((x, y, weight), piece)
+            y_pred = model(part[0], training=False) if model._call_has_training_arg else model(part[0])
+            model.compute_metrics(x=part[0], y=part[1], y_pred=y_pred, sample_weight=part[2])
+            states.append([np.asarray(value, np.float64) for _, value in metric_states.states(model)])
+        for (variable, value), *parts in zip(metric_states.states(model), *states, strict=True):
+            share = len(pieces) if getattr(variable, "aggregation", "sum") == "mean" else 1
+            variable.assign((np.sum(parts, axis=0) / share).astype(value.dtype))
+        return {name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in model.get_metrics_result().items()}
+
+    try:
+        with _scratch(model), BACKEND.no_gradient():
+            whole, pieces = of(slice(0, 2 * half)), of(slice(0, half), slice(half, 2 * half))
+    except Exception:  # whatever a user's metric does with a batch of another size
+        return []
+    return [
+        f"{name} is {np.mean(value):.5g} of {2 * half} samples, {np.mean(pieces[name]):.5g} put together from halves"
+        for name, value in whole.items()
+        if name != "loss" and np.isfinite(value).all() and not np.allclose(value, pieces[name], rtol=1e-3, atol=1e-6)
+    ]
+
+
+def _cut(data: Any, piece: slice) -> Any:
+    return tree.map_structure(lambda a: None if a is None else a[piece], data)
+
+
+def _share(mine: float | None, together: float, share: float) -> float:
+    """What a piece's loss is multiplied by, relative to its share of samples."""
+    if mine is None:
+        return 1.0 / share
+    return mine / together / share if together else 0.0
+
+
+def _add(known: list[list[Any]]) -> list[float]:
+    return [0.0 if pieces[0] is None else sum(pieces) for pieces in zip(*known, strict=True)]
+
+
+def _loss(
+    model: keras.Model, x: Any, y: Any, weight: Any, weights: list[float] | None = None
+) -> tuple[float, list[Any], int]:
+    """The loss in inference mode, what each Keras loss in it divided by (``weights`` multiply those), and how many
+    others return one number for a batch.
+    """
+    divisors: list[Any] = []
+    own = 0
+
+    def weigh(loss: Any, divisor: units.Divisor) -> Any:
+        divisors.append(None if divisor.value is None else float(keras.ops.convert_to_numpy(divisor.value)))
+        return loss if weights is None else loss * weights[len(divisors) - 1]
+
+    def whole() -> None:
+        nonlocal own
+        own += 1
+
+    weight = tree.map_structure(lambda w: None if w is None else w + 0, weight)  # Keras on torch multiplies it in place
+    with BACKEND.no_gradient(), units.observed(weigh, (x, y), whole):
+        y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
+        loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weight, training=True)
+    return float(keras.ops.convert_to_numpy(loss)), divisors, own
+
+
+@contextmanager
+def _scratch(model: keras.Model) -> Iterator[None]:
+    """Puts back what a forward pass in inference mode and a loss may move."""
+    trained = {id(v) for v in [*model.trainable_weights, *replicas.optimizer_variables(model)]}
+    variables = [v for v in replicas.everything(model) if id(v) not in trained]
+    random = rng.capture(model)
+    before = BACKEND.copies(variables)
+    try:
+        yield
+    finally:
+        BACKEND.put_back(variables, before)
+        rng.restore(model, random)

@@ -1,0 +1,224 @@
+"""Around Keras' own ``fit`` of a prepared model: what all ranks must agree on, that they step and stop together.
+
+Put on the instance, as all hooks are: it sees the data and the callbacks that ``fit`` is given, with or without
+ours among them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.core import same_data
+from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.keras import fit_callbacks, moving_average
+from hvdtrain.keras.data import Batches
+from hvdtrain.keras.session import KEY, Session
+from hvdtrain.keras.steps import same_work
+
+_K = keras.callbacks
+# they end nothing within an epoch; any other callback with a hook for batches may
+_HARMLESS = (
+    _K.BackupAndRestore, _K.CSVLogger, _K.EarlyStopping, _K.History, _K.LearningRateScheduler, _K.ModelCheckpoint,
+    _K.ProgbarLogger, _K.ReduceLROnPlateau, _K.RemoteMonitor, _K.SwapEMAWeights, _K.TensorBoard,
+)  # fmt: skip
+_HOOKS = ("on_train_begin", "on_epoch_begin", "on_batch_begin", "on_batch_end", "on_train_batch_begin",
+          "on_train_batch_end")  # fmt: skip
+_UNREAD = ("class_weight", "validation_split", "steps_per_epoch")
+
+
+def wrap_fit(model: keras.Model, session: Session) -> None:
+    """Puts the checks around ``model.fit``, once."""
+    vars(model)[KEY] = session
+    if "fit" not in vars(model):
+        vars(model)["fit"] = functools.wraps(model.fit)(functools.partial(_fit, model, model.fit))
+
+
+def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    session: Session = vars(model)[KEY]
+    signature = inspect.signature(inner)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    given = {**bound.arguments, **bound.arguments.get(rest or "", {})}
+    _refuse_unread(given)
+    if not session.world.is_main and "verbose" in bound.arguments and given["verbose"] == "auto":
+        bound.arguments["verbose"] = 0  # one progress bar: rank 0's
+    within = isinstance(given.get("x"), Batches) and given["x"].done(int(given.get("initial_epoch") or 0)) > 0
+    callbacks = _in_order(_with(Keep(session, began_within=within), given.get("callbacks")))
+    _check_clock(session, callbacks, given)
+    if not session.alone:
+        session.compared.clear()
+        callbacks = _together(session, callbacks, given)
+    if "callbacks" in bound.arguments:
+        bound.arguments["callbacks"] = callbacks
+    elif rest is not None:
+        bound.arguments[rest]["callbacks"] = callbacks
+    moving_average.go_on(model, session, _listed(callbacks), within=within)
+    try:
+        return inner(*bound.args, **bound.kwargs)
+    finally:
+        session.stops_in_epoch = True
+
+
+def _refuse_unread(given: dict[str, Any]) -> None:
+    if not isinstance(given.get("x"), Batches):
+        return
+    unread = [name for name in _UNREAD if given.get(name)]
+    if given.get("y") is not None:
+        unread.insert(0, "y")
+    if given.get("sample_weight") is not None:
+        unread.append("sample_weight")
+    if unread:
+        raise ConfigError(
+            "fit() does not read these beside batches(...), which deal labels and weights, and know an epoch's steps",
+            f"fit({', '.join(f'{name}=' for name in unread)})",
+            "give y, sample_weight= or class_weight= to hvdtrain.keras.batches; leave steps_per_epoch= out",
+            shared=True,
+        )
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    return list(callbacks.callbacks if isinstance(callbacks, _K.CallbackList) else keras.tree.flatten(callbacks or []))
+
+
+def _with(callback: Any, callbacks: Any) -> Any:
+    if isinstance(callbacks, _K.CallbackList):  # fit() takes it as it is
+        callbacks.callbacks.append(callback)
+        callback.set_params(callbacks.params)
+        callback.set_model(callbacks.model)
+        return callbacks
+    return [*_listed(callbacks), callback]
+
+
+def _in_order(callbacks: Any) -> Any:
+    """Ours come first: all others see the logs of all ranks' samples, and what they set is not undone unseen."""
+    found = _listed(callbacks)
+    ours = [callback for callback in found if isinstance(callback, fit_callbacks.Callback)]
+    ordered = [*ours, *(callback for callback in found if callback not in ours)]
+    if isinstance(callbacks, _K.CallbackList):
+        callbacks.callbacks[:] = ordered
+        return callbacks
+    return ordered
+
+
+class Keep(fit_callbacks.Callback):
+    """Keeps the weights behind an average where ``fit`` ends within an epoch, or began there."""
+
+    def __init__(self, session: Session, *, began_within: bool) -> None:
+        super().__init__(session)
+        self.began_within = began_within
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.began_within or self.model.stop_training:
+            moving_average.keep(self.model, self.session, began_within=self.began_within)
+
+
+# -------------------------------------------------------------------- one hand, one clock
+def _check_clock(session: Session, callbacks: Any, given: dict[str, Any]) -> None:
+    """The learning rate has one hand, and counts the samples that are fitted."""
+    found = _listed(callbacks)
+    rate = next((callback for callback in found if isinstance(callback, fit_callbacks.Rate)), None)
+    hands = [c for c in found if isinstance(c, (_K.ReduceLROnPlateau, _K.LearningRateScheduler))]
+    if rate is not None and hands:
+        raise ConfigError(
+            "one hand sets the learning rate: lr=, or a callback",
+            f"lr={rate.lr} and {type(hands[0]).__name__}",
+            f"leave {type(hands[0]).__name__} out, or lr= (then scale the optimizer's rate yourself)",
+            shared=True,
+        )
+    count = next((callback for callback in found if isinstance(callback, fit_callbacks.Count)), None)
+    if count is None:
+        return
+    data = given.get("x")
+    if isinstance(data, Batches):
+        count.follow(data.plan)
+    elif rate is not None and _arrays(given) is not None and (given.get("batch_size") or 32) != count.per_rank_batch:
+        raise ConfigError(
+            "the learning rate is computed from the batch that is fitted",
+            f"per_rank_batch={count.per_rank_batch}, fit(batch_size={given.get('batch_size')}); Keras' default is 32",
+            "give prepare() and fit() the same batch",
+            shared=True,
+        )
+    first = int(given.get("initial_epoch") or 0)
+    count.check_start(first, data.done(first) if isinstance(data, Batches) else None)
+
+
+# -------------------------------------------------------------------- the ranks together
+def _arrays(given: dict[str, Any]) -> Any:
+    """The in-memory data given to ``fit``; ``None`` for a data set or generator."""
+    data = (given.get("x"), given.get("y"), given.get("sample_weight"))
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    plain = leaves and all(isinstance(leaf, np.ndarray) or keras.ops.is_tensor(leaf) for leaf in leaves)
+    return data if plain else None
+
+
+def _together(session: Session, callbacks: Any, given: dict[str, Any]) -> Any:
+    """Compares the ranks' data, and adds the callback that makes stopping collective; collective."""
+    data = _arrays(given)
+    card = None if data is None else same_data.of_arrays(data).card
+    stops = any(_may_stop(callback) for callback in _listed(callbacks))
+    reports = session.world.gather((card, stops))
+    if card is not None and all(other == card for other, _ in reports):
+        raise same_work(f"fit() was given the same {card[1][0]} samples on all {session.world.size} ranks")
+    session.first_batch = None if data is not None or isinstance(given.get("x"), Batches) else False
+    session.first_epoch = int(given.get("initial_epoch") or 0)
+    return _with((LastOfBatch if any(stop for _, stop in reports) else Last)(session), callbacks)
+
+
+def _may_stop(callback: Any) -> bool:
+    """True if a callback may set ``model.stop_training`` within an epoch."""
+    if isinstance(callback, fit_callbacks.Callback) or type(callback) in _HARMLESS:
+        return False
+    return any(not getattr(getattr(callback, name, None), "_is_default", False) for name in _HOOKS)
+
+
+class Last(fit_callbacks.Callback):
+    """Comes after all others: ranks take the same number of steps, and a stop that one wants is one for all."""
+
+    stops_in_epoch = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.session.stops_in_epoch = self.stops_in_epoch
+        first = getattr(self.model, "_initial_epoch", None) or self.session.first_epoch  # the former: BackupAndRestore
+        length = {
+            "steps per epoch": self.params.get("steps"), "epochs": self.params.get("epochs"), "initial epoch": first,
+        }  # fmt: skip
+        reports = self.world.gather(length)
+        if any(report != reports[0] for report in reports):
+            raise ReplicaError(
+                "every rank must take the same number of steps",
+                "\n".join(f"rank {rank}: {report}" for rank, report in enumerate(reports)),
+                "deal the data with hvdtrain.keras.batches(x, y, per_rank_batch): all ranks get the same number",
+                shared=True,
+            )
+        if "steps" in self.params and length["steps per epoch"] is None:
+            raise ReplicaError(
+                "every rank must take the same number of steps, so it must be known",
+                "data of unknown length (a generator, or a tf.data.Dataset such as TFRecords): a rank that ends first"
+                " would leave the others waiting",
+                "fit(steps_per_epoch=...), the same on every rank, with data that does not end before:"
+                " dataset.repeat(), or `while True` in the generator",
+                shared=True,
+            )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._share_stop()
+
+    def _share_stop(self) -> None:
+        with self.world.in_step("end of a step", value=float(bool(self.model.stop_training))) as wanted:
+            self.model.stop_training = wanted > 0
+
+
+class LastOfBatch(Last):
+    """The same after every step: some callback of some rank may stop there."""
+
+    stops_in_epoch = True
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._share_stop()

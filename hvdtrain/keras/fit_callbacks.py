@@ -1,0 +1,430 @@
+"""The callbacks for ``fit``: start-up checks and broadcast, metrics of all ranks, learning rate, watch,
+record, checkpoint.
+
+Each does one thing; ``callbacks`` (in ``__init__``) puts them in the order they need. Collectives run only in
+hooks that all ranks reach at the same step, and never in a callback that Keras may call from a thread
+(``async_safe``).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.core.errors import ConfigError, NonFiniteError
+from hvdtrain.core.lr import LR
+from hvdtrain.core.sharding import Plan
+from hvdtrain.keras import averaging, metric_states, start
+from hvdtrain.keras import steps as _steps
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.checkpoint import check_saveable, model_state
+from hvdtrain.keras.checks import replicas
+from hvdtrain.keras.data import CLOCK, Batches
+from hvdtrain.keras.session import Session, is_built, is_hooked, leaves_of, missing_hook
+from hvdtrain.runs.checkpoint import Checkpointer, Progress
+from hvdtrain.runs.log import RunLog
+
+
+class Callback(keras.callbacks.Callback):
+    """Base of ours; ``fit`` puts them before all others."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+        self.world = session.world
+
+
+class Start(Callback):
+    """Re-checks the hooks, compares the ranks' settings and gives all ranks rank 0's state, before the
+    first step.
+    """
+
+    def set_model(self, model: keras.Model) -> None:
+        """Called by ``fit`` before it makes its train function: the last moment to change what it will
+        trace.
+        """
+        super().set_model(model)
+        if not self.session.alone and not is_hooked(model.optimizer):
+            inner = getattr(model.optimizer, "inner_optimizer", None)
+            if inner is None or not is_hooked(inner):
+                raise missing_hook(model.name, model.optimizer)
+        averaging.attach(model, self.session)
+        self._in_epoch = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        CLOCK.epoch = None
+        session, model = self.session, self.model
+        session.ready = False
+        session.wants_broadcast = not session.alone
+        if is_built(model):
+            start.start(model, session)
+        # else: the first train step builds the model, then starts
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        CLOCK.epoch = epoch
+        self.session.executions, self._in_epoch = 0, True
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self._in_epoch:
+            _steps.ended_early(self.model, self.session, self.params.get("steps"))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.on_test_begin()
+        self._in_epoch = False
+
+    def on_train_end(self, logs: Any = None) -> None:
+        CLOCK.epoch = None
+        replicas.average_statistics(self.model, self.world)
+
+
+class Epoch(Callback):
+    """At the end of each epoch: replicas compared, moving statistics equal on all ranks, and logs that are those of all
+    ranks' samples.
+
+    What a callback sets on one rank only (or by the logs of a batch, which are each rank's own) parts the replicas:
+    said before validation and checkpoints see them. Statistics are averaged before that, too. No hook for batches: with
+    one, Keras on torch would wait for every step's metrics before it starts the next step.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._in_epoch = self._dealt = self._told = False
+        self._train: tuple[metric_states.States, float] | None = None
+        self._validation = ExitStack()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._in_epoch, self._train = True, None
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self._in_epoch:
+            self._trained(validates=True)
+            self._train = self._now()  # validation is about to reset the metrics of training
+            data = getattr(self.model, "_eval_epoch_iterator", None)
+            self._dealt = isinstance(getattr(data, "data_adapter", None), Batches)
+            self._validates_together()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._validation.close()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._in_epoch = False
+        if logs is None or self.session.alone:
+            return
+        validated = self._train is not None
+        if not validated:
+            self._trained(validates=False)
+        self.world.agree("set of epoch logs", sorted(logs))
+        train, samples = self._train or self._now()
+        known = dict(metric_states.results(self.model, train, self.world, samples))
+        if validated:
+            states, val_samples = self._now()
+            same = not self._dealt and metric_states.same(states, self.world)
+            if same and not self._told:
+                self.session.say("validation: all ranks evaluate the same samples; batches(...) would deal them")
+                self._told = True
+            results = metric_states.results(self.model, states, self.world, val_samples, same=same)
+            known.update({f"val_{name}": value for name, value in results.items()})
+        own = {k: float(v) for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
+        if own:  # what a user's train step returns beside the metrics: mean over samples
+            known.update(self.world.mean(own, weight=samples or 1.0))
+        logs.update({key: known[key] for key in logs if key in known})
+
+    def _trained(self, *, validates: bool) -> None:
+        """The first thing after the last batch; a rank that validates meets one that does not, and both say so."""
+        self.world.agree("validation of this epoch", validates)
+        shared = replicas.replicated(self.model)
+        replicas.check_equal(shared, self.world, lambda: BACKEND.checksums(shared), when="at the end of an epoch")
+        replicas.average_statistics(self.model, self.world)
+
+    def _validates_together(self) -> None:
+        """Losses are then those of global batches; those that do not divide by samples take a word among the ranks."""
+        if self.session.alone:
+            return
+        batches = getattr(getattr(self.model, "_eval_epoch_iterator", None), "num_batches", None)
+        if not self.session.by_samples:
+            self.world.agree("number of validation steps (batches(...) deals the same to all ranks)", batches)
+        even = batches is not None and self.world.gather(batches) == [batches] * self.world.size
+        self._validation.enter_context(averaging.together(self.model, even=even))
+
+    def _now(self) -> tuple[metric_states.States, float]:
+        return metric_states.states(self.model), metric_states.samples_of(self.model)
+
+
+class Count(Callback):
+    """Counts updates and samples of all ranks; the clock of the learning rate, the record and the checkpoint.
+
+    Without ``progress`` it goes on from the model's last ``fit``: a loop of ``fit`` calls is one training.
+    """
+
+    def __init__(self, session: Session, progress: Progress | None, plan: Plan | None) -> None:
+        super().__init__(session)
+        self.plan: Plan | None = None
+        self._restored = progress is not None
+        if progress is None:
+            progress = session.count.progress(epoch_done=True) if session.count is not None else Progress()
+        session.count = self
+        self.step_samples = (session.per_rank_batch or 0) * session.world.size
+        if plan is not None:
+            self.follow(plan)
+        self.epoch = progress.epoch
+        self.step = progress.step
+        self.samples_seen = progress.samples_seen
+        self.samples_in_epoch = progress.samples_in_epoch
+        self.last_step_samples = 0
+        self._resumed_in = progress.samples_in_epoch
+
+    @property
+    def per_rank_batch(self) -> int:
+        return self.step_samples // self.world.size
+
+    def follow(self, plan: Plan) -> None:
+        """Counts by the plan of the batches that are fitted.
+
+        Raises:
+            ConfigError: the plan is another than the one given before, or has another batch than ``prepare`` was told.
+        """
+        own = self.session.per_rank_batch
+        if own is not None and own != plan.per_rank_batch:
+            raise ConfigError(
+                "the learning rate is computed from the batch that is fitted",
+                f"prepare(per_rank_batch={own}), batches(per_rank_batch={plan.per_rank_batch})",
+                "give both the same per_rank_batch; callbacks(plan=data.plan) needs none in prepare()",
+                shared=True,
+            )
+        if self.plan not in (None, plan):
+            raise ConfigError(
+                "callbacks(plan=) is the plan of the batches that are fitted", f"{self.plan} and {plan}",
+                "callbacks(model, plan=data.plan) with the data given to fit()", shared=True,
+            )  # fmt: skip
+        self.plan = plan
+        self.step_samples = plan.global_batch
+
+    def check_start(self, first_epoch: int, done: int | None) -> None:
+        """Checks that ``fit`` begins where the restored run stopped.
+
+        Args:
+            first_epoch: ``fit``'s ``initial_epoch``.
+            done: samples of that epoch that its batches leave out; ``None`` if unknown.
+
+        Raises:
+            ConfigError: another epoch, or samples that would be repeated or skipped.
+        """
+        restored, self._restored = self._restored, False
+        if restored and first_epoch != self.epoch:
+            raise ConfigError(
+                "a restored run goes on with the epoch it stopped in",
+                f"progress is in epoch {self.epoch}, fit(initial_epoch={first_epoch})",
+                f"fit(..., initial_epoch=progress.epoch, epochs={self.epoch + 1} or more)", shared=True,
+            )  # fmt: skip
+        if done is not None and done != self._resumed_in:
+            raise ConfigError(
+                "a restored run goes on with the samples that are left of its epoch",
+                f"progress has done {self._resumed_in} samples of epoch {self.epoch}, the batches leave out {done}",
+                "batches(..., epoch=progress.epoch, consumed=progress.samples_in_epoch), and"
+                " callbacks(..., progress=progress)", shared=True,
+            )  # fmt: skip
+        if done is None and self._resumed_in:
+            self.session.say(
+                f"goes on after {self._resumed_in} samples of epoch {self.epoch}: the data must skip those"
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+        self.samples_in_epoch, self._resumed_in = self._resumed_in, 0
+        self._next_batch = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        done = min(batch + 1, self.params.get("steps") or batch + 1)  # Keras counts the last execution as a full one
+        steps = done - self._next_batch  # several with steps_per_execution
+        samples = steps * self.step_samples
+        if self.plan is not None:
+            samples = min(samples, self.plan.samples - self.samples_in_epoch)
+        self._next_batch = done
+        self.step += steps
+        self.samples_seen += samples
+        self.samples_in_epoch += samples
+        self.last_step_samples = samples
+
+    @property
+    def epoch_is_done(self) -> bool:
+        """False where a stop left samples of the epoch that is counted by a plan."""
+        return self.plan is None or self.plan.steps(self.samples_in_epoch) == 0
+
+    def progress(self, *, epoch_done: bool) -> Progress:
+        if epoch_done:
+            return Progress(self.epoch + 1, self.step, self.samples_seen, 0)
+        return Progress(self.epoch, self.step, self.samples_seen, self.samples_in_epoch)
+
+
+class Rate(Callback):
+    """Sets the learning rate before each batch, from the samples seen; nobody else does."""
+
+    def __init__(self, session: Session, lr: LR, count: Count, global_batch: int) -> None:
+        super().__init__(session)
+        self.lr, self.count, self.global_batch = lr, count, global_batch
+        self._now: float | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._now = None
+        self._set()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        found = rate_of(self.model.optimizer)
+        if self._now is not None and not np.isclose(found, self._now, rtol=1e-5, atol=0):
+            raise ConfigError(
+                "one hand sets the learning rate: lr=, or something else",
+                f"lr= had set {self._now:g}, epoch {epoch} begins with {found:g}",
+                "leave out what sets it (a callback?), or lr=", shared=True,
+            )  # fmt: skip
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._set()
+
+    def _set(self) -> None:
+        rate = self.lr.at(self.count.samples_seen, self.global_batch)
+        if rate != self._now:
+            self.model.optimizer.learning_rate = rate
+            self._now = rate
+
+
+class Watch(Callback):
+    """Compares the replicas every so many steps: one checksum per variable, one small all-reduce."""
+
+    def __init__(self, session: Session, every: int) -> None:
+        super().__init__(session)
+        self.every = every
+        self._steps = 0
+        self._variables: list[Any] = []
+        self._checksums: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._checksums = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._next_batch = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        before, self._steps = self._steps, self._steps + batch + 1 - self._next_batch
+        self._next_batch = batch + 1
+        if self._steps // self.every == before // self.every:  # several steps with steps_per_execution
+            return
+        if self._checksums is None:
+            self._variables = replicas.replicated(self.model)
+            self._checksums = BACKEND.make_checksums(self._variables)
+        replicas.check_equal(self._variables, self.world, self._checksums, when=f"after step {self._steps}")
+
+
+class Record(Callback):
+    """Writes steps and epochs to the run log."""
+
+    def __init__(self, session: Session, run: RunLog, count: Count) -> None:
+        super().__init__(session)
+        self.run, self.count = run, count
+        self._epoch_started = self._began = self._ended = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch_started = self._ended = time.perf_counter()
+        self._seen = (0.0, 0.0)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        ended = time.perf_counter()
+        seconds = {"between": self._began - self._ended, "step": ended - self._began}
+        self._ended = ended
+        count = self.count
+        self.run.step(
+            step=count.step, epoch=count.epoch, samples_seen=count.samples_seen,
+            loss=self._loss(logs or {}), lr=rate_of(self.model.optimizer),
+            samples=count.last_step_samples, seconds=seconds,
+        )  # fmt: skip
+
+    def _loss(self, logs: dict[str, Any]) -> float:
+        """The global batch's: Keras' own is the mean since the epoch began, and this rank's."""
+        if not self.session.alone:
+            noted = BACKEND.loss_noted(self.session) if self.session.records else float("nan")
+            return noted if np.isfinite(noted) and noted else float(logs.get("loss", float("nan")))
+        total, count = self._seen
+        self._seen = metric_states.seen(self.model)
+        since = self._seen[1] - count
+        return (self._seen[0] - total) / since if since > 0 else float(logs.get("loss", float("nan")))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        numbers = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
+        self.run.epoch(epoch, numbers, time.perf_counter() - self._epoch_started)
+
+
+class Save(Callback):
+    """Writes a checkpoint after each epoch; and within it, if asked, at the first chance at or after every so many
+    steps (with ``steps_per_execution`` that is after the call that held the step). Weights that are not finite are not
+    written: earlier checkpoints stay.
+    """
+
+    def __init__(self, session: Session, checkpointer: Checkpointer, count: Count, every_steps: int = 0) -> None:
+        super().__init__(session)
+        self.checkpointer, self.count, self.every_steps = checkpointer, count, every_steps
+        self._saved_at = count.step
+        self._finite = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.every_steps and self.count.plan is None:
+            raise ConfigError(
+                "a checkpoint within an epoch knows its place in the data from the plan that deals it",
+                f"save_every={self.every_steps}, data that hvdtrain does not deal",
+                "fit(hvdtrain.keras.batches(...)), or save after each epoch only",
+            )
+        check_saveable(self.model)
+        self._saved_at = self.count.step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        last = batch + 1 >= (self.params.get("steps") or math.inf)  # the epoch's own checkpoint follows at once
+        if self.every_steps and not last and self.count.step // self.every_steps > self._saved_at // self.every_steps:
+            self._save(self.count.progress(epoch_done=False), {})
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        metrics = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
+        self._save(self.count.progress(epoch_done=self.count.epoch_is_done), metrics)
+
+    def _save(self, progress: Progress, metrics: dict[str, float]) -> None:
+        self._saved_at = progress.step
+        try:
+            self.checkpointer.save(model_state(self.model), progress=progress, metrics=metrics)
+        except NonFiniteError as error:
+            self.session.say(f"no checkpoint after step {progress.step}: {error if self._finite else error.rule}")
+            self._finite = False
+
+
+def rate_of(optimizer: Any) -> float:
+    """Returns an optimizer's current learning rate, of a variable or of a schedule."""
+    rate = leaves_of(optimizer)[0].learning_rate  # of several (MultiOptimizer) the first one's
+    return float(keras.ops.convert_to_numpy(rate.value if hasattr(rate, "value") else rate))
+
+
+def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
+    """Refuses a learning rate that two hands would set.
+
+    Raises:
+        ConfigError: the optimizer has a schedule of its own, or a rate that was scaled already.
+    """
+    leaves = leaves_of(optimizer)
+    if len(leaves) > 1:
+        raise ConfigError(
+            "lr= sets one learning rate",
+            f"{type(optimizer).__name__} with {len(leaves)} optimizers, each with a rate of its own",
+            "leave lr= out and give each a learning_rate (or schedule) for the global batch",
+        )
+    for leaf in leaves:
+        own = leaf._learning_rate
+        if isinstance(own, keras.optimizers.schedules.LearningRateSchedule) or not isinstance(own, keras.Variable):
+            raise ConfigError(
+                "one hand sets the learning rate: lr=, or the optimizer's own schedule",
+                f"lr={lr} and {type(own).__name__} in {leaf.name!r}",
+                f"make the optimizer with learning_rate={lr.base}, or leave lr= out",
+            )
+    lr.check_optimizer(rate_of(optimizer), global_batch)

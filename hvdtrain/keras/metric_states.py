@@ -1,0 +1,102 @@
+"""Metrics over all ranks: the *states* of the metrics are summed and the result computed anew.
+
+So each sample counts once, whatever the shares, and metrics that are no means (AUC, precision, RMSE) are
+right too. The sum is that of a metric's variables with Keras' default aggregation; a metric that declares
+``mean`` is averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.core.world import World
+from hvdtrain.keras.backends.chosen import BACKEND
+
+States = list[tuple[Any, np.ndarray]]
+
+
+def states(model: keras.Model) -> States:
+    """Returns the metric variables of a model with this rank's values; local."""
+    return [(v, BACKEND.to_numpy(v).copy()) for metric in model.metrics for v in metric.variables]
+
+
+def same(local: States, world: World) -> bool:
+    """True if all ranks have the same states: they evaluated the same samples; collective."""
+    if world.size == 1 or not local:
+        return False
+    flat = np.concatenate([np.asarray(a, np.float64).reshape(-1) for _, a in local])
+    world.agree("set of metrics", flat.size)
+    ends = BACKEND.host_allreduce(np.concatenate([flat, -flat]), "min", "hvdtrain.metrics.same")
+    low, high = ends[: flat.size], -ends[flat.size :]
+    return bool(high.any() and np.allclose(low, high, rtol=1e-6, atol=0))
+
+
+def results(
+    model: keras.Model, local: States, world: World, samples: float = 1.0, *, same: bool = False
+) -> dict[str, float]:
+    """Returns the metrics of all ranks' samples together; collective. This rank's states stay what they are.
+
+    Args:
+        model: whose metrics.
+        local: this rank's states.
+        world: the ranks.
+        samples: unused by summed states; the weight of states that are averaged.
+        same: all ranks evaluated the same samples, which count once.
+    """
+    total = _sum(local, world, samples, all_means=same)
+    keep = states(model)
+    try:
+        _assign([v for v, _ in local], total)
+        return {name: _number(value) for name, value in model.get_metrics_result().items()}
+    finally:
+        _assign([v for v, _ in keep], [value for _, value in keep])
+
+
+def _sum(local: States, world: World, samples: float, *, all_means: bool = False) -> list[np.ndarray]:
+    if world.size == 1 or not local:
+        return [value for _, value in local]
+    means = [all_means or getattr(v, "aggregation", "sum") == "mean" for v, _ in local]
+    weighted = [
+        np.asarray(a, np.float64) * (samples if m else 1.0) if samples or not m else np.zeros(a.shape)
+        for (_, a), m in zip(local, means, strict=True)
+    ]
+    flat = np.concatenate([*(a.reshape(-1) for a in weighted), [samples]])
+    world.agree("set of metrics", [(tuple(a.shape), m) for a, m in zip(weighted, means, strict=True)])
+    flat = BACKEND.host_allreduce(flat, "sum", "hvdtrain.metrics")
+    out, start = [], 0
+    for (_, value), mean in zip(local, means, strict=True):
+        part = flat[start : start + value.size].reshape(value.shape)
+        out.append((part / max(flat[-1], 1e-300) if mean else part).astype(value.dtype))
+        start += value.size
+    return out
+
+
+def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _number(item) for key, item in value.items()}
+    array = np.asarray(keras.ops.convert_to_numpy(value))
+    return float(array) if array.ndim == 0 else array
+
+
+def seen(model: keras.Model) -> tuple[float, float]:
+    """Returns the loss summed over this rank's samples, and their number, since its metric was reset; 0 if the step
+    does not use it.
+    """
+    tracker: Any = getattr(model, "_loss_tracker", None)
+    if getattr(tracker, "count", None) is None:
+        return 0.0, 0.0
+    return float(BACKEND.to_numpy(tracker.total)), float(BACKEND.to_numpy(tracker.count))
+
+
+def samples_of(model: keras.Model) -> float:
+    """Returns how many samples this rank's loss metric has counted since it was reset."""
+    return seen(model)[1]

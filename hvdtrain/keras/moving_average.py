@@ -1,0 +1,89 @@
+"""The weights themselves, where an optimizer with ``use_ema`` trains one epoch in two fits.
+
+Keras writes the average over the weights at the end of each ``fit``. Two fits of whole epochs are what they are in
+plain Keras. But the rest of an epoch that was stopped is a ``fit`` of its own (``batches(..., consumed=)``): it and its
+neighbours are one training, as if nobody had stopped, and what follows goes on with the weights as the last step left
+them; so does a checkpoint that is written in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.session import Session, leaves_of
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Weights and their averages, as the last step left them, and whether their ``fit`` began within an epoch."""
+
+    values: Sequence[Any]
+    began_within: bool
+
+
+def _averaged(model: keras.Model) -> tuple[list[Any], list[Any]]:
+    """The weights that have an average, and the averages."""
+    leaves = [leaf for leaf in leaves_of(model.optimizer) if getattr(leaf, "use_ema", False) and leaf.built]
+    pairs = [
+        (weight, average)
+        for leaf in leaves
+        for weight, average in zip(leaf._trainable_variables, leaf._model_variables_moving_average, strict=True)
+        if average is not None
+    ]
+    return [weight for weight, _ in pairs], [average for _, average in pairs]
+
+
+def _overwritten(model: keras.Model) -> list[Any]:
+    """Weights and averages, if they are the same bit for bit, as the end of ``fit`` leaves them; else none."""
+    weights, averages = _averaged(model)
+    pairs = zip(weights, averages, strict=True)
+    same = (np.array_equal(BACKEND.to_numpy(weight), BACKEND.to_numpy(average)) for weight, average in pairs)
+    return [*weights, *averages] if all(same) else []
+
+
+def keep(model: keras.Model, session: Session, *, began_within: bool) -> None:
+    """Keeps weights and averages, before anybody writes or swaps the ones over the others."""
+    weights, averages = _averaged(model)
+    session.kept_weights = Kept(BACKEND.copies([*weights, *averages]), began_within)
+
+
+def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, within: bool) -> None:
+    """Before a ``fit`` that begins ``within`` an epoch, or follows one that did: puts the weights themselves back."""
+    kept, session.kept_weights = session.kept_weights, None
+    variables = _overwritten(model)
+    if variables and kept is not None and (within or kept.began_within):
+        BACKEND.put_back(variables, kept.values)
+        for callback in callbacks:  # of the last fit, too: it would swap them first
+            if isinstance(callback, keras.callbacks.SwapEMAWeights):
+                callback._ema_weights_in_model = False
+        session.say(
+            "use_ema: goes on with the weights themselves, as one fit would; Keras had written the average over them at"
+            " the end of the last fit, which ended or began within an epoch"
+        )
+    elif variables and session.saves and not session.told_average:
+        session.told_average = True
+        session.say(
+            "use_ema: goes on from the average, which Keras wrote over the weights at the end of the last fit; a run"
+            " that is resumed from the last checkpoint of a fit goes on with the weights themselves, as in one fit:"
+            " train in one fit(epochs=...), and both are the same"
+        )
+
+
+@contextmanager
+def themselves(model: keras.Model, session: Session) -> Iterator[None]:
+    """Inside, the model has the weights that training goes on with."""
+    variables = _overwritten(model) if session.kept_weights is not None else []
+    before = BACKEND.copies(variables)
+    if variables:
+        BACKEND.put_back(variables, session.kept_weights.values)
+    try:
+        yield
+    finally:
+        BACKEND.put_back(variables, before)

@@ -1,0 +1,266 @@
+"""What the adapter remembers about one prepared model: a ``Session``, shared by its optimizers' hooks and
+callbacks.
+
+It lives in ``model.__dict__`` and ``optimizer.__dict__`` under ``KEY``, past the attribute tracking of Keras,
+TensorFlow and torch: nothing of it reaches a config, a checkpoint or a saved model.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.lr import LR
+from hvdtrain.core.world import World, given_or_current
+
+KEY = "_hvdtrain"
+# A rank that has no sample left takes part with a batch of one row that is none. Its sample weight says so: NaN, which
+# shows in a step without our hooks; where there are no sample weights, a mask (bool): is this row a sample?
+NO_SAMPLE = float("nan")
+
+# Creation order names the collectives, so ranks must prepare their models in the same order (checked at
+# start).
+_created = itertools.count()
+
+
+@dataclass
+class LiveBatch:
+    """The batch in flight: this rank's samples, and their sum over ranks on its way."""
+
+    samples: Any
+    begin: Callable[[], Any]
+    finish: Callable[[Any], Any]
+    _started: Any = None
+    _total: Any = None
+
+    def start(self) -> None:
+        """Starts the sum over ranks; once."""
+        if self._started is None:
+            self._started = self.begin()
+
+    def total(self) -> Any:
+        """Samples of all ranks; waits for the sum the first time."""
+        if self._total is None:
+            self.start()
+            self._total = self.finish(self._started)
+        return self._total
+
+
+@dataclass
+class Session:
+    """One prepared model (or optimizer that has not met its model yet).
+
+    Attributes:
+        world: the ranks.
+        compression: ``None`` or ``"fp16"``.
+        sparse_as_dense: turn ``IndexedSlices`` into dense gradients before the reduction.
+        verify: prove the averaging before the first step.
+        watch_every: compare replicas every so many steps; 0 is never.
+        lr, per_rank_batch: the learning-rate contract, and the batch it is computed from.
+        by_samples: every loss so far divides by samples, so that ranks need no word about it in a step.
+        together: batches of an evaluation are the ranks' parts of global batches.
+        even: all ranks have as many of those batches.
+        test_function: ``model.test_function`` for those.
+        records, step_loss: steps are recorded: the loss of the last step's global batch.
+        own_step: the model's class has a ``train_step`` of its own.
+        kept_batch: this rank's first batch, kept until the loss is proven on it; wants_first: not kept yet.
+        live: weight of the batch in flight; ``None`` outside a train step (then all ranks weigh the same).
+        ready: the checks of this ``fit`` are done.
+        wants_broadcast: the callbacks asked for rank 0's state before the next step.
+        streams_set: every rank has its own random stream (done once, so that a second ``fit`` goes on).
+        restored_random: random state that a checkpoint gave this rank, to be put in place when training
+            starts.
+        saves: this run writes checkpoints.
+        step_random: Python's and numpy's generators of this rank within a train step.
+        count: the clock of the last ``fit``, which the next goes on from.
+        kept_weights: behind an average that Keras wrote over them at the end of a ``fit`` (``_average.Kept``);
+            told_average: what is so about several fits with averages was said.
+        first_epoch: ``initial_epoch`` of this ``fit``.
+        executions: calls of the train function in this epoch.
+        stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no ``fit`` runs.
+        compared: what was compared over ranks in this ``fit``: "step", or an optimizer's collectives.
+        applying: the hooked optimizer is at work, with those it holds.
+        proving: trial updates are made; told_alone: what is so about updates outside of a train step was said.
+        first_batch: numbers of the first batch; ``False`` until there is one, ``None`` if nobody asks.
+        proof: the result of the last verification.
+    """
+
+    world: World
+    compression: str | None = None
+    sparse_as_dense: bool = False
+    verify: bool = True
+    watch_every: int = 0
+    lr: LR | None = None
+    per_rank_batch: int | None = None
+    name: str = field(default_factory=lambda: f"hvdtrain.{next(_created)}")
+    live: LiveBatch | None = None
+    attached: bool = False
+    by_samples: bool = True
+    together: bool = False
+    even: bool = False
+    test_function: Any = None
+    own_step: bool = False
+    kept_batch: Any = None
+    wants_first: Any = None
+    loss_proven: bool = False
+    records: bool = False
+    step_loss: Any = None
+    ready: bool = False
+    wants_broadcast: bool = False
+    streams_set: bool = False
+    restored_random: Mapping[str, np.ndarray] | None = None
+    saves: bool = False
+    step_random: tuple[Any, Any] | None = None
+    count: Any = None
+    kept_weights: Any = None
+    told_average: bool = False
+    first_epoch: int = 0
+    executions: int = 0
+    stops_in_epoch: bool = True
+    compared: set[str] = field(default_factory=set)
+    applying: bool = False
+    proving: bool = False
+    told_alone: bool = False
+    first_batch: Any = None
+    proof: Any = None
+
+    @property
+    def alone(self) -> bool:
+        return self.world.size == 1
+
+    def say(self, text: str) -> None:
+        """Prints a note once, on rank 0."""
+        if self.world.is_main:
+            print(f"hvdtrain: {text}", flush=True)
+
+
+def world_or_current(world: World | None) -> World:
+    """Returns the world given, or that of the last `hvdtrain.init`; `ConfigError` if there is none."""
+    return given_or_current(world, "keras")
+
+
+def session_of(target: Any) -> Session | None:
+    """Returns the session of a model or an optimizer; ``None`` if it was not prepared."""
+    return vars(target).get(KEY) if target is not None else None
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Returns the outermost optimizers of a model: ``model.optimizer``, then others that it or one of its layers
+    keeps, as attributes or in dicts, lists and tuples (GANs).
+    """
+    found: list[Any] = []
+    kept = [vars(part) for part in (model, *model._flatten_layers(include_self=False))]
+    for candidate in _optimizers_in([getattr(model, "optimizer", None), *kept], depth=5):
+        if not any(candidate is seen for seen in found):
+            found.append(candidate)
+    held = [leaf for optimizer in found for leaf in leaves_of(optimizer) if leaf is not optimizer]
+    return [optimizer for optimizer in found if not any(optimizer is leaf for leaf in held)]
+
+
+def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif depth and isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _optimizers_in(item, depth - 1)
+
+
+def leaves_of(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that do the updates: inside ``LossScaleOptimizer`` and ``MultiOptimizer``."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return leaves_of(optimizer.inner_optimizer)
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return [leaf for inner in optimizer.optimizers for leaf in leaves_of(inner)]
+    return [optimizer]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """While open, calls of ``owner.name`` are calls of ``function``, which is given the original first."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def require_keras(target: Any) -> None:
+    """Raises ``ConfigError`` for what is no model or optimizer of Keras 3."""
+    if isinstance(target, (keras.Model, keras.optimizers.Optimizer)):
+        return
+    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(target).__mro__]
+    old = any(kind.startswith(("tf_keras.", "tensorflow.python.keras.")) for kind in kinds)
+    raise ConfigError(
+        "hvdtrain.keras trains models of Keras 3 (keras.Model) and their optimizers",
+        kinds[0] + (" of Keras 2" if old else ""),
+        "build it with `import keras` (tf.keras, without TF_USE_LEGACY_KERAS), not tf_keras"
+        if old
+        else "give the compiled model, or its optimizer",
+    )
+
+
+def require_compiled(model: Any) -> None:
+    """Raises ``ConfigError`` for a model without optimizer."""
+    if getattr(model, "optimizer", None) is None:
+        raise ConfigError(
+            "a model is prepared after compile()",
+            f"{type(model).__name__} {getattr(model, 'name', '')!r} without an optimizer",
+            "call model.compile(optimizer=..., loss=...) first, or prepare the optimizer itself",
+        )
+
+
+def is_stock(optimizer: Any) -> bool:
+    """True for an optimizer made by ``horovod.keras.DistributedOptimizer``: no Keras optimizer has that
+    method.
+    """
+    return hasattr(optimizer, "_allreduce_grads")
+
+
+def missing_hook(model_name: str, optimizer: Any) -> ReplicaError:
+    """The error for an optimizer whose gradients nobody averages."""
+    kind = type(optimizer)
+    if is_stock(optimizer):
+        return ReplicaError(
+            "gradients must be averaged over ranks, and Horovod's own Keras wrapper does not do so under Keras 3",
+            f"{kind.__name__} from horovod.DistributedOptimizer: Keras 3 never calls the methods it overrides"
+            " (upstream's last release is older than Keras 3)",
+            "give compile() the plain optimizer, then hvdtrain.keras.prepare(model)",
+            shared=True,
+        )
+    return ReplicaError(
+        "gradients must be averaged over ranks: the optimizer that trains must be prepared",
+        f"{kind.__name__} {optimizer.name!r} of model {model_name!r} is not (load_model, clone_model, from_config and"
+        " another compile() give a new optimizer)",
+        "call hvdtrain.keras.prepare(model) after the last compile() or load, before fit(); an optimizer beside"
+        " model.optimizer must be an attribute of the model or of a layer by then, or in a dict or list there",
+        shared=True,
+    )
+
+
+HOOKS = ("apply", "check_finite", "_clip_gradients")
+
+
+def is_hooked(optimizer: Any) -> bool:
+    """True if this optimizer's ``apply`` averages over ranks."""
+    return KEY in vars(optimizer) and "apply" in vars(optimizer)
+
+
+def is_built(model: keras.Model) -> bool:
+    """True if every layer of the model has its variables."""
+    parts = all(layer.built for layer in model._flatten_layers(include_self=False))
+    called = type(model).call is not keras.Model.call  # a GAN has parts, but no call() to build it by
+    return parts and (bool(model.built) or not called)

@@ -1,0 +1,132 @@
+"""What happens once before the first step of a ``fit``: agreement, rank 0's state, random streams, proof."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from hvdtrain.core.errors import ReplicaError
+from hvdtrain.keras import rng
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.checks import replicas
+from hvdtrain.keras.session import Session, is_hooked, missing_hook, optimizers_of
+
+
+def start(model: keras.Model, session: Session) -> None:
+    """Makes sure that training from here is right on all ranks, or raises; collective.
+
+    Broadcasts rank 0's state first if the callbacks asked for it; without the callbacks replicas that differ
+    are an error (a forgotten broadcast).
+    """
+    if session.alone:
+        if not model.optimizer.built:  # as on many ranks: some optimizers start from the weights as they then are
+            model.optimizer.build(model.trainable_variables)
+        _put_random_state(model, session)
+        session.ready = True
+        return
+    if not is_hooked(model.optimizer):
+        raise missing_hook(model.name, model.optimizer)
+    world = session.world
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    check_agreement(model, session)
+    variables = [*model.weights, *replicas.optimizer_variables(model)]
+    replicas.check_same_variables(variables, world)
+    if session.wants_broadcast:
+        if session.streams_set and session.restored_random is None:  # not the first fit: each rank goes on accumulating
+            own = {id(variable) for variable in replicas.accumulators(model)}
+            variables = [variable for variable in variables if id(variable) not in own]
+        replicas.broadcast(variables, world)
+        session.wants_broadcast = False
+    if session.verify and session.proof is None:
+        from hvdtrain.keras.checks import average
+
+        session.proof = average.prove(model, session)
+        session.say(str(session.proof))
+    else:
+        shared = replicas.replicated(model)
+        replicas.check_equal(shared, world, lambda: BACKEND.checksums(shared), when="when training starts")
+    _put_random_state(model, session)
+    session.ready = True
+
+
+def _put_random_state(model: keras.Model, session: Session) -> None:
+    """Last of all, because building a model draws random numbers."""
+    if session.restored_random is not None:
+        rng.restore(model, session.restored_random)
+        session.restored_random, session.saves = None, True
+    elif not session.streams_set:
+        rng.split_streams(model, session.world)
+    session.streams_set = True
+
+
+def check_agreement(model: keras.Model, session: Session) -> None:
+    """Compares what every rank must have set alike; collective.
+
+    Raises:
+        ReplicaError: on every rank, naming the first setting that differs, with each rank's value.
+    """
+    reports = [flatten(report) for report in session.world.gather(_settings(model, session))]
+    for key in sorted({key for report in reports for key in report}, key=_importance):
+        values = [report.get(key, "absent") for report in reports]
+        if any(value != values[0] for value in values):
+            raise ReplicaError(
+                f"every rank must train with the same {key}",
+                "\n".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
+                "scale the learning rate by the number of ranks, not by the rank; hvdtrain.LR does it for you"
+                if "learning_rate" in key
+                else "give all ranks the same value: same flags, same code path",
+                shared=True,
+            )
+
+
+def _importance(key: str) -> tuple[int, str]:
+    return (0 if "learning_rate" in key else 1, key)
+
+
+def _settings(model: keras.Model, session: Session) -> dict[str, Any]:
+    return {
+        "optimizer": [_config(optimizer) for optimizer in optimizers_of(model)],
+        "prepare": {
+            "order of prepare() calls": session.name,
+            "compression": session.compression,
+            "sparse_as_dense": session.sparse_as_dense,
+            "verify": session.verify,
+            "broadcast": session.wants_broadcast,
+            "watch_every": session.watch_every,
+            "averaging hook": is_hooked(model.optimizer),
+        },
+        "compile": {"run_eagerly": model.run_eagerly, "steps_per_execution": model.steps_per_execution},
+        "random state": "restored" if session.restored_random is not None else "fresh",
+        "backend": keras.backend.backend(),
+        "dtype policy": model.dtype_policy.name,
+        "lr": repr(session.lr),
+    }
+
+
+def _config(optimizer: Any) -> dict[str, Any]:
+    """An optimizer's class and configuration as JSON types, without names (they count objects made in the
+    process).
+    """
+    config = json.loads(json.dumps(optimizer.get_config(), default=repr))
+    return {"class": type(optimizer).__name__, **_without_names(config)}
+
+
+def _without_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_names(item) for key, item in value.items() if key != "name"}
+    return [_without_names(item) for item in value] if isinstance(value, list) else value
+
+
+def flatten(value: Any, prefix: str = "") -> Mapping[str, Any]:
+    """Nested dicts and lists as one dict with dotted keys; pure."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        return {prefix: value}
+    out: dict[str, Any] = {}
+    for key, item in items:
+        out.update(flatten(item, f"{prefix}.{key}" if prefix else str(key)))
+    return out

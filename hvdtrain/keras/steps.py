@@ -1,0 +1,124 @@
+"""Around each step of a prepared model: that ranks take the same number of them, on samples of their own, to equal
+weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.core.errors import ReplicaError
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.checks import decompose, replicas
+from hvdtrain.keras.session import KEY, Session
+
+
+def wrap_train_function(model: keras.Model) -> None:
+    """Makes the function that ``fit`` calls for each step (or ``steps_per_execution`` of them) count and compare."""
+    if "make_train_function" in vars(model):
+        return
+    inner = model.make_train_function
+
+    @functools.wraps(inner)
+    def make_train_function(force: bool = False) -> Any:
+        if model.train_function is None or force:
+            inner(force=force)
+            model.train_function = _counting(model, model.train_function)
+        return model.train_function
+
+    vars(model)["make_train_function"] = make_train_function
+    model.train_function = None
+
+
+def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(inner)
+    def train_function(data: Any) -> Any:
+        session: Session = vars(model)[KEY]
+        with session.world.tracker.update(
+            f"of {session.name.replace('hvdtrain.', 'model ')}"
+        ):  # it waits for the ranks
+            logs = inner(data)
+        session.executions += 1
+        if "step" not in session.compared:
+            _after_first(model, session)
+        if model.stop_training and not session.stops_in_epoch:
+            raise ReplicaError(
+                "all ranks stop at the same step",
+                f"model.stop_training was set on rank {session.world.rank}, but not by a callback that fit() was given",
+                "set it in a callback's hook, given to fit() on every rank",
+            )
+        return logs
+
+    return train_function
+
+
+def _after_first(model: keras.Model, session: Session) -> None:
+    """After the first update, whatever made it: are the replicas equal, and did each see samples of its own?"""
+    session.compared.add("step")
+    shared = replicas.replicated(model)
+    replicas.check_equal(shared, session.world, lambda: BACKEND.checksums(shared), when="after the first step")
+    if isinstance(session.first_batch, keras.Variable):
+        seen = session.world.gather(BACKEND.to_numpy(session.first_batch).tolist())
+        if all(other == seen[0] for other in seen) and seen[0][1] > 0:
+            raise same_work(f"the first batch is the same on all {session.world.size} ranks")
+    if session.verify and not session.loss_proven:
+        decompose.check(model, session)
+
+
+def note_batch(session: Session, data: Any) -> None:
+    """Notes what the batch of a data set or generator looks like (in a graph: of each batch, a few numbers)."""
+    if session.first_batch is None or "step" in session.compared:
+        return
+    parts = [_few(leaf) for leaf in keras.tree.flatten(data) if keras.ops.is_tensor(leaf) and _is_dense(leaf)]
+    if not parts:
+        return
+    if session.first_batch is False:
+        with BACKEND.eager():
+            session.first_batch = keras.Variable(np.zeros(2), dtype="float64", trainable=False, name="first_batch")
+    few = keras.ops.concatenate(parts)
+    factors = keras.ops.cos(keras.ops.cast(keras.ops.arange(keras.ops.shape(few)[0]), "float64"))
+    spread = keras.ops.max(few) - keras.ops.min(few)
+    session.first_batch.assign(keras.ops.stack([keras.ops.sum(few * factors), spread]))
+
+
+def _is_dense(leaf: Any) -> bool:
+    """True for a plain tensor of numbers."""
+    if getattr(leaf, "is_sparse", False) or type(leaf).__name__ in ("SparseTensor", "RaggedTensor"):
+        return False
+    return any(word in str(leaf.dtype) for word in ("float", "int"))
+
+
+def _few(leaf: Any) -> Any:
+    """Up to about a thousand elements of a tensor, spread over it, as float64."""
+    flat = keras.ops.reshape(leaf, (-1,))
+    step = keras.ops.shape(flat)[0] // 1024 + 1
+    # TensorFlow does not know the rank of a strided slice
+    return keras.ops.reshape(keras.ops.cast(flat[::step], "float64"), (-1,))
+
+
+def ended_early(model: keras.Model, session: Session, steps: int | None) -> None:
+    """Raises on a rank whose data ended before the steps that all ranks had agreed to take; local."""
+    if session.alone or steps is None or model.stop_training:
+        return
+    expected = -(-steps // int(model.steps_per_execution or 1))
+    if session.executions < expected:
+        raise ReplicaError(
+            "every rank must take the same number of steps",
+            f"rank {session.world.rank}: the data ended after {session.executions} of {expected} steps of an epoch (or"
+            " steps_per_execution of them); ranks with more data wait for this one",
+            "give data that does not end before steps_per_epoch: dataset.repeat(), or `while True` in the generator",
+        )
+
+
+def same_work(came: str) -> ReplicaError:
+    """The error for ranks that all train on the same samples."""
+    return ReplicaError(
+        "each rank must train on samples of its own",
+        came + ": the same work as many times, for what one rank alone would learn",
+        "data = hvdtrain.keras.batches(x, y, per_rank_batch=...) and model.fit(data); a tf.data.Dataset:"
+        " dataset.shard(world.size, world.rank) before batch()",
+        shared=True,
+    )

@@ -1,0 +1,160 @@
+"""What each loss divides by: the unit in which ranks are weighed.
+
+A mean over samples needs the samples of each rank only, and those weigh the gradients when they are averaged
+(``_reduce.weigh``). A mean over something else (labels that are not ignored, steps that are not masked, sample weights,
+positions of sequences whose length varies) needs more: while a step runs, every Keras loss that divides by such a
+number is multiplied by
+
+    (divisor here / divisor of all ranks) x (samples of all ranks / samples here)
+
+Together with the weight of the samples that makes the loss, its gradient and the loss that is logged those of the
+global batch, each output's loss in its own unit. Regularisation and ``add_loss`` keep theirs: once a batch.
+
+Keras reduces every loss in one function, ``reduce_weighted_values``, and nothing public shows what it divided by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras import ops
+from keras.src.losses import loss as keras_loss
+
+from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.session import LiveBatch, Session, replaced
+
+MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """What one loss divided by: ``value`` (a scalar, additive over pieces of a batch), None for a sum.
+
+    Attributes:
+        by_samples: known to be a multiple of the samples, the same on all ranks and in all steps.
+    """
+
+    value: Any
+    by_samples: bool
+
+
+def observed(
+    weigh: Callable[[Any, Divisor], Any], data: Any, whole: Callable[[], None] = lambda: None
+) -> AbstractContextManager[None]:
+    """While open, the value of every Keras loss over a batch is what ``weigh(value, divisor)`` returns.
+
+    Args:
+        weigh: called for losses that sum or average; not for those that return one number of their own.
+        data: the batch.
+        whole: called for those.
+    """
+
+    def reduce(
+        original: Any, values: Any, sample_weight: Any = None, mask: Any = None, reduction: Any = MEANS[0],
+        dtype: Any = None,
+    ) -> Any:  # fmt: skip
+        loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+        if len(values.shape) == 0:
+            whole()
+            return loss
+        if reduction in (None, "none"):
+            return loss
+        return weigh(loss, divisor_of(values, sample_weight, mask, reduction, data))
+
+    return replaced(keras_loss, "reduce_weighted_values", reduce)
+
+
+def divisor_of(values: Any, sample_weight: Any, mask: Any, reduction: str, data: Any) -> Divisor:
+    """Returns what ``reduce_weighted_values`` divides by, given its arguments."""
+    if reduction == "sum":
+        return Divisor(None, False)
+    if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
+        dtype = values.dtype
+        weight = None if sample_weight is None else ops.convert_to_tensor(sample_weight, dtype=dtype)
+        merged = keras_loss.apply_mask(weight, mask, dtype=dtype, reduction=reduction)
+        return Divisor(BACKEND.total(merged), False)
+    size = BACKEND.elements(values)
+    if mask is None:
+        return Divisor(size, BACKEND.by_samples(values, data))
+    return Divisor(size * BACKEND.total(mask) / BACKEND.elements(mask), False)
+
+
+@contextmanager
+def weighed(session: Session, data: Any) -> Iterator[None]:
+    """While open, losses count in this step as the part of the global batch's loss that they are.
+
+    ``session.live`` is this step's. Collective if a loss asks for it: ranks call their losses in the same order.
+
+    Args:
+        session: the model's.
+        data: this rank's batch.
+    """
+    live, count = session.live, 0
+    assert live is not None
+
+    def weigh(loss: Any, divisor: Divisor) -> Any:
+        nonlocal count
+        if divisor.by_samples:
+            return loss
+        session.by_samples = False
+        _refuse_where_ranks_part(live)
+        if divisor.value is None:
+            return BACKEND.times(loss, 1.0, live.total(), 1.0, live.samples)
+        mine = BACKEND.unless_zero(divisor.value, live.samples)
+        total = BACKEND.finish_sum(BACKEND.start_sum(mine, f"{session.name}.divisor.{count}"))
+        count += 1
+        return BACKEND.times(loss, mine, live.total(), total, live.samples)
+
+    with observed(weigh, data), _means_of_batches(session, live):
+        yield
+
+
+def _means_of_batches(session: Session, live: LiveBatch) -> AbstractContextManager[None]:
+    """While open, one number for a batch (an output's loss, ``tracker.update_state(loss)``) counts in a ``Mean`` as
+    this rank's part of the global batch, and so the batch as a whole once, as in one process.
+    """
+
+    def update_state(original: Any, self: Any, values: Any, sample_weight: Any = None) -> Any:
+        of_batch = sample_weight is None and len(getattr(values, "shape", ())) == 0
+        if of_batch and not BACKEND.in_branch() and BACKEND.usable_here(live.samples):
+            sample_weight = _part(session, live)
+        return original(self, values, sample_weight)
+
+    return replaced(keras.metrics.Mean, "update_state", update_state)
+
+
+def _part(session: Session, live: LiveBatch) -> Any:
+    if session.together and session.by_samples and not session.even:
+        return live.samples  # a rank may have more batches to evaluate than others: no word with them
+    return BACKEND.times(ops.ones((), "float64"), live.samples, 1.0, live.total(), 1.0)
+
+
+def _refuse_where_ranks_part(live: LiveBatch) -> None:
+    if BACKEND.in_branch() or not BACKEND.usable_here(live.samples):
+        raise ReplicaError(
+            "a loss that does not divide by samples (masks, ignore_class, sample weights, sums) is weighed over ranks:"
+            " all must reach it in every step",
+            "it is called inside a tf.cond, or a tf.function of its own",
+            "compute the loss in train_step itself",
+        )
+
+
+def check_reduction(model: keras.Model) -> None:
+    """Refuses losses that are not one number.
+
+    Raises:
+        ConfigError: ``reduction=None``: TensorFlow differentiates the sum over the batch, and logs the mean.
+    """
+    losses = [loss for loss in keras.tree.flatten(getattr(model, "loss", None)) if loss is not None]
+    bare = [type(loss).__name__ for loss in losses if getattr(loss, "reduction", MEANS[0]) in (None, "none")]
+    if bare:
+        raise ConfigError(
+            "the loss of a batch must be one number: its mean, or its sum",
+            f"reduction=None in {', '.join(bare)}",
+            "leave reduction out (the default is the mean)",
+        )

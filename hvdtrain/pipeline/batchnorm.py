@@ -1,0 +1,221 @@
+"""Statistics that move once a batch, although the layers see micro-batches.
+
+A batch-norm layer normalises each micro-batch by that micro-batch's own mean and variance: to use the whole batch's,
+every layer would have to see all micro-batches before any could go on, and there would be no pipeline. (GPipe, arXiv
+1811.06965, section 2.) A layer left alone would also move its running statistics once a micro-batch, m times as fast
+as the unsplit model. Here it moves them once a batch, by the mean and variance pooled over all samples (Chan, Golub,
+LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979). Instance norm averages its
+samples' own statistics. Spectral norm makes its step of the power iteration before the first micro-batch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.threads import surely
+
+_OURS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Layer(Protocol):
+    """A layer while its statistics are gathered; only the thread of its stage calls it."""
+
+    layer: nn.Module
+
+    def open(self) -> None: ...
+
+    def turn(self, micro: int, *, again: bool) -> None:
+        """A pass of this micro-batch comes; `again`: a recomputation, which shows nothing new."""
+        ...
+
+    def close(self) -> None:
+        """It is as it was; may be called twice, or without `open`."""
+        ...
+
+    def apply(self) -> None:
+        """Moves the statistics as one call with the whole batch would."""
+        ...
+
+
+class _Running:
+    """Batch or instance norm."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self._kept = {name: layer._buffers[name] for name in _OURS}
+        self._momentum = layer.momentum
+        self._discard, self._micro = False, 0
+        self._hook: Any = None
+        self._seen: list[tuple[int, int, Tensor]] = []  # micro-batch, values in a channel, [mean, variance]
+
+    def open(self) -> None:
+        self._hook = self.layer.register_forward_pre_hook(self._before)
+        # with a momentum of 1 a layer's "running" statistics are those of the last batch: no second look at the data
+        self.layer.momentum = 1.0
+        self.layer._buffers["num_batches_tracked"] = None
+
+    def turn(self, micro: int, *, again: bool) -> None:
+        self._micro, self._discard = micro, again
+
+    def _before(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        both = torch.zeros_like(self._kept["running_mean"].expand(2, -1))
+        layer._buffers["running_mean"], layer._buffers["running_var"] = both[0], both[1]
+        if not self._discard:
+            x = arguments[0]
+            self._seen.append((self._micro, x.numel() // x.shape[1], both))
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self.layer.momentum = self._momentum
+        self.layer._buffers.update(self._kept)
+
+    def apply(self) -> None:
+        """Once for each call in a pass."""
+        combined = averaged if isinstance(self.layer, _InstanceNorm) else pooled
+        calls: dict[int, list[tuple[int, Tensor]]] = {}
+        counts: dict[int, int] = {}
+        for micro, values, both in self._seen:
+            call = counts[micro] = counts.get(micro, -1) + 1
+            calls.setdefault(call, []).append((values, both))
+        for call in sorted(calls):
+            mean, variance = combined(calls[call])
+            tracked, factor = self._kept["num_batches_tracked"], self._momentum
+            if tracked is not None and combined is pooled:
+                tracked.add_(1)
+                factor = 1.0 / float(tracked) if factor is None else factor
+            for name, value in (("running_mean", mean), ("running_var", variance)):
+                running = self._kept[name]
+                running.lerp_(value.to(running.dtype), 0.0 if factor is None else factor)
+
+
+class _PowerIteration:
+    """Spectral norm: in training it makes one step at each call, which the unsplit model makes once a batch."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self._calls, self._counts = 0, False
+        self._hook: Any = None
+
+    def open(self) -> None:
+        self._hook = self.layer.register_forward_pre_hook(self._before)
+
+    def turn(self, micro: int, *, again: bool) -> None:
+        self.layer.training = micro == 0
+        self._counts = micro == 0 and not again
+
+    def _before(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._calls += self._counts
+        if self._calls > 1:
+            raise ConfigError(
+                "a layer with spectral norm is called once in a pass, or once in a batch there is more than one norm",
+                f"{type(layer).__name__} is called again",
+                'micro_batches=1; or batch_norm="micro" of split(): each micro-batch makes a step of the iteration',
+            )
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self.layer.training = True
+
+    def apply(self) -> None:
+        pass
+
+
+def _layer(module: nn.Module) -> Layer | None:
+    if not module.training:
+        return None
+    if isinstance(module, (_BatchNorm, _InstanceNorm)):
+        return _Running(module) if module.running_mean is not None else None
+    return _PowerIteration(module) if _is_spectral(module) else None
+
+
+def _is_spectral(module: nn.Module) -> bool:
+    return isinstance(module, _SpectralNorm) or any(
+        isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
+    )
+
+
+def moves_once_a_batch(module: nn.Module) -> bool:
+    """Whether `Pooled` knows how its buffers move."""
+    return isinstance(module, (_BatchNorm, _InstanceNorm)) or _is_spectral(module)
+
+
+def pooled(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of several groups together; float64.
+
+    Args:
+        parts: values in a group, and [2, channels]: its mean and unbiased variance.
+    """
+    values = torch.stack([both for _, both in parts]).double()  # few large operations: there may be a hundred layers
+    counts = values.new_tensor([count for count, _ in parts]).unsqueeze(1)
+    means, variances = values.unbind(1)
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    squares = variances * (counts - 1) + (means - mean).square() * counts
+    return mean, squares.sum(0) / (total - 1)
+
+
+def averaged(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Mean of several groups' means and variances; arguments as of `pooled`."""
+    values = torch.stack([both for _, both in parts]).double()
+    counts = values.new_tensor([count for count, _ in parts])
+    mean, variance = (values * (counts / counts.sum())[:, None, None]).sum(0)
+    return mean, variance
+
+
+class Pooled:
+    """Gathers the statistics of all such layers in training; outside of `gathering` they are as they were.
+
+    Args:
+        modules: those that stages call.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._layers = [layer for layer in map(_layer, dict.fromkeys(modules)) if layer is not None]
+        self._by_module = {id(layer.layer): layer for layer in self._layers}
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Changes the running statistics at the end, unless there was an error."""
+        try:
+            for layer in self._layers:
+                layer.open()
+            yield
+        finally:
+            surely([layer.close for layer in self._layers])
+        with torch.no_grad():
+            for layer in self._layers:
+                layer.apply()
+
+    def of(self, modules: Iterable[nn.Module]) -> list[Layer]:
+        """The layers among these modules: a stage tells them which micro-batch comes."""
+        return [layer for layer in map(self._by_module.get, map(id, modules)) if layer is not None]
+
+
+@contextmanager
+def without_batch_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Batch-norm without running statistics uses the batch's in evaluation as well: here it has some."""
+    bare = [
+        module
+        for module in modules
+        if isinstance(module, _BatchNorm) and module.running_mean is None and module.running_var is None
+    ]
+    try:
+        for module in bare:
+            like = next(iter(module.parameters()), torch.zeros(module.num_features))
+            module._buffers.update(running_mean=torch.zeros_like(like), running_var=torch.ones_like(like))
+        yield
+    finally:
+        for module in bare:
+            module._buffers.update(running_mean=None, running_var=None)

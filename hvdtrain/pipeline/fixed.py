@@ -1,0 +1,120 @@
+"""What a trace has fixed, looked at before every call: a change that the stages would not see is refused."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.trace.tracer import HOOKS, Program
+
+_PLAIN = (int, float, bool, complex, str, bytes, type(None))
+# counted as they are, whatever they hold
+_OBJECTS = (
+    Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
+_NONE = object()  # a module has none of its own: what its class has counts
+
+
+class Fixed:
+    """Modules, parameters, hooks, and the values that forward methods read, as they were when the model was split."""
+
+    def __init__(self, program: Program) -> None:
+        named = list(program.model.named_modules())
+        self._parts = [
+            (path, held, dict(held)) for path, module in named for held in (module._modules, module._parameters)
+        ]
+        followed = [(path, program.model.get_submodule(path)) for path in sorted(program.followed)]
+        self._hooks = [(path, [getattr(module, name) for name in HOOKS]) for path, module in followed]
+        self._values = [
+            (path, name, module.__dict__, value, _picture(value))
+            for path, module in followed
+            for name in _names_read(module)
+            for value in [module.__dict__.get(name, _NONE)]
+        ]
+
+    def check(self, *, training: bool) -> None:
+        """Raises `ConfigError` for what has changed; hooks matter in training only: others come to look at outputs."""
+        for path, now, was in self._parts:
+            if len(now) != len(was) or any(now.get(name) is not part for name, part in was.items()):
+                name = next(name for name in {**was, **now} if now.get(name) is not was.get(name))
+                _refuse(_joined(path, name), "was replaced, added or taken away", "load_state_dict(..., assign=False)")
+        for path, hooks in self._hooks:
+            if training and any(hooks):
+                _refuse(path or "the model itself", "got a hook, which would not be called", "hooks on its parts")
+        for path, name, held, was, picture in self._values:
+            now = held.get(name, _NONE)
+            if now is was and picture is None:
+                continue
+            if type(now) is not type(was) or _picture(now) != picture or (picture is None and now is not was):
+                _refuse(_joined(path, name), f"is {_short(now)}; the trace has what it was then", "a buffer")
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _short(value: Any) -> str:
+    text = "not its own any more" if value is _NONE else " ".join(repr(value).split())
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
+def _refuse(what: str, how: str, instead: str) -> NoReturn:
+    raise ConfigError(
+        "what a model's forward reads is fixed when it is split",
+        f"{what} {how}",
+        f"hvdtrain.pipeline.split(...) again after the change; or {instead}",
+    )
+
+
+def _picture(value: Any) -> Any:
+    """Something equal as long as a value's own values are; None: only its identity counts."""
+    if isinstance(value, _PLAIN):
+        return (value,)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_inner(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _inner(item) for key, item in value.items()}
+    if isinstance(value, _OBJECTS):
+        return None
+    held = getattr(value, "__dict__", None)  # a configuration object
+    return None if held is None else {name: copy.copy(v) for name, v in held.items() if isinstance(v, _PLAIN)}
+
+
+def _inner(value: Any, depth: int = 4) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if depth and type(value) in (list, tuple, dict):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(str(key), _inner(item, depth - 1)) for key, item in items]
+    return id(value)
+
+
+def _names_read(module: nn.Module) -> set[str]:
+    """Names that a module's forward mentions, and what it calls of its own; and "forward"."""
+    kind, own = type(module), set(dir(type(module))) - set(dir(nn.Module))
+    found = {"forward"}
+    waiting = ["forward"]
+    while waiting:
+        name = waiting.pop()
+        for code in _codes(module.__dict__.get(name) or inspect.getattr_static(kind, name, None)):
+            new = set(code.co_names) - found
+            found |= new
+            waiting += [name for name in new if name in own or callable(module.__dict__.get(name))]
+    # "training" may change: there is a graph for each
+    return {name for name in found if name in module.__dict__ or name in own or name == "forward"} - {"training"}
+
+
+def _codes(function: Any) -> Iterator[types.CodeType]:
+    function = getattr(function, "fget", None) or getattr(function, "__func__", None) or function
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    pending = [code] if code is not None else []
+    while pending:
+        one = pending.pop()
+        yield one
+        pending += [constant for constant in one.co_consts if isinstance(constant, types.CodeType)]

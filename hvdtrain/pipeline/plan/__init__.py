@@ -1,0 +1,1 @@
+"""Schedules, costs, simulation, partition and search: pure functions, no framework."""

@@ -1,0 +1,434 @@
+"""Schedules as data: what each stage of a pipeline does, in which order, what it holds meanwhile, what it costs; pure.
+
+`plan_simulate` runs a schedule with these costs, `plan_partition` cuts a chain of segments into stages,
+`plan_search` ranks whole plans.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdtrain.core.errors import ConfigError
+
+Schedule = Literal["gpipe", "1f1b"]
+Remat = Literal["never", "all", "except_last"]
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+REMATS: tuple[Remat, ...] = ("never", "all", "except_last")
+
+# ---- schedules
+
+
+@dataclass(frozen=True)
+class Action:
+    """One pass of one stage over one micro-batch."""
+
+    kind: Literal["forward", "backward"]
+    micro: int
+
+
+def micro_batch_sizes(batch: int, micro_batches: int) -> tuple[int, ...]:
+    """Samples of each micro-batch: they differ by at most one, the larger ones first (as `torch.tensor_split`).
+
+    Raises:
+        ConfigError: fewer samples than micro-batches, or no micro-batch.
+    """
+    if micro_batches < 1:
+        raise ConfigError("a batch is cut into at least 1 micro-batch", f"micro_batches={micro_batches}")
+    if batch < micro_batches:
+        raise ConfigError(
+            "every micro-batch needs a sample",
+            f"a batch of {batch} in {micro_batches} micro-batches",
+            f"a batch of at least {micro_batches}, or micro_batches={max(batch, 1)}",
+        )
+    small, larger = divmod(batch, micro_batches)
+    return (small + 1,) * larger + (small,) * (micro_batches - larger)
+
+
+def actions(schedule: Schedule, stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
+    """What one stage does, in order.
+
+    "gpipe" (Huang et al., arXiv 1811.06965): all forwards, then all backwards in reverse order. "1f1b" (Narayanan et
+    al., PipeDream-flush, arXiv 2006.09503): ``stages - stage`` forwards, then one backward and one forward in turn, so
+    that a stage holds the activations of no more micro-batches than there are stages from it to the end.
+
+    Args:
+        stage: counted from 0.
+
+    Raises:
+        ConfigError: no such schedule.
+    """
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"the schedule is one of {', '.join(SCHEDULES)}", repr(schedule))
+    m = micro_batches
+    if schedule == "gpipe":
+        return tuple(Action("forward", i) for i in range(m)) + tuple(Action("backward", i) for i in reversed(range(m)))
+    ahead = min(m, stages - stage)
+    order = [Action("forward", i) for i in range(ahead)]
+    for i in range(m):
+        order.append(Action("backward", i))
+        if ahead + i < m:
+            order.append(Action("forward", ahead + i))
+    return tuple(order)
+
+
+def recomputed(remat: Remat, order: Sequence[Action]) -> frozenset[int]:
+    """The micro-batches whose backward runs the forward pass once more.
+
+    "except_last" leaves out those whose backward follows directly on their forward: nothing would be gained.
+
+    Raises:
+        ConfigError: no such mode.
+    """
+    if remat not in REMATS:
+        raise ConfigError(f"remat is one of {', '.join(REMATS)}", repr(remat))
+    if remat == "never":
+        return frozenset()
+    everyone = {action.micro for action in order}
+    if remat == "except_last":
+        everyone -= {b.micro for a, b in zip(order, order[1:], strict=False) if a.micro == b.micro}
+    return frozenset(everyone)
+
+
+def table(schedule: Schedule, stages: int, micro_batches: int) -> list[list[Action | None]]:
+    """The schedule as ticks x stages, where every pass takes one tick and transfers take none; None: idle.
+
+    A stage takes its next action as soon as what it needs was ready before the tick.
+    """
+    orders = [actions(schedule, stage, stages, micro_batches) for stage in range(stages)]
+    position = [0] * stages
+    done: set[tuple[int, Action]] = set()
+    ticks: list[list[Action | None]] = []
+    while any(at < len(order) for at, order in zip(position, orders, strict=True)):
+        tick = [
+            order[at] if at < len(order) and _is_ready(stage, order[at], stages, done) else None
+            for stage, (at, order) in enumerate(zip(position, orders, strict=True))
+        ]
+        assert any(tick), f"{schedule} waits for itself: {stages} stages, {micro_batches} micro-batches"
+        for stage, action in enumerate(tick):
+            if action is not None:
+                done.add((stage, action))
+                position[stage] += 1
+        ticks.append(tick)
+    return ticks
+
+
+def _is_ready(stage: int, action: Action, stages: int, done: set[tuple[int, Action]]) -> bool:
+    """A forward needs the stage before; a backward its own forward and the stage after."""
+    if action.kind == "forward":
+        return stage == 0 or (stage - 1, action) in done
+    own = (stage, Action("forward", action.micro)) in done
+    return own and (stage == stages - 1 or (stage + 1, action) in done)
+
+
+def bubble(schedule: Schedule, stages: int, micro_batches: int) -> float:
+    """The share of its time that a stage is idle, all stages alike: (stages - 1) / (micro_batches + stages - 1)
+    (arXiv 1811.06965, section 2.3); counted in `table`."""
+    ticks = table(schedule, stages, micro_batches)
+    return sum(action is None for tick in ticks for action in tick) / (len(ticks) * stages)
+
+
+# ---- what a stage holds
+
+Counts = tuple[tuple[int, int], ...]  # (samples of a micro-batch, how many of them), ascending
+
+
+@dataclass(frozen=True)
+class Held:
+    """The micro-batches that a stage holds at one moment: of some all activations, of others the stage's input only
+    (they are recomputed). Each as (samples of a micro-batch, how many)."""
+
+    activations: Counts = ()
+    inputs: Counts = ()
+
+
+def held(order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never") -> tuple[Held, ...]:
+    """The moments at which the stage holds most; one of them is its peak, whatever activations and inputs weigh.
+
+    Activations are held from the forward to the end of the backward; of a recomputed micro-batch the input is, and
+    during its backward the activations too.
+
+    Args:
+        order: the stage's actions.
+        sizes: samples of each micro-batch.
+    """
+    again = recomputed(remat, order)
+    whole, inputs = Counter[int](), Counter[int]()
+    moments: set[Held] = set()
+    for action in order:
+        size = sizes[action.micro]
+        if action.kind == "forward":
+            (inputs if action.micro in again else whole)[size] += 1
+        elif action.micro in again:
+            whole[size] += 1
+        moments.add(Held(_counts(whole), _counts(inputs)))
+        if action.kind == "backward":
+            whole[size] -= 1
+            if action.micro in again:
+                inputs[size] -= 1
+    return tuple(one for one in moments if not any(_covers(other, one) for other in moments if other != one))
+
+
+def _counts(counter: Counter[int]) -> Counts:
+    return tuple(sorted((+counter).items()))
+
+
+def _covers(larger: Held, smaller: Held) -> bool:
+    """Whether the one holds at least what the other does."""
+    pairs = ((larger.activations, smaller.activations), (larger.inputs, smaller.inputs))
+    return all(dict(big).get(size, 0) >= count for big, small in pairs for size, count in small)
+
+
+def in_flight(order: Sequence[Action], remat: Remat = "never") -> int:
+    """The most micro-batches whose activations the stage holds at a time."""
+    ones = [1] * (max((action.micro for action in order), default=0) + 1)
+    return max((sum(count for _, count in moment.activations) for moment in held(order, ones, remat)), default=0)
+
+
+# ---- costs
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A cost (seconds or bytes) as a function of samples: straight lines through measured points.
+
+    One point means proportional to the samples; one point at 0 samples a constant. Beyond the points the outermost
+    lines go on, but never so that fewer samples cost more, or that few samples cost less than their share.
+
+    Attributes:
+        points: (samples, value), kept in ascending order.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        points = tuple(sorted((float(samples), float(value)) for samples, value in self.points))
+        if not points or points[0][0] < 0 or len({samples for samples, _ in points}) < len(points):
+            raise ConfigError("a curve has points, at different numbers of samples, none below 0", repr(self.points))
+        object.__setattr__(self, "points", points)
+
+    @classmethod
+    def constant(cls, value: float) -> Curve:
+        """The same for any number of samples."""
+        return cls(((0.0, value),))
+
+    @classmethod
+    def per_sample(cls, value: float) -> Curve:
+        """Proportional to the samples."""
+        return cls(((1.0, value),))
+
+    def __call__(self, samples: float) -> float:
+        points = self.points
+        (first_at, first), (last_at, last) = points[0], points[-1]
+        if len(points) == 1:
+            return first if first_at == 0 else first * samples / first_at
+        if samples < first_at:
+            return min(max(_line(points[0], points[1], samples), first * samples / first_at), first)
+        if samples > last_at:
+            return max(_line(points[-2], points[-1], samples), last)
+        at = max(1, bisect.bisect_left(points, (samples, -math.inf)))
+        return points[0][1] if samples == first_at else _line(points[at - 1], points[at], samples)
+
+    def _with(self, other: Curve, combine: Callable[[float, float], float]) -> Curve:
+        both = sorted({samples for samples, _ in (*self.points, *other.points)})
+        return Curve(tuple((samples, combine(self(samples), other(samples))) for samples in both))
+
+    def __add__(self, other: Curve) -> Curve:
+        return self._with(other, lambda a, b: a + b)
+
+    def maximum(self, other: Curve) -> Curve:
+        """The larger of the two, at the points of both."""
+        return self._with(other, max)
+
+    def __mul__(self, factor: float) -> Curve:
+        return Curve(tuple((samples, value * factor) for samples, value in self.points))
+
+    __rmul__ = __mul__
+
+
+def _line(a: tuple[float, float], b: tuple[float, float], at: float) -> float:
+    part = (at - a[0]) / (b[0] - a[0])
+    return a[1] * (1 - part) + b[1] * part
+
+
+ZERO = Curve.constant(0.0)
+
+
+def total(curves: Iterable[Curve]) -> Curve:
+    """Their sum."""
+    return sum(curves, ZERO)
+
+
+@dataclass(frozen=True)
+class SegmentCost:
+    """What one segment of a model costs, on the device it was measured on.
+
+    Attributes:
+        forward_s, backward_s: over the samples of a micro-batch; backward without any recomputation.
+        parameter_bytes, gradient_bytes, optimizer_bytes, buffer_bytes: held all the time.
+        activation_bytes: kept from the forward to the backward pass; its input belongs to it if it is kept.
+        output_bytes: what crosses to the next segment (and as a gradient back).
+    """
+
+    name: str
+    forward_s: Curve
+    backward_s: Curve
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    buffer_bytes: int = 0
+    activation_bytes: Curve = ZERO
+    output_bytes: Curve = ZERO
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Held all the time."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a stage runs.
+
+    Attributes:
+        speed: against the device that the costs were measured on.
+        memory_bytes: what training may use of it; None: no limit.
+        pool: devices of one pool share cores ("cpu", "cpu"); "": it shares nothing.
+    """
+
+    name: str
+    speed: float = 1.0
+    memory_bytes: float | None = None
+    pool: str = ""
+
+
+@dataclass(frozen=True)
+class Link:
+    """From a stage to the next one and back; each direction carries one tensor at a time."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+    def seconds(self, size_bytes: float) -> float:
+        """For one transfer."""
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Pool:
+    """How the devices that share cores slow each other down.
+
+    Attributes:
+        speeds: the relative speed of each of 1, 2, ... passes that run at the same time, as measured. More than were
+            measured share what the most had together.
+        slots: no more passes than this run at the same time, the others wait in the order in which they came; 0: any
+            number runs.
+    """
+
+    speeds: tuple[float, ...] = (1.0,)
+    slots: int = 0
+
+    def speed(self, running: int) -> float:
+        """Of each of so many passes."""
+        known = len(self.speeds)
+        return self.speeds[running - 1] if running <= known else self.speeds[-1] * known / running
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A stage: the sum of its segments, on its device.
+
+    Attributes:
+        forward_s, backward_s: on this device, alone on it.
+        fixed_bytes: parameters, gradients, optimizer state, buffers.
+        activation_bytes: kept from the forward to the backward pass.
+        input_bytes, output_bytes: what crosses; the first stage's input is the caller's.
+        working_bytes: held in a backward pass beside the activations (see `working_bytes`).
+    """
+
+    device: Device
+    forward_s: Curve
+    backward_s: Curve
+    fixed_bytes: int = 0
+    activation_bytes: Curve = ZERO
+    input_bytes: Curve = ZERO
+    output_bytes: Curve = ZERO
+    working_bytes: Curve = ZERO
+
+    def peak_bytes(self, order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never") -> float:
+        """The most it holds at any time. A stage's output belongs to the next one: on a copy, that is its input."""
+        most = max(
+            sum(self.activation_bytes(size) * count for size, count in moment.activations)
+            + sum(self.input_bytes(size) * count for size, count in moment.inputs)
+            for moment in held(order, sizes, remat)
+        )
+        return self.fixed_bytes + most + self.working_bytes(max(sizes))
+
+
+def stage_costs(costs: Sequence[SegmentCost], sizes: Sequence[int], devices: Sequence[Device]) -> list[StageCost]:
+    """The stages that contiguous groups of segments make.
+
+    Args:
+        sizes: segments of each stage.
+        devices: one a stage.
+
+    Raises:
+        ConfigError: sizes that are not a cut of these segments into that many stages.
+    """
+    if len(sizes) != len(devices) or sum(sizes) != len(costs) or min(sizes, default=0) < 1:
+        raise ConfigError(
+            "a cut gives every device at least one segment, and every segment a device",
+            f"{list(sizes)} of {len(costs)} segments on {len(devices)} device(s)",
+            f"{len(devices)} whole numbers, at least 1, that sum to {len(costs)}",
+        )
+    ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
+    return [_stage(costs, end - size, end, device) for end, size, device in zip(ends, sizes, devices, strict=True)]
+
+
+def _stage(costs: Sequence[SegmentCost], begin: int, end: int, device: Device) -> StageCost:
+    mine = costs[begin:end]
+    received = costs[begin - 1].output_bytes if begin else ZERO
+    tensors = [received, *(cost.output_bytes for cost in mine)]
+    curves = [*tensors, *(cost.activation_bytes for cost in mine)]
+    points = {samples for curve in curves for samples, _ in curve.points} - {0.0} or {1.0}
+    return StageCost(
+        device=device,
+        forward_s=total(cost.forward_s for cost in mine) * (1 / device.speed),
+        backward_s=total(cost.backward_s for cost in mine) * (1 / device.speed),
+        fixed_bytes=sum(cost.fixed_bytes for cost in mine),
+        activation_bytes=total(cost.activation_bytes for cost in mine),
+        input_bytes=received,
+        output_bytes=mine[-1].output_bytes,
+        working_bytes=Curve(
+            tuple(
+                (
+                    at,
+                    working_bytes([cost.activation_bytes(at) for cost in mine], [tensor(at) for tensor in tensors])[-1],
+                )
+                for at in points
+            )
+        ),
+    )
+
+
+def working_bytes(activations: Sequence[float], tensors: Sequence[float]) -> list[float]:
+    """What the backward pass through segments holds at its peak beside all their activations.
+
+    A segment's pass holds the gradients of its output and of its input; the activations of those after it are gone.
+
+    Args:
+        activations: bytes of each segment's.
+        tensors: bytes of what the first one receives, then of each one's output.
+
+    Returns:
+        For the first segment alone, for the first two, and so on.
+    """
+    found, most = [], 0.0
+    for kept, before, after in zip(activations, tensors, tensors[1:], strict=False):
+        most = max(most - kept, before + after)
+        found.append(most)
+    return found

@@ -1,0 +1,339 @@
+"""Whole plans, ranked: data parallel, pipeline, or both, with micro-batches, recomputation, accumulation; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.partition import Balance, Partition, in_words, partition
+from hvdtrain.pipeline.plan.schedule import (
+    SCHEDULES,
+    Device,
+    Link,
+    Pool,
+    Remat,
+    Schedule,
+    SegmentCost,
+    micro_batch_sizes,
+    stage_costs,
+    total,
+)
+from hvdtrain.pipeline.plan.simulate import Simulation, simulate
+
+MOST_MICRO_BATCHES = 128
+MOST_PASSES = 64  # of an update
+# segments that are looked at: more, and each is under a sixtieth of the time
+MOST_SEGMENTS = 64
+ALIKE = 1.03  # times the fastest: no prediction tells such plans apart
+# of gradients that are only ready when the backward pass ends: nothing hides the last bucket's all-reduce
+LAST_BUCKET_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes that are alike.
+
+    Attributes:
+        devices: of one node, in the order of a pipeline's stages.
+        nodes: how many.
+        links: within a node, from each device to the next; one stands for all.
+        network: from node to node; the devices of a node share it.
+        pools: how devices of a node slow each other down.
+    """
+
+    devices: tuple[Device, ...]
+    nodes: int = 1
+    links: Link | tuple[Link, ...] = Link()
+    network: Link = Link()
+    pools: Mapping[str, Pool] = field(default_factory=dict)
+
+    def between(self, stages: int) -> tuple[Link, ...]:
+        """The links of a pipeline over the first devices."""
+        return (self.links,) * (stages - 1) if isinstance(self.links, Link) else self.links[: stages - 1]
+
+    def ring(self, replicas: int, per_node: int) -> Link:
+        """What limits an all-reduce over so many replicas."""
+        within = [self.links] if isinstance(self.links, Link) else list(self.links)
+        links = (within if per_node > 1 else []) + ([self.network] if replicas > per_node else [])
+        return Link(max((one.latency_s for one in links), default=0.0),
+                    min((one.bytes_per_s for one in links), default=math.inf))  # fmt: skip
+
+
+def all_reduce_seconds(size_bytes: float, replicas: int, link: Link) -> float:
+    """A ring all-reduce: each replica sends ``2 (n - 1) / n`` of the bytes in ``2 (n - 1)`` messages (Patarasuk and
+    Yuan, "Bandwidth optimal all-reduce algorithms", 2009)."""
+    rounds = 2 * (replicas - 1)
+    return rounds * link.seconds(size_bytes / replicas)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train.
+
+    Attributes:
+        stages: devices that each replica of the model is cut over.
+        replicas: of the model, on other devices each: data parallel.
+        accumulate: passes over a part of the batch for one update.
+        micro_batches: of a pass.
+        sizes: segments of each stage.
+        batch: samples of an update, all replicas together.
+        step_s: predicted, of an update.
+        bubble: the share of time that stages wait for each other.
+        all_reduce_s: of the update, what the backward pass does not hide.
+        memory_bytes, limit_bytes: predicted peak of each stage's device, and what it has (infinite: no limit).
+        reason: why it cannot be; "" if it can.
+    """
+
+    stages: int
+    replicas: int
+    accumulate: int
+    micro_batches: int
+    schedule: Schedule
+    remat: Remat
+    batch: int
+    sizes: tuple[int, ...] = ()
+    step_s: float = math.inf
+    bubble: float = 0.0
+    all_reduce_s: float = 0.0
+    memory_bytes: tuple[float, ...] = ()
+    limit_bytes: tuple[float, ...] = ()
+    reason: str = ""
+
+    @property
+    def predicted_samples_per_s(self) -> float:
+        """Of all replicas together."""
+        return self.batch / self.step_s
+
+    @property
+    def share(self) -> int:
+        """Samples of the largest replica in an update."""
+        return micro_batch_sizes(self.batch, self.replicas)[0]
+
+    @property
+    def part(self) -> int:
+        """Samples of a pass of one replica."""
+        return micro_batch_sizes(self.share, self.accumulate)[0]
+
+    def __str__(self) -> str:
+        if self.stages > 1:
+            count, size = self.micro_batches, micro_batch_sizes(self.part, self.micro_batches)[0]
+            what = f"{self.replicas} x " * (self.replicas > 1) + f"pipeline of {self.stages} stages, "
+            what += f"{count} micro-batches of {size}" if count > 1 else f"batch {size} in one piece"
+            what += f", {self.schedule}" + ", recomputing" * (self.remat != "never")
+        else:
+            what = f"data parallel on {self.replicas} devices" if self.replicas > 1 else "one device"
+            what += f", batch {self.part}"
+        return what + f", {self.accumulate} passes" * (self.accumulate > 1)
+
+
+def plans(
+    costs: Sequence[SegmentCost],
+    *,
+    batch: int,
+    cluster: Cluster,
+    stages: Sequence[int] | None = None,
+    replicas: Sequence[int] | None = None,
+) -> list[Plan]:
+    """The best plan of each kind, the fastest first; those that fit nowhere last, with the reason.
+
+    A kind is how many stages and replicas, and whether memory is saved: by passes over parts of the batch on a single
+    device, by recomputation in a pipeline.
+
+    Args:
+        costs: of the model's segments; `Device.speed` is against the device they were measured on.
+        batch: samples of an update, all devices together.
+        stages, replicas: numbers to look at; by default all that make sense.
+
+    Raises:
+        ConfigError: no device, or no sample.
+    """
+    if batch < 1 or not cluster.devices or cluster.nodes < 1:
+        came = f"batch={batch}, {len(cluster.devices)} devices, {cluster.nodes} nodes"
+        raise ConfigError("a plan needs at least one sample, one device and one node", came)
+    groups = list(coarsened(costs, MOST_SEGMENTS))
+    search = _Search([_merged(group) for group in groups], [len(group) for group in groups], batch, cluster)
+    counts = range(1, min(len(cluster.devices), len(groups)) + 1)
+    found = [
+        search.best(kind)
+        for count in counts
+        for copies in search.replicas(count)
+        if count in (stages or counts) and copies in (replicas or (copies,))
+        for kind in search.kinds(copies, count)
+        if kind
+    ]
+    return sorted(found, key=lambda plan: (bool(plan.reason), plan.step_s, plan.stages * plan.replicas))
+
+
+def coarsened(costs: Sequence[SegmentCost], most: int) -> Iterator[list[SegmentCost]]:
+    """Neighbours together until each group takes its share of the time; every segment is in one group.
+
+    Args:
+        most: groups.
+    """
+    if len(costs) <= most:
+        yield from ([cost] for cost in costs)
+        return
+    seconds = [cost.forward_s(1) + cost.backward_s(1) for cost in costs]
+    each, group, spent = sum(seconds) / most, [], 0.0
+    for cost, its in zip(costs, seconds, strict=True):
+        group.append(cost)
+        spent += its
+        if spent >= each:
+            yield group
+            group, spent = [], 0.0
+    if group:
+        yield group
+
+
+def _merged(group: Sequence[SegmentCost]) -> SegmentCost:
+    if len(group) == 1:
+        return group[0]
+    return SegmentCost(
+        name=f"{group[0].name} .. {group[-1].name}",
+        forward_s=total(cost.forward_s for cost in group),
+        backward_s=total(cost.backward_s for cost in group),
+        parameter_bytes=sum(cost.parameter_bytes for cost in group),
+        gradient_bytes=sum(cost.gradient_bytes for cost in group),
+        optimizer_bytes=sum(cost.optimizer_bytes for cost in group),
+        buffer_bytes=sum(cost.buffer_bytes for cost in group),
+        activation_bytes=total(cost.activation_bytes for cost in group),
+        output_bytes=group[-1].output_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Tries what one kind of plan leaves open; `widths`: segments behind each cost."""
+
+    costs: Sequence[SegmentCost]
+    widths: Sequence[int]
+    batch: int
+    cluster: Cluster
+
+    def replicas(self, stages: int) -> list[int]:
+        """How many copies of such a pipeline make sense: one, a node full, all nodes full."""
+        per_node = len(self.cluster.devices) // stages
+        return [n for n in sorted({1, per_node, per_node * self.cluster.nodes}) if n <= self.batch]
+
+    def kinds(self, replicas: int, stages: int) -> list[list[Plan]]:
+        """Candidates of each kind.
+
+        A single stage takes its part of the batch in passes; a pipeline in micro-batches, which is the same without a
+        bubble in between.
+        """
+        plan = Plan(stages, replicas, 1, 1, "1f1b", "never", self.batch)
+        if stages == 1:
+            passes = [replace(plan, accumulate=n) for n in _counts(plan.share, MOST_PASSES)]
+            return [passes[:1], passes[1:]]
+        counts = _counts(plan.share, MOST_MICRO_BATCHES)
+        # remat "all" takes longer than "except_last", and holds as much: where a backward follows directly on its
+        # forward, the activations are there either way. With one micro-batch it is always so.
+        useful: list[tuple[Remat, list[int]]] = [("never", counts), ("except_last", counts[1:])]
+        return [
+            # gpipe: faster where transfers are slow
+            [replace(plan, micro_batches=n, remat=remat, schedule=one) for n in some for one in SCHEDULES[::-1]]
+            for remat, some in useful
+        ]
+
+    def best(self, candidates: Sequence[Plan]) -> Plan:
+        """The fastest that fits (of those alike the one that needs the least memory); else the one that comes nearest
+        to fitting, with the reason."""
+        possible = [plan for plan in map(self._tried, candidates) if not plan.reason]
+        if possible:
+            fast_enough = ALIKE * min(plan.step_s for plan in possible)
+            alike = [plan for plan in possible if plan.step_s <= fast_enough]
+            return min(alike, key=lambda plan: (max(plan.memory_bytes), plan.step_s))
+        return min((self._least_memory(plan) for plan in candidates), key=_overflow)
+
+    def _tried(self, plan: Plan) -> Plan:
+        """With its times and memory; or with a reason."""
+        try:
+            cut = self._cut(plan, self._devices(plan), "time")
+        except ConfigError as error:
+            return replace(plan, reason=error.came)
+        stages = stage_costs(self.costs, cut.sizes, self._devices(plan))
+        links, pools = self.cluster.between(plan.stages), self._pools(plan)
+        sizes = micro_batch_sizes(plan.part, plan.micro_batches)
+        step = simulate(stages, sizes=sizes, schedule=plan.schedule, remat=plan.remat, links=links, pools=pools)
+        exposed = self._exposed_all_reduce(plan, cut, step)
+        return self._filled_in(plan, cut, step_s=plan.accumulate * step.step_s + exposed, bubble=step.bubble,
+                               all_reduce_s=exposed)  # fmt: skip
+
+    def _cut(self, plan: Plan, devices: Sequence[Device], balance: Balance) -> Partition:
+        return partition(
+            self.costs, devices, batch=plan.part, micro_batches=plan.micro_batches, schedule=plan.schedule,
+            remat=plan.remat, links=self.cluster.between(plan.stages), balance=balance,
+        )  # fmt: skip
+
+    def _devices(self, plan: Plan) -> list[Device]:
+        """Of a pipeline's stages. One pipeline takes the fastest neighbours; several wait for the slowest of them, and
+        all are cut alike."""
+        devices, count = self.cluster.devices, plan.stages
+        blocks = [devices[at : at + count] for at in range(0, len(devices) - count + 1, count)]
+        if plan.replicas == 1:
+            return list(max(blocks, key=lambda block: (min(one.speed for one in block), min(map(_memory, block)))))
+        return [
+            replace(min(same, key=_memory), speed=min(one.speed for one in same)) for same in zip(*blocks, strict=True)
+        ]
+
+    def _pools(self, plan: Plan) -> dict[str, Pool]:
+        """With more replicas in a node, each pass runs beside as many others of its kind."""
+        beside = min(plan.replicas, len(self.cluster.devices) // plan.stages)
+        return {
+            name: replace(pool, speeds=tuple(pool.speed(beside * (n + 1)) for n in range(plan.stages)))
+            for name, pool in self.cluster.pools.items()
+        }
+
+    def _exposed_all_reduce(self, plan: Plan, cut: Partition, step: Simulation) -> float:
+        """How much later than the backward pass the averaged gradients are there.
+
+        A stage's gradients are sent while its last backward pass computes them; the stages of a node share its
+        network, and take turns on it. The last bucket can only follow.
+        """
+        if plan.replicas == 1:
+            return 0.0
+        per_node = min(plan.replicas, len(self.cluster.devices) // plan.stages)
+        ring = self.cluster.ring(plan.replicas, per_node)
+        last = {span.stage: span for span in step.timeline}  # in the order of their ends
+        free_s, begin = 0.0, {stage: sum(cut.sizes[:stage]) for stage in last}
+        for stage, span in sorted(last.items(), key=lambda item: item[1].end_s):
+            size = sum(cost.gradient_bytes for cost in self.costs[begin[stage] :][: cut.sizes[stage]])
+            free_s = max(free_s, span.start_s) + all_reduce_seconds(size, plan.replicas, ring)
+            tail_s = all_reduce_seconds(min(size, LAST_BUCKET_BYTES), plan.replicas, ring)
+            free_s = max(free_s, span.end_s + tail_s)
+        return free_s - step.step_s
+
+    def _least_memory(self, plan: Plan) -> Plan:
+        """Cut so that the fullest device is as little overfull as possible."""
+        devices = [replace(one, memory_bytes=None) for one in self._devices(plan)]
+        cut = self._cut(plan, devices, "memory")
+        plan = self._filled_in(plan, cut)
+        pairs = zip(devices, plan.memory_bytes, plan.limit_bytes, strict=True)
+        over = [f"{one.name} needs {in_words(need)} of {in_words(has)}" for one, need, has in pairs if need > has]
+        return replace(plan, reason="; ".join(over) or "no cut fits all devices")
+
+    def _filled_in(self, plan: Plan, cut: Partition, **numbers: float) -> Plan:
+        ends = [sum(cut.sizes[:n]) for n in range(plan.stages + 1)]
+        return replace(
+            plan,
+            sizes=tuple(sum(self.widths[a:b]) for a, b in zip(ends, ends[1:], strict=False)),
+            memory_bytes=cut.stage_bytes,
+            limit_bytes=tuple(map(_memory, self._devices(plan))),
+            **numbers,  # type: ignore[arg-type]
+        )
+
+
+def _memory(device: Device) -> float:
+    return math.inf if device.memory_bytes is None else device.memory_bytes
+
+
+def _overflow(plan: Plan) -> float:
+    return max(need / has for need, has in zip(plan.memory_bytes, plan.limit_bytes, strict=True))
+
+
+def _counts(samples: int, most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16 and so on, and one sample each."""
+    steps: Iterable[int] = (n for power in range(12) for n in (2**power, 3 * 2**power))
+    return sorted({n for n in steps if n <= min(samples, most)} | {min(samples, most)})

@@ -1,0 +1,462 @@
+"""Right or refused: a batch in micro-batches is what the batch is as a whole.
+
+Two things have to hold, and are tried on real batches, without touching the model:
+
+* an output belongs to one sample: the outputs of the whole batch are those of its parts. A model that looks at other
+  samples, or an input that is as long as the batch by chance and so was cut, is found;
+* the loss of the whole is the weighted mean of the losses of its parts: the gradients by the outputs say so, and what
+  each part weighs.
+
+Batch-norm in training is the known exception; here it is in evaluation mode.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import types
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.batchnorm import without_batch_statistics
+from hvdtrain.pipeline.microbatch import batch_size, cut, map_tensors, tensors_of
+from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
+from hvdtrain.pipeline.rng import Generators, differ
+from hvdtrain.pipeline.trace.restore import all_training, left_alone
+from hvdtrain.pipeline.weights import Weight, shares
+from hvdtrain.pipeline.worker import StageError, is_out_of_memory
+
+SAMPLES = 12  # that a loss is tried with
+_SPREAD = 5  # of them wherever they are; the others by their targets
+_LABELS = 64  # classes that are tried one by one
+_LARGE = 1_000_000  # numbers of a loss with a network in it, which is not copied
+
+
+class Pipe(Protocol):
+    """What is tried: a `Pipeline`."""
+
+    module: nn.Module
+
+    @property
+    def devices(self) -> Sequence[torch.device]: ...
+
+    @property
+    def counts(self) -> Sequence[tuple[str, nn.Module]]: ...
+
+    @property
+    def stages(self) -> Sequence[Any]: ...
+
+    def _outputs(self, pieces: Sequence[tuple[Any, ...]]) -> list[Any]: ...
+
+
+class Proof:
+    """What was tried, and is not tried again: by the shape of inputs, and by loss.
+
+    A loss is tried in its first step, the second, the fourth, the eighth..., and when a label comes that it was not
+    tried with: not every batch has something to ignore, or a sample of a rare class.
+    """
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._models: set[Hashable] = set()
+        self._steps: dict[Hashable, int] = {}
+        self._tried: dict[Hashable, dict[int, set[int]]] = {}  # labels, by the place in the targets
+
+    def of_model(self, arguments: tuple[Any, ...]) -> None:
+        """Outputs of the whole batch against those of two halves, in evaluation mode.
+
+        Raises:
+            ConfigError: they differ.
+            StageError: the model does not take the batch, or a half of it.
+        """
+        batch = batch_size(arguments)
+        key = layout(arguments)
+        if key in self._models or batch < 2:
+            return
+        try:
+            whole, parts, drew = self._outputs(arguments, micro_batch_sizes(batch, 2))
+        except StageError as error:
+            if error.__cause__ is None or not is_out_of_memory(error.__cause__):
+                raise
+            warnings.warn(f"not shown that samples do not depend on each other: out of memory ({error})", stacklevel=3)
+            self._models.add(key)
+            return
+        if drew:  # in evaluation: no two results are the same
+            self._models.add(key)
+            return
+        agree = isinstance(parts, list) and all(
+            map(_agree, tensors_of((whole,)), zip(*(tensors_of((part,)) for part in parts), strict=True))
+        )
+        if not agree:
+            counts = "".join(f"; each pass changes {name}" for name, _ in self._pipe.counts)
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(arguments) if t.dim() and len(t) == batch)
+            raise ConfigError(
+                "inputs of a batch are cut along dimension 0, and an output belongs to one sample",
+                f"other outputs from two halves of a batch of {batch} than from the whole; cut were inputs of shape"
+                f" {shapes}{'' if isinstance(parts, list) else f'; {parts.came.splitlines()[0]}'}{counts}",
+                "an input that is as long as the batch by chance (a mask): split(..., chunk=[0, None]), 0 or None for\n"
+                "each argument; inputs [sequence, batch, ...]: a model that takes [batch, sequence, ...]; samples\n"
+                "that look at each other: micro_batches=1",
+            )
+        self._models.add(key)
+
+    def of_loss(self, arguments: tuple[Any, ...], y: Any, loss: Callable[[Any, Any], Tensor], weight: Weight) -> None:
+        """The loss of some samples together against that of each.
+
+        Raises:
+            ConfigError: it is not their mean by these weights; says which would be right, if any.
+        """
+        batch = batch_size(arguments)
+        key = (_settings(loss), _settings(weight), layout((arguments, y), batch), _kinds(y))
+        step = self._steps[key] = self._steps.get(key, 0) + 1
+        tried = self._tried.setdefault(key, {})
+        new = {
+            place: labels - tried.get(place, set())
+            for place, labels in _labels(y).items()
+            if len(labels | tried.get(place, set())) <= _LABELS
+        }
+        if (step & (step - 1) and not any(new.values())) or batch < 2:
+            return
+        chosen = _chosen(batch, y, new)
+        some = _taken(arguments, chosen, batch)
+        targets = _taken(y, chosen, batch)
+        for place, labels in _labels(targets).items():
+            tried[place] = tried.get(place, set()) | labels
+        sizes = (1,) * len(chosen)
+        try:
+            whole, parts, drew = self._outputs(some, sizes)
+        except StageError:
+            return  # the step itself will say what there is to say
+        # the same outputs both times, where they can be cut: two forward passes differ by their rounding
+        rows = all(tensor.dim() and len(tensor) == len(chosen) for tensor in tensors_of((whole,)))
+        if rows or drew or not isinstance(parts, list):  # or it wants more than one sample
+            parts = cut(whole, sizes)
+        device = self._pipe.devices[-1]
+        targets = map_tensors(lambda tensor: tensor.to(device), targets)
+        rounding = 0.0 if rows else _tolerance(*tensors_of((whole,)))
+        _Comparison(loss, weight, whole, parts, targets, sizes, rounding).check()
+
+    def _outputs(self, arguments: tuple[Any, ...], sizes: Sequence[int]) -> tuple[Any, list[Any] | StageError, bool]:
+        """Of a batch as one piece, and of its parts (or why there are none); and whether random numbers were drawn."""
+        pipe = self._pipe
+        generators = Generators(pipe.devices[-1])
+        bare = without_batch_statistics(module for stage in pipe.stages for module in stage.modules())
+        with left_alone(pipe.module, *pipe.devices), all_training(pipe.module, False), bare:
+            before = generators.everything()
+            (whole,) = pipe._outputs(cut(arguments, (sum(sizes),)))
+            drew = differ(before, generators.everything())
+            try:
+                return whole, pipe._outputs(cut(arguments, sizes)), drew
+            except StageError as error:
+                return whole, error, drew
+
+
+def layout(values: Any, batch: int | None = None) -> Hashable:
+    """What decides how values are cut: which tensors are as long as the batch."""
+    samples = batch_size(values) if batch is None else batch
+    leaves, spec = pytree.tree_flatten(values)
+
+    def of(leaf: Any) -> Hashable:
+        if not isinstance(leaf, Tensor):
+            return type(leaf).__name__
+        return leaf.dim(), leaf.dtype, leaf.dim() > 0 and len(leaf) == samples
+
+    return str(spec), tuple(map(of, leaves))
+
+
+def _is_label(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _kinds(y: Any) -> Hashable:
+    """Whether there are negative labels, zeros, NaNs: what losses leave out. On a GPU one would have to wait for it."""
+    return tuple(
+        (bool((t < 0).any()) if _is_label(t) else bool(t.isnan().any()), bool((t == 0).any()))
+        for t in tensors_of((y,))
+        if not t.is_cuda and not t.is_complex() and t.dim()
+    )
+
+
+def _labels(y: Any) -> dict[int, set[int]]:
+    """Place in the targets -> which labels there are, where these are few."""
+    found = {}
+    for place, labels in enumerate(tensors_of((y,))):
+        if labels.is_cuda or not _is_label(labels) or not labels.numel():
+            continue
+        flat = labels.detach().reshape(-1).long()
+        low, high = int(flat.min()), int(flat.max())
+        if high - low < 1024:  # no sorting: there may be a label a pixel
+            there = torch.zeros(high - low + 1, dtype=torch.bool)
+            there[flat - low] = True
+            found[place] = {low + at for at in there.nonzero().reshape(-1).tolist()}
+    return found
+
+
+def _users(loss: Any) -> Any:
+    """The user's own function; what is around it may keep count of its calls."""
+    while hasattr(loss, "__wrapped__"):
+        loss = loss.__wrapped__
+    return loss
+
+
+def loss_key(loss: Any) -> Hashable:
+    """The same for a function that is made anew in every step."""
+    loss = _users(loss)
+    if hasattr(loss, "func") and hasattr(loss, "keywords"):  # functools.partial
+        return loss_key(loss.func), repr(loss.keywords)
+    code = getattr(getattr(loss, "__func__", loss), "__code__", None)
+    return loss if code is None else code
+
+
+def _settings(function: Any, depth: int = 3) -> Hashable:
+    """`loss_key`, and what else says which loss it is: what a closure holds, the settings of a module."""
+    inner, key = _users(function), loss_key(function)
+    if isinstance(inner, nn.Module):
+        plain = {name: value for name, value in vars(inner).items() if isinstance(value, (str, bool, type(None)))}
+        return key, repr(sorted(plain.items())), tuple(n for n, b in inner._buffers.items() if b is not None)
+    held: list[Hashable] = []
+    for cell in getattr(inner, "__closure__", None) or () if depth else ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # empty
+            continue
+        for one in value.values() if type(value) is dict else (value,):
+            if isinstance(one, (str, bool, type(None))):
+                held.append(one)
+        if isinstance(value, (nn.Module, types.FunctionType)):
+            held.append(_settings(value, depth - 1))
+    return key, tuple(held)
+
+
+def _chosen(batch: int, y: Any, new: dict[int, set[int]]) -> list[int]:
+    """Samples to try: spread over the batch, those with most and with fewest of what a loss may leave out, and those
+    with labels that it was not tried with."""
+    every = sorted({int(at) for at in torch.linspace(0, batch - 1, min(batch, _SPREAD)).round()})
+    rare: list[int] = []
+    for place, labels in enumerate(tensors_of((y,))):
+        if not labels.dim() or len(labels) != batch or not labels.numel() or labels.is_complex():
+            continue
+        rows = labels.detach().reshape(batch, -1)
+        if _is_label(rows):
+            rows = rows.long()
+            lowest = (rows == rows.min()).sum(1)
+            every += [int(lowest.argmax()), int(lowest.argmin()), int((rows == rows.max()).sum(1).argmax())]
+            rare += [int((rows == label).sum(1).argmax()) for label in sorted(new.get(place, ()))[:SAMPLES]]
+        else:
+            zeros = (rows == 0).sum(1)
+            values = rows.nan_to_num()
+            every += [int(rows.isnan().sum(1).argmax()), int(zeros.argmax()), int(zeros.argmin())]
+            every += [int(values.amin(1).argmin()), int(values.amax(1).argmax())]
+    return list(dict.fromkeys([*every, *rare]))[:SAMPLES]
+
+
+def _taken(values: Any, samples: list[int], batch: int) -> Any:
+    def take(leaf: Tensor) -> Tensor:
+        return leaf[samples] if leaf.dim() and len(leaf) == batch else leaf
+
+    return map_tensors(take, values)
+
+
+def _tolerance(*tensors: Tensor) -> float:
+    """Relative to the largest number."""
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        return 0.1
+    types = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    if types & {torch.float16, torch.bfloat16}:
+        return 0.1
+    if torch.float32 in types:
+        return 2e-2 if tensors[0].is_cuda else 1e-3  # on GPUs TF32
+    return 1e-8
+
+
+def _agree(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether an output of the whole is that of its parts; one without samples is for the loss to judge."""
+    at = _sample_dimension(whole, parts)
+    if at is None:
+        return whole.dim() == 0 or all(part.shape == whole.shape for part in parts) and whole.shape[0] == 1
+    joined = torch.cat(list(parts), at)
+    if not whole.is_floating_point():
+        return bool((joined == whole).float().mean() > 0.99) if whole.numel() else True
+    one, other = joined.double(), whole.double()
+    largest = float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
+    return bool(one.allclose(other, rtol=0, atol=_tolerance(whole) * largest, equal_nan=True))
+
+
+def _sample_dimension(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
+    for at in range(whole.dim()):
+        rest = [(*t.shape[:at], *t.shape[at + 1 :]) for t in (whole, *parts)]
+        if sum(part.shape[at] for part in parts if part.dim() > at) == whole.shape[at] and len(set(rest)) == 1:
+            return at
+    return None
+
+
+class _Comparison:
+    """One loss, of some samples together and of each."""
+
+    def __init__(
+        self,
+        loss: Any,
+        weight: Weight,
+        whole: Any,
+        parts: Sequence[Any],
+        targets: Any,
+        sizes: Sequence[int],
+        rounding: float,
+    ) -> None:
+        self._loss, self._weight, self._targets, self._sizes = loss, weight, targets, sizes
+        self._rounding = rounding
+        self._pieces = cut(targets, sizes)
+        self._whole, self._parts = whole, parts
+
+    def check(self) -> None:
+        for wide in (True, False):
+            try:
+                found = self._gradients(wide)
+            except ConfigError:
+                raise
+            except Exception:
+                continue  # in float64 it does not run, or not with one sample; the step itself runs it as it is
+            if found is not None:
+                self._judge(*found)
+            return
+
+    def _gradients(self, wide: bool) -> tuple[float, list[float], list[Tensor], list[list[Tensor]]] | None:
+        """Loss and gradients by the outputs, of the whole and of the parts; None where it draws random numbers."""
+        inner = _users(self._loss)
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([]))
+            stack.enter_context(torch.enable_grad())
+            for kind in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if isinstance(inner, nn.Module):
+                stack.enter_context(left_alone(inner))
+                if wide and sum(t.numel() for t in (*inner.parameters(), *inner.buffers())) < _LARGE:
+                    inner = copy.deepcopy(inner).double()
+            state = torch.get_rng_state()
+            total, whole = self._one(inner, self._whole, self._targets, wide)
+            if not torch.equal(state, torch.get_rng_state()):
+                return None
+            pairs = [self._one(inner, part, piece, wide) for part, piece in zip(self._parts, self._pieces, strict=True)]
+        return total, [value for value, _ in pairs], whole, [gradients for _, gradients in pairs]
+
+    @staticmethod
+    def _one(loss: Any, outputs: Any, targets: Any, wide: bool) -> tuple[float, list[Tensor]]:
+        def leaf(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            return tensor.detach().to(torch.float64 if wide else tensor.dtype, copy=True).requires_grad_()
+
+        leaves = map_tensors(leaf, (outputs,))
+        given = map_tensors(lambda t: t.double() if wide and t.is_floating_point() else t, (targets,))
+        value = loss(leaves[0], given[0])
+        asked = [tensor for tensor in tensors_of(leaves) if tensor.requires_grad]
+        found = torch.autograd.grad(value.sum(), asked, allow_unused=True)
+        return float(value.detach()), [
+            torch.zeros_like(tensor) if gradient is None else gradient.detach()
+            for tensor, gradient in zip(asked, found, strict=True)
+        ]
+
+    def _judge(self, total: float, values: Sequence[float], whole: list[Tensor], parts: list[list[Tensor]]) -> None:
+        wanted = self._by_part(whole, parts)
+        largest = max((float(g.abs().max()) for g in whole if g.numel()), default=0.0)
+        if not math.isfinite(total) or not math.isfinite(largest) or largest == 0:
+            return  # there is nothing to compare
+        tolerance = max(self._rounding, 1e-9 if whole[0].dtype == torch.float64 else 1e-5)
+        ours = shares(self._weight, self._pieces, self._sizes)
+        if self._off(wanted, parts, ours) <= tolerance * largest:
+            mean = sum(share * value for share, value in zip(ours, values, strict=True) if share)
+            if abs(mean - total) <= 10 * tolerance * max(abs(total), 1.0):
+                return
+        found = [_ratio(want, part) for want, part in zip(wanted, parts, strict=True)]
+        if self._off(wanted, parts, found) > 10 * tolerance * largest:
+            raise ConfigError(
+                "the loss of a batch is the weighted mean of the losses of its micro-batches",
+                "a loss whose gradient for one sample depends on the other samples of the batch",
+                "micro_batches=1; or a loss that is a mean over samples, tokens or pixels",
+            )
+        self._refuse(ours, found)
+
+    def _by_part(self, whole: list[Tensor], parts: list[list[Tensor]]) -> list[list[Tensor]]:
+        """The whole's gradients by part."""
+        columns = []
+        for tensor, its in zip(whole, zip(*parts, strict=True), strict=True):
+            at = _sample_dimension(tensor, its)
+            columns.append([tensor / len(its)] * len(its) if at is None else tensor.split(list(self._sizes), at))
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    @staticmethod
+    def _off(wanted: list[list[Tensor]], parts: list[list[Tensor]], weights: Sequence[float]) -> float:
+        worst = 0.0
+        for want, part, weight in zip(wanted, parts, weights, strict=True):
+            for a, b in zip(want, part, strict=True):
+                gap = (a - weight * b if weight else a).abs().max()
+                worst = max(worst, float(gap.nan_to_num(math.inf)))
+        return worst
+
+    def _refuse(self, ours: Sequence[float], found: Sequence[float]) -> None:
+        if all(abs(one - 1) < 1e-4 for one in found):
+            raise ConfigError(
+                "the loss of a batch is the weighted mean of the losses of its micro-batches",
+                "a sum over samples: the batch's loss is that of its micro-batches added up",
+                'reduction="mean"; or divide by the samples given: lambda out, y: loss(out, y) / len(y)',
+            )
+        names = [text for text, weights in _candidates(self._loss, self._pieces) if _alike(weights, found)]
+        raise ConfigError(
+            "the weight of a micro-batch is what its mean loss divides by",
+            f"single samples have the shares {_told(found)} of this loss, counted would be {_told(ours)}",
+            f"step(x, y, loss, weight={names[0]}), or what else fits these samples and is what the loss divides by"
+            if names
+            else "weight=: a function of the targets that counts what the mean is over (tokens, pixels, valid labels,\n"
+            "class weights)",
+        )
+
+
+def _ratio(wanted: list[Tensor], part: list[Tensor]) -> float:
+    """How much of the part's gradient the whole's has there."""
+    if not any(bool(tensor.any()) for tensor in wanted):
+        return 0.0
+    products = [(float((a * b).sum()), float((b * b).sum())) for a, b in zip(wanted, part, strict=True)]
+    below = sum(square for _, square in products)
+    return sum(product for product, _ in products) / below if below else 0.0
+
+
+def _alike(weights: Sequence[float], found: Sequence[float]) -> bool:
+    total, all_found = sum(weights), sum(found)
+    if not total or not all_found or abs(all_found - 1) > 1e-3:
+        return False
+    return all(abs(w / total - f) < 1e-4 for w, f in zip(weights, found, strict=True))
+
+
+def _told(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:.3g}" for number in numbers)
+
+
+def _candidates(loss: Any, pieces: Sequence[Any]) -> Iterator[tuple[str, list[float]]]:
+    """What a mean loss often divides by: the text of a function of the targets, and its values for these."""
+    inner = _users(loss)
+    classes = getattr(inner, "weight", None)
+    ignored = dict.fromkeys([getattr(inner, "ignore_index", -100), -100, -1, 0, 255])
+    for path, leaf in pytree.tree_flatten_with_path(pieces[0])[0]:
+        if not isinstance(leaf, Tensor):
+            continue
+        name = f"y{pytree.keystr(path)}"
+        leaves = [dict(pytree.tree_flatten_with_path(piece)[0])[path] for piece in pieces]
+        if leaf.is_floating_point() or leaf.dtype == torch.bool:
+            yield f"lambda y: {name}.sum()", [float(one.sum()) for one in leaves]
+            continue
+        if (
+            isinstance(classes, Tensor)
+            and int(leaf.min()) >= 0
+            and all(int(one.max()) < len(classes) for one in leaves)
+        ):
+            its = classes.detach().to(leaf.device)
+            yield f"lambda y: loss.weight[{name}].sum()", [float(its[one].sum()) for one in leaves]
+        for value in ignored:
+            yield f"lambda y: ({name} != {value}).sum()", [float((one != value).sum()) for one in leaves]

@@ -1,0 +1,250 @@
+"""Random draws (dropout) that do not depend on which stage is faster, and are drawn alike when a pass is repeated.
+
+PyTorch's layers draw from one generator for all threads, so stages that run at the same time would share it out by
+chance. Here each segment of the model, and the loss, has its own stream of numbers for each micro-batch, made from the
+state of the global generator when the step began: the same for any cut, schedule and recomputation. Around each
+function that draws, and around nothing else, the global generator is lent to that stream. What draws where PyTorch's
+functions do not tell (a script, Python's and NumPy's random numbers) is found out in the first pass: such a segment
+runs alone, with all generators lent.
+
+With one micro-batch nothing runs at the same time, and the draws are those of the unsplit model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hvdtrain.core.errors import ConfigError
+
+# PyTorch's functions that draw, by name; what else a segment is seen to draw with is added in its first pass
+_DRAWS = re.compile(
+    r"dropout|bernoulli|multinomial|normal|^rand|random_|uniform_|exponential_|geometric_|cauchy_|poisson|rrelu|gumbel"
+    r"|scaled_dot_product|multi_head_attention|fractional_max_pool"
+)
+# PyTorch's layers that draw, or will when their probability is raised
+_LAYERS = re.compile(r"Dropout|RReLU|FractionalMaxPool|MultiheadAttention|Transformer")
+_LOCK = threading.RLock()  # over the global generators
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Whether a module that is called as a whole can draw in some mode: PyTorch's own that do, and all of a user's."""
+    return any(
+        not type(part).__module__.startswith("torch.nn.") or _LAYERS.search(type(part).__name__) is not None
+        for part in module.modules()
+    )
+
+
+def draws_by_name(name: str) -> bool:
+    """Whether a function of PyTorch's draws, as its name says."""
+    return _DRAWS.search(name) is not None
+
+
+class Generators:
+    """What numbers are drawn from on a stage: the CPU's generator, its GPU's, Python's and NumPy's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._all: list[torch.Generator] = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._all.append(torch.cuda.default_generators[index])
+
+    def get(self) -> list[Any]:
+        """Of PyTorch."""
+        return [generator.get_state() for generator in self._all]
+
+    def set(self, states: Sequence[Any]) -> None:
+        for generator, state in zip(self._all, states, strict=True):
+            generator.set_state(state)
+
+    def seed(self, seed: int) -> None:
+        for generator in self._all:
+            generator.manual_seed(seed)
+
+    def everything(self) -> tuple[Any, ...]:
+        """The state of all."""
+        return self.get(), random.getstate(), np.random.get_state()
+
+    def restore(self, everything: tuple[Any, ...]) -> None:
+        ours, python, numpy = everything
+        self.set(ours)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    @contextmanager
+    def lent(self, state: tuple[Any, ...] | int) -> Iterator[None]:
+        """Puts all generators into this state, or seeds them, and puts them back at the end."""
+        before = self.everything()
+        if isinstance(state, int):
+            self.seed(state)
+            random.seed(state)
+            np.random.seed(state % 2**32)
+        else:
+            self.restore(state)
+        try:
+            yield
+        finally:
+            self.restore(before)
+
+
+def differ(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Of two states of `Generators.everything`, or of their first parts, which are PyTorch's."""
+    if not all(map(torch.equal, one[0], other[0])):
+        return True
+    if len(one) == 1:
+        return False
+    (_, python, numpy), (_, their_python, their_numpy) = one, other
+    return python != their_python or numpy[2:] != their_numpy[2:] or not np.array_equal(numpy[1], their_numpy[1])
+
+
+@dataclass
+class Seen:
+    """What was seen in the first pass of a segment.
+
+    Attributes:
+        functions: PyTorch's that drew.
+        elsewhere: numbers were drawn by other means.
+    """
+
+    functions: set[Any] = field(default_factory=set)
+    elsewhere: bool = False
+
+
+class Stream(TorchFunctionMode):
+    """While active, in this thread: every function that draws takes its numbers from one stream.
+
+    Each call is seeded by the function's name and how often it was called: what else draws changes nothing.
+
+    Args:
+        generators: those that are lent.
+        seed: of the stream.
+        seen: what is known to draw here.
+        watch: look which functions draw, and note them.
+    """
+
+    def __init__(self, generators: Generators, seed: int, seen: Seen, *, watch: bool) -> None:
+        super().__init__()
+        self._generators, self._seed, self._seen, self._watch = generators, seed, seen, watch
+        self._calls: dict[str, int] = {}
+        self.used = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if not self._watch and not draws_by_name(name) and func not in self._seen.functions:
+            return func(*args, **kwargs)
+        with _LOCK:
+            before = self._generators.get()
+            call = self._calls.get(name, 0)
+            self._generators.seed(mixed(self._seed, name, call))
+            lent = self._generators.get()
+            try:
+                return func(*args, **kwargs)
+            finally:
+                if not all(map(torch.equal, lent, self._generators.get())):
+                    self.used = True
+                    self._calls[name] = call + 1
+                    if self._watch:
+                        self._seen.functions.add(func)
+                self._generators.set(before)
+
+
+class Draws:
+    """The streams of one step; it takes one number of the global generator if any of them was used.
+
+    Args:
+        seen: what draws, by segment; filled in the first pass of each.
+        devices: of the stages.
+    """
+
+    def __init__(self, seen: dict[Hashable, Seen], devices: Sequence[torch.device]) -> None:
+        self._generators = [Generators(device) for device in dict.fromkeys(devices)]
+        self._before = [generators.everything() for generators in self._generators]
+        self._step_seed = step_seed()
+        self._seen = seen
+        self._used = False
+
+    @contextmanager
+    def of(self, generators: Generators, segment: Hashable, micro: int, *, again: bool = False) -> Iterator[None]:
+        """The stream of one segment for one micro-batch, from its start.
+
+        Args:
+            segment: its number, or what else draws.
+            again: this pass is a repetition.
+        """
+        watch = segment not in self._seen and not again
+        seen = self._seen.get(segment) or Seen()
+        seed = mixed(self._step_seed, segment if isinstance(segment, int) else "loss", micro)
+        stream = Stream(generators, seed, seen, watch=watch)
+        with ExitStack() as stack:
+            if watch or seen.elsewhere:
+                stack.enter_context(_LOCK)
+                stack.enter_context(generators.lent(seed))
+                before = generators.everything()
+                stack.callback(lambda: self._note(seen, before, generators.everything()))
+            with stream:
+                yield
+        if stream.used or seen.elsewhere:
+            self._used = True
+        self._seen[segment] = seen
+
+    @staticmethod
+    def _note(seen: Seen, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+        seen.elsewhere = seen.elsewhere or differ(before, after)
+
+    def check(self, *, repeats: bool) -> None:
+        """Numbers that were drawn from the global generators, and not from a stream, were drawn by others.
+
+        Args:
+            repeats: passes were repeated: they may have drawn others than the first time.
+
+        Raises:
+            ConfigError: with `repeats`.
+        """
+        elsewhere = any(seen.elsewhere for seen in list(self._seen.values()))
+        after = [generators.everything() for generators in self._generators]
+        if not any(
+            differ(a if elsewhere else a[:1], b if elsewhere else b[:1])
+            for a, b in zip(self._before, after, strict=True)
+        ):
+            return
+        rule = "while a pipeline works, nobody else draws from the global generators"
+        came = "numbers were drawn by another thread, or by a layer that drew none in its first pass"
+        remedy = "a torch.Generator or random.Random of its own for the other thread; split again after a layer changed"
+        if repeats:
+            raise ConfigError(rule, f"{came}; with remat a pass may have been repeated with others", remedy)
+        warnings.warn(f"{rule}: {came}, so that a seed does not repeat this step. Fix: {remedy}", stacklevel=5)
+
+    def close(self) -> None:
+        """The next step draws other numbers, if this one drew any."""
+        if self._used:
+            torch.randint(2**62, ())
+
+
+def step_seed() -> str:
+    """What the global generator's state says when a step begins."""
+    return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def mixed(*numbers: Any) -> int:
+    """A seed that depends on all of them."""
+    text = " ".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

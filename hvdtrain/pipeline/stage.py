@@ -1,0 +1,294 @@
+"""Stages: neighbouring segments as one function, on a device.
+
+A stage uses the user's own modules and parameters, moved to its device in place: their names, and optimizers that hold
+them, stay as they are. A parameter that several stages use lives with the first of them; the others have a *proxy* of
+it, a leaf of their own whose values are taken over before a step and whose gradient is added to the owner's after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.trace.facts import attribute, device_of, module_of
+from hvdtrain.pipeline.trace.segments import Chain, Segment, default_binder, label, span_name, tensors_used
+
+
+class Stage:
+    """A contiguous part of the model on one device; called with a tuple of values, it returns the next stage's.
+
+    Attributes:
+        name: "layer3.0.conv1 .. fc".
+        index: its place.
+        device: where its parameters are.
+        segments: its parts, bound to what this stage uses.
+        may_draw: it takes random numbers in training, or could.
+        mutates_input: it changes what it is given in place.
+        proxies: (owner, proxy) for each parameter that lives in an earlier stage.
+    """
+
+    def __init__(self, index: int, segments: Sequence[Segment], device: torch.device, owners: _Owners) -> None:
+        self._chain = segments[0].chain
+        self._first, self._end = segments[0].index, segments[-1].index + 1
+        self.index, self.device = index, device
+        work = [node for mode in (True, False) for node in self._chain.work(self._first, self._end, mode)]
+        self.name = span_name([label(self._chain.program, node) for node in work])
+        self.may_draw = any(segment.may_draw for segment in segments)
+        self.mutates_input = self._chain.changes_input(self._first)
+        self._objects = _Objects(self._chain, index, device, owners)
+        moved = (owners.traced_on, device)
+        self.segments = [segment.bound(self._objects.bind, moved) for segment in segments]
+        for node in self._chain.used(
+            self._first, self._end
+        ):  # all of them now: proxies are known before the first call
+            self._objects.bind(node)
+        self.proxies = self._objects.proxies
+        self._changing = list(self._changing_now())
+
+    def __call__(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self._function(*values)
+
+    @cached_property
+    def _function(self) -> Any:
+        moved = (self._objects.traced_on, self.device)
+        return self._chain.function(self._first, self._end, self._objects.bind, self.name, moved)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules that it calls, and what is in them, each once."""
+        seen: set[nn.Module] = set()
+        for node in self._chain.used(self._first, self._end):
+            if node.op == "call_module":
+                for module in self._objects.bind(node)[0].modules():
+                    if module not in seen:
+                        seen.add(module)
+                        yield module
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Its own parameters, and its proxies of others'; each once."""
+        proxy_of = {id(owner): proxy for owner, proxy in self.proxies}
+        seen: set[int] = set()
+        for tensor in tensors_used(self._chain, self._first, self._end):
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield proxy_of.get(id(tensor), tensor)
+
+    def buffers(self) -> Iterator[Tensor]:
+        """The buffers it uses, each once."""
+        seen: set[int] = set()
+        for node in self._chain.used(self._first, self._end):
+            target = str(node.target)
+            if node.op == "call_module":
+                found = list(self._objects.bind(node)[0].buffers())
+            elif target in self._chain.program.attributes:
+                continue
+            else:
+                found = [t for t in [attribute(self._chain.program, target)] if not isinstance(t, nn.Parameter)]
+            for buffer in found:
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield buffer
+
+    def changing_buffers(self) -> list[Tensor]:
+        """Those of its buffers that a pass in training mode changes, as the example's did: not masks and tables."""
+        found = {id(buffer): buffer for owner, name in self._changing if (buffer := owner._buffers[name]) is not None}
+        return list(found.values())
+
+    def _changing_now(self) -> Iterator[tuple[nn.Module, str]]:
+        """By owner and name: a forward may put another tensor there."""
+        owners = dict.fromkeys(self.modules())
+        for node in self._chain.used(self._first, self._end):
+            if node.op == "get_attr" and str(node.target) not in self._chain.program.attributes:
+                owners[self._chain.program.model.get_submodule(str(node.target).rpartition(".")[0])] = None
+        used = {id(buffer) for buffer in self.buffers()}
+        for owner in owners:
+            for name, buffer in owner._buffers.items():
+                if id(buffer) in used and id(buffer) in self._chain.facts.changed:
+                    yield owner, name
+
+    def refresh(self) -> None:
+        """Takes over the values of what other stages own; before a step."""
+        self._objects.refresh()
+
+    def return_gradients(self) -> None:
+        """Adds the proxies' gradients to their owners'; after a step."""
+        for owner, proxy in self.proxies:
+            if proxy.grad is None:
+                continue
+            gradient = proxy.grad.to(owner.device)
+            if owner.grad is None:
+                owner.grad = gradient
+            else:
+                owner.grad.add_(gradient)
+            proxy.grad = None
+
+    def __repr__(self) -> str:
+        return f"<stage {self.index}: {self.name} on {self.device}>"
+
+
+class _Owners:
+    """Which stage a tensor lives with: the first that uses it."""
+
+    def __init__(self, chain: Chain, ends: Sequence[int]) -> None:
+        self.stage: dict[int, int] = {}
+        self.traced_on = device_of(chain.program.model)
+        begin = 0
+        for index, end in enumerate(ends):
+            for tensor in tensors_used(chain, begin, end):
+                owner = self.stage.setdefault(id(tensor), index)
+                if owner != index and id(tensor) in chain.facts.changed:
+                    raise ConfigError(
+                        "a module whose buffers change in training is used by one stage only",
+                        f"stages {owner + 1} and {index + 1} share one (used in segments up to {end - 1})",
+                        "another balance=[...], which does not cut between its uses",
+                    )
+            begin = end
+
+
+class _Objects:
+    """What a stage uses for the model's modules and parameters: themselves, or twins with proxies in them."""
+
+    def __init__(self, chain: Chain, index: int, device: torch.device, owners: _Owners) -> None:
+        self._chain, self._index, self._device, self._owners = chain, index, device, owners
+        self.traced_on = owners.traced_on
+        self._default = default_binder(chain.program)
+        self.proxies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []  # of buffers: (owner's, ours)
+        self._tensors: dict[int, Tensor] = {}
+        self._twins: dict[nn.Module, nn.Module] = {}
+
+    def bind(self, node: fx.Node) -> tuple[Any, str]:
+        target = str(node.target)
+        if node.op == "call_module":
+            return self._module(module_of(self._chain.program, target)), "{0}"
+        value = attribute(self._chain.program, target)
+        if target in self._chain.program.attributes and isinstance(value, Tensor):
+            return self._constant(value), "{0}"
+        if not isinstance(value, Tensor) or self._is_mine(value):
+            return self._default(node)
+        return self._tensor(value), "{0}"
+
+    def _is_mine(self, tensor: Tensor) -> bool:
+        mine = self._owners.stage.get(id(tensor), self._index) == self._index
+        return mine or (not isinstance(tensor, nn.Parameter) and tensor.device == self._device)
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        """Ours for a tensor that lives with another stage."""
+        if id(tensor) not in self._tensors:
+            if isinstance(tensor, nn.Parameter):
+                ours: Tensor = nn.Parameter(tensor.detach().to(self._device), requires_grad=tensor.requires_grad)
+                self.proxies.append((tensor, ours))  # type: ignore[arg-type]
+            else:
+                ours = tensor.detach().to(self._device)
+                self._copies.append((tensor, ours))
+            self._tensors[id(tensor)] = ours
+        return self._tensors[id(tensor)]
+
+    def _constant(self, tensor: Tensor) -> Tensor:
+        """A tensor that the model's forward refers to; one that was where the model was comes along."""
+        if id(tensor) not in self._tensors:
+            moves = tensor.device == self._owners.traced_on
+            self._tensors[id(tensor)] = tensor.to(self._device) if moves else tensor
+        return self._tensors[id(tensor)]
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        if module in self._twins:
+            return self._twins[module]
+        if all(self._is_mine(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            return module
+        twin = self._twins[module] = module.__class__.__new__(module.__class__)
+        twin.__dict__.update(module.__dict__)
+        for kind in ("_parameters", "_buffers"):
+            tensors = module.__dict__[kind]
+            mine = {name: t if t is None or self._is_mine(t) else self._tensor(t) for name, t in tensors.items()}
+            twin.__dict__[kind] = mine
+        children = {name: child and self._module(child) for name, child in module._modules.items()}
+        twin.__dict__["_modules"] = children
+        if isinstance(twin, nn.RNNBase):
+            twin._flat_weights = [getattr(twin, name) for name in twin._flat_weights_names]
+        return twin
+
+    def refresh(self) -> None:
+        for owner, proxy in self.proxies:
+            if owner._backward_hooks:
+                raise ConfigError(
+                    "a parameter that several stages use gets its gradient in parts, of which a hook would see one",
+                    f"a tensor hook on a parameter of shape {tuple(owner.shape)}",
+                    "change p.grad after the step; or a balance=[...] that leaves its uses in one stage",
+                )
+            if proxy.device != owner.device:
+                proxy.data.copy_(owner.data, non_blocking=True)
+            elif proxy.data_ptr() != owner.data_ptr():  # on one device both are one memory
+                proxy.data = owner.data
+            proxy.requires_grad_(owner.requires_grad)
+        for owner_buffer, ours in self._copies:
+            ours.data.copy_(owner_buffer.data)
+        for module, twin in self._twins.items():
+            twin.__dict__.update((name, value) for name, value in module.__dict__.items() if name not in _OWN)
+
+
+# what a twin has of its own
+_OWN = ("_parameters", "_buffers", "_modules", "_flat_weights")
+
+
+class Copies(_Objects):
+    """A copy of everything on another device, to measure there; the model stays where it is."""
+
+    def __init__(self, chain: Chain, device: torch.device) -> None:
+        super().__init__(chain, -1, device, _Owners(chain, []))
+
+    def _is_mine(self, tensor: Tensor) -> bool:
+        return False
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every copy that was made."""
+        return iter(self._tensors.values())
+
+
+def build_stages(
+    model: nn.Module, segments: Sequence[Segment], sizes: Sequence[int], devices: Sequence[torch.device | str]
+) -> list[Stage]:
+    """Cuts a chain into stages and moves each to its device.
+
+    Args:
+        model: what the segments were made from.
+        segments: all of them.
+        sizes: segments in each stage.
+        devices: one for each stage.
+
+    Returns:
+        The stages. Parameters and buffers of the model are moved in place: the same objects, on other devices.
+
+    Raises:
+        ConfigError: a module whose buffers change is used by two stages.
+    """
+    assert sum(sizes) == len(segments) and len(sizes) == len(devices) and min(sizes) > 0
+    chain = segments[0].chain
+    assert model is chain.program.model
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    owners = _Owners(chain, ends)
+    places = [torch.device(device) for device in devices]
+    owners.traced_on = device_of(model)
+    _place(model, chain, owners, places)
+    begin, stages = 0, []
+    for index, (end, device) in enumerate(zip(ends, places, strict=True)):
+        stages.append(Stage(index, segments[begin:end], device, owners))
+        begin = end
+    return stages
+
+
+def _place(model: nn.Module, chain: Chain, owners: _Owners, places: Sequence[torch.device]) -> None:
+    """Moves every tensor of the model to its stage's device; what no stage uses goes with the first."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        device = places[owners.stage.get(id(tensor), 0)]
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(device)
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()

@@ -1,0 +1,121 @@
+"""Where a traced model can be cut.
+
+A cut is allowed where at most `MOST_CROSSING` tensors cross, none of them is changed in place afterwards (another stage
+works on a copy, or on a leaf of its own graph), and no module whose buffers change (batch norm) is used on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from hvdtrain.pipeline.trace.facts import Facts, attribute, module_of
+from hvdtrain.pipeline.trace.tracer import Program
+
+MOST_CROSSING = 8  # tensors: some layers into a dense block (DenseNet), where it would be one segment else
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A place between two operations.
+
+    Attributes:
+        place: by training mode, the index in the graph of the last operation before it.
+        values: what crosses, in order, each by its node in both modes (None: this mode does not have it).
+    """
+
+    place: dict[bool, int]
+    values: tuple[dict[bool, fx.Node | None], ...]
+
+
+def find_cuts(program: Program, facts: Facts, *, everywhere: bool = False) -> list[Cut]:
+    """The first and the last place, and between them: all that are allowed, less those that only part what has no
+    parameters (an activation or a pooling belongs to the layer before it)."""
+    views = {mode: _View(program, facts, mode) for mode in (True, False)}
+    begin = Cut({mode: view.begin for mode, view in views.items()}, tuple(_paired(program, views, None)))
+    end = Cut({mode: len(view.nodes) - 2 for mode, view in views.items()}, ())
+    best: dict[int, Cut] = {}
+    total = views[True].weights[-1]
+    for node in views[False].nodes:
+        partner = program.partners.get(node)
+        if partner is None or not node.op.startswith("call"):
+            continue
+        place = {True: views[True].index[partner], False: views[False].index[node]}
+        if not everywhere and not all(view.allows(place[mode]) for mode, view in views.items()):
+            continue
+        before = place[False] if everywhere or not total else views[True].weights[place[True]]
+        if everywhere or not total or 0 < before < total:
+            best[before] = Cut(place, tuple(_paired(program, views, place)))
+    inner = [cut for cut in best.values() if cut.place[False] < end.place[False]]
+    return [begin, *inner, end]
+
+
+def _paired(program: Program, views: dict[bool, _View], place: dict[bool, int] | None) -> Iterator[dict[bool, Any]]:
+    """What crosses, each value with its node in both modes."""
+    live = {mode: view.inputs if place is None else view.crossing(place[mode]) for mode, view in views.items()}
+    evaluation = {program.partners.get(node, node): node for node in live[False]}
+    for node in live[True]:
+        yield {True: node, False: evaluation.pop(node, None)}
+    for node in evaluation.values():
+        yield {True: None, False: node}
+
+
+class _View:
+    """One mode's graph, seen from the places between its nodes."""
+
+    def __init__(self, program: Program, facts: Facts, mode: bool) -> None:
+        self.nodes = list(program.graphs[mode].nodes)
+        self.index = {node: index for index, node in enumerate(self.nodes)}
+        self.inputs = [node for node in self.nodes if node.op == "placeholder"]
+        self.begin = len(self.inputs) - 1
+        self._facts = facts
+        self._last = {
+            node: max((self.index[user] for user in node.users), default=-1)
+            for node in self.nodes
+            if node.op != "get_attr"
+        }
+        self._together = self._spans(program)
+        self.weights = self._weights(program)
+
+    def crossing(self, place: int) -> list[fx.Node]:
+        """The nodes up to a place that are used after it."""
+        return [node for node in self.nodes[: place + 1] if self._last.get(node, -1) > place]
+
+    def allows(self, place: int) -> bool:
+        crossing, facts = self.crossing(place), self._facts
+        return (
+            sum(facts.tensors.get(node, 0) for node in crossing) <= MOST_CROSSING
+            and all(node in facts.may_cross and facts.changed_at.get(node, -1) <= place for node in crossing)
+            and not any(first <= place < last for first, last in self._together)
+        )
+
+    def _spans(self, program: Program) -> list[tuple[int, int]]:
+        """First and last use of each buffer that training changes."""
+        uses: dict[int, list[int]] = {}
+        for node in self.nodes:
+            users: Sequence[fx.Node]
+            if node.op == "call_module":
+                tensors, users = list(module_of(program, str(node.target)).buffers()), [node]
+            elif node.op == "get_attr":
+                tensors, users = [attribute(program, str(node.target))], list(node.users)
+            else:
+                continue
+            for tensor in tensors:
+                if id(tensor) in self._facts.changed:
+                    uses.setdefault(id(tensor), []).extend(self.index[user] for user in users)
+        return [(min(places), max(places)) for places in uses.values() if places and min(places) < max(places)]
+
+    def _weights(self, program: Program) -> list[int]:
+        """At each node: how many operations with parameters there are up to it."""
+        counts, count = [], 0
+        for node in self.nodes:
+            if node.op == "call_module":
+                count += next(module_of(program, str(node.target)).parameters(), None) is not None
+            elif any(n.op == "get_attr" and isinstance(attribute(program, str(n.target)), nn.Parameter)
+                     for n in node.all_input_nodes):  # fmt: skip
+                count += 1
+            counts.append(count)
+        return counts

@@ -1,0 +1,239 @@
+"""What the operations of a model do, seen in one pass over the example: values, draws, changes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.microbatch import unmarked
+from hvdtrain.pipeline.trace.restore import all_training, left_alone
+from hvdtrain.pipeline.trace.tracer import Program
+
+FEW = 2  # samples: what an operation does it does to any number of them
+_SIMPLE = (int, float, bool, complex, str, torch.dtype)
+
+
+@dataclass
+class Facts:
+    """What was seen.
+
+    Attributes:
+        example: with what: a few samples.
+        draws: nodes that take random numbers.
+        changed_at: node -> the place (in the order of the graph) of the last operation that changes its value in place.
+        may_cross: nodes whose value another stage can be given: tensors, numbers, None, nested tuples of them.
+        tensors: node -> how many tensors its value holds.
+        changed: ids of buffers that a pass in training mode changes.
+        counts: attributes that each pass in training mode changes again.
+    """
+
+    example: tuple[Any, ...]
+    draws: set[fx.Node] = field(default_factory=set)
+    changed_at: dict[fx.Node, int] = field(default_factory=dict)
+    may_cross: set[fx.Node] = field(default_factory=set)
+    tensors: dict[fx.Node, int] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)
+    counts: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+class Different(Exception):
+    """A program does not do what its model does."""
+
+
+def look(program: Program, example: tuple[Any, ...]) -> Facts:
+    """Runs the program on a few samples of the example, in both modes where they differ.
+
+    Buffers, random state, training modes and gradients end as they were.
+
+    Raises:
+        ConfigError: the model itself does not take the example.
+        Different: the program cannot be run.
+    """
+    try:
+        return _look(program, a_few(example))
+    except Exception as error:
+        first = error
+    model, device = program.model, device_of(program.model)
+    try:
+        with left_alone(model, device), torch.no_grad():
+            model(*to_device(example, device))
+    except Exception as error:
+        raise ConfigError(
+            "the model takes the example",
+            told(error),
+            "an example like the batches of training: shapes, types, devices; a tuple for several arguments",
+        ) from error
+    try:  # a model may want batches of a certain size
+        return _look(program, example)
+    except Exception:
+        raise Different(told(first)) from first
+
+
+def told(error: BaseException) -> str:
+    """An error in a line or some."""
+    return f"{type(error).__name__}: {str(error).strip()[:600]}"
+
+
+def _look(program: Program, example: tuple[Any, ...]) -> Facts:
+    facts = Facts(example)
+    model = program.model
+    device = device_of(model)
+    modes = [True] if program.is_one else [True, False]
+    with left_alone(model, device), torch.no_grad():
+        for training in modes:
+            with all_training(model, training):
+                values = to_device(example, device)
+                _Watch(program, program.graphs[training], facts).run(*values)
+    return facts
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model is, as its first parameter or buffer says."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def batch_of(example: Sequence[Any]) -> int:
+    """Samples of a batch: dim 0 of the first tensor; 1 without one."""
+    return next((leaf.shape[0] for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
+def a_few(example: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The example, but of no more than `FEW` samples."""
+    return resized(example, min(FEW, batch_of(example)))
+
+
+def resized(example: tuple[Any, ...], samples: int) -> tuple[Any, ...]:
+    """The example with another number of samples, those that it has in turn."""
+    batch = batch_of(example)
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch or batch == samples:
+            return leaf
+        if samples < batch:
+            return leaf[:samples].clone()  # what is changed in place is no one's
+        return leaf[torch.arange(samples, device=leaf.device) % batch]
+
+    return pytree.tree_map(resize, example)
+
+
+def to_device(values: Any, device: torch.device) -> Any:
+    """Copies, always: a pass may change its input in place. `Whole` arguments as they are given to the model."""
+    values = unmarked(values)
+    return pytree.tree_map(lambda v: v.detach().to(device, copy=True) if isinstance(v, Tensor) else v, values)
+
+
+class _Watch:
+    """Runs a graph node by node and compares before and after."""
+
+    def __init__(self, program: Program, graph: fx.Graph, facts: Facts) -> None:
+        self._program, self._graph, self._facts = program, graph, facts
+        self._values: dict[fx.Node, Any] = {}
+        self._versions: dict[fx.Node, tuple[int, ...]] = {}
+        self._modules = dict(program.model.named_modules(remove_duplicate=False))
+        self._generators = [torch.get_rng_state]
+        device = device_of(program.model)
+        if device.type == "cuda":
+            self._generators.append(lambda: torch.cuda.get_rng_state(device))
+
+    def run(self, *inputs: Any) -> None:
+        last = _last_uses(self._graph)
+        given = iter(inputs)
+        # by value as well: batch norm's own function does not count its changes of the running statistics
+        buffers = [(b, b._version, b.clone()) for b in self._program.model.buffers()]
+        state = [get() for get in self._generators]
+        for place, node in enumerate(self._graph.nodes):
+            if node.op == "output":
+                break
+            value = next(given) if node.op == "placeholder" else self._call(node)
+            now = [get() for get in self._generators]
+            if not all(map(torch.equal, now, state)):
+                self._facts.draws.add(node)
+                state = now
+            self._see(node, value, place)
+            for done in last.get(node, ()):
+                self._values.pop(done, None)
+                self._versions.pop(done, None)
+        kept = {id(b) for b in self._program.model.buffers()}
+        self._facts.changed |= {
+            id(buffer)
+            for buffer, version, value in buffers
+            if id(buffer) not in kept or buffer._version != version or not torch.equal(buffer, value)
+        }
+
+    def _call(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return attribute(self._program, str(node.target))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        args, kwargs = plain(args), plain(kwargs)
+        with torch.no_grad():
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            if node.op == "call_module":
+                function: Callable[..., Any] = module_of(self._program, str(node.target), self._modules)
+            else:
+                function = node.target  # type: ignore[assignment]
+            return function(*args, **kwargs)
+
+    def _see(self, node: fx.Node, value: Any, place: int) -> None:
+        facts = self._facts
+        for other, before in self._versions.items():
+            if _versions(self._values[other]) != before:
+                facts.changed_at[other] = place
+                self._versions[other] = _versions(self._values[other])
+        leaves = pytree.tree_leaves(value)
+        facts.tensors[node] = sum(isinstance(leaf, Tensor) for leaf in leaves)
+        if all(isinstance(leaf, (Tensor, *_SIMPLE)) or leaf is None for leaf in leaves):
+            facts.may_cross.add(node)
+        self._values[node], self._versions[node] = value, _versions(value)
+
+
+def attribute(program: Program, target: str) -> Any:
+    """The parameter, buffer or constant that a `get_attr` node names."""
+    if target in program.attributes:
+        return program.attributes[target]
+    owner, _, name = target.rpartition(".")
+    return getattr(program.model.get_submodule(owner), name)
+
+
+def module_of(program: Program, target: str, modules: dict[str, nn.Module] | None = None) -> nn.Module:
+    """The module that a `call_module` node calls."""
+    if target in program.attributes:
+        return program.attributes[target]
+    return modules[target] if modules is not None else program.model.get_submodule(target)
+
+
+def plain(value: Any) -> Any:
+    """fx's immutable lists and dicts as ordinary ones."""
+    if isinstance(value, fx.immutable_collections.immutable_list):
+        return [plain(item) for item in value]
+    if isinstance(value, fx.immutable_collections.immutable_dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(plain(value.start), plain(value.stop), plain(value.step))
+    if type(value) is tuple:
+        return tuple(plain(item) for item in value)
+    return value
+
+
+def _versions(value: Any) -> tuple[int, ...]:
+    return tuple(leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> the nodes whose value nobody needs after it."""
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for used in (node, *node.all_input_nodes):
+            if used not in seen:
+                seen.add(used)
+                last.setdefault(node, []).append(used)
+    return last

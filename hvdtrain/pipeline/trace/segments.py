@@ -1,0 +1,413 @@
+"""A model as a chain of segments: between two of them only a few values cross, so that a stage may end there."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.microbatch import map_tensors
+from hvdtrain.pipeline.rng import draws_by_name, may_draw
+from hvdtrain.pipeline.trace import code
+from hvdtrain.pipeline.trace.cuts import Cut, find_cuts
+from hvdtrain.pipeline.trace.facts import Different, Facts, attribute, device_of, look, module_of, to_device
+from hvdtrain.pipeline.trace.modes import innermost
+from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes, copied, left_alone
+from hvdtrain.pipeline.trace.tracer import Program, trace
+
+_DULL = {"getitem", "getattr", "_check_fixed", "size", "OrderedDict"}  # names that do not tell where a segment is
+
+
+@dataclass
+class Chain:
+    """A traced model and the cuts that make it a chain."""
+
+    program: Program
+    facts: Facts
+    cuts: list[Cut]  # the first before the first operation, the last behind the last
+
+    @cached_property
+    def nodes(self) -> dict[bool, list[fx.Node]]:
+        return {mode: list(graph.nodes) for mode, graph in self.program.graphs.items()}
+
+    def work(self, first: int, last: int, mode: bool) -> list[fx.Node]:
+        """The operations from cut `first` to cut `last`."""
+        begin, end = self.cuts[first].place[mode] + 1, self.cuts[last].place[mode] + 1
+        return [node for node in self.nodes[mode][begin:end] if node.op.startswith("call")]
+
+    def used(self, first: int, last: int) -> list[fx.Node]:
+        """Every node that names a module, parameter or buffer used between two cuts; in both modes."""
+        found: dict[fx.Node, None] = {}
+        for mode in {True, not self.program.is_one}:
+            for node in self.work(first, last, mode):
+                for used in (node, *node.all_input_nodes):
+                    if used.op == "get_attr" or (used is node and node.op == "call_module"):
+                        found[used] = None
+        if last == len(self.cuts) - 1:
+            for mode in {True, not self.program.is_one}:
+                found |= dict.fromkeys(n for n in self.nodes[mode][-1].all_input_nodes if n.op == "get_attr")
+        return list(found)
+
+    def function(
+        self, first: int, last: int, bind: code.Binder, name: str, moved: code.Moved | None = None
+    ) -> Callable[..., tuple[Any, ...]]:
+        """From the values at cut `first` to those at cut `last`; `moved`: see `_code.function`."""
+        modes = {True, self.program.is_one}
+        made = {mode: self._function(first, last, bind, name, moved, mode) for mode in modes}
+        if self.program.is_one:
+            return made[True]
+        model, training, evaluation = self.program.model, made[True], made[False]
+
+        def either(*values: Any) -> tuple[Any, ...]:
+            return training(*values) if model.training else evaluation(*values)
+
+        return either
+
+    def _function(self, first: int, last: int, bind: Any, name: str, moved: Any, mode: bool) -> Callable[..., Any]:
+        is_last = last == len(self.cuts) - 1
+        inputs = [value[mode] for value in self.cuts[first].values]
+        outputs = self.nodes[mode][-1].args[0] if is_last else [value[mode] for value in self.cuts[last].values]
+        work = self.work(first, last, mode)
+        return code.function(work, inputs, outputs, bind, name=name, is_last=is_last, moved=moved)
+
+    def changes_input(self, first: int) -> bool:
+        """Whether a value that comes in at this cut is changed in place after it."""
+        cut, changed = self.cuts[first], self.facts.changed_at
+        crossing = [(mode, node) for value in cut.values for mode, node in value.items() if node is not None]
+        return any(changed.get(node, -1) > cut.place[mode] for mode, node in crossing)
+
+
+@dataclass
+class Segment:
+    """A stretch of the model between two neighbouring cuts; called with the values that cross, it returns the next.
+
+    Attributes:
+        name: "layer1.0.conv1 .. layer1.0.relu".
+        index: its place in the chain.
+        draws: it took random numbers, in training.
+        may_draw: it did, or could with other settings of its layers, or by code of the user's.
+        mutates: it changes what it is given in place.
+    """
+
+    chain: Chain
+    index: int
+    bind: code.Binder | None = None
+    moved: code.Moved | None = None
+    name: str = field(init=False)
+    draws: bool = field(init=False)
+    may_draw: bool = field(init=False)
+    mutates: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        work = [node for mode in (True, False) for node in self.chain.work(self.index, self.index + 1, mode)]
+        self.name = span_name([label(self.chain.program, node) for node in work])
+        self.draws = any(node in self.chain.facts.draws for node in work)
+        self.may_draw = self.draws or any(_may_draw(self.chain.program, node) for node in work)
+        self.mutates = self.chain.changes_input(self.index)
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        return self._function(*values)
+
+    @cached_property
+    def _function(self) -> Callable[..., tuple[Any, ...]]:
+        bind = self.bind or default_binder(self.chain.program)
+        return self.chain.function(self.index, self.index + 1, bind, self.name, self.moved)
+
+    def bound(self, bind: code.Binder, moved: code.Moved) -> Segment:
+        """The same segment, with other objects for its modules and parameters, on another device."""
+        other = copy.copy(self)
+        other.__dict__.pop("_function", None)
+        other.bind, other.moved = bind, moved
+        return other
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules that it calls, and what is in them; the user's own objects, each once."""
+        seen: set[nn.Module] = set()
+        for node in self.chain.used(self.index, self.index + 1):
+            if node.op == "call_module":
+                for module in module_of(self.chain.program, str(node.target)).modules():
+                    if module not in seen:
+                        seen.add(module)
+                        yield module
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that it uses, each once."""
+        seen: set[int] = set()
+        for tensor in tensors_used(self.chain, self.index, self.index + 1):
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+    def buffers(self) -> Iterator[Tensor]:
+        """The buffers and constants that it uses, each once."""
+        seen: set[int] = set()
+        for tensor in tensors_used(self.chain, self.index, self.index + 1):
+            if not isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+    def __repr__(self) -> str:
+        return f"<segment {self.index}: {self.name}>"
+
+
+def segments(model: nn.Module, example: Any) -> list[Segment]:
+    """A model as a chain of segments, by tracing it.
+
+    Args:
+        model: any module whose forward does not depend on the data (its submodules' may).
+        example: a batch that the model takes: a tensor, or a tuple of arguments.
+
+    Returns:
+        Segments; the first takes the arguments, the last returns a tuple of one: the model's output, of any structure.
+        The model, its buffers, its gradients and the random state are as before.
+
+    Raises:
+        ConfigError: it cannot be traced, does not take the example, or a trace does not do what the model does.
+    """
+    arguments = example if isinstance(example, tuple) else (example,)
+    _refuse_unmade(model)
+    leaves: dict[str, str] = {}
+    while True:
+        program = trace(model, arguments, leaves)
+        try:
+            return _checked(program, arguments)
+        except Different as error:
+            # for example it asks whether its argument is a tensor, which a stand-in is not: call instead, from inside
+            if not program.doubtful:
+                raise _not_the_same(error) from error
+            leaves |= dict.fromkeys(innermost(program.doubtful), f"a trace does something else: {error}")
+
+
+def from_modules(modules: Sequence[nn.Module | str], model: nn.Module, example: Any) -> list[Segment]:
+    """A model as a chain of segments, given by hand: each is called with what the one before returns.
+
+    Args:
+        modules: in order; strings name submodules. The first gets the example's arguments.
+        model: the whole; its parameters are the parts'.
+        example: a batch that the model takes: a tensor, or a tuple of arguments.
+
+    Raises:
+        ConfigError: no such submodule, parameters that are not the model's, or the parts in a row do not compute what
+            the model computes for the example.
+    """
+    arguments = example if isinstance(example, tuple) else (example,)
+    _refuse_unmade(model)
+    own = {id(p) for p in model.parameters()}
+    program = Program(model, {}, {})
+    paths = {module: path for path, module in model.named_modules()}
+    graph = fx.Graph()
+    values = [graph.placeholder(f"input_{index}") for index in range(len(arguments))]
+    for index, given in enumerate(modules):
+        part = _part(given, model)
+        if any(id(p) not in own for p in part.parameters()):
+            raise ConfigError("modules=[...] are parts of the model", f"part {index} has parameters of its own")
+        target = f"_part_{index}"
+        program.attributes[target] = part
+        values = [graph.call_module(target, tuple(values))]
+        values[0].meta = {"path": paths.get(part) or type(part).__name__.lower(), "grad": True}
+    graph.output(values[0])
+    program.graphs = {True: graph, False: graph}
+    program.partners = {node: node for node in graph.nodes}
+    try:
+        return _checked(program, arguments, everywhere=True)
+    except Different as error:
+        raise _not_the_same(error) from error
+
+
+def _refuse_unmade(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                "a model has its parameters before it is split",
+                f"{name} is made in the first forward pass (a lazy layer)",
+                "call the model once with a batch: model(x)",
+            )
+        if tensor.is_meta:
+            raise ConfigError(
+                "a model has its parameters in memory before it is split",
+                f"{name} is on the meta device",
+                'model.to_empty(device="cpu"), then load or initialise its weights, then split',
+            )
+
+
+def _part(given: nn.Module | str, model: nn.Module) -> nn.Module:
+    if not isinstance(given, str):
+        return given
+    try:
+        return model.get_submodule(given)
+    except AttributeError as error:
+        names = ", ".join(name for name, _ in model.named_children())
+        raise ConfigError("modules=[...] names submodules of the model", given, f"it has {names}") from error
+
+
+def _checked(program: Program, arguments: tuple[Any, ...], *, everywhere: bool = False) -> list[Segment]:
+    facts = look(program, arguments)
+    chain = Chain(program, facts, find_cuts(program, facts, everywhere=everywhere))
+    if everywhere:
+        _refuse_objects(chain)
+    _check(chain)
+    if own := [name for owner, name in facts.counts if owner is program.model]:  # else the trace has refused it
+        raise ConfigError(
+            "parts given by hand are called without the forward of the model around them",
+            f"which changes {', '.join(own)} of its own in each pass",
+            "count outside of the model, or in one of its parts",
+        )
+    return [Segment(chain, index) for index in range(len(chain.cuts) - 1)]
+
+
+def _refuse_objects(chain: Chain) -> None:
+    for index, cut in enumerate(chain.cuts[1:-1]):
+        if any(
+            node is not None and node not in chain.facts.may_cross for value in cut.values for node in value.values()
+        ):
+            raise ConfigError(
+                "parts given by hand return tensors, numbers and None, in tuples, lists and dicts",
+                f"part {index} returns something else, which would carry its graph into another stage",
+                "parts that return their tensors: for example a module whose forward ends with .last_hidden_state",
+            )
+
+
+def _not_the_same(error: Different) -> ConfigError:
+    return ConfigError(
+        "the parts of a model in a row compute what the model computes",
+        str(error),
+        "list all parts, in the order in which the model calls them: modules=[...]",
+    )
+
+
+def _may_draw(program: Program, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return may_draw(module_of(program, str(node.target)))
+    if isinstance(node.target, str):
+        return draws_by_name(node.target)
+    home = str(getattr(node.target, "__module__", None) or "torch").split(".")[0]
+    known = home in ("torch", "operator", "_operator", "builtins", "math", "collections", "hvdtrain")
+    return not known or draws_by_name(getattr(node.target, "__name__", ""))
+
+
+def default_binder(program: Program) -> code.Binder:
+    """The model's own objects, looked up as the model would."""
+
+    def bind(node: fx.Node) -> tuple[Any, str]:
+        target = str(node.target)
+        if node.op == "call_module":
+            return module_of(program, target), "{0}"
+        if target in program.attributes:
+            return program.attributes[target], "{0}"
+        owner, _, name = target.rpartition(".")
+        return program.model.get_submodule(owner), "{0}." + name
+
+    return bind
+
+
+def tensors_used(chain: Chain, first: int, last: int) -> Iterator[Tensor]:
+    """Parameters, buffers and constants used between two cuts; a tensor may come more than once."""
+    for node in chain.used(first, last):
+        if node.op == "call_module":
+            module = module_of(chain.program, str(node.target))
+            yield from module.parameters()
+            yield from module.buffers()
+        else:
+            value = attribute(chain.program, str(node.target))
+            if isinstance(value, Tensor):
+                yield value
+
+
+def label(program: Program, node: fx.Node) -> str:
+    """What an operation is called: its module's path, or its function within the module that does it."""
+    path = node.meta.get("path", "")
+    if node.op == "call_module":
+        return path if str(node.target) in program.attributes else str(node.target)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", type(node.target).__name__)
+    return f"{path}.{name}" if path else str(name)
+
+
+def span_name(labels: Sequence[str]) -> str:
+    """ "first .. last", of what says something."""
+    labels = [label for label in labels if label.rpartition(".")[2] not in _DULL] or labels
+    if not labels:
+        return "nothing"
+    return labels[0] if labels[0] == labels[-1] else f"{labels[0]} .. {labels[-1]}"
+
+
+def _check(chain: Chain) -> None:
+    """Right or refused: in both modes the chain computes what the model computes; raises `Different`."""
+    model = chain.program.model
+    device = device_of(model)
+    few = chain.facts.example
+    whole = chain.function(0, len(chain.cuts) - 1, default_binder(chain.program), type(model).__name__)
+    for training in (True, False):
+        with all_training(model, training), torch.no_grad():
+            with left_alone(model, device), torch.set_grad_enabled(training):
+                before = attributes_of(model)
+                wanted = map_tensors(torch.detach, model(*to_device(few, device)))
+                changed = [(module, name, copied(value)) for module, name, value in changes(before)]
+                _refuse_graphs(model, changed)
+            if training:
+                chain.facts.counts = _counting(model, changed, lambda: model(*to_device(few, device)))
+            with left_alone(model, device):
+                came = whole(*to_device(few, device))[0]
+        if not same(wanted, came):
+            mode = "training" if training else "evaluation"
+            raise Different(f"other results in {mode} mode, for the example's first samples")
+
+
+def _refuse_graphs(model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any]]) -> None:
+    """Refuses what a forward leaves on its module to be differentiated: the next micro-batch would put its own there,
+    and the graph belongs to another stage than the loss that reads it."""
+    paths = {module: path for path, module in model.named_modules()}
+    for module, name, value in changed:
+        computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}  # weight_norm's weight
+        if name in computed:
+            continue
+        if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in pytree.tree_leaves(value)):
+            raise ConfigError(
+                "what is differentiated goes through a model's outputs, not over attributes of its modules",
+                f"forward leaves a tensor with a graph in {f'{paths[module]}.{name}'.lstrip('.')}: the loss would read"
+                " that of another micro-batch",
+                f"return it with the outputs; or, only to look at it, keep {name}.detach()",
+            )
+
+
+def _counting(
+    model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any]], call: Callable[[], Any]
+) -> list[tuple[nn.Module, str]]:
+    """Attributes that a second pass, with the same draws and buffers, changes again: counts, means over passes; of
+    containers, which grow, a warning tells."""
+    if not changed:
+        return []
+    with left_alone(model, device_of(model)), torch.no_grad():
+        for module, name, value in changed:
+            module.__dict__[name] = copied(value)
+        with all_training(model, True):
+            call()
+        found = [(module, name) for module, name, value in changed if not same(module.__dict__.get(name), value)]
+    counts = [(module, name) for module, name in found if copied(kept := module.__dict__.get(name)) is kept]
+    paths = {module: path for path, module in model.named_modules()}
+    if names := ", ".join(f"{paths[module]}.{name}" for module, name in found if (module, name) not in counts):
+        warnings.warn(f"in a pipeline each micro-batch adds to what forward passes collect: {names}", stacklevel=5)
+    return counts
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two outputs are the same, but for what the order of additions does."""
+    (one, how), (other, also) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return how == also and all(_same_leaf(x, y) for x, y in zip(one, other, strict=True))
+
+
+def _same_leaf(x: Any, y: Any) -> bool:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return x is y or bool(np.all(x == y))
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    return bool(x.allclose(y, rtol=1e-3, atol=1e-5, equal_nan=True)) if x.is_floating_point() else bool(x.equal(y))

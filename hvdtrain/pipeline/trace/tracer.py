@@ -1,0 +1,413 @@
+"""What a model does, as a list of operations (torch.fx), and nothing that a trace would get wrong.
+
+A trace is one run with stand-ins for tensors: what Python decides in that run is fixed. Therefore:
+
+* the model is traced in training and in evaluation mode; a submodule that does different things in the two is not
+  opened but called (a leaf), as are those that cannot be traced, have hooks, change attributes, or draw from Python's
+  random numbers;
+* the root itself may differ (GoogLeNet's auxiliary outputs): then both lists are kept;
+* functions that make tensors out of nothing are recorded, not their result; ``no_grad`` is recorded;
+* in-place operators stay in place.
+"""
+
+from __future__ import annotations
+
+import collections
+import dis
+import inspect
+import operator
+import random
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
+from hvdtrain.pipeline.trace.restore import all_training, attributes_of, restored
+
+# make a tensor without being given one
+_MAKERS = (
+    "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
+    "tensor", "tril_indices", "triu_indices", "zeros",
+)  # fmt: skip
+_FACTORIES = {getattr(torch, name) for name in _MAKERS}
+_OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
+
+
+class Untraceable(Exception):
+    """A module cannot be followed."""
+
+    def __init__(self, path: str, reason: str, line: str = "") -> None:
+        super().__init__(path, reason, line)
+        self.path, self.reason, self.line = path, reason, line
+
+
+@dataclass
+class Program:
+    """A traced model.
+
+    Attributes:
+        graphs: by `model.training`; one and the same object where both modes do the same. Nodes carry in `meta`
+            "path" (of the module whose forward made it) and "grad" (False: under `torch.no_grad`).
+        partners: evaluation node -> training node, for those that are in both.
+        attributes: what `get_attr` and `call_module` targets name and the model does not.
+        leaves: paths of modules that were not opened, and why.
+        doubtful: paths of modules that were, but for PyTorch's own.
+        followed: paths of all modules whose forward is not called as a whole; the root is "".
+    """
+
+    model: nn.Module
+    graphs: dict[bool, fx.Graph]
+    partners: dict[fx.Node, fx.Node]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    leaves: dict[str, str] = field(default_factory=dict)
+    doubtful: set[str] = field(default_factory=set)
+    followed: set[str] = field(default_factory=lambda: {""})
+
+    @property
+    def is_one(self) -> bool:
+        """Both modes do the same."""
+        return self.graphs[True] is self.graphs[False]
+
+
+def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str]) -> Program:
+    """Traces a model in both modes; it ends as it was.
+
+    Args:
+        model: any module; its hooks must be empty (the trace starts inside of them).
+        example: the arguments; only what is no tensor is looked at (None, True and strings are fixed).
+        leaves: path -> reason, of modules that are not to be opened; those that cannot be are added.
+
+    Raises:
+        ConfigError: the model's own forward cannot be traced.
+    """
+    _refuse(model)
+    while True:
+        runs = {}
+        try:
+            for training in (True, False):
+                runs[training] = _Run(model, example, leaves, training)
+        except Untraceable as error:
+            _make_leaf(leaves, error.path, error.reason, model, error.line)
+            continue
+        differing = dependent(runs[True].calls, runs[False].calls)
+        differing = differing or differently_wired(runs[True].graph, runs[False].graph)
+        for path in differing - {""}:
+            _make_leaf(leaves, path, "does different things in training and evaluation", model)
+        if differing - {""}:
+            continue
+        graphs = {True: runs[True].graph, False: runs[False].graph if differing else runs[True].graph}
+        partners = partners_of(graphs[True], graphs[False])
+        attributes = runs[False].attributes | runs[True].attributes
+        followed = opened(runs[True].calls) | opened(runs[False].calls)
+        doubtful = {path for path in followed if not type(model.get_submodule(path)).__module__.startswith("torch.nn.")}
+        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""})
+
+
+def _refuse(model: nn.Module) -> None:
+    """What is around a model and would be lost."""
+    if any(getattr(model, name) for name in HOOKS):
+        raise ConfigError(
+            "a pipeline runs the parts of a model, so hooks of the model itself would not be called",
+            f"{type(model).__name__} has forward or backward hooks",
+            "remove them, put them on a submodule, or register them on the pipeline that split() returns",
+        )
+    if isinstance(model, _WRAPPERS) or type(model).__module__.startswith("torch._dynamo"):
+        raise ConfigError(
+            "a plain model is split",
+            type(model).__name__,
+            "split what is inside; each rank drives a pipeline of its own with hvdtrain.torch.prepare(pipe, ...)",
+        )
+
+
+def _make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module, line: str = "") -> None:
+    if path == "" or path in leaves:
+        where = f"\n{line}" if line else ""
+        name = f"{type(model).__name__}.forward" if path == "" else f"{path} of {type(model).__name__}"
+        raise ConfigError(
+            "a model that is cut by itself has to be traceable: its own forward may not depend on the data",
+            f"{name}: {reason}{where}",
+            "give its parts in order: split(..., modules=[...]) (modules or names, each called with what the one\n"
+            "before returns); or move what cannot be traced into a submodule. Models that return objects of their own\n"
+            "(ModelOutput of transformers): modules=[...] of parts that return tensors",
+        )
+    leaves[path] = reason
+
+
+class _Proxy(fx.Proxy):
+    """A stand-in for a value; unlike fx's own it keeps in-place operators in place."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+    def __bool__(self) -> bool:
+        """An ``assert`` is recorded, and holds in the trace; all else that Python decides by a value cannot be."""
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None else None
+        if caller is not None and _asserts(caller):
+            where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            self.tracer.create_proxy("call_function", _assert, (self, where), {})
+            return True
+        return self.tracer.to_bool(self)
+
+
+def _asserts(frame: types.FrameType) -> bool:
+    """Whether the frame is at the branch of an ``assert`` with one condition."""
+    steps = list(dis.get_instructions(frame.f_code))
+    at = next((place for place, step in enumerate(steps) if step.offset == frame.f_lasti), len(steps))
+    rest = [step.opname for step in steps[at : at + 3] if step.opname != "NOT_TAKEN"]
+    return rest[:1] != [] and "IF_TRUE" in rest[0] and rest[1:2] == ["LOAD_ASSERTION_ERROR"]
+
+
+def _assert(condition: Any, where: str) -> None:
+    if not condition:
+        raise AssertionError(where)
+
+
+def _in_place(name: str) -> Callable[[Any, Any], Any]:
+    function = getattr(operator, f"i{name}")
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+for _name in _IN_PLACE:
+    setattr(_Proxy, f"__i{_name}__", _in_place(_name))
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, leaves: dict[str, str], example: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._leaves, self._example = leaves, example
+        self.calls = [Call("")]
+        self.attributes: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+        self._autocast = _autocast_state()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        # only what the example gives: an argument left out keeps its default
+        given: list[Any] = [self.root]
+        for index, value in enumerate(self._example):
+            stand_in = self.create_proxy("placeholder", f"input_{index}", (), {})
+            fixed = value is None or isinstance(value, (bool, str))
+            if fixed:
+                self.create_proxy("call_function", _check_fixed, (stand_in, value, index), {})
+            given.append(value if fixed else stand_in)
+        own = vars(self.root).get("forward")  # put in the place of its class's: fx would not look at it
+        return (root_fn if own is None else lambda _, *arguments: own(*arguments)), given
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if module_qualified_name in self._leaves or any(getattr(m, name) for name in HOOKS):
+            return True
+        if isinstance(m, (torch.jit.ScriptModule, fx.GraphModule)) or type(m).__module__.startswith("torch._dynamo"):
+            return True
+        return m.__module__.startswith(("torch.nn.", "torch.ao.")) and not isinstance(m, _OPENED)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        path = (self.submodule_paths or {}).get(m)
+        if path is None:
+            return self._call_homeless(m, args, kwargs)
+        if _is_open_encoder(m) and path not in self._leaves and _has_no_padding(args, kwargs):
+            forward = self._encoder_forward(m)
+        elif self.is_leaf_module(m, path):
+            return self.create_proxy("call_module", path, args, kwargs)
+        call = Call(path)
+        self.calls[-1].items.append(call)
+        self.calls.append(call)
+        draws = random.getstate()
+        try:
+            result = forward(*args, **kwargs)
+            returned = skeleton(self.create_arg(result))
+        except Untraceable:
+            raise
+        except Exception as error:
+            raise Untraceable(path, _reason(error), _line(error)) from error
+        if random.getstate() != draws:
+            random.setstate(draws)
+            raise Untraceable(path, "draws from Python's random numbers")
+        self.calls.pop()
+        call.items.append(("return", returned))
+        return result
+
+    def _encoder_forward(self, encoder: Any) -> Callable[..., Any]:
+        """`nn.TransformerEncoder.forward` without padding: its mask, its layers, its norm."""
+
+        def forward(src: Any, mask: Any = None, is_causal: Any = None, **_: Any) -> Any:
+            causal: Any = is_causal is True
+            if mask is not None:
+                given = (src, mask, is_causal, encoder.layers[0].self_attn.batch_first)
+                mask_and_causal: Any = self.create_proxy("call_function", _encoder_mask, given, {})
+                mask, causal = mask_and_causal[0], mask_and_causal[1]
+            for layer in encoder.layers:
+                src = layer(src, src_mask=mask, is_causal=causal, src_key_padding_mask=None)
+            return src if encoder.norm is None else encoder.norm(src)
+
+        return forward
+
+    def _call_homeless(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module that a forward makes itself, ``nn.Softmax(1)(x)``: kept as a function."""
+        if next(m.parameters(), None) is not None or next(m.buffers(), None) is not None:
+            raise ValueError(f"calls a {type(m).__name__} with weights that is no submodule of the model")
+        return self.create_proxy("call_function", m, args, kwargs, name=type(m).__name__.lower())
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
+    ) -> Any:
+        if _autocast_state() != self._autocast:
+            raise ValueError("switches autocast on or off")
+        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        node.meta = {"path": self.calls[-1].path, "grad": torch.is_grad_enabled()}
+        if kind.startswith("call"):
+            self.calls[-1].items.append(key(node))
+        return node
+
+    def create_arg(self, a: Any) -> Any:
+        if type(a) is collections.OrderedDict:
+            pairs = [(key, self.create_arg(value)) for key, value in a.items()]
+            return self.create_node("call_function", collections.OrderedDict, (pairs,), {})
+        if isinstance(a, dict) and type(a) not in (dict, fx.immutable_collections.immutable_dict):
+            raise ValueError(f"a {type(a).__name__}: a dict of a class of its own would become a plain one")
+        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and id(a) not in self._buffer_ids():
+            return self._constant(a)
+        return super().create_arg(a)
+
+    def _buffer_ids(self) -> dict[int, str]:
+        if not self._names:
+            self._names = {id(tensor): name for name, tensor in self.root.named_buffers()} or {-1: ""}
+        return self._names
+
+    def _constant(self, tensor: Tensor) -> fx.Node:
+        """A tensor that is neither parameter nor buffer; fx would set it as an attribute of the user's model."""
+        name = f"_constant_{id(tensor)}"
+        self.attributes[name] = tensor
+        return self.create_node("get_attr", name, (), {})
+
+
+class _Run:
+    """One trace, in one mode; the model ends as it was."""
+
+    def __init__(self, model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], training: bool) -> None:
+        tracer = _Tracer(leaves, example)
+        before = attributes_of(model)
+        draws = random.getstate()
+        try:
+            with all_training(model, training), torch.enable_grad(), _recording(tracer):
+                self.graph = tracer.trace(model)
+        except Untraceable:
+            raise
+        except Exception as error:
+            raise Untraceable("", _reason(error), _line(error)) from error
+        finally:
+            drawn = random.getstate() != draws
+            random.setstate(draws)
+            changed = restored(before)
+        if drawn:
+            raise Untraceable("", "draws from Python's random numbers")
+        if changed:
+            path = next(path for path, module in model.named_modules() if module is changed[0])
+            raise Untraceable(path, f"its forward changes {changed[1]!r} of its own")
+        self.calls = tracer.calls[0]
+        self.attributes = tracer.attributes
+
+
+class _Factories(TorchFunctionMode):
+    """Records ``torch.arange(...)`` and its like as operations."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES:
+            return self._tracer.create_proxy("call_function", func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _recording(tracer: _Tracer) -> Iterator[None]:
+    """Records what fx would not: functions that make tensors, and a user's ``autograd.Function`` as one operation
+    (followed inside, its own backward would be lost)."""
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply_or_record(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
+            return tracer.create_proxy("call_function", cls.apply, args, kwargs, name=cls.__name__.lower())
+        return apply(cls, *args, **kwargs)
+
+    def recorder(function: Any) -> Any:
+        return lambda *args, **kwargs: tracer.create_proxy("call_function", function, args, kwargs)
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("torch.utils.checkpoint(use_reentrant=False); remat='all' of split() does as much")
+
+    with ExitStack() as patches:
+        patches.enter_context(
+            mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpointed)
+        )
+        patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply_or_record)))
+        for name in _MAKERS:  # with stand-ins for sizes a call does not get as far as the mode below
+            patches.enter_context(mock.patch.object(torch, name, recorder(getattr(torch, name))))
+        patches.enter_context(_Factories(tracer))
+        yield
+
+
+def _check_fixed(value: Any, fixed: Any, index: int) -> None:
+    if value is not fixed and value != fixed:
+        raise ConfigError(
+            "arguments that are no tensors keep the value that they had when the model was split",
+            f"argument {index}: {value!r} instead of {fixed!r}",
+            "split the model with an example that has this value",
+        )
+
+
+def _is_open_encoder(module: nn.Module) -> bool:
+    """The library's own stack of layers, worth opening; what is derived from it may do anything."""
+    return type(module) is nn.TransformerEncoder and not any(getattr(module, name) for name in HOOKS)
+
+
+def _has_no_padding(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    # with a padding mask an encoder may go over to nested tensors, by what is in the mask
+    return len(args) <= 2 and kwargs.get("src_key_padding_mask") is None
+
+
+def _encoder_mask(src: Tensor, mask: Any, is_causal: bool | None, batch_first: bool) -> tuple[Any, bool]:
+    """What `nn.TransformerEncoder.forward` makes of its mask, by the library's own functions."""
+    mask = F._canonical_mask(mask, "mask", None, "", src.dtype, check_other=False)
+    return mask, transformer._detect_is_causal_mask(mask, is_causal, transformer._get_seq_len(src, batch_first))
+
+
+def _autocast_state() -> tuple[Any, ...]:
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}"[:300]
+
+
+def _line(error: BaseException) -> str:
+    """Where in the user's code it was: the innermost line outside of PyTorch."""
+    own = inspect.getsourcefile(_Tracer)
+    inside = ("/torch/fx/", "/torch/nn/modules/module.py", "/torch/overrides.py", "/torch/_tensor.py", "/checkpoint.py")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename != own and not any(part in frame.filename for part in inside):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""

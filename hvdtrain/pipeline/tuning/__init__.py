@@ -1,0 +1,1 @@
+"""Measured, predicted, chosen: how to split a model."""

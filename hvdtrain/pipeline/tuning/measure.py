@@ -1,0 +1,263 @@
+"""Times and bytes of a chain of segments on one device, under the conditions that a stage has there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.pipeline.context import Context
+from hvdtrain.pipeline.lanes import Lane
+from hvdtrain.pipeline.microbatch import map_tensors, tensors_of
+from hvdtrain.pipeline.stage import Copies
+from hvdtrain.pipeline.threads import side_by_side
+from hvdtrain.pipeline.trace.facts import batch_of, device_of, resized, to_device
+from hvdtrain.pipeline.trace.segments import Segment, default_binder
+from hvdtrain.pipeline.worker import is_out_of_memory
+
+Call = Callable[..., tuple[Any, ...]]
+
+
+@dataclass
+class Seconds:
+    """Of one pass over the chain: each segment's forward and backward, and those of the whole in one go (0: not taken,
+    the whole does not fit)."""
+
+    forward: list[float]
+    backward: list[float]
+    whole_forward: float = 0.0
+    whole_backward: float = 0.0
+
+
+@dataclass
+class Bytes:
+    """Of one pass over the chain, for each segment: kept for its backward pass, and handed to the next."""
+
+    kept: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+
+
+class Stopped(Exception):
+    """The caller was interrupted."""
+
+
+class Clock:
+    """Times on a device: of the processor, or of the GPU's own stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds; waits until `end` has happened."""
+        if self._device.type != "cuda":
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+class Subject:
+    """A chain on one device, to be measured there. A softmax over its outputs stands for the loss that will follow.
+
+    Args:
+        segments: the whole chain.
+        example: arguments of the model.
+        device: if the model is elsewhere, copies of its parts are measured: all at once, or, where that does not fit,
+            one after the other.
+    """
+
+    def __init__(self, segments: Sequence[Segment], example: tuple[Any, ...], device: torch.device) -> None:
+        self._segments, self._example, self._device = segments, example, device
+        self._chain = segments[0].chain
+        self._clock = Clock(device)
+        self._is_here = device_of(self._chain.program.model) == device
+        self.fits = True
+        self.stopped = threading.Event()  # ends what is being measured
+        self._copies: Copies | None = None  # the latest
+        self._calls, self._whole = self._bind(range(len(segments)))
+
+    def _bind(self, indices: Sequence[int]) -> tuple[list[Call], Call]:
+        """Segments as functions on the device, and the whole chain as one."""
+        chain = self._chain
+        if self._is_here:
+            bind, moved = default_binder(chain.program), None
+        else:
+            self._copies = copies = Copies(chain, self._device)
+            bind, moved = copies.bind, (copies.traced_on, self._device)
+        calls = [chain.function(index, index + 1, bind, self._segments[index].name, moved) for index in indices]
+        whole = chain.function(0, len(self._segments), bind, "whole", moved) if len(indices) > 1 else calls[0]
+        if indices[-1] == len(self._segments) - 1:
+            calls[-1] = _with_loss(calls[-1])
+        return calls, _with_loss(whole)
+
+    def batch(self, samples: int) -> tuple[Any, ...]:
+        """Arguments of so many samples."""
+        return to_device(resized(self._example, samples), self._device)
+
+    @property
+    def samples(self) -> int:
+        """Of the example."""
+        return batch_of(self._example)
+
+    def _call(self, index: int) -> Call:
+        if self.stopped.is_set():
+            raise Stopped
+        return self._calls[index] if self.fits else self._bind([index])[0][0]
+
+    def seconds(self, samples: int) -> Seconds:
+        """Runs every segment forward and backward, and then the whole."""
+        try:
+            return self._seconds(samples)
+        except Exception as error:
+            if self._is_here or not self.fits or not is_out_of_memory(error):
+                raise
+        self.fits, self._calls, self._copies = False, [], None
+        self._whole = None  # type: ignore[assignment]
+        return self._seconds(samples)
+
+    def _seconds(self, samples: int) -> Seconds:
+        clock, marks = self._clock, []
+        values = self.batch(samples)
+        for index, segment in enumerate(self._segments):
+            call = self._call(index)
+            given = map_tensors(torch.clone, values) if segment.mutates else values
+            start = clock.now()
+            outputs = call(*given)
+            middle = clock.now()
+            del given
+            backward(outputs)
+            marks.append((start, middle, clock.now()))
+            values = map_tensors(as_leaf, outputs)
+            del outputs
+        pairs = [(clock.between(a, b), clock.between(b, c)) for a, b, c in marks]
+        found = Seconds([forward for forward, _ in pairs], [back for _, back in pairs])
+        if self.fits:
+            found.whole_forward, found.whole_backward = self.whole(samples)
+        return found
+
+    def whole(self, samples: int) -> tuple[float, float]:
+        """Seconds of one forward and one backward pass through all segments."""
+        if self.stopped.is_set():
+            raise Stopped
+        clock, values = self._clock, self.batch(samples)
+        start = clock.now()
+        outputs = self._whole(*values)
+        middle = clock.now()
+        backward(outputs)
+        end = clock.now()
+        return clock.between(start, middle), clock.between(middle, end)
+
+    def bytes(self, samples: int) -> Bytes:
+        """Runs every segment forward and notes what autograd keeps; weights and buffers do not count.
+
+        What one segment keeps and the next one is given (the output of a ReLU) counts for the next.
+        """
+        model = self._chain.program.model
+        fixed = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        kept: list[dict[int, int]] = []
+        found = Bytes()
+        alive: list[Any] = []  # no address is used twice
+        values = self.batch(samples)
+        for index, segment in enumerate(self._segments):
+            call = self._call(index)
+            own = set(fixed)
+            given = map_tensors(torch.clone, values) if segment.mutates else values
+            with saved_storages(alive) as saved:
+                outputs = call(*given)
+            if self._copies is not None:
+                own |= {tensor.untyped_storage().data_ptr() for tensor in self._copies.tensors()}
+            mine = {pointer: size for pointer, size in saved.items() if pointer not in own}
+            if kept:
+                for pointer in {t.untyped_storage().data_ptr() for t in tensors_of(values)} & mine.keys():
+                    kept[-1].pop(pointer, None)
+            kept.append(mine)
+            values = map_tensors(as_leaf, outputs)
+            found.output.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(values)))
+        found.kept = [sum(storages.values()) for storages in kept]
+        found.output[-1] = 0
+        return found
+
+
+def _with_loss(call: Call) -> Call:
+    def both(*values: Any) -> tuple[Any, ...]:
+        outputs = [t for t in tensors_of(call(*values)) if t.is_floating_point() and t.dim()]
+        return tuple(output.log_softmax(-1).mean() for output in outputs)
+
+    return both
+
+
+def as_leaf(tensor: Tensor) -> Tensor:
+    """The same memory, as the start of a graph of its own."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def backward(outputs: Any) -> None:
+    """The backward pass from everything that has a graph, every gradient 1."""
+    roots = [tensor for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+@contextmanager
+def saved_storages(alive: list[Any]) -> Iterator[dict[int, int]]:
+    """What autograd keeps while it is open: address of the memory -> bytes."""
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def on_lane(lane: Lane, work: Callable[[], Any], stop: threading.Event) -> Any:
+    """Runs `work` in a thread of its own that has what a stage's thread has; raises what it raises."""
+    return together([lane], [work], stop)[0]
+
+
+def together(lanes: Sequence[Lane], works: Sequence[Callable[[], Any]], stop: threading.Event) -> list[Any]:
+    """Runs each in a thread on its lane, at the same time; no thread outlives the call.
+
+    Args:
+        stop: set when one fails, or at Ctrl-C: then the works have to end.
+    """
+    results: list[Any] = [None] * len(lanes)
+    failures: list[BaseException] = []
+    context = Context(threads=True)
+
+    def run(index: int) -> None:
+        def work() -> None:
+            with torch.enable_grad(), context.autocast():
+                results[index] = works[index]()
+
+        try:
+            with lanes[index].active():
+                context.run(work)
+        except BaseException as error:
+            failures.append(error)
+            stop.set()
+
+    intra_op = torch.get_num_threads()
+    try:
+        side_by_side([partial(run, index) for index in range(len(lanes))], "hvdtrain profile", stop.set)
+    finally:
+        torch.set_num_threads(intra_op)  # a thread's number is also what later ones start with
+    if failures:
+        raise failures[0]
+    return results

@@ -1,0 +1,169 @@
+"""Plans from measured costs: for the devices of this process, or for devices that are only described."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.schedule import Curve, Device, SegmentCost, total
+from hvdtrain.pipeline.plan.search import Cluster, Plan, plans
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# a model is cut for no smaller gain: predictions are no better than that
+WORTH_A_STAGE = 0.05
+
+__all__ = ["Cluster", "Plan", "Speed", "choose", "forward_flops", "plans"]
+
+
+def choose(
+    model: nn.Module,
+    example: Any,
+    loss_fn: Any = None,
+    *,
+    devices: Sequence[str],
+    batch: int,
+    optimizer_copies: float = 1.0,
+) -> Plan:
+    """Measures a model on the devices of this process, and returns the fastest plan for them that fits.
+
+    One device alone is among the plans, as passes over parts of the batch where the whole does not fit. Of plans that
+    are about as fast, the one with the fewest stages is returned.
+
+    Args:
+        model: it, its gradients and its buffers stay as they are.
+        example: a batch: a tensor [batch, ...] or a tuple of arguments.
+        loss_fn: not measured: it is small beside a model.
+        devices: what there is, as for `hvdtrain.pipeline.split`.
+        batch: samples of an update of this process.
+        optimizer_copies: what the optimizer keeps, in parameters a parameter: SGD with momentum 1, Adam 2.
+
+    Raises:
+        ConfigError: nothing fits, or the model cannot be cut into segments.
+    """
+    from hvdtrain.pipeline.tuning.profiles import profile
+
+    everywhere = profile(model, example, list(devices), optimizer_copies=optimizer_copies)
+    found: list[Plan] = []
+    for stages in range(1, min(len(devices), len(everywhere.costs)) + 1):
+        measured = everywhere
+        if stages < len(devices) and any(str(device).startswith("cpu") for device in devices):
+            # fewer stages have more cores each
+            measured = profile(model, example, list(devices[:stages]), optimizer_copies=optimizer_copies)
+        cluster = Cluster(measured.devices[:stages], links=measured.links[: stages - 1], pools=measured.pools)
+        found += plans(measured.costs, batch=batch, cluster=cluster, stages=(stages,), replicas=(1,))
+    possible = [plan for plan in found if not plan.reason]
+    if not possible:
+        raise ConfigError(
+            "some plan must fit into the memory of these devices",
+            "\n".join(f"{plan}: {plan.reason}" for plan in found),
+            "a smaller batch, or more devices",
+        )
+    fastest_s = min(plan.step_s for plan in possible)
+    return min((plan for plan in possible if plan.step_s <= fastest_s * (1 + WORTH_A_STAGE)), key=_devices_then_time)
+
+
+def _devices_then_time(plan: Plan) -> tuple[int, float]:
+    return plan.stages, plan.step_s
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast the devices are that costs are wanted for.
+
+    Attributes:
+        factor: against the device that was measured.
+        launch_s: what it takes to begin a forward pass of one segment, however few samples there are; a backward pass
+            begins twice as much.
+    """
+
+    factor: float
+    launch_s: float = 0.0
+
+    @classmethod
+    def of(cls, costs: Sequence[SegmentCost], sample_s: float, samples: int, launch_s: float = 0.0) -> Speed:
+        """From the seconds that a sample takes, forward and backward, in a batch.
+
+        Args:
+            costs: as measured.
+            sample_s: what is given.
+            samples: of the micro-batch that was measured.
+        """
+        measured_s = total(part for cost in costs for part in (cost.forward_s, cost.backward_s))(samples) / samples
+        return cls(measured_s / sample_s, launch_s)
+
+    def costs(self, costs: Sequence[SegmentCost]) -> list[SegmentCost]:
+        """The same shares on a device of this speed."""
+        return [
+            replace(
+                cost,
+                forward_s=cost.forward_s * (1 / self.factor) + Curve.constant(self.launch_s),
+                backward_s=cost.backward_s * (1 / self.factor) + Curve.constant(2 * self.launch_s),
+            )
+            for cost in costs
+        ]
+
+
+def forward_flops(model: nn.Module, example: torch.Tensor) -> float:
+    """Floating-point operations of a forward pass, a multiplication and an addition as two; runs on no device.
+
+    Args:
+        example: of the shape that counts; its numbers do not matter.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    state = {name: tensor.to("meta") for name, tensor in model.state_dict(keep_vars=True).items()}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        torch.func.functional_call(model, state, torch.empty_like(example, device="meta"))
+    return float(counter.get_total_flops())
+
+
+def described(text: str, *, reserve_bytes: float = 0.0) -> tuple[Device, ...] | None:
+    """Devices in words: "4x24GiB", or unequal ones as "2x24GiB,2x80GiB@2.5": twice and a half as fast as the first.
+
+    Args:
+        reserve_bytes: of each device's memory, not for training.
+
+    Returns:
+        None if the words are names of devices, as "cuda:0,cuda:1".
+
+    Raises:
+        ConfigError: neither.
+    """
+    import re
+
+    parts = [part.strip() for part in text.split(",")]
+    if all(re.fullmatch(r"cpu|cuda(:\d+)?", part) for part in parts):
+        return None
+    devices: list[Device] = []
+    for part in parts:
+        match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(GiB|GB|MiB|MB)(?:@(\d+(?:\.\d+)?))?", part, re.IGNORECASE)
+        if match is None:
+            raise ConfigError(
+                "devices are a number and their memory, or names", repr(text), "4x24GiB, 2x24GiB,2x80GiB@2.5 or cpu,cpu"
+            )
+        count, amount, unit, speed = match.groups()
+        size = float(amount) * {"gib": 2**30, "gb": 1e9, "mib": 2**20, "mb": 1e6}[unit.lower()] - reserve_bytes
+        if size <= 0 or count == "0" or (speed is not None and not float(speed)):
+            came = f"{part}, of which {reserve_bytes / 2**30:g} GiB are not for training"
+            raise ConfigError("a device has memory, and speed", came)
+        for _ in range(int(count or 1)):
+            devices.append(Device(f"device {len(devices)}", float(speed or 1), size))
+    return tuple(devices)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain values; what is infinite becomes None."""
+    finite = {
+        name: None if isinstance(value, float) and math.isinf(value) else value for name, value in vars(plan).items()
+    }
+    limits = [None if math.isinf(limit) else limit for limit in plan.limit_bytes]
+    return finite | {
+        "plan": str(plan), "samples_per_s": plan.predicted_samples_per_s, "limit_bytes": limits,
+    }  # fmt: skip

@@ -1,0 +1,270 @@
+"""The pictures of a pipeline, drawn from measured seconds: bars, time over split size, and who works when.
+
+`plot` takes what to draw and where to write it. matplotlib is imported only then (``pip install hvdtrain[plot]``).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hvdtrain.core.errors import ConfigError, install_command
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DOTS_PER_INCH = 130
+# told apart in grey and by eyes that see red and green alike (Okabe and Ito, 2008)
+BLUE, ORANGE, GREEN, VERMILION, SKY, YELLOW, PURPLE = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#F0E442", "#CC79A7",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Seconds of several ways to do the same, as bars: their mean, with one standard deviation to each side.
+
+    Attributes:
+        title: what ran, on what.
+        seconds: the repeats of each way, in the order of the bars.
+        of: what took the seconds, for the axis: "a batch", "3 batches".
+    """
+
+    title: str
+    seconds: Mapping[str, Sequence[float]]
+    of: str = "a step"
+
+
+@dataclass(frozen=True)
+class SplitCurve:
+    """Seconds over the split size: measured with one standard deviation to each side, and predicted.
+
+    Attributes:
+        title: what ran, on what.
+        batch: samples of a step.
+        seconds: the repeats of each split size (samples of the largest micro-batch).
+        predicted: seconds by split size; may have more sizes than were measured.
+        best: the split size to mark.
+        lines: seconds to compare with ("naive split"), drawn across.
+        of: what took the seconds, for the axis.
+    """
+
+    title: str
+    batch: int
+    seconds: Mapping[int, Sequence[float]]
+    predicted: Mapping[int, float] = field(default_factory=dict)
+    best: int | None = None
+    lines: Mapping[str, float] = field(default_factory=dict)
+    of: str = "a step"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Who works when: one row a stage, one block a pass over a micro-batch.
+
+    Attributes:
+        title: what ran, on what.
+        blocks: (stage, "forward" or "backward", micro-batch, start, end) in seconds, as `Pipeline.last_timeline` or a
+            simulation has them.
+        stages: a name for each stage, for the axis.
+    """
+
+    title: str
+    blocks: Sequence[tuple[int, str, int, float, float]]
+    stages: Sequence[str] = ()
+
+
+class Drawable(Protocol):
+    """What can say how it is drawn, as `Tuning` does."""
+
+    def picture(self) -> Bars | SplitCurve | Timeline: ...
+
+
+def plot(what: Bars | SplitCurve | Timeline | Drawable, path: str | Path) -> Path:
+    """Draws a picture and writes it; the file's ending says how (``.png``, ``.svg``, ``.pdf``).
+
+    Args:
+        what: what to draw; a `Tuning` draws its split sizes.
+        path: the file to write; its folder is made.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: nothing to draw; matplotlib is missing; the file cannot be written.
+    """
+    picture = what if isinstance(what, (Bars, SplitCurve, Timeline)) else what.picture()
+    _refuse_empty(picture)
+    figure = _new_figure(picture)
+    axes = figure.add_subplot()
+    if isinstance(picture, Bars):
+        _draw_bars(axes, picture)
+    elif isinstance(picture, SplitCurve):
+        _draw_split_curve(axes, picture)
+    else:
+        _draw_timeline(axes, picture)
+    axes.set_title(picture.title, fontsize=11, wrap=True)
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
+        rule = "a picture needs a file that can be written, with an ending such as .png"
+        raise ConfigError(rule, f"{path}: {error}", "name another file") from error
+    return path
+
+
+def _refuse_empty(picture: Bars | SplitCurve | Timeline) -> None:
+    if isinstance(picture, Timeline):
+        if not picture.blocks:
+            raise ConfigError("a picture needs something to draw", "a timeline without blocks", "pipe.record = True")
+        return
+    empty = [str(name) for name, its in picture.seconds.items() if not its]
+    if empty or not picture.seconds:
+        came = f"no seconds for {', '.join(empty)}" if empty else "no seconds at all"
+        raise ConfigError("a picture needs something to draw", came, "measure each at least once")
+
+
+def _new_figure(picture: Bars | SplitCurve | Timeline) -> Figure:
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no window, no state of the whole process
+    except ImportError as error:
+        remedy = install_command("plot")
+        raise ConfigError("pictures are drawn by matplotlib", f"it cannot be imported: {error}", remedy) from error
+    wide = 8.0
+    if isinstance(picture, Bars):
+        wide = max(6.5, 1.9 * len(picture.seconds))
+    elif isinstance(picture, Timeline):
+        return Figure(figsize=(11.0, 1.8 + 0.7 * len({block[0] for block in picture.blocks})), layout="constrained")
+    return Figure(figsize=(wide, 5.0), layout="constrained")
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    return statistics.stdev(seconds) if len(seconds) > 1 else 0.0
+
+
+def _repeats(every: Sequence[Sequence[float]]) -> str:
+    """The caption's "of 10 repeats"."""
+    counts = sorted({len(its) for its in every})
+    if counts == [1]:
+        return "of 1 run"
+    return f"of {counts[0]} repeats" if len(counts) == 1 else f"of {counts[0]} to {counts[-1]} repeats"
+
+
+def _digits(seconds: float) -> int:
+    """Decimals that leave three digits that say something: 0.0123, 1.23, 123."""
+    return max(0, 2 - math.floor(math.log10(seconds))) if seconds > 0 else 0
+
+
+def _number(seconds: float) -> str:
+    return f"{seconds:.{_digits(seconds)}f}"
+
+
+# ---- bars
+
+
+def _draw_bars(axes: Axes, picture: Bars) -> None:
+    names = list(picture.seconds)
+    means = [statistics.fmean(its) for its in picture.seconds.values()]
+    spreads = [_spread(its) for its in picture.seconds.values()]
+    colours = [(BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION)[i % 6] for i in range(len(names))]
+    axes.bar(range(len(names)), means, yerr=spreads, capsize=8, width=0.62, color=colours, edgecolor="black",
+             linewidth=0.6, zorder=2)  # fmt: skip
+    top = max(mean + spread for mean, spread in zip(means, spreads, strict=True))
+    for i, (mean, spread) in enumerate(zip(means, spreads, strict=True)):
+        digits = _digits(mean)
+        text = f"{mean:.{digits}f} s" + (f" ± {spread:.{digits}f}" if spread else "")
+        if i:
+            text += f"\n{mean / means[0]:.2f} × {names[0].partition(' (')[0]}"
+        axes.text(i, mean + spread + 0.02 * top, text, ha="center", va="bottom", fontsize=10)
+    axes.set_xticks(range(len(names)), [_wrapped(name, 18) for name in names], fontsize=10)
+    axes.set_ylim(0, 1.22 * top)
+    axes.set_ylabel(f"Seconds for {picture.of}\n(mean ± standard deviation {_repeats([*picture.seconds.values()])})")
+    axes.grid(axis="y", color="0.88", zorder=0)
+    _frame(axes)
+
+
+def _wrapped(text: str, width: int) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.wrap(text, width))
+
+
+# ---- time over split size
+
+
+def _draw_split_curve(axes: Axes, picture: SplitCurve) -> None:
+    sizes = sorted(picture.seconds)
+    means = [statistics.fmean(picture.seconds[size]) for size in sizes]
+    spreads = [_spread(picture.seconds[size]) for size in sizes]
+    axes.errorbar(sizes, means, yerr=spreads, marker="o", capsize=5, color=BLUE, linewidth=1.8, zorder=3,
+                  label=f"measured (mean ± standard deviation {_repeats([*picture.seconds.values()])})")  # fmt: skip
+    if picture.predicted:
+        known = sorted(picture.predicted)
+        axes.plot(known, [picture.predicted[size] for size in known], linestyle="--", marker="x", markersize=5,
+                  color=VERMILION, linewidth=1.3, zorder=2, label="predicted")  # fmt: skip
+    for (name, seconds), colour in zip(picture.lines.items(), (ORANGE, GREEN, PURPLE, SKY), strict=False):
+        label = f"{name}: {_number(seconds)} s"
+        axes.axhline(seconds, color=colour, linestyle=":", linewidth=1.8, zorder=1, label=label)
+    if picture.best is not None:
+        mean = statistics.fmean(picture.seconds[picture.best])
+        axes.plot([picture.best], [mean], marker="*", markersize=19, color=YELLOW, markeredgecolor="black",
+                  linestyle="none", zorder=4, label=f"best: split size {picture.best}, {_number(mean)} s")  # fmt: skip
+    _split_axis(axes, picture, sizes)
+    highest = max([*picture.lines.values(), *picture.predicted.values(),
+                   *(mean + spread for mean, spread in zip(means, spreads, strict=True))])  # fmt: skip
+    axes.set_ylim(0, 1.08 * highest)
+    axes.set_ylabel(f"Seconds for {picture.of}")
+    axes.grid(color="0.9", zorder=0)
+    handles, labels = axes.get_legend_handles_labels()  # matplotlib puts error bars last: they are what counts
+    order = sorted(range(len(labels)), key=lambda i: not labels[i].startswith("measured"))
+    axes.legend([handles[i] for i in order], [labels[i] for i in order], fontsize=9, loc="best", framealpha=0.9)
+    _frame(axes)
+
+
+def _split_axis(axes: Axes, picture: SplitCurve, sizes: Sequence[int]) -> None:
+    """Sizes on a logarithmic scale, for the small ones lie close together; below each how many micro-batches it is."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log")
+    labels = [f"{size}\n({math.ceil(picture.batch / size)})" for size in sizes]
+    axes.set_xticks(sizes, labels, fontsize=9)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(
+        f"Split size: samples of a micro-batch\n(in how many micro-batches a batch of {picture.batch} is cut)"
+    )
+
+
+# ---- who works when
+
+
+def _draw_timeline(axes: Axes, picture: Timeline) -> None:
+    from matplotlib.patches import Patch
+
+    start = min(block[3] for block in picture.blocks)
+    end = max(block[4] for block in picture.blocks)
+    stages = max(block[0] for block in picture.blocks) + 1
+    colours = {"forward": SKY, "backward": ORANGE}
+    for stage, kind, micro, began, ended in picture.blocks:
+        axes.barh(stage, ended - began, left=began - start, height=0.72, color=colours.get(kind, "0.7"),
+                  edgecolor="black", linewidth=0.6)  # fmt: skip
+        if ended - began > 0.012 * (end - start):  # else the number is wider than its block
+            axes.text((began + ended) / 2 - start, stage, str(micro), ha="center", va="center", fontsize=8)
+    names = list(picture.stages) or [f"stage {stage}" for stage in range(stages)]
+    axes.set_yticks(range(stages), [_wrapped(name, 28) for name in names], fontsize=9)
+    axes.invert_yaxis()  # the first stage on top
+    axes.set_xlim(0, end - start)
+    axes.set_xlabel("Seconds since the step began (the number is the micro-batch; white is idle)")
+    legend = [Patch(facecolor=colour, edgecolor="black", label=kind) for kind, colour in colours.items()]
+    axes.legend(handles=legend, fontsize=9, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    _frame(axes)
+
+
+def _frame(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)

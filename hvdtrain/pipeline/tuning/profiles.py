@@ -1,0 +1,277 @@
+"""What a model's segments cost on the real devices: seconds, bytes, transfers, and how CPU stages slow each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.devices import CPU_POOL, kind_of, parse_devices, planned
+from hvdtrain.pipeline.lanes import cpu_slots, lanes
+from hvdtrain.pipeline.plan.schedule import ZERO, Curve, Device, Link, Pool, SegmentCost
+from hvdtrain.pipeline.trace.facts import batch_of
+from hvdtrain.pipeline.trace.restore import all_training, left_alone
+from hvdtrain.pipeline.trace.segments import Segment, segments
+from hvdtrain.pipeline.tuning.measure import Bytes, Clock, Seconds, Subject, on_lane, together
+
+BUDGET_S = 5.0  # for the repeats of one size: one at least is always taken
+CONTENTION_S = 0.3  # how long several stages are watched at the same time
+TRANSFERS_BYTES = (2**14, 2**24)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured costs of a model.
+
+    Attributes:
+        costs: of each segment, on the first device.
+        devices: each with its speed against the first, its memory, and what it shares.
+        links: from each device to the next one.
+        pools: how devices that share cores slow each other down.
+        samples: micro-batch sizes that were measured.
+    """
+
+    costs: tuple[SegmentCost, ...]
+    devices: tuple[Device, ...] = ()
+    links: tuple[Link, ...] = ()
+    pools: Mapping[str, Pool] = field(default_factory=dict)
+    samples: tuple[int, ...] = ()
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON."""
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1, default=str), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Reads what `save` wrote.
+
+        Raises:
+            ConfigError: the file is none of those.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls(
+                costs=tuple(_cost(entry) for entry in data["costs"]),
+                devices=tuple(Device(**entry) for entry in data["devices"]),
+                links=tuple(Link(**entry) for entry in data["links"]),
+                pools={name: Pool(tuple(entry["speeds"]), entry["slots"]) for name, entry in data["pools"].items()},
+                samples=tuple(data["samples"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError("a profile is a file that Profile.save wrote", f"{path}: {error}") from error
+
+
+def _cost(entry: Mapping[str, Any]) -> SegmentCost:
+    def read(value: Any) -> Any:
+        return Curve(tuple((at, cost) for at, cost in value["points"])) if isinstance(value, Mapping) else value
+
+    return SegmentCost(**{name: read(value) for name, value in entry.items()})
+
+
+def profile(
+    model: nn.Module | Sequence[Segment],
+    example: Any,
+    devices: str | Sequence[str | torch.device],
+    *,
+    sizes: Sequence[int] | None = None,
+    optimizer_copies: float = 1.0,
+    repeats: int = 3,
+    timed: bool = True,
+) -> Profile:
+    """Measures what each segment of a model costs, forward and backward.
+
+    Each segment is run in training mode on the first device, in a thread with the cores that a stage has there; its
+    times are scaled so that together they make the time of the whole model in one go. The model, its gradients, buffers
+    and the random state stay as they are; autocast counts if it is on.
+
+    Args:
+        model: the model, or its segments.
+        example: a batch: a tensor [batch, ...] or a tuple of arguments.
+        devices: one for each stage, as for `hvdtrain.pipeline.split`.
+        sizes: samples of the micro-batches that are measured; by default a sixteenth and a quarter of the batch.
+        optimizer_copies: what the optimizer keeps, in parameters a parameter: SGD with momentum 1, Adam 2.
+        repeats: of each measurement, at most; large ones take fewer.
+        timed: False leaves out all times: bytes only.
+
+    Raises:
+        ConfigError: the model fails on every size.
+    """
+    arguments = example if isinstance(example, tuple) else (example,)
+    parts = segments(model, example) if isinstance(model, nn.Module) else list(model)
+    places = parse_devices(devices)
+    whole = parts[0].chain.program.model
+    batch = batch_of(arguments)
+    wanted = (
+        sorted({max(1, math.ceil(batch / 16)), max(1, math.ceil(batch / 4))}) if sizes is None else sorted(set(sizes))
+    )
+    with left_alone(whole, *places), all_training(whole, None if whole.training else True):
+        subject = Subject(parts, arguments, places[0])
+        lane = lanes(places)[0]
+        found = on_lane(lane, lambda: _by_size(subject, wanted, repeats, timed), subject.stopped)
+        costs = _costs(parts, found, optimizer_copies)
+        if not timed:
+            return Profile(costs, tuple(map(planned, places)), (Link(),) * (len(places) - 1), {}, tuple(found))
+        speeds = _speeds(parts, arguments, places, subject, min(found))
+        pools = _pools(subject, places, min(found))
+        links = tuple(_link(a, b) for a, b in zip(places, places[1:], strict=False))
+    known = tuple(planned(place, speeds[kind_of(place)]) for place in places)
+    return Profile(costs, known, links, pools, tuple(found))
+
+
+Found = dict[int, tuple[Bytes, list[Seconds]]]
+
+
+def _by_size(subject: Subject, sizes: Sequence[int], repeats: int, timed: bool) -> Found:
+    """Measurements by micro-batch size; sizes that cannot be run (batch norm over one value, memory) are left out."""
+    found: Found = {}
+    failure: Exception | None = None
+    for size in sizes:
+        try:
+            kept = subject.bytes(size)  # and the layers have planned their work for this shape
+            found[size] = (kept, _repeated(subject, size, repeats) if timed else [])
+        except (RuntimeError, ValueError) as error:  # what layers raise; the first also for memory
+            failure = error
+    if not found:
+        raise ConfigError(
+            "a model can be measured with micro-batches of its example",
+            f"{sizes} samples: {type(failure).__name__}: {str(failure)[:300]}",
+            "other sizes=..., or balance=[...] by hand",
+        ) from failure
+    return found
+
+
+def _repeated(subject: Subject, size: int, repeats: int) -> list[Seconds]:
+    start = time.perf_counter()
+    taken: list[Seconds] = []
+    subject.seconds(size)
+    while len(taken) < repeats and (not taken or time.perf_counter() - start < BUDGET_S):
+        taken.append(subject.seconds(size))
+    return taken
+
+
+def _costs(parts: Sequence[Segment], found: Found, optimizer_copies: float) -> tuple[SegmentCost, ...]:
+    seen: set[int] = set()
+    scaled = {size: _scaled(seconds) for size, (_, seconds) in found.items() if seconds}
+    costs = []
+    for index, part in enumerate(parts):
+        mine = [p for p in part.parameters() if id(p) not in seen]  # a shared one lives with the first
+        buffers = [b for b in part.buffers() if id(b) not in seen]
+        seen |= {id(tensor) for tensor in (*mine, *buffers)}
+        trained = sum(p.numel() * p.element_size() for p in mine if p.requires_grad)
+        times = [
+            Curve(tuple((size, passes[kind][index]) for size, passes in scaled.items())) if scaled else ZERO
+            for kind in (0, 1)
+        ]
+        costs.append(
+            SegmentCost(
+                part.name,
+                forward_s=times[0],
+                backward_s=times[1],
+                parameter_bytes=sum(p.numel() * p.element_size() for p in mine),
+                gradient_bytes=trained,
+                optimizer_bytes=int(trained * optimizer_copies),
+                buffer_bytes=sum(b.numel() * b.element_size() for b in buffers),
+                activation_bytes=Curve(tuple((size, kept.kept[index]) for size, (kept, _) in found.items())),
+                output_bytes=Curve(tuple((size, kept.output[index]) for size, (kept, _) in found.items())),
+            )
+        )
+    return tuple(costs)
+
+
+def _scaled(repeats: Sequence[Seconds]) -> tuple[list[float], list[float]]:
+    """Medians of each segment's forward and backward, scaled to the whole model's best: what else the machine does can
+    only make a pass slower."""
+    forward = [statistics.median(column) for column in zip(*(r.forward for r in repeats), strict=True)]
+    backward = [statistics.median(column) for column in zip(*(r.backward for r in repeats), strict=True)]
+    whole = [min(r.whole_forward for r in repeats), min(r.whole_backward for r in repeats)]
+    return tuple(  # type: ignore[return-value]
+        [seconds * (all_of_it / sum(each) if all_of_it else 1.0) for seconds in each]
+        for each, all_of_it in zip((forward, backward), whole, strict=True)
+    )
+
+
+def _speeds(
+    parts: Sequence[Segment], arguments: tuple[Any, ...], places: Sequence[torch.device], first: Subject, size: int
+) -> dict[str, float]:
+    """Each kind of device against the first, by the time of a pass."""
+    speeds = {kind_of(places[0]): 1.0}
+    for index, place in enumerate(places):
+        if kind_of(place) in speeds:
+            continue
+        subject, lane = Subject(parts, arguments, place), lanes(places)[index]
+        ours = on_lane(lanes(places)[0], lambda: _pass_seconds(first, size), first.stopped)
+        theirs = on_lane(lane, lambda s=subject: _pass_seconds(s, size), subject.stopped)  # type: ignore[misc]
+        speeds[kind_of(place)] = ours / theirs
+    return speeds
+
+
+def _pass_seconds(subject: Subject, size: int) -> float:
+    subject.seconds(size)
+    taken = [subject.seconds(size) for _ in range(3)]
+    return statistics.median(sum(t.forward) + sum(t.backward) for t in taken)
+
+
+def _pools(subject: Subject, places: Sequence[torch.device], size: int) -> dict[str, Pool]:
+    """How much slower a CPU stage is while others work."""
+    on_cpu = [lane for lane, place in zip(lanes(places), places, strict=True) if place.type == "cpu"]
+    if len(on_cpu) < 2 or places[0].type != "cpu":
+        return {}
+    alone, slots = _seconds_together(subject, on_cpu[:1], size), cpu_slots(len(on_cpu))
+    speeds = [1.0] + [
+        min(1.0, alone / _seconds_together(subject, on_cpu[:count], size))
+        for count in range(2, (slots or len(on_cpu)) + 1)
+    ]
+    return {CPU_POOL: Pool(tuple(speeds), slots)}
+
+
+def _seconds_together(subject: Subject, some: Sequence[Any], size: int) -> float:
+    """Seconds of a pass while all of these lanes run one after the other: the lower quartile, as others may disturb."""
+    ready, enough = threading.Barrier(len(some)), threading.Event()
+
+    def work() -> list[float]:
+        taken: list[float] = []
+        try:
+            subject.whole(size)
+        except BaseException:
+            ready.abort()  # the others do not wait for this one
+            raise
+        ready.wait()
+        start = time.perf_counter()
+        while not enough.is_set():
+            taken.append(sum(subject.whole(size)))
+            if time.perf_counter() - start > CONTENTION_S and len(taken) > 2:
+                enough.set()  # the others end as well: none goes on alone
+        return taken
+
+    passes = sorted(seconds for taken in together(some, [work] * len(some), subject.stopped) for seconds in taken)
+    return passes[len(passes) // 4]
+
+
+def _link(a: torch.device, b: torch.device) -> Link:
+    """Latency and rate of copies from one device to another."""
+    if a == b:
+        return Link()
+    clock = Clock(b if b.type == "cuda" else a)
+    seconds = []
+    for size in TRANSFERS_BYTES:
+        source = torch.ones(size, dtype=torch.uint8, device=a)
+        taken = []
+        for _ in range(8):
+            start = clock.now()
+            source.to(b)
+            taken.append(clock.between(start, clock.now()))
+        seconds.append(statistics.median(taken[2:]))
+    small, large = TRANSFERS_BYTES
+    rate = (large - small) / max(seconds[1] - seconds[0], 1e-9)
+    return Link(max(0.0, seconds[0] - small / rate), rate)

@@ -1,0 +1,300 @@
+"""The best split size, found on the user's own model and devices; or that it is better not to split."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
+from hvdtrain.pipeline.tuning.plots import SplitCurve
+from hvdtrain.pipeline.tuning.search import REFERENCE, Interval, Search, mean_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hvdtrain.pipeline.runtime import Pipeline
+    from hvdtrain.pipeline.tuning.unsplit import Unsplit
+
+Loss = Callable[[Any, Any], "Tensor"]
+
+
+class SplitDoesNotPay(ConfigError):
+    """One device alone is faster than all of them with a split model."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One micro-batch count that was tried.
+
+    Attributes:
+        micro_batches: how many.
+        split_size: samples of the largest.
+        seconds: of its steps.
+        mean, low, high: seconds of a step, with the interval of the wanted confidence (infinite from one step).
+        predicted_s: what had been predicted.
+    """
+
+    micro_batches: int
+    split_size: int
+    seconds: tuple[float, ...]
+    mean: float
+    low: float
+    high: float
+    predicted_s: float
+
+    def __str__(self) -> str:
+        between = f" [{self.low:.3g}, {self.high:.3g}]" if self.high < math.inf else ""
+        what = f"split size {self.split_size} ({counted(self.micro_batches)})"
+        return f"{what}: {self.mean:.3g}{between} s, predicted {self.predicted_s:.3g} s"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What `tune` found.
+
+    Attributes:
+        batch: samples of a step.
+        trials: what was tried, by micro-batch count.
+        best: the one to take.
+        prediction: seconds of a step by micro-batch count, as predicted before the trials.
+        unsplit_s: steps of the unsplit model on one device; empty: it does not fit.
+        unsplit_on: that device.
+        ratio: the best one's time over that of one device, paired; None: it does not fit.
+        settled: whether the rounds sufficed to tell that no other is faster by more than 3 %, and that one device is
+            slower or faster.
+        failed: what could not be run, with the reason.
+        confidence: of every interval.
+        spent_s: how long the tuning took.
+    """
+
+    batch: int
+    trials: tuple[Trial, ...]
+    best: Trial
+    prediction: Mapping[int, float]
+    unsplit_s: tuple[float, ...]
+    unsplit_on: str
+    ratio: Interval | None
+    settled: bool
+    failed: Mapping[int, str]
+    confidence: float
+    spent_s: float
+
+    @property
+    def single_s(self) -> float | None:
+        """A step on one device alone, on average; None: the model does not fit on it."""
+        return mean_of(self.unsplit_s, self.confidence).value if self.unsplit_s else None
+
+    @property
+    def split_pays(self) -> bool:
+        """Whether the split model is shown to be faster than one device, or is the only one that fits."""
+        return self.ratio is None or self.ratio.high < 1
+
+    @property
+    def one_is_faster(self) -> bool:
+        """Whether one device is shown to be faster; where neither is shown, rounds did not suffice."""
+        return self.ratio is not None and self.ratio.low > 1
+
+    @property
+    def verdict(self) -> str:
+        """One sentence, with the numbers."""
+        best = f"split size {self.best.split_size} ({counted(self.best.micro_batches)})"
+        ours = f"{self.best.mean:.3g} s a step of {self.batch}"
+        if self.ratio is None:
+            return f"split, {best}: {ours}; the unsplit model does not fit on one device ({self.unsplit_on})"
+        theirs = f"{self.single_s:.3g} s on {self.unsplit_on} alone"
+        level = f"{self.ratio} of its time, {100 * self.confidence:g} %"
+        if self.split_pays:
+            return f"split, {best}: {ours}, against {theirs} ({level})"
+        if self.one_is_faster:
+            return (
+                f"do not split: one device is faster and the model fits: {theirs}, against {ours} at {best} ({level})"
+            )
+        return f"no gain from splitting that could be shown: {ours} at {best}, {theirs} ({level})"
+
+    def picture(self) -> SplitCurve:
+        """For `plot`: what was measured, beside what was predicted."""
+        return SplitCurve(
+            title=f"Time over split size, batch {self.batch}",
+            batch=self.batch,
+            seconds={trial.split_size: trial.seconds for trial in self.trials},
+            predicted={split_size(self.batch, count): s for count, s in self.prediction.items()},
+            best=self.best.split_size,
+            lines={f"unsplit on {self.unsplit_on}": self.single_s} if self.single_s is not None else {},
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a JSON file."""
+        trials = [{**vars(trial), "low": _finite(trial.low), "high": _finite(trial.high)} for trial in self.trials]
+        ratio = None if self.ratio is None else {key: _finite(value) for key, value in vars(self.ratio).items()}
+        return {
+            "batch": self.batch, "trials": trials, "best": self.best.micro_batches,
+            "prediction_s": {str(count): seconds for count, seconds in self.prediction.items()},
+            "unsplit_s": list(self.unsplit_s), "unsplit_on": self.unsplit_on, "best_over_unsplit": ratio,
+            "split_pays": self.split_pays, "settled": self.settled, "verdict": self.verdict,
+            "failed": {str(count): reason for count, reason in self.failed.items()},
+            "confidence": self.confidence, "spent_s": self.spent_s,
+        }  # fmt: skip
+
+
+def tune(
+    pipe: Pipeline,
+    x: Any,
+    y: Any,
+    loss: Loss,
+    *,
+    candidates: Sequence[int] | None = None,
+    confidence: float = 0.95,
+    budget_s: float | None = None,
+    require: bool = False,
+) -> Tuning:
+    """Finds the micro-batch count that makes a step fastest, and sets ``pipe.micro_batches`` to it.
+
+    A few short steps of parts of the batch give what each stage takes over the samples of a micro-batch; from these
+    the step time of every candidate is predicted (`plan_simulate.simulate`). Around the predicted minimum candidates
+    are then run in turns, with the unsplit model on one device among them, until intervals tell them apart.
+
+    Weights are not changed; gradients, buffers and random state are left as they were.
+
+    Args:
+        pipe: a split model.
+        x, y, loss: a batch like those of training; as in `Pipeline.step`.
+        candidates: micro-batch counts (default: 1, 2, 3, 4, 6, 8, 12, ... up to the batch).
+        confidence: of the intervals.
+        budget_s: about how long it may take; more rounds are only begun within it (default: as long as needed).
+        require: refuse, instead of only saying so in the verdict, when one device alone is shown to be faster.
+
+    Raises:
+        ConfigError: a candidate that is no count of micro-batches of this batch.
+        SplitDoesNotPay: with `require`; the verdict has the numbers.
+        StageError: nothing could be run.
+    """
+    from hvdtrain.pipeline.microbatch import batch_size
+    from hvdtrain.pipeline.tuning.predict import left_as_it_is, predict
+
+    started = time.perf_counter()
+    batch = batch_size(x if type(x) is tuple else (x,))
+    counts = _counts(candidates, batch)
+    if not 0 < confidence < 1:
+        raise ConfigError("a confidence lies between 0 and 1", f"confidence={confidence}", "confidence=0.95")
+    deadline = math.inf if budget_s is None else started + budget_s
+    with left_as_it_is(pipe):
+        prediction = predict(pipe, x, y, loss)
+        predicted = {count: prediction(micro_batch_sizes(batch, count)) for count in counts}
+        runs = _Runs(pipe, x, y, loss, batch)
+        search = Search(
+            runs, predicted, confidence,
+            in_time=lambda seconds: time.perf_counter() + seconds < deadline, reference=runs.one is not None,
+        )  # fmt: skip
+        best = search.find()
+    if search.seconds[best] and math.inf in search.seconds[best].values():
+        raise runs.errors[best]
+    pipe.micro_batches = best
+    tuning = _tuning(search, runs, best, time.perf_counter() - started)
+    if require and tuning.one_is_faster:
+        raise SplitDoesNotPay("a model is split where that is faster, or where it does not fit on one device",
+                              tuning.verdict, "train the unsplit model on one device")  # fmt: skip
+    return tuning
+
+
+def counted(micro_batches: int) -> str:
+    """In words."""
+    return f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
+
+
+def split_size(batch: int, micro_batches: int) -> int:
+    """Samples of the largest micro-batch."""
+    return -(-batch // micro_batches)
+
+
+def micro_batches_for(batch: int, size: int) -> int:
+    """How many micro-batches of at most that many samples a batch makes."""
+    return -(-batch // size)
+
+
+def _counts(candidates: Sequence[int] | None, batch: int) -> list[int]:
+    if candidates is None:  # between neighbours the step time differs by little, and the overlap by less each time
+        doubled = [2**power for power in range(batch.bit_length())]
+        return sorted({count for one in doubled for count in (one, one * 3 // 2) if count <= batch})
+    wrong = [count for count in candidates if isinstance(count, bool) or not 1 <= count <= batch]
+    if wrong or not candidates:
+        came = f"{', '.join(map(str, wrong)) or 'none'} for a batch of {batch}"
+        rule = "candidates are numbers of micro-batches, from 1 to the samples of a batch"
+        raise ConfigError(rule, came, f"between 1 and {batch}")
+    return sorted(set(candidates))
+
+
+def _tuning(search: Search, runs: _Runs, best: int, spent_s: float) -> Tuning:
+    trials = {}
+    for count, its in search.seconds.items():
+        if count != REFERENCE and math.inf not in its.values():
+            mean = mean_of([*its.values()], search.confidence)
+            trials[count] = Trial(count, split_size(runs.batch, count), tuple(its.values()), mean.value, mean.low,
+                                  mean.high, search.predicted[count])  # fmt: skip
+    alone = {turn: s for turn, s in search.seconds.get(REFERENCE, {}).items() if s < math.inf}
+    return Tuning(
+        batch=runs.batch,
+        trials=tuple(trials[count] for count in sorted(trials)),
+        best=trials[best],
+        prediction=dict(search.predicted),
+        unsplit_s=tuple(alone.values()),
+        unsplit_on=str(runs.one or ", ".join(dict.fromkeys(map(str, runs.pipe.devices)))),
+        ratio=search.compared(best, REFERENCE),
+        settled=search.settled,
+        failed={count: str(error) for count, error in runs.errors.items() if count != REFERENCE},
+        confidence=search.confidence,
+        spent_s=spent_s,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# ---- runs
+
+
+@dataclass
+class _Runs:
+    """Times one step: in so many micro-batches, or (`REFERENCE`) of the unsplit model on the fastest one device."""
+
+    pipe: Pipeline
+    x: Any
+    y: Any
+    loss: Loss
+    batch: int
+    one: Unsplit | None = None
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        from hvdtrain.pipeline.tuning.unsplit import unsplit
+
+        timed = [(self._seconds(REFERENCE, one), one) for one in unsplit(self.pipe)]
+        seconds, self.one = min(timed, key=lambda pair: pair[0], default=(math.inf, None))
+        if seconds == math.inf:
+            self.one = None
+
+    def __call__(self, count: int) -> float:
+        return self._seconds(count, self.one if count == REFERENCE else None)
+
+    def _seconds(self, count: int, one: Unsplit | None) -> float:
+        """Infinite for what cannot be run: too little memory, a layer that cannot take so few samples."""
+        from hvdtrain.pipeline.tuning.unsplit import seconds_of
+        from hvdtrain.pipeline.worker import StageError, is_out_of_memory
+
+        model: Any = self.pipe if one is None else one
+        if one is None:
+            self.pipe.micro_batches = count
+        try:
+            return seconds_of(lambda: model.step(self.x, self.y, self.loss), self.pipe.devices)
+        except Exception as error:
+            if not isinstance(error, StageError) and not is_out_of_memory(error):
+                raise
+            self.errors[count] = error
+            return math.inf
+        finally:
+            for parameter in (self.pipe.module if one is None else one.model).parameters():
+                parameter.grad = None

@@ -1,0 +1,200 @@
+"""A checkpoint's files: its manifest (size and checksum of every file, and a digest of itself), and how ranks on other
+hosts get them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from hvdtrain.core.errors import CheckpointError, ConfigError
+from hvdtrain.core.world import World
+
+MANIFEST = "manifest.json"
+# how metrics are called that are better when they are greater, and when they are less; without "val_" and numbers at
+# the end ("top1", "auc_2")
+_GREATER = re.compile(
+    r"(.+_)?(acc(uracy)?|auc|auroc|top(_?k|_?\d+)?|precision|recall|sensitivity|specificity|f(beta|\d)?(_score)?|dice"
+    r"|m?iou|io_u|jaccard|m?ap|bleu|rouge|r_?2(_score)?|psnr|ssim|ndcg|mrr|cosine_similarity|correlation|likelihood)"
+)
+_LESS = re.compile(
+    r"(.+_)?(loss|err(or)?(_rate)?|mse|mae|rmse|mape|msle|nll|perplexity|ppl|(cross_?)?entropy|(kl_)?divergence|hinge"
+    r"|log_?cosh|poisson|wer|cer|fid|distance|false_(positives|negatives))"
+)
+_TURNED = re.compile(r"(.+_)?(neg|negative|minus|inverse|one_minus)_")  # says the opposite of the rest
+
+
+def seal(path: Path, mode: int) -> dict[str, Any]:
+    """Give a file its permissions, force it to disk, and return its size and checksum."""
+    if not path.is_file():
+        raise CheckpointError("a part must write one file at the path it is given", f"{path.name}: no file there")
+    with open(path, "rb+") as file:
+        os.fchmod(file.fileno(), mode)
+        os.fsync(file.fileno())
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": _sha256(file)}
+
+
+def _sha256(file: Any) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(path: Path, body: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({**body, "digest": _digest(body)}, file, indent=1, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest, checked against its own digest.
+
+    Raises:
+        CheckpointError: damaged.
+        ConfigError: whole, and of another version's format.
+        OSError: cannot be read.
+    """
+    text = (path / MANIFEST).read_bytes()
+    try:
+        body = json.loads(text)
+        digest = body.pop("digest")
+        whole = digest == _digest(body) and {"format", "progress", "metrics", "files"} <= set(body)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or JSON of something else
+        whole = False
+    if not whole:
+        raise CheckpointError("a manifest must match its digest", f"{path / MANIFEST} is damaged")
+    if body["format"] != 1:
+        raise ConfigError(
+            "this hvdtrain reads checkpoints of format 1", f"format {body['format']}", "install a newer hvdtrain"
+        )
+    body["metrics"] = {name: float(value) for name, value in body["metrics"].items()}
+    return body
+
+
+def verify(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
+    """Raise CheckpointError (or OSError) unless every file has its size and checksum."""
+    for name, sealed in files.items():
+        with open(folder / name, "rb") as file:
+            if os.fstat(file.fileno()).st_size != sealed["bytes"] or _sha256(file) != sealed["sha256"]:
+                raise CheckpointError("a file must match its checksum", f"{name} is damaged")
+
+
+def sync_directory(path: Path) -> None:
+    """Force a directory's entries to disk: a rename is not durable before that."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def json_numbers(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Metrics as JSON has them: NaN and infinities as text."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+
+
+def direction_of(metric: str) -> Literal["min", "max"]:
+    """Returns which way a metric is better, as its name says.
+
+    Raises:
+        ConfigError: it does not say.
+    """
+    name = metric.lower().removeprefix("val_").removeprefix("test_")
+    bare = re.sub(r"_?\d+$", "", name)
+    greater, less = (any(kind.fullmatch(form) for form in (name, bare)) for kind in (_GREATER, _LESS))
+    if greater == less or _TURNED.match(name):
+        raise ConfigError(
+            "the best checkpoint needs to know which way its metric is better",
+            f"best={metric!r}, a name that does not say",
+            f'Checkpointer(..., best={metric!r}, mode="max") where more is better, else mode="min"',
+        )
+    return "max" if greater else "min"
+
+
+CHUNK_BYTES = 64 << 20
+
+
+@contextmanager
+def local_copy(
+    world: World, path: Path, files: Mapping[str, dict[str, Any]]
+) -> Iterator[tuple[Path, Exception | None]]:
+    """Give a folder with the files on this rank, sent by rank 0 where they are missing, and what failed.
+
+    Failures are handed on, not raised: this rank must take part in what the others do next.
+    """
+    here = world.is_main or has_files(path, files)
+    failure: Exception | None
+    folder, failure = (path, None) if here else _temporary_folder()
+    try:
+        if not all(world.gather(here)):
+            for name, sealed in files.items():
+                target = None if here or failure else folder / name
+                failure = _send(world, path / name, target, sealed["bytes"]) or failure
+            if not here and failure is None and not has_files(folder, files):
+                failure = CheckpointError("every rank must get the bytes that rank 0 has", "they arrived damaged")
+        yield folder, failure
+    finally:
+        if folder != path:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_folder() -> tuple[Path, OSError | None]:
+    try:
+        return Path(tempfile.mkdtemp(prefix="hvdtrain-")), None
+    except OSError as error:
+        return Path(tempfile.gettempdir()) / "hvdtrain-none", error
+
+
+def _send(world: World, source: Path, target: Path | None, size_bytes: int) -> Exception | None:
+    """Broadcast a file from rank 0 in chunks; ranks with a `target` write it there.
+
+    A rank whose disk fails goes on receiving, and rank 0 sends empty chunks: the others wait for them.
+    """
+    failure: Exception | None = None
+    for start in range(0, size_bytes, CHUNK_BYTES):
+        data = b""
+        if world.is_main:
+            try:
+                data = _read_chunk(source, start)
+            except OSError as error:
+                failure = error
+        data = world.comm.broadcast_bytes(data, 0)
+        if target is not None and failure is None:
+            failure = _append(target, data)
+    return _append(target, b"") if target is not None and size_bytes == 0 else failure
+
+
+def _append(path: Path, data: bytes) -> OSError | None:
+    try:
+        with open(path, "ab") as file:
+            file.write(data)
+    except OSError as error:
+        return error
+    return None
+
+
+def _read_chunk(path: Path, start: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(CHUNK_BYTES)
+
+
+def has_files(path: Path, files: Mapping[str, dict[str, Any]]) -> bool:
+    """Whether this rank sees the same checkpoint as rank 0."""
+    try:
+        verify(path, files)
+    except (OSError, CheckpointError):
+        return False
+    return True

@@ -1,0 +1,360 @@
+"""A run's files, written by rank 0: strict JSON, replaced atomically, readable after a kill; and TensorBoard's."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import errno
+import fcntl
+import importlib.util
+import json
+import math
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from hvdtrain.core import stats
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.restart import job_of
+from hvdtrain.core.world import World
+
+
+def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return run.json, or None if there is none.
+
+    Raises:
+        ConfigError: it is not JSON.
+    """
+    path = Path(run_dir) / "run.json"
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError(
+            "run.json must be JSON", f"{path}: {error}", "move the file away, or give another run directory"
+        ) from None
+    if not isinstance(run, dict):
+        raise ConfigError("run.json must hold an object", f"{path}: {type(run).__name__}")
+    return run
+
+
+def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the events in order; a line that a killed process left half-written is not one."""
+    path = Path(run_dir) / "events.jsonl"
+    if not path.exists():
+        return []
+    events = []
+    for line in path.read_bytes().split(b"\n"):  # text may hold other characters that end a line for str.splitlines
+        try:
+            events.append(json.loads(line))
+        except ValueError:  # half a line; UnicodeDecodeError, where it ends within a character
+            continue
+    return events
+
+
+def end_last_line(path: Path) -> None:
+    """A killed process can leave half a line: end it, so that the next event starts on its own."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with open(path, "rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as JSON: readers see the old or the new text, whatever happens in between."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(to_json(value, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return strict JSON of nearly anything: see `plain`."""
+    return json.dumps(plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as JSON types: arrays and scalars of any framework as lists and numbers, dataclasses as
+    objects, the rest as text; NaN and infinities, which JSON lacks, as "nan", "inf", "-inf"."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return plain(value.item()) if hasattr(value, "item") else str(value)
+
+
+# without a terminal the progress is a line in a log: rarer
+LINE_EVERY_S = 5.0
+# what reached the operating system survives a killed process
+FLUSH_EVERY_S = 1.0
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+_TOLD_VERSIONS = ("hvdtrain", "horovod", "numpy", "torch", "tensorflow", "tensorflow-cpu", "keras")
+
+
+class RunWriter:
+    """Holds a run directory and writes into it.
+
+    Args:
+        run_dir: made if missing, and locked.
+        resume: whether a run may be there already.
+
+    Raises:
+        ConfigError: in use, or another run is there.
+        OSError: cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, resume: bool) -> None:
+        self.run: dict[str, Any] = {}
+        self._dir = run_dir
+        self._lock: TextIO | None = None
+        self._events: TextIO | None = None
+        self._board: ScalarWriter | None = None
+        self._line: _Line | None = None
+        self._last_flush = 0.0
+        self._warned = False
+        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = _lock(run_dir)
+            self._earlier = self._check_earlier(resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_earlier(self, resume: bool) -> dict[str, Any] | None:
+        earlier = read_run(self._dir)
+        if earlier is not None and not resume:
+            raise ConfigError(
+                "a run directory holds one run",
+                f"{self._dir} holds a run from {earlier.get('started')}, {_fate(earlier)}",
+                "give another run directory, or resume this run (--resume)",
+            )
+        return earlier
+
+    def start(self, world: World, config: dict[str, Any], *, progress: bool, tensorboard: bool) -> None:
+        earlier = self._earlier or {}
+        attempts = list(earlier.get("attempts", []))
+        attempts.append(
+            {"started": _now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname(),
+             "job": job_of(os.environ)}
+        )  # fmt: skip
+        self.run = plain(
+            {
+                "format": 1,
+                "status": "running",
+                "started": earlier.get("started", attempts[-1]["started"]),
+                "ended": None,
+                "versions": {"python": platform.python_version()} | stats.versions(*_TOLD_VERSIONS),
+                "launcher": world.launcher,
+                "world": {"size": world.size, "local_size": world.local_size, "engine": world.engine,
+                          "devices": world.devices, "seed": world.seed},
+                "effective_batch": _effective_batch(config, world.size),
+                "lr": config.get("lr"),
+                "config": config,
+                "result": earlier.get("result", {}),
+                "error": None,
+                "attempts": attempts,
+            }
+        )  # fmt: skip
+        write_json(self._dir / "run.json", self.run)
+        end_last_line(self._dir / "events.jsonl")
+        self._events = open(self._dir / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
+        was = {"earlier_status": _fate(earlier)} if earlier else {}
+        self.event("resume" if earlier else "start", {"size": world.size, "config": config, **was})
+        self._line = _Line(config.get("total_samples")) if progress else None
+        if tensorboard and available():
+            self._board = ScalarWriter(self._dir / "tensorboard")
+        elif tensorboard and progress:
+            print("no TensorBoard scalars: the package tensorboard is not installed", flush=True)
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        self._guarded(self._write_event, kind, fields)
+
+    def _write_event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        assert self._events is not None
+        self._events.write(to_json({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n")
+        now = time.monotonic()
+        if kind != "step" or now - self._last_flush >= FLUSH_EVERY_S:
+            self._events.flush()
+            if self._board is not None:
+                self._board.flush()
+            self._last_flush = now
+
+    def progress(self, fields: dict[str, Any]) -> None:
+        self.event("step", fields)
+        if self._line is not None:
+            self._line.show(fields)
+        scalars = {f"train/{name}": fields[name] for name in ("loss", "lr", "samples_per_s")}
+        self._guarded(self._scalars, scalars, fields["step"])
+
+    def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float, per_rank: list[dict[str, float]]) -> None:
+        self.event("epoch", {"epoch": epoch, "metrics": dict(metrics), "seconds": seconds, "ranks": per_rank})
+        if self._line is not None:
+            self._line.epoch(epoch, metrics, seconds)
+        self._guarded(self._scalars, {f"epoch/{name}": value for name, value in metrics.items()}, epoch)
+
+    def _scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
+        if self._board is not None:
+            self._board.add({name: float(value) for name, value in scalars.items() if value is not None}, step)
+
+    def update(self, **fields: Any) -> None:
+        self.run.update(plain(fields))
+        self._guarded(write_json, self._dir / "run.json", self.run)
+
+    def finish(self, status: str, error: str | None) -> None:
+        self.event("end", {"status": status, "error": error})
+        self.update(status=status, error=error, ended=_now())
+
+    def _guarded(self, write: Any, *args: Any) -> None:
+        """Write; what cannot be written (disk full, file server gone) is told once and does not end the training."""
+        try:
+            write(*args)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                print(
+                    f"hvdtrain: the run log in {self._dir} is incomplete: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def close(self) -> None:
+        """Release files and lock; the lock last, so that the next run finds everything written."""
+        if self._line is not None:
+            self._line.close()
+        for resource in (self._board, self._events, self._lock):
+            if resource is not None:
+                self._guarded(resource.close)
+        self._line = self._board = self._events = self._lock = None
+
+
+class _Line:
+    """The progress line: tqdm on a terminal, else now and then a plain line."""
+
+    def __init__(self, total_samples: int | None) -> None:
+        self._bar: Any = None
+        self._due = 0.0
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_samples, unit=" samples", unit_scale=True, dynamic_ncols=True, leave=False)
+
+    def show(self, fields: Mapping[str, Any]) -> None:
+        text = f"epoch {fields['epoch'] + 1} step {fields['step']}"
+        for name in ("loss", "lr"):
+            text += f"  {name} {fields[name]:.4g}" if fields[name] is not None else ""
+        if self._bar is not None:
+            self._bar.set_description_str(text, refresh=False)
+            self._bar.n = fields["samples_seen"]
+            self._bar.refresh()
+        elif time.monotonic() >= self._due:
+            self._due = time.monotonic() + LINE_EVERY_S
+            print(f"{text}  {fields['samples_per_s']:,.0f} samples/s", flush=True)
+
+    def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        text = f"epoch {epoch + 1} done in {seconds:.1f} s  {numbers}"
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _lock(run_dir: Path) -> TextIO:
+    """Take the run directory for this process; the kernel gives it back however the process ends."""
+    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    file = open(descriptor, "r+", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = file.read().strip() or "an unknown process"
+        file.close()
+        raise ConfigError(
+            "a run directory belongs to one run at a time",
+            f"{run_dir} is in use by {owner}",
+            "give another run directory, or end that run first",
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            file.close()
+            raise
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()} since {_now()}\n")
+    file.flush()
+    return file
+
+
+def _fate(earlier: Mapping[str, Any]) -> str:
+    """Return how a run ended whose directory is locked by this process: if it says "running", it was killed."""
+    return "killed" if earlier.get("status") == "running" else str(earlier.get("status"))
+
+
+def _effective_batch(config: Mapping[str, Any], size: int) -> int | None:
+    if "global_batch" in config:
+        return config["global_batch"]
+    if "per_rank_batch" in config:
+        return config["per_rank_batch"] * size * (config.get("accumulate") or 1)
+    return None
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def available() -> bool:
+    """True if the ``tensorboard`` package is installed (the extra of that name)."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+class ScalarWriter:
+    """Appends scalars to a new event file in `folder`; needs the ``tensorboard`` package."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter(open(folder / name, "wb"))  # noqa: SIM115 (closed by close())
+        self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+
+    def add(self, scalars: Mapping[str, float], step: int) -> None:
+        """Write scalars of one step; names with a slash are grouped by what comes before it."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        self._records.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        self._records.flush()
+
+    def close(self) -> None:
+        self._records.close()

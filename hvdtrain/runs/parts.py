@@ -1,0 +1,84 @@
+"""The parts of a checkpoint: what each one does, and the part that holds objects of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.core.errors import CheckpointError, ConfigError
+
+
+class Part:
+    """One file of a checkpoint."""
+
+    def collect(self) -> None:
+        """Called on every rank before `save`; may be collective: brings together what rank 0 is going to write.
+
+        Raises:
+            HvdtrainError: the state is not worth keeping, or could not be restored exactly.
+        """
+
+    def save(self, path: Path) -> None:
+        """Writes the state to `path`; called on rank 0."""
+        raise NotImplementedError
+
+    def load(self, path: Path) -> None:
+        """Takes the state from `path`; called on every rank, with the same content."""
+        raise NotImplementedError
+
+
+class ExtraPart(Part):
+    """Objects beside model and optimizer (averages of weights, schedulers, counters), as rank 0 has them.
+
+    Args:
+        extra: name to an object with `state_dict` and `load_state_dict`, or to a plain value: numbers, text, arrays,
+            tensors, and dicts, lists and tuples of those. A restore loads objects, arrays and tensors in place, and
+            puts other values into `extra`.
+    """
+
+    def __init__(self, extra: MutableMapping[str, Any]) -> None:
+        if not isinstance(extra, MutableMapping) or not all(isinstance(name, str) for name in extra):
+            raise ConfigError(
+                "extra= is a dict of names and what a checkpoint holds under them",
+                f"{type(extra).__name__}: {extra!r:.100}",
+                'extra={"ema": ema, "scheduler": scheduler}',
+            )
+        self.extra = extra
+
+    def state_of(self, value: Any) -> Any:
+        """What is saved of one object."""
+        return value.state_dict() if hasattr(value, "state_dict") else value
+
+    def put_back(self, value: Any, saved: Any) -> Any:
+        """Loads one object; returns what takes its place."""
+        if hasattr(value, "load_state_dict"):
+            value.load_state_dict(saved)
+            return value
+        return saved
+
+    def states(self) -> dict[str, Any]:
+        return {name: self.state_of(value) for name, value in self.extra.items()}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Loads every object.
+
+        Raises:
+            CheckpointError: one is not in the checkpoint, or does not fit; it is named.
+        """
+        missing = sorted(self.extra.keys() - saved.keys())
+        if missing:
+            raise CheckpointError(
+                "a checkpoint must have everything that extra= names",
+                f"it lacks {', '.join(missing)}; it has {', '.join(sorted(saved)) or 'nothing'}",
+                "leave out what the run that saved it did not have",
+            )
+        for name, value in list(self.extra.items()):
+            try:
+                self.extra[name] = self.put_back(value, saved[name])
+            except Exception as error:
+                raise CheckpointError(
+                    f"what was saved as extra[{name!r}] must fit the {type(value).__name__} that takes it",
+                    f"{type(error).__name__}: {error}",
+                    "make it as the run did that saved it",
+                ) from error

@@ -1,0 +1,457 @@
+"""The parts of a checkpoint: the same files on every engine, none of which can run code when it is loaded.
+
+`model.safetensors` is the user's plain module: ``safetensors.torch.load_model(module, path)`` opens it anywhere.
+`training.pt` is what else a run needs to go on exactly: the optimizer's state, the gradient scaler, the place in the
+data, and every rank's random numbers; `extra.pt` is what else the user keeps. Both are read with
+``torch.load(weights_only=True)``, and that is tried while they are saved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import CheckpointError, ConfigError
+from hvdtrain.core.world import World, current
+from hvdtrain.runs.checkpoint import Progress
+from hvdtrain.runs.parts import ExtraPart, Part
+from hvdtrain.torch import start
+from hvdtrain.torch.batches import FromLoader
+from hvdtrain.torch.checks import nonfinite
+from hvdtrain.torch.clock import CLOCK
+from hvdtrain.torch.data.random_state import restore_streams
+from hvdtrain.torch.engines import buffers
+from hvdtrain.torch.optimizer import Optimizer
+from hvdtrain.torch.shell import unwrap
+
+if TYPE_CHECKING:
+    from hvdtrain.torch.data.loader import Loader
+
+_SCALARS = (bool, int, float, str)
+_ARRAY, _NUMBER = "numpy.ndarray", "numpy.generic"  # the key of the dict that stands for one
+_TOO_WIDE = ("float96", "float128", "longdouble", "complex192", "complex256", "clongdouble")  # for a tensor
+
+Described = list[Any]  # of a parameter: name, shape, type
+
+
+def model_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    data: Loader | None = None,
+    *,
+    extra: MutableMapping[str, Any] | None = None,
+    world: World | None = None,
+) -> Mapping[str, Part]:
+    """Returns what a checkpoint consists of, for `Checkpointer.save` and `restore`.
+
+    `save` takes the state of that moment, on every rank: it makes the ranks' buffers equal (as the checkpoint will have
+    them), gathers their random states, and refuses weights that are not finite (`NonFiniteError`). After such an error
+    `restore` takes model and optimizer back to an earlier checkpoint.
+
+    Args:
+        model: prepared, or plain (to load weights for use).
+        optimizer: as `prepare` returned it; without it only the model is a part.
+        data: the training loader; a restore puts it where the saved run was. By default the one `prepare` was given.
+        extra: objects of your own, as rank 0 has them: name to what has `state_dict` and `load_state_dict` (an average
+            of weights, a scheduler), or to numbers, text, tensors, arrays, and dicts and lists of those. A restore
+            loads objects, tensors and arrays in place and puts other values into this dict.
+        world: the ranks; by default those of the optimizer, or of `hvdtrain.init`, or one process.
+
+    Returns:
+        ``{"model.safetensors": ...}``, with an optimizer ``"training.pt"``, with extra ``"extra.pt"``.
+
+    Raises:
+        ConfigError: the optimizer was not prepared, or the loader is not the one that it was prepared with. While
+            saving: an update is complete but not applied, or something cannot be saved safely; it is named.
+    """
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            "a checkpoint of training holds the optimizer that prepare() returned",
+            f"a plain {type(optimizer).__name__}",
+            "model, optimizer = prepare(model, optimizer, ...); model_state(model, optimizer)",
+        )
+    ranks = world or (current() or World.solo() if optimizer is None else optimizer.session.world)
+    parts: dict[str, Part] = {"model.safetensors": ModelPart(model, ranks)}
+    if optimizer is not None:
+        parts = {"training.pt": TrainingPart(optimizer, _loader_of(optimizer, data)), **parts}
+    return parts if extra is None else {**parts, "extra.pt": Extra(extra)}
+
+
+def _loader_of(optimizer: Optimizer, data: Loader | None) -> Loader | None:
+    """The loader whose place is known exactly: what its batches went into, `prepare` was told."""
+    batches = optimizer.session.batches
+    own = batches.data if isinstance(batches, FromLoader) else None
+    if data is not None and data is not own:
+        raise ConfigError(
+            "a checkpoint knows the place in the data from the loader that prepare() was given",
+            "another loader" if own is not None else "prepare() was given none",
+            "prepare(model, optimizer, train), then model_state(model, optimizer)",
+        )
+    return own
+
+
+class ModelPart(Part):
+    """Parameters and persistent buffers of a plain module.
+
+    Names that share a tensor are stored once; the others' names are in the file's metadata, as
+    `safetensors.torch.save_model` writes them.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.model = model
+        self.module = unwrap(model)
+        self.world = world
+
+    def collect(self) -> None:
+        CLOCK.enter("checkpoint")
+        buffers.synchronize(self.model, self.world)
+        nonfinite.check_weights(self.module, self.world)
+
+    def save(self, path: Path) -> None:
+        tensors, shared = _once_each(self.module.state_dict())
+        places: set[int] = set()
+        on_host = {name: _alone(tensor.detach(), places) for name, tensor in tensors.items()}
+        save_file(on_host, path, metadata={"format": "pt", **shared})
+
+    def load(self, path: Path) -> None:
+        """Reads the file into the module as it stands.
+
+        Raises:
+            CheckpointError: it is of another model; the first tensor that does not fit is named, with both shapes.
+        """
+        CLOCK.enter("checkpoint")
+        try:
+            with safe_open(path, framework="pt") as file:
+                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        except SafetensorError as error:
+            raise CheckpointError(
+                "the model's file must be in the safetensors format", f"{path.name}: {error}"
+            ) from error
+        own, shared = _once_each(self.module.state_dict())
+        for other, name in shared.items():
+            _check_tied(name, other, stored)
+        stored = {shared.get(name, name): tensor for name, tensor in stored.items()}
+        _check_fits(own, stored)
+        for name, tensor in own.items():  # what is expanded takes no values: it may have them
+            if 0 in tensor.stride() and torch.equal(tensor.cpu(), stored[name]):
+                del stored[name]
+        with torch.no_grad():
+            self.module.load_state_dict(stored, strict=False)  # every name was checked; what shares a tensor has it
+
+
+def _once_each(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Splits a state dict into one name for each tensor, and {other name: that name}."""
+    kept: dict[tuple[Any, ...], str] = {}
+    shared: dict[str, str] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(
+                "a checkpoint of a model holds tensors", f"{name} is a {type(tensor).__name__}",
+                "make it a buffer (register_buffer), or keep it out of the state dict",
+            )  # fmt: skip
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype is torch.complex128:
+            raise ConfigError(
+                "a checkpoint of a model is a safetensors file, which holds dense tensors, complex ones of 64 bits",
+                f"{name} is {tensor.layout}, {tensor.dtype}",
+                "register_buffer(..., persistent=False) and keep it with extra=; complex128 parameters as real ones and"
+                " torch.view_as_complex",
+            )
+        place = (
+            tensor.device,
+            tensor.data_ptr(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        first = kept.setdefault(place, name) if tensor.numel() else name
+        if first != name:
+            shared[name] = first
+    return {name: state[name] for name in state if name not in shared}, shared
+
+
+def _alone(tensor: Tensor, places: set[int]) -> Tensor:
+    """Returns the values on the host, in memory that no tensor returned before has a part of."""
+    tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    place = tensor.untyped_storage().data_ptr()
+    if place in places:
+        return tensor.clone()
+    places.add(place)
+    return tensor
+
+
+def _check_tied(name: str, other: str, stored: Mapping[str, Tensor]) -> None:
+    if name in stored and other in stored and not torch.equal(stored[name], stored[other]):
+        raise CheckpointError(
+            "the checkpoint must be of this model",
+            f"{name} and {other} are one tensor in the model, and two that differ in the checkpoint",
+            "build the model as the run did that saved it (tied weights, or not)",
+        )
+
+
+def _check_fits(own: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+    for name, tensor in own.items():
+        if name in stored and stored[name].shape != tensor.shape:
+            saved, here = tuple(stored[name].shape), tuple(tensor.shape)
+            classes = f" ({saved[0]} classes there, {here[0]} here?)" if saved[1:] == here[1:] else ""
+            raise CheckpointError(
+                "the checkpoint must be of this model",
+                f"{name} has shape {saved} in the checkpoint, {here} in the model{classes}",
+                "build the model as the run did that saved it (same architecture, same number of classes)",
+            )
+    missing, strange = sorted(own.keys() - stored.keys()), sorted(stored.keys() - own.keys())
+    if missing or strange:
+        raise CheckpointError(
+            "the checkpoint must be of this model",
+            f"the checkpoint lacks {_some(missing)}; the model lacks {_some(strange)}",
+            "build the model as the run did that saved it",
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "nothing"
+
+
+class TrainingPart(Part):
+    """Everything but the model that a run needs to go on."""
+
+    def __init__(self, optimizer: Optimizer, data: Loader | None) -> None:
+        self.optimizer = optimizer
+        self.data = data
+        self.streams: list[dict[str, Any]] = []
+
+    def collect(self) -> None:
+        """Gathers the ranks' random states.
+
+        Raises:
+            ConfigError: an update is complete but not applied.
+            NonFiniteError: the loss of an update since the last check was not finite.
+        """
+        CLOCK.enter("checkpoint")
+        session = self.optimizer.session
+        if session.gradients.state in ("ready", "more"):
+            came = "an update is complete and not applied"
+            if session.gradients.state == "more":
+                came = "backward(..., more=True) announced another backward()"
+            raise ConfigError("a checkpoint is taken after step()", came, "step() first")
+        session.losses.settle()
+        self.streams = session.world.gather(session.streams())
+
+    def save(self, path: Path) -> None:
+        optimizer = self.optimizer
+        batches = optimizer.session.batches
+        loader = None
+        if isinstance(batches, FromLoader):
+            loader = {**batches.data.state_dict(), **_place(batches, optimizer.session.world)}
+        content = {
+            "format": 1,
+            "optimizer": optimizer.state_dict(),
+            "optimizer_class": type(optimizer.wrapped).__name__,
+            "precision": optimizer.session.precision.state_dict(),
+            "progress": asdict(optimizer.progress),
+            "loader": loader,
+            "parameters": _described(optimizer),
+            "streams": self.streams,
+        }
+        _write(content, path, "training state")
+
+    def load(self, path: Path) -> None:
+        """Takes up where the saved run was; at another world size with random streams of its own.
+
+        Raises:
+            CheckpointError: it is of another optimizer, or of another data set.
+        """
+        saved = _revived(_read(path), np.generic.item)
+        session = self.optimizer.session
+        own = _described(self.optimizer)
+        _check_optimizer(saved, own, self.optimizer.wrapped)
+        self.optimizer.load_state_dict(saved["optimizer"])
+        _keep_precision(saved, own, self.optimizer.wrapped)
+        session.precision.load_state_dict(saved["precision"])
+        session.gradients.restart()
+        session.losses.forget()
+        session.batches.restart()
+        self.optimizer.progress = Progress(**saved["progress"])
+        if self.data is not None and saved["loader"] is not None:
+            try:
+                self.data.load_state_dict(saved["loader"])
+            except ConfigError as error:
+                raise CheckpointError(error.rule, error.came, error.remedy) from error
+        world = session.world
+        if len(saved["streams"]) == world.size:
+            restore_streams(saved["streams"][world.rank], world.devices)
+        else:
+            start.split_streams(world, "resumed", saved["progress"]["samples_seen"])
+
+
+def _place(batches: FromLoader, world: World) -> dict[str, int]:
+    """Where the loader goes on: after the last batch that is in the weights, however many were handed out since."""
+    epoch, samples = batches.place()
+    left = batches.data.left_early()  # told once
+    if left is not None and world.is_main:
+        print(
+            f"hvdtrain: epoch {left[0]} was left after {left[1]} of {batches.data.samples} samples: a run restored from"
+            f" this checkpoint begins epoch {left[0] + 1}, as this one would (to go on there, save within the loop)",
+            flush=True,
+        )
+    return {"epoch": epoch, "samples_in_epoch": samples}
+
+
+def _check_optimizer(saved: Mapping[str, Any], own: list[Described], optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if saved["optimizer_class"] != kind:
+        raise CheckpointError(
+            "a run goes on with the optimizer it began with",
+            f"{saved['optimizer_class']} in the checkpoint, {kind} here",
+            "make the same optimizer, or start a new run from the checkpoint's model alone: model_state(model)",
+        )  # fmt: skip
+    stored = [len(group["params"]) for group in saved["optimizer"]["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if stored != here:
+        raise CheckpointError(
+            "the optimizer must have the groups it was saved with",
+            f"groups of {stored} parameters in the checkpoint, {here} here",
+            "build model and parameter groups as the run did that saved them",
+        )
+    for (name, shape, _), (name_here, shape_here, _) in zip(saved.get("parameters", ()), own, strict=False):
+        if list(shape) != shape_here or name and name_here and name != name_here:
+            raise CheckpointError(
+                "the optimizer's state must fit the model",
+                f"{name} {tuple(shape)} in the checkpoint, where {name_here} {tuple(shape_here)} is here",
+                "build model and parameter groups as the run did that saved them, in the same order",
+            )
+
+
+def _described(optimizer: Optimizer) -> list[Described]:
+    """Name, shape and type of each parameter, in the optimizer's order."""
+    names = {id(parameter): name for name, parameter in optimizer.session.module.named_parameters()}
+    parameters = [parameter for group in optimizer.wrapped.param_groups for parameter in group["params"]]
+    return [[names.get(id(p), ""), list(p.shape), str(p.dtype)] for p in parameters]
+
+
+def _keep_precision(saved: Mapping[str, Any], own: list[Described], optimizer: torch.optim.Optimizer) -> None:
+    """PyTorch casts what it loads to the type of the parameter: of masters and moments that are wider, take the saved
+    ones."""
+    order = [index for group in saved["optimizer"]["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter, before, now in zip(order, parameters, saved.get("parameters", ()), own, strict=False):
+        if before[2] == now[2] and index in saved["optimizer"]["state"]:
+            optimizer.state[parameter] = _uncast(saved["optimizer"]["state"][index], optimizer.state[parameter])
+
+
+def _uncast(saved: Any, loaded: Any) -> Any:
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: _uncast(saved[key], value) if key in saved else value for key, value in loaded.items()}
+    if isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return type(saved)(map(_uncast, saved, loaded))
+    return loaded
+
+
+# -- what can be read again without running code ---------------------------------------------------------------
+class Extra(ExtraPart):
+    """`extra.pt`: objects of the user's own."""
+
+    def save(self, path: Path) -> None:
+        _write(self.states(), path, "extra")
+
+    def load(self, path: Path) -> None:
+        self.restore(_revived(_read(path)))
+
+    def put_back(self, value: Any, saved: Any) -> Any:
+        if not isinstance(value, (Tensor, np.ndarray)):
+            return super().put_back(value, _like(value, saved))
+        if value.shape != saved.shape:
+            raise ValueError(f"shape {tuple(saved.shape)} in the checkpoint, {tuple(value.shape)} here")
+        with torch.no_grad():
+            if isinstance(value, np.ndarray):
+                value[...] = np.asarray(saved)
+            else:
+                value.copy_(torch.as_tensor(saved))
+        return value
+
+
+def _like(example: Any, saved: Any) -> Any:
+    """Gives dicts the kind that `example` has (a `Counter`, say); and arrays, which older files hold as tensors."""
+    if isinstance(example, np.ndarray) and isinstance(saved, Tensor):
+        return saved.numpy()
+    if isinstance(saved, dict) and isinstance(example, Mapping):
+        items = {key: _like(example.get(key), value) for key, value in saved.items()}
+        if not isinstance(example, dict) or type(example) is dict:
+            return items
+        of_its_kind = copy.copy(example)
+        of_its_kind.clear()
+        of_its_kind.update(items)
+        return of_its_kind
+    if type(saved) in (list, tuple) and isinstance(example, (list, tuple)) and len(saved) == len(example):
+        return type(saved)(map(_like, example, saved))
+    return saved
+
+
+def _write(content: Mapping[str, Any], path: Path, what: str) -> None:
+    """Saves what ``weights_only=True`` reads, and has it read."""
+    torch.save(_plain(content, what), path)
+    torch.load(path, weights_only=True, mmap=True)  # the structure; tensors stay on the disk
+
+
+def _read(path: Path) -> Any:
+    """Loads what `_write` saved, without running code."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _revived(value: Any, number: Callable[[np.generic], Any] = lambda found: found) -> Any:
+    """Returns what `_plain` was given; `number` is called with numbers of numpy."""
+    if isinstance(value, dict):
+        if value.keys() == {_ARRAY}:
+            return value[_ARRAY].numpy()
+        if value.keys() == {_NUMBER}:
+            return number(value[_NUMBER].numpy()[()])
+        return {key: _revived(item, number) for key, item in value.items()}
+    return type(value)(_revived(item, number) for item in value) if type(value) in (list, tuple) else value
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Returns `value` as the types that can be read without running code; refuses others while there is time."""
+    if value is None or type(value) in (*_SCALARS, Tensor, nn.Parameter):
+        return value
+    if (
+        isinstance(value, (np.ndarray, np.generic))
+        and value.dtype.kind in "biufc"
+        and value.dtype.name not in _TOO_WIDE
+    ):
+        # what went through numpy is what it was when it is loaded: an array, or a number such as a learning rate
+        kind = _ARRAY if isinstance(value, np.ndarray) else _NUMBER
+        return {kind: torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))}
+    if isinstance(value, np.str_):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {_plain_key(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, (torch.dtype, torch.device, complex)):
+        return value
+    for scalar in _SCALARS:
+        if isinstance(value, scalar):  # an enumeration that is a number, say
+            return scalar(value)
+    raise ConfigError(
+        "a checkpoint holds numbers, text and tensors, so that loading it runs no code",
+        f"{where} is a {type(value).__name__}",
+        "keep such objects out of the optimizer's groups and state; give them state_dict() and load_state_dict() to"
+        " save them with extra=",
+    )
+
+
+def _plain_key(key: Any, where: str) -> Any:
+    return _plain(key.item() if isinstance(key, np.generic) else key, where)

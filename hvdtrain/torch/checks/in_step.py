@@ -1,0 +1,127 @@
+"""Updates in step: a rank that waits in a reduction is noted; what its update is of travels with the sums."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from hvdtrain.core.in_step.meeting import out_of_step
+from hvdtrain.core.world import World
+from hvdtrain.torch.batches import Batches
+from hvdtrain.torch.engines.base import Bound, StagedBound
+
+_LAG = 2  # updates, on a GPU, so that none waits for the answer
+_BITS = (1 << 20) - 1  # of a digest: their squares, added up over 8192 ranks, are exact in a float64
+_bound = itertools.count(1)  # of this process; ranks prepare their models in the same order
+
+
+class _Place(NamedTuple):
+    """What an update is of: a model, and where in the loader its last batch ends."""
+
+    model: int
+    epoch: int
+    consumed: int
+
+    def __str__(self) -> str:
+        at = f", sample {self.consumed} of epoch {self.epoch}" if self.consumed else ""
+        return f"of model {self.model}{at}"
+
+
+class Noted:
+    """A `Bound` (and `StagedBound`) whose ranks are in the same update, or raise.
+
+    Ranks that reduce the gradients of different models, or of different batches of the loader (after one rank's
+    `continue` or `break`), would add up what does not belong together.
+
+    Args:
+        bound: the engine's.
+        world: the ranks.
+        batches: which batch training is at.
+    """
+
+    def __init__(self, bound: Bound, world: World, batches: Batches) -> None:
+        self._bound, self._world, self._batches = bound, world, batches
+        self._model = next(_bound)
+        self._extras: tuple[Tensor, Tensor] | None = None  # the caller's; with two numbers more
+        self._under_way: deque[tuple[_Place, Tensor, Any]] = deque()
+        self._place = _Place(0, 0, 0)
+        self.call: Callable[..., Any] = bound.call
+
+    @contextmanager
+    def _starting(self, extras: Tensor | None) -> Iterator[Tensor | None]:
+        """Gives what travels: `extras` [k], and a digest of this rank's place and its square."""
+        if extras is None or not self._world.tracker.on:
+            yield extras
+            return
+        batch = self._batches.now()
+        self._place = _Place(self._model, *((0, 0) if batch is None else (batch.epoch, batch.consumed)))
+        own = zlib.crc32(struct.pack("3q", *self._place)) & _BITS
+        sent = torch.cat([extras, torch.tensor([own, own * own], dtype=extras.dtype, device=extras.device)])
+        self._extras = extras, sent
+        self._world.tracker.begin_update(self._place)
+        try:
+            yield sent
+        except BaseException:
+            self._world.tracker.drop_update()
+            raise
+
+    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+        """See `Bound.backward`."""
+        with self._starting(extras) as sent:
+            self._bound.backward(loss, reduce=reduce, extras=sent)
+
+    def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
+        """See `StagedBound.run`."""
+        with self._starting(extras) as sent:
+
+            def then_extras() -> None:
+                passes()
+                if extras is not None and sent is not extras:
+                    cast(Tensor, sent)[:-2] = extras
+
+            cast(StagedBound, self._bound).run(then_extras, reduce=reduce, extras=sent)
+
+    def finish(self) -> None:
+        """See `Bound.finish`.
+
+        Raises:
+            ReplicaError: on every rank, when they were not in the same update (on a GPU, some updates later).
+        """
+        self._bound.finish()
+        self._world.tracker.end_update()
+        if self._extras is None:
+            return
+        (own, sums), self._extras = self._extras, None
+        own.copy_(sums[:-2])
+        arrived, found = None, sums[-2:]
+        if found.is_cuda:
+            found = torch.empty(2, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._under_way.append((self._place, found, arrived))
+        while len(self._under_way) > (0 if arrived is None else _LAG):
+            self._check(*self._under_way.popleft())
+
+    def _check(self, place: _Place, sums: Tensor, arrived: Any) -> None:
+        if arrived is not None:
+            arrived.synchronize()
+        total, squares = map(int, sums.tolist())
+        if total * total == self._world.size * squares:  # only where all are equal (Cauchy and Schwarz)
+            return
+        raise out_of_step(self._world.gather(self._world.tracker.state_of_update(place)))
+
+    def step(self) -> None:
+        """See `Bound.step`."""
+        self._bound.step()
+
+    def close(self) -> None:
+        """See `Bound.close`."""
+        self._bound.close()

@@ -1,0 +1,53 @@
+"""Out of memory, said with the numbers that matter and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hvdtrain.core.errors import HvdtrainError
+
+# what PyTorch's CPU allocator, and CUDA libraries that allocate for themselves, say in a plain RuntimeError
+_SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+_REMEDY = (
+    "halve per_rank_batch and double accumulate: the same updates in half the memory;"
+    ' or amp="bf16", smaller images, a smaller model, more ranks with a smaller per_rank_batch each'
+)
+
+
+@contextmanager
+def explained(where: str, sizes: Callable[[], str], remedy: str = _REMEDY) -> Iterator[None]:
+    """Turns running out of memory into an error that names batch and remedy.
+
+    Args:
+        where: what was under way, for example "forward pass".
+        sizes: says what batch it was; called only when needed.
+        remedy: what to change.
+
+    Raises:
+        HvdtrainError: out of memory; anything else passes as it is.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        text = f"{error.rule}: {error.came}" if isinstance(error, HvdtrainError) else str(error).strip()
+        raise HvdtrainError(
+            f"out of memory in the {where}",
+            f"{sizes()}\n{text.splitlines()[0][:300] if text else type(error).__name__}",
+            remedy,
+        ) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, HvdtrainError):  # a stage's, which names the stage; or what has been explained already
+        explained_already = error.rule.startswith("out of memory")
+        return not explained_already and error.__cause__ is not None and _is_out_of_memory(error.__cause__)
+    return any(saying in str(error) for saying in _SAYINGS)

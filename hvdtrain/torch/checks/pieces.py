@@ -1,0 +1,322 @@
+"""`check`: runs a step on a whole batch and on two pieces of it, and names what differs.
+
+Gradients are taken with ``torch.autograd.grad``: nothing reaches a ``.grad``, a buffer, an optimizer or a random
+stream that is not put back.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.torch.checks.loss_graph import Reader
+from hvdtrain.torch.engines import buffers
+from hvdtrain.torch.engines.sync_batchnorm import acting
+from hvdtrain.torch.gradients import check_loss
+from hvdtrain.torch.session import session_of
+from hvdtrain.torch.shell import unwrap
+
+if TYPE_CHECKING:
+    from hvdtrain.torch.checks.tally import Weight
+    from hvdtrain.torch.session import Session
+
+# of the largest value: rounding is far below, a wrong weight or a comparison of samples far above
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
+_COARSE = 5e-2
+_NORMS = (nn.modules.batchnorm._BatchNorm,)
+_DROPOUTS = (nn.modules.dropout._DropoutNd,)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `check` found.
+
+    Attributes:
+        exact: the whole batch's loss and gradient are those of its pieces, weighed.
+        weight: what the pieces were weighed by, in words.
+        loss, gradient: the largest differences, as part of the largest value.
+        parameter: the one whose gradient differs most; "" where all agree.
+        draws: random numbers that differ from one pass to the next are drawn.
+        notes: what else there is to know.
+    """
+
+    exact: bool
+    weight: str
+    loss: float
+    gradient: float
+    parameter: str
+    draws: bool
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        said = f"the batch is {'' if self.exact else 'not '}the sum of its pieces, weighed by {self.weight}"
+        gaps = f"loss off by {self.loss:.1e}, gradient by {self.gradient:.1e} of the largest"
+        where = f" (most in {self.parameter})" if self.parameter else ""
+        return "; ".join([f"{said}: {gaps}{where}", *self.notes])
+
+
+def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -> Check:
+    """Tells whether N ranks can train with this step as one process does: runs it on a batch and on two pieces of it.
+
+    Dropout and batch normalisation are switched to evaluation meanwhile: they differ between pieces for good reasons,
+    which are noted. Training goes on as if nothing had been.
+
+    Args:
+        step: takes a batch and returns the loss, a scalar; the model, prepared or plain, is one that it refers to. It
+            calls no backward().
+        batch: as from the loader; tensors in it, in tuples, lists and dicts, are cut along dimension 0.
+        weight: what the mean loss divides by: a function of the batch. None: by samples, and if those do not fit, by
+            what the loss's graph says.
+
+    Returns:
+        What was found; ``str(found)`` is one line.
+
+    Raises:
+        ConfigError: a batch of fewer than two samples, or a step that gives no scalar.
+    """
+    samples = _samples(batch)
+    if samples < 2:
+        raise ConfigError(
+            "a check cuts a batch in two", f"a batch of {samples} samples", "give it a batch of two samples or more"
+        )
+    modules = list(dict.fromkeys(map(unwrap, _modules(step))))
+    with _unchanged(modules):
+        return _check(step, batch, weight, samples, modules)
+
+
+def _check(step: Any, batch: Any, weight: Weight, samples: int, modules: list[nn.Module]) -> Check:
+    layers = [layer for module in modules for layer in module.modules()]
+    notes = []
+    if any(isinstance(layer, _NORMS) and layer.training for layer in layers):
+        notes.append("batch normalisation sees each rank's own batch (sync_batchnorm=True normalises over all ranks)")
+    draws = _draws(step, batch)
+    for layer in layers:
+        layer.training = layer.training and not isinstance(layer, _NORMS + _DROPOUTS)
+    if draws:
+        notes.append("random numbers are drawn: dropout, or noise of the step's own")
+    still = draws and _draws(step, batch)
+    if still:
+        for module in modules:
+            module.eval()
+        still = _draws(step, batch)
+    if still:
+        notes.append("numbers drawn beside dropout differ between a batch and its pieces: the difference may be theirs")
+    best = _compare(step, batch, weight, samples, modules, draws, notes, "weight=" if weight else "samples")
+    if best.exact or weight is not None:
+        return best
+    read = _compare(step, batch, None, samples, modules, draws, notes, "", read=True)
+    return read if read.exact else best
+
+
+def _compare(
+    step: Any, batch: Any, weight: Any, samples: int, modules: list[nn.Module], draws: bool, notes: list[str],
+    words: str, *, read: bool = False,
+) -> Check:  # fmt: skip
+    """Whole against pieces of two thirds and one third."""
+    cut = samples - max(samples // 3, 1)
+    whole, wanted, _ = _run(step, batch, 1)
+    total, loss, sums = 0.0, 0.0, dict[nn.Parameter, Tensor]()
+    for start, stop in ((0, cut), (cut, samples)):
+        piece = _cut(batch, samples, start, stop)
+        value, gradients, terms = _run(step, piece, 1)
+        amount = float(weight(piece)) if weight is not None else float(stop - start)
+        if read:
+            if len(terms) != 1:
+                break
+            amount, words = float(terms[0].divisor), terms[0].what
+            notes = [*notes, f"give {terms[0].weight}"] if start == 0 else notes
+        total += amount
+        if amount:
+            loss += amount * float(value)
+            for parameter, gradient in gradients.items():
+                sums[parameter] = sums.get(parameter, torch.zeros_like(gradient)) + amount * gradient
+    if not total:
+        return Check(False, words or "nothing", float("nan"), float("nan"), "", draws, tuple(notes))
+    names = {id(p): name for module in modules for name, p in module.named_parameters()}
+    largest = max((float(g.abs().max()) for g in wanted.values() if g.numel()), default=0.0) or 1.0
+    gaps = {
+        names.get(id(p), f"a parameter of shape {tuple(p.shape)}"): float(
+            (wanted.get(p, torch.zeros_like(p)) - sums.get(p, torch.zeros_like(p)) / total).abs().max()
+        )
+        / largest
+        for p in {**wanted, **sums}
+        if p.numel()
+    }
+    off = abs(float(whole) - loss / total) / max(abs(float(whole)), 1e-12)  # NaN where no label of the batch counts
+    worst = max(gaps, key=lambda name: gaps[name], default="")
+    gap = gaps.get(worst, 0.0)
+    tolerance = _TOLERANCES.get(_coarsest(wanted), _COARSE)
+    if torch.is_autocast_enabled(whole.device.type) or _amp(modules):
+        tolerance = _COARSE
+    exact = off <= tolerance and gap <= tolerance
+    return Check(exact, words, off, gap, "" if gap <= tolerance else worst, draws, tuple(notes))
+
+
+def _run(step: Any, batch: Any, seed: int) -> tuple[Tensor, dict[nn.Parameter, Tensor], tuple[Any, ...]]:
+    """The loss, the gradients of the parameters that it depends on, and the terms of its graph."""
+    _seed(seed)
+    loss = step(batch)
+    check_loss(loss)
+    leaves = _leaves(loss)
+    terms = Reader().read(loss).terms
+    gradients = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
+    found = {p: g.detach() for p, g in zip(leaves, gradients, strict=True) if g is not None}
+    return loss.detach().double(), found, terms
+
+
+def _leaves(loss: Tensor) -> list[nn.Parameter]:
+    stack, seen, found = [loss.grad_fn], {loss.grad_fn}, []
+    while stack:
+        node: Any = stack.pop()
+        if node is None:
+            continue
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            found.append(node.variable)
+        for child, _ in node.next_functions:
+            if child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return found
+
+
+def _draws(step: Any, batch: Any) -> bool:
+    """Whether the loss depends on the seed."""
+    losses = []
+    for seed in (1, 2):
+        _seed(seed)
+        losses.append(torch.as_tensor(step(batch)).detach().double())
+    first, second = losses
+    return not bool(torch.isclose(first, second, rtol=1e-6, atol=0.0, equal_nan=True).all())
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _coarsest(gradients: Mapping[Any, Tensor]) -> torch.dtype:
+    kinds = {gradient.dtype for gradient in gradients.values()}
+    return torch.float64 if kinds <= {torch.float64} else next(iter(kinds - {torch.float64}))
+
+
+def _amp(modules: list[nn.Module]) -> bool:
+    return any((session := session_of(module)) is not None and session.options.amp is not None for module in modules)
+
+
+def _samples(batch: Any) -> int:
+    """The length of the first tensor in a batch."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 0
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((found for found in map(_samples, parts) if found), 0)
+
+
+def _cut(batch: Any, samples: int, start: int, stop: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[start:stop] if batch.dim() and len(batch) == samples else batch
+    if isinstance(batch, Mapping):
+        return {name: _cut(value, samples, start, stop) for name, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        parts = [_cut(value, samples, start, stop) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _modules(step: Any, depth: int = 3) -> Iterator[nn.Module]:
+    """The models that a function refers to: in its closure, its globals, its defaults, or as its object."""
+    if isinstance(step, nn.Module):
+        yield step
+    if depth == 0:
+        return
+    inner: list[Any] = []
+    if isinstance(step, functools.partial):
+        inner = [step.func, *step.args, *step.keywords.values()]
+    elif isinstance(step, MethodType):
+        inner = [step.__self__, step.__func__]
+    elif isinstance(step, FunctionType):
+        inner = [cell.cell_contents for cell in step.__closure__ or () if _is_filled(cell)]
+        inner += [step.__globals__[name] for name in step.__code__.co_names if name in step.__globals__]
+        inner += step.__defaults__ or ()
+    elif isinstance(step, (list, tuple)):
+        inner = list(step)
+    elif not isinstance(step, (nn.Module, type)) and type(step).__module__ not in ("builtins", "torch"):
+        inner = [value for value in vars(step).values() if isinstance(value, nn.Module)] if _has_vars(step) else []
+    for value in inner:
+        yield from _modules(value, depth - 1)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _has_vars(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, type(sys))
+
+
+@contextmanager
+def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
+    """Puts buffers, modes, random streams and what a prepared model notes of its calls back at the end."""
+    sessions = [session for module in modules if (session := session_of(module)) is not None]
+    noted = [(s, s.last_call, s.last_method, s.proof.outputs) for s in sessions]
+    modes = [(layer, layer.training) for module in modules for layer in module.modules()]
+    numpy = sys.modules.get("numpy")
+    streams = (random.getstate(), None if numpy is None else numpy.random.get_state())
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(acting("alone"))  # the other ranks do not take part in this
+        for module in modules:
+            stack.enter_context(buffers.kept(module))
+        try:
+            for session in sessions:
+                session.proof.outputs = None
+            yield
+        finally:
+            for session, call, method, outputs in noted:
+                session.last_call, session.last_method, session.proof.outputs = call, method, outputs
+            for layer, mode in modes:
+                layer.training = mode
+            random.setstate(streams[0])
+            if numpy is not None:
+                numpy.random.set_state(streams[1])
+
+
+def pieces_differ(session: Session, model: Any, args: Any, y: Any, loss: Any, weight: Weight) -> str:
+    """Returns why a model and a loss that training calls cannot be put together of pieces; "" where they can, or where
+    it cannot be told: a batch that cannot be cut, random numbers that are not dropout, a loss of another shape.
+
+    Args:
+        model: prepared.
+        args, y: of its first batch.
+        loss, weight: as of `Optimizer.forward_backward`.
+    """
+    samples = _samples(args)
+    if samples < 2 or _samples(y) != samples:
+        return ""
+    ofs = None if weight is None else lambda batch: weight(batch[1])  # type: ignore[operator]
+    modules = [session.module]
+    with _unchanged(modules):
+        try:
+            found = _check(lambda batch: loss(model(*batch[0]), batch[1]), (args, y), ofs, samples, modules)
+        except Exception:  # a batch of another size is no business of this model: the real pass will say what is wrong
+            return ""
+    if found.exact or not math.isfinite(found.loss) or any("may be theirs" in note for note in found.notes):
+        return ""
+    return f"model and loss of this batch: {found}"

@@ -1,0 +1,85 @@
+"""What cannot be prepared, told before anything is moved or sent."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from hvdtrain.core.errors import ConfigError
+
+# who wraps models and optimizers, by how the name of their class's module begins
+_WRAPPERS = {
+    "horovod.": "Horovod's DistributedOptimizer",
+    "deepspeed.": "DeepSpeed",
+    "accelerate.": "Accelerate",
+    "lightning.": "Lightning",
+    "lightning_fabric.": "Lightning Fabric",
+    "hvdtrain.torch._": "hvdtrain",
+}
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises `ConfigError` for a model that is wrapped already, has no trainable parameter, or sparse gradients."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError("prepare() takes a torch.nn.Module", f"model is a {type(model).__name__}")
+    parallel = type(model).__module__.startswith(("torch.nn.parallel", "torch.distributed"))
+    # the class itself, not what it inherits from: a LightningModule is a model like any other
+    wrapper = type(model).__name__ if parallel else _wrapper_of(type(model))
+    if wrapper:
+        raise ConfigError(
+            "prepare() takes the plain model: it ties it to the ranks itself",
+            f"a model wrapped by {wrapper}",
+            "give it " + ("hvdtrain.torch.unwrap(model)" if wrapper == "hvdtrain" else "model.module"),
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                "a model has its parameters before it is prepared",
+                f"{name} has no shape yet (a lazy layer)",
+                "run one batch through the model first, with the same seed on every rank",
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ConfigError(
+                "gradients must be dense to be summed over ranks",
+                f"{name} is {type(module).__name__}(sparse=True)",
+                f"nn.{type(module).__name__}(..., sparse=False)",
+            )
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises `ConfigError` unless the optimizer is plain and holds exactly the model's trainable parameters."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError("prepare() takes a torch.optim.Optimizer", f"optimizer is a {type(optimizer).__name__}")
+    wrapper = next(filter(None, map(_wrapper_of, type(optimizer).__mro__)), "")
+    # Horovod makes a class of its own, named and placed like the user's, with these methods
+    if wrapper or hasattr(optimizer, "skip_synchronize"):
+        raise ConfigError(
+            "prepare() takes the plain optimizer: gradients would be averaged twice, or by somebody else",
+            f"an optimizer wrapped by {wrapper or _WRAPPERS['horovod.']}",
+            "optimizer.wrapped" if wrapper == "hvdtrain" else "make the torch.optim optimizer and prepare() that one",
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strange = [tuple(parameter.shape) for parameter in held if id(parameter) not in names]
+    if strange:
+        raise ConfigError(
+            "every parameter of the optimizer must be one of the model's",
+            f"{len(strange)} of {len(held)} are not, the first of shape {strange[0]}",
+            "make the optimizer from this model's parameters(), after the model is complete",
+        )
+    ids = {id(parameter) for parameter in held}
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in ids]
+    if missing:
+        raise ConfigError(
+            "every trainable parameter of the model must be in the optimizer",
+            f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''} ({len(missing)} in all)",
+            "add them to a parameter group, or freeze them: parameter.requires_grad_(False)",
+        )
+    if not any(parameter.requires_grad for parameter in held):
+        raise ConfigError("there must be something to train", "every parameter is frozen, or there is none")
+
+
+def _wrapper_of(kind: type) -> str:
+    return next((who for start, who in _WRAPPERS.items() if kind.__module__.startswith(start)), "")

@@ -1,0 +1,196 @@
+"""What travels with an update's gradients: its loss, what it is divided by, and whether the loss divides by the same.
+
+The gradient of an update is sum(w g) / sum(w) over ranks and micro-batches, where g is the gradient of a mean and w
+what that mean divides by. Numbers on the CPU are Python's; those that a GPU computes stay there, so that nothing waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
+from hvdtrain.torch.checks.loss_graph import Term
+
+Number = float | Tensor
+Weight = float | Tensor | Callable[[Any], Any] | None
+SIZE = 8  # of what travels
+# squared relative deviation of divisor / weight: rounding of float32 is far below, one label of ten thousand above
+_UNEVEN = 1e-9
+_EXAMPLES = "weight=(y != -100).sum() for ignore_index, weight=class_weights[y].sum() for class weights"
+
+
+class Tally:
+    """One update's sums on this rank.
+
+    Attributes:
+        loss: sum of weight x mean loss, divided like the gradients.
+        weight: sum of weights.
+        divisors, squares: sums of d and d^2 / w, with d what the loss divides by: by the inequality of Cauchy and
+            Schwarz (sum d)^2 = sum w x sum d^2 / w only where d / w is the same everywhere. NaN: not known.
+        given: weights are the caller's; None before the first batch.
+        problems: losses that no weight makes right.
+        rates: the learning rates that the update begins with, as one number: that of all ranks.
+        text: what this rank's loss divides by, in words; called where it is needed.
+    """
+
+    def __init__(self) -> None:
+        self.loss: Number = 0.0
+        self.weight: Number = 0.0
+        self.divisors: Number = 0.0
+        self.squares: Number = 0.0
+        self.given: bool | None = None
+        self.problems: Number = 0.0
+        self.rates: Number = 0.0
+        self.text: Callable[[], str] = lambda: "nothing was differentiated"
+
+    def count(self, mean: Number, weight: Number, coefficient: Number) -> None:
+        """Adds a batch's mean loss; of weight 0 it may be NaN."""
+        if isinstance(weight, Tensor):
+            part = torch.as_tensor(mean * coefficient)
+            self.loss = self.loss + torch.where(weight != 0, part, torch.zeros_like(part))
+        elif weight:
+            self.loss = self.loss + mean * coefficient
+
+    def compare(self, terms: tuple[Term, ...], weight: Number, samples: int) -> None:
+        """Adds what the terms of a loss divide by."""
+        divisor = _together([double(term.divisor) for term in terms])
+        self.divisors = self.divisors + divisor
+        if isinstance(weight, Tensor) or isinstance(divisor, Tensor):
+            on: Any = weight if isinstance(weight, Tensor) else divisor
+            zero = torch.zeros((), dtype=torch.float64, device=on.device)
+            w, d = zero + weight, zero + divisor
+            self.squares = self.squares + torch.where(d == 0, zero, d.square() / w)
+        else:
+            self.squares = self.squares + (divisor**2 / weight if weight else math.inf if divisor else 0.0)
+
+        def text() -> str:
+            shown = "; ".join(dict.fromkeys(f"it divides by {term.what} = {float(term.divisor):g}" for term in terms))
+            return f"{shown}; weighed by {float(weight):g}, {samples or 'an unknown number of'} samples"
+
+        self.text = text
+
+    def unknown(self) -> None:
+        """What the loss divides by cannot be read."""
+        self.divisors = math.nan
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Returns float64 [SIZE], to be summed over ranks."""
+        given = float(bool(self.given))
+        rates = (self.rates, self.rates**2)
+        parts = (self.loss, self.weight, self.divisors, self.squares, given, self.problems, *rates)
+        if not any(isinstance(part, Tensor) for part in parts):
+            return torch.tensor(parts, dtype=torch.float64, device=device)
+        full = [
+            part.detach().to(device, torch.float64).reshape(())
+            if isinstance(part, Tensor)
+            else torch.full((), part, dtype=torch.float64, device=device)
+            for part in parts
+        ]
+        return torch.stack(full)
+
+
+def wrong(sums: Tensor, ranks: int) -> Number:
+    """Returns, of what `Tally.tensor` gave summed over ranks, 1 where the weights are not right, else 0; a scalar."""
+    if sums.device.type == "cpu":  # where numbers cost less than tensors
+        _, weight, divisors, squares, given, problems, rates, rate_squares = sums.tolist()
+        product = weight * squares
+        apart = product - divisors**2 > _UNEVEN * product or (weight == 0 and divisors != 0 and divisors == divisors)
+        own_rates = ranks * rate_squares - rates**2 > _UNEVEN * rates**2
+        return float(apart or given not in (0, ranks) or problems > 0 or own_rates)
+    _, weight, divisors, squares, given, problems, rates, rate_squares = sums
+    even = divisors.square()
+    product = weight * squares
+    uneven = (product - even > _UNEVEN * product) | ((weight == 0) & (even > 0))  # NaN is not greater
+    mixed = (given != 0) & (given != ranks)
+    own_rates = ranks * rate_squares - rates.square() > _UNEVEN * rates.square()
+    return (uneven | mixed | (problems > 0) | own_rates).double()
+
+
+def refusal(
+    texts: list[str], sums: list[float], ranks: int, problems: list[str], types: list[str], rates: list[float]
+) -> HvdtrainError:
+    """The error for an update whose weights are not right.
+
+    Args:
+        texts: of every rank.
+        sums: over ranks.
+        ranks: their number.
+        problems: of every rank: why no weight makes the loss right; "" for none.
+        types: what to type, of rank 0's loss.
+        rates: of every rank: the first group's learning rate.
+    """
+    if 0 < sums[4] < ranks:
+        return ConfigError(
+            "all ranks weigh their loss alike", f"weight= was given on {sums[4]:g} of {ranks} ranks",
+            "give weight= on every rank", shared=True,
+        )  # fmt: skip
+    if ranks * sums[7] - sums[6] ** 2 > _UNEVEN * sums[6] ** 2:
+        return ReplicaError(
+            "all ranks train with the same learning rates",
+            "\n".join(f"rank {rank}: {rate:g}" for rank, rate in enumerate(rates)),
+            "give a scheduler what is the same on every rank: the loss of hvdtrain.torch.evaluate(), or"
+            ' world.mean({"loss": loss}, weight=samples)["loss"]',
+            shared=True,
+        )
+    said = ["; ".join(filter(None, pair)) for pair in zip(problems, texts, strict=True)]
+    lines = [f"rank {rank}: {text}" for rank, text in enumerate(said)]
+    if any(problems):
+        return ConfigError(
+            "the loss of a batch must be a mean, put together of its pieces' means by their weights",
+            "\n".join(lines),
+            "divide a sum by what it adds up (loss / len(x), or reduction='mean'); a loss that compares samples is"
+            " written so that each sample's part needs that sample alone, or its other samples are gathered from all"
+            " ranks; hvdtrain.torch.check(step, batch) shows what differs; prepare(..., verify=False) trains on each"
+            " rank's own comparisons",
+            shared=True,
+        )
+    return ConfigError(
+        "each batch counts by what its mean loss divides by; samples, where nothing is said",
+        "\n".join(lines),
+        f"optimizer.backward(loss, {types[0]}), or optimizer.forward_backward(x, y, loss_fn, weight=lambda y: ...)"
+        if len(types) == 1
+        else "divide all terms of the loss by the same count, and give it as weight=",
+        shared=True,
+    )
+
+
+def weight_of(weight: Weight, device: torch.device) -> Number:
+    """Returns a weight as a number, or as a float64 scalar where a GPU computes it.
+
+    Raises:
+        ConfigError: no single number >= 0 (on a GPU: not looked at).
+    """
+    if isinstance(weight, Tensor) and weight.numel() == 1 and weight.device.type != "cpu":
+        return weight.detach().double().reshape(()).to(device)
+    single = weight.numel() == 1 if isinstance(weight, Tensor) else not isinstance(weight, (str, bytes))
+    try:
+        number = float(weight) if single else math.nan  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isfinite(number) and number >= 0:
+        return number
+    came = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) and not single else repr(weight)
+    raise ConfigError("a weight is a number >= 0: what the mean loss divides by", came, _EXAMPLES)
+
+
+def _together(divisors: list[Number]) -> Number:
+    """Returns one number for what the terms of a loss divide by. Terms with equal divisors are one: a loop over samples
+    has as many as there are samples."""
+    if not any(isinstance(divisor, Tensor) for divisor in divisors):
+        # times numbers that have nothing in common, so that no two terms make up for each other
+        return sum((one * math.sqrt(index + 1) for index, one in enumerate(dict.fromkeys(divisors))), 0.0)
+    on = next(divisor.device for divisor in divisors if isinstance(divisor, Tensor))
+    each = torch.stack([torch.as_tensor(divisor, dtype=torch.float64, device=on) for divisor in divisors])
+    new = ~torch.tril(each[:, None] == each, -1).any(1)  # nothing waits
+    return (each * new * torch.cumsum(new, 0).sqrt()).sum()
+
+
+def double(value: Number) -> Number:
+    if not isinstance(value, Tensor):
+        return float(value)
+    return float(value) if value.device.type == "cpu" else value.detach().double().reshape(())

@@ -1,0 +1,1 @@
+"""A rank's samples: the loader, its workers, what they read, and where it stands."""

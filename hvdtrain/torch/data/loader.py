@@ -1,0 +1,381 @@
+"""The training data of a rank: deterministic, weighted exactly in uneven tails, and able to go on from any sample."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.sharding import ORDER_RULE, Plan
+from hvdtrain.core.world import World
+from hvdtrain.torch.clock import CLOCK
+from hvdtrain.torch.data.live import Follower, Live
+from hvdtrain.torch.data.prefetch import Ahead
+from hvdtrain.torch.data.source import Augment, Fetched, Source, tensors_of, to_device
+from hvdtrain.torch.data.steps import Step, Steps, uniforms
+from hvdtrain.torch.engine import device_of
+
+WARNED_FILES = 3  # unreadable files that are named as they come; all are in `Loader.skipped`
+TOGETHER = 2  # batches in a row that two loaders of one order may serve in turns
+
+Items = Generator[tuple[Any, Live], None, None] | Ahead[tuple[Any, Live]]
+
+
+class Loader:
+    """One rank's batches; made by `loader`. A loop over it is one epoch, and the next loop the next epoch.
+
+    Each sample comes once. In the last step of an epoch some ranks may have no sample: a loop that trains the model
+    which `prepare` was given this loader for gets a batch of others there, which count nothing (`live.ghost`) and keep
+    the ranks in step. Any other loop, and one under ``torch.no_grad()``, is over one batch earlier on these ranks.
+
+    Attributes:
+        plan: the `hvdtrain.Plan` that deals the samples.
+        live: what the batch last handed out counts; None before the first.
+        skipped: files of this rank that could not be read, with the reason, each once.
+        device: where batches are handed out.
+        followers: prepared models that train on these batches.
+    """
+
+    def __init__(self, source: Source, plan: Plan, world: World, *, augment: Augment | None) -> None:
+        self.plan = plan
+        self.live: Live | None = None
+        self.skipped: list[tuple[str, str]] = []
+        self.device = device_of(world)
+        self.followers: WeakSet[Follower] = WeakSet()
+        self._source = source
+        self._world = world
+        self._augment = augment
+        self._epoch, self._done = 0, 0  # of the loop that runs, else of the next one
+        self._begin = 0
+        self._begun = False  # a batch of the loop was handed out
+        self._loop: ref[Epoch] | None = None
+        self._items: Items | None = None
+        self._moves = 0
+        self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
+        self._left_told = False
+        self._differentiated: Live | None = None
+        self._start = 0, 0  # where training begins: what is only looked at before does not count
+
+    @property
+    def samples(self) -> int:
+        """Samples in the data set."""
+        return self.plan.samples
+
+    @property
+    def per_rank_batch(self) -> int:
+        return self.plan.per_rank_batch
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in a full step."""
+        return self.plan.global_batch
+
+    @property
+    def workers(self) -> int:
+        """Worker processes of this rank; 0 is none."""
+        return self._source.workers
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epoch, samples of all ranks handed out in it): where the loop is, or the next one begins.
+
+        After a loop that was left early that is the next epoch; what was read before anything was trained on is no
+        epoch. What a checkpoint holds is where *training* is (`model_state`).
+        """
+        self._notice_end()
+        if not self._begun and self._only_looked_at():
+            return self._start
+        return self._place(self._done)
+
+    @property
+    def running(self) -> bool:
+        """Whether a loop has begun that can go on."""
+        self._notice_end()
+        return self._begun
+
+    def position_after(self, live: Live | None) -> tuple[int, int]:
+        """Returns where a restored run goes on if `live` is the last batch that is in the weights."""
+        self._notice_end()
+        if not self._begun:
+            return self.position
+        of_this_loop = live is not None and (live.epoch, live.begin) == (self._epoch, self._begin)
+        return self._place(live.consumed if live is not None and of_this_loop else self._begin)
+
+    def _only_looked_at(self) -> bool:
+        return bool(self.followers) and self._differentiated is None
+
+    def _place(self, done: int) -> tuple[int, int]:
+        return (self._epoch + 1, 0) if self.plan.steps(done) == 0 else (self._epoch, done)
+
+    def _notice_end(self) -> None:
+        """A loop that was left (by ``break``, say) is gone: as anywhere, a new loop is a new epoch."""
+        if self._begun and (self._loop is None or self._loop() is None):
+            self._left = (self._epoch, self._done) if self.plan.steps(self._done) else None
+            self._end_of_loop(self._epoch + 1, 0)
+
+    def _end_of_loop(self, epoch: int, done: int) -> None:
+        self._epoch, self._done, self._begin, self._begun, self._loop = epoch, done, done, False, None
+
+    def left_early(self) -> tuple[int, int] | None:
+        """Returns (epoch, samples done in it) of the first loop that was left with samples to come; once, then None."""
+        self._notice_end()
+        if self._left is None or self._left_told or self._only_looked_at():
+            return None
+        self._left_told = True
+        return self._left
+
+    def go_on(self, epoch: int, samples_in_epoch: int) -> None:
+        """Makes the next loop begin there; the world may have another size than the one that got there.
+
+        Raises:
+            ConfigError: no such place in this data.
+        """
+        if epoch < 0:
+            raise ConfigError("an epoch is counted from 0", f"epoch={epoch}")
+        over = self.plan.steps(samples_in_epoch) == 0
+        self._stop()
+        self._end_of_loop(epoch + over, 0 if over else samples_in_epoch)
+        self._left = self.live = self._differentiated = None
+        self._start = self._epoch, self._done
+        self._moves += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, and what it is a position in."""
+        epoch, samples_in_epoch = self.position
+        return {"epoch": epoch, "samples_in_epoch": samples_in_epoch, **self.identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved position.
+
+        Raises:
+            ConfigError: it is a position in other data, or in another order of it: samples would be repeated or missed.
+        """
+        differ = {name: value for name, value in self.identity().items() if state.get(name, "unknown") != value}
+        if differ:
+            saved = ", ".join(f"{name}={state.get(name, 'unknown')}" for name in differ)
+            raise ConfigError(
+                "a run goes on with the data and the order it began with",
+                f"saved with {saved}; now {', '.join(f'{name}={value}' for name, value in differ.items())}",
+                "give the same data, seed and shuffle, or start a new run directory",
+            )
+        self.go_on(int(state["epoch"]), int(state["samples_in_epoch"]))
+
+    def identity(self) -> dict[str, Any]:
+        rule = ORDER_RULE if self.plan.shuffle else "as it is"
+        return {"samples": self.plan.samples, "seed": self.plan.seed, "shuffle": self.plan.shuffle, "order": rule}
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Yields the numbers of the epochs that are left until `total` are done; a restored run's first may be partial.
+
+        An epoch whose loop was left early, or that was not read at all, counts as done; batches that were read before
+        anything was trained on do not.
+        """
+        while self.position[0] < total:
+            epoch, moves = self.position[0], self._moves
+            yield epoch
+            if self.position[0] == epoch and self._moves == moves:
+                self.go_on(epoch + 1, 0)
+
+    def __len__(self) -> int:
+        """Batches that are left in the epoch for this rank."""
+        done = self.position[1]
+        steps = self.plan.steps(done)
+        last, _ = self.plan.span(steps - 1, done, self._world.rank)
+        return steps - (last.start == last.stop and not self.stands_in())
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, done = self.position
+        if self._begun and epoch == self._epoch:
+            epoch, done = epoch + 1, 0  # the other loop can be finished by nobody
+        self._stop()
+        self._end_of_loop(epoch, done)
+        loop = Epoch(self, epoch)
+        self._items = self._ready(Steps(self.plan, epoch, done, rank=self._world.rank))
+        self._loop = ref(loop)
+        return loop
+
+    def _stop(self) -> None:
+        """Ends the reading of the loop that runs."""
+        if self._items is not None:
+            self._items.close()
+            self._items = None
+
+    def stands_in(self) -> bool:
+        """Returns whether the loop of now trains: then it gets a batch in every step, on every rank."""
+        return bool(self.followers) and torch.is_grad_enabled()
+
+    def differentiated(self, live: Live | None) -> None:
+        """The batch had its backward pass."""
+        self._differentiated = live
+
+    def one_pass(self) -> Generator[tuple[Any, Live], None, None]:
+        """Yields every batch of an epoch once, apart from training: position, `live` and the clock stay as they are."""
+        with closing(self._ready(Steps(self.plan, 0, 0, rank=self._world.rank))) as items:
+            for batch, live in items:
+                if not live.ghost:
+                    yield batch, live
+
+    def all_skipped(self) -> list[tuple[str, str]]:
+        """Returns the unreadable files of all ranks, each once, with the reason; collective."""
+        found = dict(pair for files in self._world.gather(self.skipped) for pair in files)
+        return sorted(found.items())
+
+    def close(self) -> None:
+        """Ends the worker processes; they end with this process in any case."""
+        self._stop()
+        self._source.close()
+
+    def _ready(self, steps: Sequence[Step]) -> Items:
+        """Batches on the device, each with what it counts; made ahead where there is something to hide."""
+        made = self._made(steps)
+        if self.device.type != "cuda" or not self._source.worth_a_thread:
+            return made
+        return Ahead(made, self.device, lambda item: tensors_of(item[0]))
+
+    def _made(self, steps: Sequence[Step]) -> Generator[tuple[Any, Live], None, None]:
+        with closing(self._source.read(steps)) as answers:
+            for step, fetched in zip(steps, answers, strict=True):
+                yield self._make(step, fetched)
+
+    def _make(self, step: Step, fetched: Fetched) -> tuple[Any, Live]:
+        self._note(fetched.bad)
+        count = step.samples if fetched.kept is None else len(fetched.kept)
+        ghost = count == 0
+        batch = to_device(fetched.batch, self.device)
+        if self._augment is not None:
+            batch = self._augmented(batch, step, fetched.kept, ghost)
+        live = Live(
+            samples=count,
+            ghost=ghost,
+            epoch=step.epoch,
+            begin=step.begin,
+            number=step.number,
+            consumed=step.consumed,
+            global_samples=step.global_samples,
+        )
+        return batch, live
+
+    def _augmented(self, batch: Any, step: Step, kept: list[int] | None, ghost: bool) -> Any:
+        if type(batch) not in (Tensor, tuple, list):
+            raise ConfigError(
+                "augment changes the first part of a batch that is a tensor, tuple or list",
+                f"a {type(batch).__name__}",
+                "augment in the data set or the training loop, or give another collate",
+            )
+        images = batch if isinstance(batch, Tensor) else batch[0]
+        draws = getattr(self._augment, "draws", 0)
+        drawn = uniforms(self.plan, step.epoch, step.first, step.samples, draws)
+        if kept is not None:
+            drawn = drawn[kept]
+        if ghost:
+            drawn = uniforms(self.plan, step.epoch, 0, len(images), draws)
+        assert self._augment is not None
+        images = self._augment(images, torch.from_numpy(drawn).to(self.device, non_blocking=True))
+        return images if isinstance(batch, Tensor) else type(batch)((images, *batch[1:]))
+
+    def _note(self, bad: list[tuple[str, str]]) -> None:
+        known = {name for name, _ in self.skipped}
+        for name, reason in bad:
+            if name not in known:
+                self.skipped.append((name, reason))
+                if len(self.skipped) <= WARNED_FILES:
+                    print(f"hvdtrain: rank {self._world.rank} leaves out {name}: {reason}", file=sys.stderr, flush=True)
+
+
+class Epoch:
+    """The loop over the rest of one epoch. The loader only knows it weakly: when it is gone, the loop was left."""
+
+    running: WeakSet[Epoch] = WeakSet()
+
+    def __init__(self, loader: Loader, epoch: int) -> None:
+        self.epoch = epoch
+        self._loader = loader
+        self._over = False
+        self._stand_in: Live | None = None
+        self._count = 0
+        self._others: dict[int, tuple[int, int]] = {}  # of each twin: batches it had served, how often it went along
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if self._over:  # asked again: the loader may be elsewhere by now
+            raise StopIteration
+        if loader._loop is None or loader._loop() is not self:
+            raise ConfigError(
+                "a loader serves one loop at a time",
+                f"a second loop was begun while this one was in epoch {self.epoch}",
+                "make a second loader for a second loop",
+            )
+        self._check_stand_in()
+        self._refuse_twins()
+        CLOCK.enter("input")
+        item = self._next()
+        if item is None:
+            self._over = True
+            Epoch.running.discard(self)
+            loader._end_of_loop(self.epoch + 1, 0)
+            CLOCK.enter("other")
+            _tell(loader, None)
+            raise StopIteration
+        batch, live = item
+        self._stand_in = live if live.ghost else None
+        self._count += 1
+        loader.live, loader._begun = live, True
+        _tell(loader, live)
+        CLOCK.enter("forward")
+        return batch
+
+    def _next(self) -> tuple[Any, Live] | None:
+        assert self._loader._items is not None
+        for batch, live in self._loader._items:
+            self._loader._done = live.consumed
+            if not live.ghost or self._loader.stands_in():
+                return batch, live
+        return None
+
+    def _check_stand_in(self) -> None:
+        """A batch that counts nothing must go where that is known."""
+        if self._stand_in is not None and self._stand_in is not self._loader._differentiated:
+            raise ConfigError(
+                "the training loader's batches go to optimizer.backward, which knows that some count nothing",
+                f"rank {self._loader._world.rank} had no sample left in the last step of epoch {self.epoch}, got others"
+                " to keep step, and did not train on them: a loop that only reads would count them",
+                "train on each batch within the loop (for x, y in train: ..., not over list(train)); to read only, read"
+                " under torch.no_grad(), or from a loader of its own",
+            )
+
+    def _refuse_twins(self) -> None:
+        """Two loaders side by side must not serve the same order: pairs of a sample with itself.
+
+        Side by side is what goes along, batch for batch, several times in a row: a loop that was interrupted does not.
+        """
+        mine = self._loader
+        Epoch.running.add(self)
+        for other in Epoch.running:
+            its = other._loader
+            if its is mine or not mine.plan.shuffle or (its.identity(), other.epoch) != (mine.identity(), self.epoch):
+                continue
+            before, together = self._others.get(id(other), (other._count, 0))
+            together = together + 1 if other._count > before else 0
+            self._others[id(other)] = (other._count, together)
+            if together == TOGETHER:
+                raise ConfigError(
+                    "two loaders in one loop serve their samples in different orders",
+                    f"both have {mine.samples} samples and seed {mine.plan.seed}, and are in epoch {self.epoch}: each"
+                    " sample would meet itself",
+                    f"give one of them another seed: loader(..., seed={mine.plan.seed + 1}); for data that belongs"
+                    " together make one loader of both: loader((x, y, z), ...)",
+                )
+
+
+def _tell(loader: Loader, live: Live | None) -> None:
+    for follower in loader.followers:
+        follower.handed_out(live)

@@ -1,0 +1,104 @@
+"""Buffers over ranks: running statistics follow each rank's own samples, until they are made equal here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import ReplicaError
+from hvdtrain.core.same_data import is_statistic
+from hvdtrain.core.world import World
+from hvdtrain.torch.checks.replicas import checksums
+from hvdtrain.torch.engines.sync_batchnorm import is_synchronized
+from hvdtrain.torch.shell import unwrap
+
+_CHUNK_BYTES = 1 << 26
+
+
+def synchronize(model: nn.Module, world: World) -> None:
+    """Makes the buffers equal on all ranks: the mean of running statistics that differ, rank 0's of others; collective.
+
+    The mean of the ranks' running means is that of all samples; that of their variances leaves out the variance
+    between the ranks' means, which is small where ranks see samples of one distribution (`sync_batchnorm=True`
+    keeps them exact).
+
+    Raises:
+        ReplicaError: ranks have buffers of different shapes.
+    """
+    if world.size == 1:
+        return
+    buffers = dict(unwrap(model).named_buffers())
+    kinds = {name: f"{tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()}
+    reports = world.gather((kinds, checksums(buffers)))
+    for name in dict.fromkeys(name for kinds, _ in reports for name in kinds):
+        found = [kinds.get(name, "absent") for kinds, _ in reports]
+        if len(set(found)) > 1:
+            raise ReplicaError(
+                f"every rank must have the same buffers: {name} differs",
+                "\n".join(f"rank {rank}: {kind}" for rank, kind in enumerate(found)),
+                "give buffers a shape that does not depend on the rank's own samples",
+                shared=True,
+            )
+    # the mean of equal values can be off by a rounding, so what is equal is left alone
+    differ = [name for name in buffers if any(sums[name] != reports[0][1][name] for _, sums in reports)]
+    statistics = [name for name in differ if is_statistic(name) and buffers[name].is_floating_point()]
+    with torch.no_grad():
+        average_([buffers[name] for name in statistics], world)
+        broadcast_([buffers[name] for name in differ if name not in statistics], world)
+
+
+def average_(tensors: Sequence[Tensor], world: World) -> None:
+    """Sets floating tensors to their mean over ranks, summed in float64; collective."""
+    for group in _groups(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in group])
+        flat = world.comm.sum_(flat) / world.size  # type: ignore[attr-defined]
+        _unpack(flat, group)
+
+
+def broadcast_(tensors: Sequence[Tensor], world: World, root: int = 0) -> None:
+    """Gives every rank root's tensors, in place; collective. Any dtypes, layouts in memory and devices."""
+    for group in _groups(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        _unpack(world.comm.broadcast_(flat, root), group)  # type: ignore[attr-defined]
+
+
+def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Splits tensors into groups of one dtype and device that travel as one."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for members in kinds.values():
+        group: list[Tensor] = []
+        size = 0
+        for tensor in members:
+            if group and size + tensor.nbytes > _CHUNK_BYTES:
+                yield group
+                group, size = [], 0
+            group.append(tensor)
+            size += tensor.nbytes
+        yield group
+
+
+def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        # through .data: a buffer that a pending backward pass has saved is not in use any more, or unchanged
+        tensor.data.copy_(piece.view(tensor.shape))
+
+
+@contextmanager
+def kept(module: nn.Module, keep: bool = True) -> Iterator[None]:
+    """Puts the buffers back at the end: a batch that does not count must leave no trace in running statistics.
+
+    Those of synchronised batch norm are left: they follow all ranks' samples, on every rank.
+    """
+    layers = [layer for layer in module.modules() if not is_synchronized(layer)] if keep else []
+    saved = [(buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        for buffer, value in saved:
+            buffer.data.copy_(value)

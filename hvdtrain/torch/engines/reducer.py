@@ -1,0 +1,297 @@
+"""Sums gradients over ranks while the backward pass is still running.
+
+Gradients are copied, as they come, into flat buckets; a bucket that is full is sent at once. One copy in, none out:
+afterwards ``p.grad`` is a view of the bucket. (Buckets: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.)
+With Horovod this also means a handful of tensors to negotiate instead of one a parameter, and no fusion buffer.
+
+A model that is cut into stages adds up the gradients of many micro-batches, one stage after the other. Its buckets hold
+gradients of one stage, and are filled by the stage's last backward pass alone: those of the last stage are under way
+while the first ones still run theirs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.torch.engines.base import Staged
+
+Wait = Callable[[], None]
+# Sums a tensor over ranks, in place; returns what waits for it.
+SumAsync = Callable[[Tensor, str], Wait]
+
+_SMALL_BUCKET_BYTES, _DUST_BYTES = 1 << 20, 1 << 16
+_WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+OWN_REFERENCES = 3  # to a view while they are counted: the list's, the loop's, the call's
+
+
+class Bucket:
+    """Gradients that travel together: one flat tensor, and a view of it for each parameter."""
+
+    def __init__(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        self.name = name
+        self.parameters = list(parameters)
+        self._allocate()
+        self.missing = len(self.parameters)
+        self.filled = [False] * len(self.parameters)
+        self.wait: Wait | None = None
+
+    def _allocate(self) -> None:
+        first = self.parameters[0]
+        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+        pieces = self.flat.split([p.numel() for p in self.parameters])
+        self.views = [_view_like(piece, p) for piece, p in zip(pieces, self.parameters, strict=True)]
+        self.wire = self.flat
+
+    def begin(self) -> None:
+        """Forgets the last update; where the user has kept ``p.grad`` of it, that memory is left to the user."""
+        if any(sys.getrefcount(view) > OWN_REFERENCES for view in self.views):
+            self._allocate()
+        self.missing = len(self.parameters)
+        self.filled = [False] * self.missing
+        self.wait = None
+
+    def fill(self, index: int) -> None:
+        """Takes the gradient of one parameter; zeros where it has none."""
+        if not self.filled[index]:
+            self.filled[index] = True
+            self.missing -= 1
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            view.copy_(parameter.grad)
+            parameter.grad = view  # lets go of the memory now: the next layer's gradient takes it, still warm
+
+    def send(self, sum_async: SumAsync, wire_type: torch.dtype | None) -> None:
+        """Starts the sum over ranks."""
+        self.wire = self.flat if wire_type is None else self.flat.to(wire_type)
+        self.wait = sum_async(self.wire, self.name)
+
+    def receive(self) -> None:
+        """Waits for the sum."""
+        assert self.wait is not None
+        self.wait()
+        if self.wire is not self.flat:
+            self.flat.copy_(self.wire)
+            self.wire = self.flat
+
+
+class Reducer:
+    """Buckets, and the hooks on a module's parameters that fill them.
+
+    Args:
+        module: its trainable parameters are reduced; freezing and unfreezing is noticed at the next update.
+        sum_async: starts the sum of one tensor over ranks; called with the same names on every rank.
+        bucket_bytes: size of a bucket; a larger parameter has one of its own.
+        compression: None, "fp16" or "bf16".
+        staged: runs the module's passes, if anything but autograd does.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sum_async: SumAsync,
+        *,
+        bucket_bytes: int,
+        compression: str | None = None,
+        staged: Staged | None = None,
+    ) -> None:
+        self._module = module
+        self._staged = staged
+        self._sum_async = sum_async
+        self._bucket_bytes = bucket_bytes
+        self._wire_type = _WIRE_TYPES[compression] if compression else None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._state = "outside"  # of a backward pass of ours; "adding up"; "reducing"; "reducing stages"
+        self._generation = 0
+        self._build()
+
+    # -- buckets and hooks -----------------------------------------------------------------------------------
+    def _build(self) -> None:
+        self.close()
+        self._parameters = [p for p in self._module.parameters() if p.requires_grad]
+        self._generation += 1
+        self.buckets: list[Bucket] = []
+        for parameters, is_last_pass in by_stage(self._parameters, self._staged):
+            for group in bucketize(parameters, self._bucket_bytes):
+                bucket = Bucket(f"hvdtrain.gradients.{self._generation}.{len(self.buckets)}", group)
+                self.buckets.append(bucket)
+                for index, parameter in enumerate(group):
+                    hook = self._on_gradient(bucket, index, is_last_pass)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._used = torch.ones(len(self._parameters), dtype=torch.float64)
+        self._tail: Tensor | None = None
+
+    def _on_gradient(self, bucket: Bucket, index: int, is_last_pass: Callable[[], bool]) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if self._state == "reducing" or (self._state == "reducing stages" and is_last_pass()):
+                _check_dense(parameter.grad)
+                if bucket.wait is not None:
+                    raise ConfigError(
+                        "a parameter has one gradient in a backward pass",
+                        f"a second one came for one of shape {tuple(parameter.shape)}, after the first was sent",
+                        "use torch.utils.checkpoint with use_reentrant=False",
+                    )
+                bucket.fill(index)
+                if bucket.missing == 0:
+                    bucket.send(self._sum_async, self._wire_type)
+
+        return hook
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # -- one backward pass -----------------------------------------------------------------------------------
+    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+        """See `Bound.backward`."""
+        self._run(loss.backward, "reducing", reduce=reduce, extras=extras)
+
+    def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
+        """See `StagedBound.run`."""
+        self._run(passes, "reducing stages", reduce=reduce, extras=extras)
+
+    def _run(self, passes: Callable[[], object], state: str, *, reduce: bool, extras: Tensor | None) -> None:
+        if not reduce:
+            with self._during("adding up"):
+                passes()
+            return
+        if self._changed():
+            self._build()
+        for bucket in self.buckets:
+            bucket.begin()
+        with self._during(state):
+            passes()
+        self._send_rest(extras)
+
+    @contextmanager
+    def _during(self, state: str) -> Iterator[None]:
+        self._state = state
+        try:
+            yield
+        finally:
+            self._state = "outside"
+
+    def _changed(self) -> bool:
+        """Whether other parameters are trainable than when the buckets were made."""
+        known = iter(self._parameters)
+        for parameter in self._module.parameters():
+            if parameter.requires_grad and next(known, None) is not parameter:
+                return True
+        return next(known, None) is not None
+
+    def _send_rest(self, extras: Tensor | None) -> None:
+        """Sends buckets that wait for gradients that did not come, then which parameters had one."""
+        self._complete = True
+        used = self._used
+        position = 0
+        for bucket in self.buckets:
+            if bucket.missing:
+                self._complete = False
+                used = used.clone() if used is self._used else used
+                for index, filled in enumerate(bucket.filled):
+                    if not filled:
+                        used[position + index] = float(bucket.parameters[index].grad is not None)
+                        bucket.fill(index)  # with what earlier micro-batches left, or zeros
+            if bucket.wait is None:
+                bucket.send(self._sum_async, self._wire_type)
+            position += len(bucket.parameters)
+        self._extras = extras
+        device = self.buckets[0].flat.device if self.buckets else torch.device("cpu")
+        parts = [used.to(device, non_blocking=True)] + ([extras.to(device)] if extras is not None else [])
+        self._tail = torch.cat(parts)
+        self._wait_tail = self._sum_async(self._tail, f"hvdtrain.tail.{self._generation}")
+
+    def finish(self) -> None:
+        """See `Bound.finish`."""
+        assert self._tail is not None, "finish() follows backward(reduce=True)"
+        for bucket in self.buckets:
+            bucket.receive()
+        self._wait_tail()
+        if self._extras is not None:
+            self._extras.copy_(self._tail[len(self._parameters) :])
+        # a rank that had all its gradients knows that all were used; only one that lacks some has to look
+        used = [True] * len(self._parameters)
+        if not self._complete:
+            used = (self._tail[: len(used)] > 0).tolist()
+        position = 0
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view if used[position] else None
+                position += 1
+        self._tail = None
+
+
+def by_stage(
+    parameters: Sequence[nn.Parameter], staged: Staged | None
+) -> list[tuple[list[nn.Parameter], Callable[[], bool]]]:
+    """Splits parameters by the stage that computes their gradients, each with what tells a stage's last backward pass.
+
+    The last stage, whose gradients are complete first, comes first. What no stage owns, or several do, is complete only
+    when everything is.
+    """
+    if staged is None:
+        return [(list(parameters), lambda: True)]
+    left = {id(parameter): parameter for parameter in parameters}
+    groups: list[tuple[list[nn.Parameter], Callable[[], bool]]] = []
+    for index, owned in enumerate(staged.owned_parameters()):
+        mine = [left.pop(id(parameter)) for parameter in owned if id(parameter) in left]
+        groups.append((mine, partial(staged.finishing, index)))
+    return [*reversed(groups), (list(left.values()), lambda: False)]
+
+
+def bucketize(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Groups parameters in the order in which gradients come (the reverse of registration); pure.
+
+    A bucket holds one dtype on one device, and at most `bucket_bytes` or a single larger parameter. The first ones are
+    small, so that something is under way early; and each is at most half of what is still to come, because nothing
+    hides the way of the last one. Next to nothing (a bias, a batch-norm) does not travel alone.
+    """
+    groups: list[list[nn.Parameter]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    room: dict[int, int] = {}
+    filled: dict[int, int] = {}
+    dust_bytes = min(_DUST_BYTES, bucket_bytes // 8)
+    to_come = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    for parameter in reversed(parameters):
+        kind = (parameter.dtype, parameter.device)
+        size = parameter.numel() * parameter.element_size()
+        group = open_groups.get(kind)
+        if group is None or (room[id(group)] < size and filled[id(group)] > dust_bytes):
+            group = open_groups[kind] = []
+            groups.append(group)
+            most = _SMALL_BUCKET_BYTES if len(groups) < 3 else max(to_come // 2, _SMALL_BUCKET_BYTES)
+            room[id(group)], filled[id(group)] = min(bucket_bytes, most), 0
+        group.append(parameter)
+        room[id(group)] -= size
+        filled[id(group)] += size
+        to_come -= size
+    return groups
+
+
+def _view_like(piece: Tensor, parameter: Tensor) -> Tensor:
+    """A view of `piece` (flat) with the parameter's shape and, where it is dense, its memory layout: optimizers are
+    faster when a gradient lies in memory as its parameter does."""
+    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return piece.view(parameter.shape)
+    return piece.as_strided(parameter.shape, parameter.stride())
+
+
+def _check_dense(gradient: Tensor | None) -> None:
+    if gradient is not None and gradient.layout != torch.strided:
+        raise ConfigError(
+            "gradients must be dense to be summed over ranks",
+            f"a gradient of layout {gradient.layout} and shape {tuple(gradient.shape)}",
+            "make the layer with sparse=False (nn.Embedding, nn.EmbeddingBag)",
+        )

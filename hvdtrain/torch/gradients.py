@@ -1,0 +1,291 @@
+"""The gradients of the update that is being gathered, and where in the loop the user stands.
+
+Partial sums of micro-batches are put aside, so between micro-batches ``p.grad`` is None: ``zero_grad`` in any form
+and clipping, which belong to the whole update, do no harm there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.torch.batches import Batch
+from hvdtrain.torch.checks.tally import Number, Tally, double
+
+# idle: backward() is next. more: another backward() for the same batch was announced. partial: a micro-batch is done
+# that does not close its update. ready: p.grad is the gradient of the global batch, and step() is next.
+State = Literal["idle", "more", "partial", "ready"]
+_running: list[Gradients] = []  # whose backward pass is under way; hooks run in threads of autograd's
+
+
+class Gradients:
+    """One update's gradients.
+
+    Args:
+        module: its trainable parameters.
+        device: of the losses that are added up.
+        optimizer: the user's, whose learning rates must be those of all ranks.
+
+    Attributes:
+        state: see `State`.
+        tally: of the update: this rank's part of its loss, and the weights.
+        batch: the last one whose backward pass began.
+        had_some: the complete update has a gradient.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer, *, staged: bool = False
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = list(module.parameters())  # a walk through all modules takes longer than all the rest here
+        self._device = device
+        self._call = "optimizer.forward_backward(x, y, loss_fn)" if staged else "optimizer.backward(loss)"
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self.state: State = "idle"
+        self.batch: Batch | None = None
+        self.tally = Tally()
+        self.had_some = False
+        self._open = False
+        self._weight: Number = 0.0
+        self._watch()
+        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._samples_seen = 0
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    def begin(self, batch: Batch, weight: Number | None, unit: Number) -> tuple[Number, Number]:
+        """Makes ``p.grad`` what the backward pass of `batch` adds to; `add_loss` follows.
+
+        Args:
+            batch: the one that training is at.
+            weight: what its mean loss divides by; None: samples.
+            unit: a power of two that given weights are divided by, beside `Batch.planned`.
+
+        Returns:
+            The weight, and what the mean loss is multiplied with.
+
+        Raises:
+            ConfigError: a layer was frozen, or weights were begun or left out, in the middle of an update.
+        """
+        self._open_update(batch)
+        tally, new = self.tally, batch is not self.batch
+        given = weight is not None
+        if tally.given not in (None, given):
+            raise ConfigError(
+                "all batches of an update are weighed alike",
+                "weight= was " + ("given now, and not before" if given else "given before, and not now"),
+                "give weight= in every backward() of the update, or in none",
+            )
+        tally.given = given
+        amount: Number = 0.0 if batch.ghost else batch.amount if weight is None else weight
+        if new:
+            self._samples_seen += batch.global_samples
+            tally.weight = tally.weight + amount
+            self._weight = amount
+        elif isinstance(amount, Tensor) or isinstance(self._weight, Tensor):
+            tally.problems = tally.problems + (torch.as_tensor(amount) != self._weight).double()  # nothing waits
+        elif amount != self._weight:
+            raise ConfigError(
+                "two losses of one batch, announced with more=True, are weighed alike: they are divided by one sum",
+                f"weight={self._weight:g}, then weight={amount:g}",
+                "divide both losses by the same count, and give it as weight= to both",
+            )
+        self.batch = batch
+        return amount, batch.weight if not given or batch.ghost else amount / (batch.planned * unit)
+
+    def _open_update(self, batch: Batch) -> None:
+        if self._open and self.batch is not None and batch.epoch != self.batch.epoch:
+            self.drop()  # the user left the epoch in the middle of an update
+        for parameter in self._parameters:
+            # a new update starts from nothing, even if zero_grad was forgotten; nor does what another model's loss left
+            # between two micro-batches count
+            parameter.grad = None
+        if not self._open:
+            self._watch()
+            self._open = True
+            self._samples_seen = 0
+            self.tally = Tally()
+        if any(not parameter.requires_grad for parameter, _ in self._aside):
+            raise ConfigError(
+                "layers are frozen and thawed between two updates",
+                "one was frozen between the micro-batches of an update: what it has gathered could not be averaged",
+                "call requires_grad_(False) after the step() that applies an update",
+            )
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside = []
+
+    def add_loss(self, loss: Tensor, weight: Number, coefficient: Number) -> None:
+        """Counts the mean loss of a batch."""
+        # on the CPU a number costs less than a tensor; elsewhere to ask for the number is to wait for the device
+        value = float(loss.detach()) if self._device.type == "cpu" else loss.detach().double().reshape(())
+        self.tally.count(value, weight, coefficient)
+
+    def sums(self) -> Tensor:
+        """Returns float64 [k], to be summed over ranks: this rank's `tally`."""
+        self.tally.rates = 0.0
+        for index, group in enumerate(self._optimizer.param_groups):
+            self.tally.rates = self.tally.rates + double(group["lr"]) * math.sqrt(index + 1)
+        return self.tally.tensor(self._device)
+
+    # -- backward passes that are not the optimizer's ---------------------------------------------------------
+    @contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """While it lasts, gradients may come."""
+        _running.append(self)
+        try:
+            yield
+        finally:
+            _running.remove(self)
+
+    def _watch(self) -> None:
+        """Has gradients refused that no prepared optimizer asked for; parameters that were thawed since, too."""
+        for parameter in self._parameters:
+            if parameter.requires_grad and id(parameter) not in self._hooks:
+                hook = partial(_on_gradient, ref(self))
+                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+
+    def refuse_foreign(self) -> None:
+        """Raises `ConfigError` for a gradient of a backward pass that is not this model's."""
+        if not _running:
+            raise ConfigError(
+                f"gradients must come from {self._call}: it weighs, scales and averages them",
+                "loss.backward() was called, or a pipeline's own step()",
+                f"write {self._call} instead, with the optimizer that prepare() returned",
+            )
+        if self.state == "ready":
+            raise ConfigError(
+                "between backward() and step() a model's gradients are those of its update",
+                "the backward pass of another prepared model reached its parameters, and would add to them",
+                "call step() first; or detach what the other model is given: critic(fake.detach())",
+            )
+
+    def check_turn(self, batch: Batch) -> None:
+        """Raises `ConfigError` where no backward pass of `batch` is due."""
+        if self.state == "ready":
+            raise ConfigError(
+                "optimizer.step() comes after the backward() that completes an update",
+                "backward() was called again",
+                "call optimizer.backward(loss), then optimizer.step(), for each batch",
+            )
+        if self.state != "more" and batch is self.batch:
+            raise ConfigError(
+                "each batch of the loader is differentiated once",
+                "a second backward() for the same batch, the last that the loader handed out",
+                "train on each batch within the loader's own loop (for x, y in train: ..., not over list(train) or what"
+                " reads ahead); for several losses: optimizer.backward(first, more=True), then"
+                " optimizer.backward(last); or add them",
+            )
+
+    def put_aside(self, state: State) -> None:
+        """Keeps a partial sum until the next backward."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._aside.append((parameter, parameter.grad))
+                parameter.grad = None
+        self.state = state
+
+    def complete(self) -> None:
+        """The reduction is done.
+
+        Raises:
+            ConfigError: batches of the update had no backward pass.
+        """
+        batch = self.batch
+        assert batch is not None
+        self.state = "ready"
+        self.had_some = any(parameter.grad is not None for parameter in self._parameters)
+        if batch.update_samples and self._samples_seen != batch.update_samples:
+            raise ConfigError(
+                "every batch of an update needs its backward(): the samples are weighed together",
+                f"batches with {self._samples_seen} of {batch.update_samples} samples had one",
+                "do not skip batches within an update of several micro-batches",
+            )
+
+    def stepped(self) -> None:
+        """The update is applied."""
+        self.state = "idle"
+        self._open = False
+
+    def drop(self) -> None:
+        """Forgets a partial sum."""
+        self._aside = []
+        self._open = False
+        self.state = "idle"
+
+    def restart(self) -> None:
+        """Forgets everything, the last batch too: a checkpoint was restored."""
+        self.drop()
+        self.batch = None
+
+    @property
+    def gathering(self) -> bool:
+        """Whether the user stands within an update."""
+        return self._open
+
+    def refuse_in_update(self) -> None:
+        """Raises `ConfigError` unless the user stands between two updates."""
+        if self._open:
+            raise ConfigError("this belongs between two updates", "an update is being gathered", "call it after step()")
+
+    def refuse_zero_grad(self) -> None:
+        """Raises `ConfigError` where zeroing would throw away an update."""
+        if self.state == "ready":
+            raise ConfigError(
+                "the gradients of an update are zeroed after it is applied",
+                "zero_grad() between backward() and step()",
+                "zero_grad() belongs before backward(), or after step()",
+            )
+
+
+def _on_gradient(of: ref[Gradients], parameter: Tensor) -> None:
+    gradients = of()  # not held: a model that is dropped is freed with all that was put on it
+    if gradients is not None and gradients not in _running:
+        gradients.refuse_foreign()
+
+
+@contextmanager
+def uncounted(parameters: Sequence[nn.Parameter], weight: Number) -> Iterator[None]:
+    """While it lasts, and `weight` is 0, gradients are exactly 0: a weight of 0 does not undo a loss that is NaN."""
+    keep = partial(_where_counted, weight) if isinstance(weight, Tensor) else torch.zeros_like
+    asked = isinstance(weight, Tensor) or not weight
+    hooks = [parameter.register_hook(keep) for parameter in parameters] if asked else []
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _where_counted(weight: Tensor, gradient: Tensor) -> Tensor:
+    return torch.where(weight.to(gradient.device) != 0, gradient, torch.zeros_like(gradient))
+
+
+def check_loss(loss: Tensor, *, untracked: bool = False) -> None:
+    """Raises `ConfigError` unless `loss` is one number, with a gradient (unless `untracked`)."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not (loss.requires_grad or untracked):
+        came = (
+            f"{type(loss).__name__}"
+            if not isinstance(loss, Tensor)
+            else f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+        )
+        raise ConfigError(
+            "backward() takes the loss: one number, the mean over this rank's batch",
+            came,
+            "optimizer.backward(loss_fn(model(x), y)), with reduction='mean', outside of torch.no_grad()",
+        )

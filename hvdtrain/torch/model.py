@@ -1,0 +1,176 @@
+"""The user's module as training calls it: through the engine, under autocast; everything else is the module's own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.torch.checks.out_of_memory import explained
+from hvdtrain.torch.clock import CLOCK
+from hvdtrain.torch.session import Session
+from hvdtrain.torch.staged import channels_last, refuse_call
+
+# the module's own methods: names in state dicts, in parameter lists and in printed text are those of the plain module
+_DELEGATED = (
+    "state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "named_buffers", "children",
+    "named_children", "modules", "named_modules", "get_parameter", "get_buffer", "get_submodule", "extra_repr",
+    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook", "register_state_dict_pre_hook", "register_state_dict_post_hook",
+    "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook", "__repr__", "__getitem__", "__len__",
+    "__iter__",
+)  # fmt: skip
+_OWN = ("module", "session", "training")
+
+
+class Model(nn.Module):
+    """What `prepare` returns: call it, train it, save it like the module it holds.
+
+    Attributes, methods, parameter names and state dicts are those of the user's module, without any prefix.
+
+    Attributes:
+        module: the user's module, or the pipeline that it was cut into.
+    """
+
+    holds_users_module = True
+    module: nn.Module
+    session: Session
+
+    def __init__(self, session: Session) -> None:
+        # past nn.Module's bookkeeping: the module must not appear as a child, under a prefix
+        module = session.module if session.staged is None else session.staged
+        vars(self).update(module=module, session=session)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module on a batch, through the engine; float outputs come in float32 under mixed precision."""
+        if torch.is_grad_enabled() and self.session.staged is not None:
+            refuse_call(self.session.module)
+        return self._enter(None, args, kwargs)
+
+    def _enter(self, call: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session, trains = self.session, torch.is_grad_enabled()
+        if trains and CLOCK.phase == "other":  # no loader has said so
+            CLOCK.enter("forward")
+        if trains and (call is None or args or kwargs):  # to find the layer where a NaN began
+            session.last_call, session.last_method = (args, kwargs), call
+        if session.options.channels_last:
+            args = tuple(map(channels_last, args))
+        seeing = session.proof.seeing_parts() if trains and not session.options.compile else nullcontext()
+        with explained("forward pass", session.sizes), session.precision.autocast(), seeing:
+            out = session.precision.outputs((call or session.bound.call)(*args, **kwargs))
+        if trains:
+            session.entered = True
+            session.proof.saw(out)
+        return out
+
+    forward = __call__  # type: ignore[assignment]
+
+    def check_entered(self) -> None:
+        """Raises `ConfigError` where mixed precision was asked for, and no forward pass went through this model."""
+        if self.session.precision.amp is not None and not self.session.entered:
+            raise ConfigError(
+                "mixed precision begins where the prepared model is called, or one of its methods",
+                "a backward pass without such a call: parts of the model were called by themselves",
+                "put those calls into forward() or a method of the model: model.training_step(x, y)",
+            )
+        self.session.entered = False
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.module.train(mode)
+
+    def train(self, mode: bool = True) -> Model:
+        self.module.train(mode)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Model:
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Model:
+        self.module.apply(fn)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's: between a closing backward and its step it is refused."""
+        self.session.gradients.refuse_zero_grad()
+        self.module.zero_grad(set_to_none)
+
+    def __getattr__(self, name: str) -> Any:
+        module = vars(self)["module"]
+        value = getattr(module, name)
+        # the user's own methods see what forward sees: mixed precision, and a batch that does not count
+        own = inspect.ismethod(value) and value.__self__ is module and not hasattr(nn.Module, name)
+        if not own or self.session.staged is not None:
+            return value
+
+        @functools.wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self._enter(value, args, kwargs)
+
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        elif isinstance(value, (nn.Module, nn.Parameter)):
+            raise ConfigError(
+                "a model is complete before it is prepared: a new part would never be trained",
+                f"{name} = {type(value).__name__}(...) after prepare()",
+                "build the whole model, make its optimizer, then call prepare()",
+            )
+        else:
+            setattr(self.module, name, value)
+
+    def __bool__(self) -> bool:
+        return True  # not the length of a container
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
+        """What `to`, `cuda`, `half` and the like come to: allowed where nothing changes."""
+        for name, tensor in self.module.named_parameters():
+            after = fn(tensor.detach())
+            if (after.device, after.dtype) != (tensor.device, tensor.dtype):
+                raise ConfigError(
+                    "a model is moved and cast before it is prepared",
+                    f"{name} would go from {tensor.dtype} on {tensor.device} to {after.dtype} on {after.device}",
+                    'choose with hvdtrain.init(..., device=) and prepare(..., amp="bf16")',
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the user's module, plain: for averages of weights, and for export."""
+        return copy.deepcopy(self.session.module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "a prepared model belongs to this process",
+            "it was to be pickled (torch.save(model), or sent to another process)",
+            "save hvdtrain.torch.unwrap(model).state_dict(), or use hvdtrain.torch.model_state with a Checkpointer",
+        )
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: Model, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"The module's own `{name}`."
+    return method
+
+
+for _name in _DELEGATED:
+    setattr(Model, _name, _delegate(_name))

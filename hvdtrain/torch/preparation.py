@@ -1,0 +1,193 @@
+"""`prepare`: ties the user's model and optimizer to the ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+from weakref import ref
+
+import torch
+from torch import nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.lr import LR
+from hvdtrain.core.world import World
+from hvdtrain.torch import start
+from hvdtrain.torch.amp import Precision, check_amp
+from hvdtrain.torch.batches import Batches, Counted, FromLoader
+from hvdtrain.torch.checks.in_step import Noted
+from hvdtrain.torch.checks.loss_proof import LossProof
+from hvdtrain.torch.checks.nonfinite import Losses
+from hvdtrain.torch.checks.refusals import check_model, check_optimizer
+from hvdtrain.torch.clock import CLOCK
+from hvdtrain.torch.engine import engine_of, world_or_current
+from hvdtrain.torch.engines.base import Settings, Staged, staged_or_none
+from hvdtrain.torch.engines.sync_batchnorm import convert, revert
+from hvdtrain.torch.gradients import Gradients
+from hvdtrain.torch.model import Model
+from hvdtrain.torch.optimizer import Optimizer
+from hvdtrain.torch.rate import Rates
+from hvdtrain.torch.session import Options, Session, prepared_optimizers
+from hvdtrain.torch.shell import Inner, unwrap
+from hvdtrain.torch.staged import check_staged
+
+if TYPE_CHECKING:
+    from hvdtrain.torch.data.loader import Loader
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Loader | None = None,
+    *,
+    world: World | None = None,
+    lr: LR | None = None,
+    accumulate: int = 1,
+    clip: float | None = None,
+    amp: Literal["bf16", "fp16"] | None = None,
+    compression: Literal["fp16", "bf16"] | None = None,
+    sync_batchnorm: bool = False,
+    channels_last: bool = False,
+    compile: bool = False,
+    verify: bool = True,
+    watch_every: int = 0,
+) -> tuple[Model, Optimizer]:
+    """Makes a model and its optimizer train on all ranks; collective.
+
+    Moves the model to this rank's device, checks that the ranks train the same, gives all of them rank 0's parameters,
+    buffers and optimizer state, and proves that gradients are averaged. A model can be prepared again
+    (`unwrap(model)`, `optimizer.wrapped`).
+
+    Args:
+        model: plain, complete; the same on every rank, but for its values. Or an `hvdtrain.pipeline.Pipeline` of such a
+            model, cut in the same places on every rank: it stays on its devices, and is trained with
+            `Optimizer.forward_backward`.
+        optimizer: plain; holds the model's trainable parameters.
+        data: the loader that training reads; it knows how much each rank's batch counts. Without one every rank's
+            batch counts the same, and samples are not counted.
+        world: the ranks; by default those of `hvdtrain.init`.
+        lr: the learning rate as a function of samples seen; `step` sets it. Each group keeps its ratio to the base.
+        accumulate: micro-batches of an update; their gradients are reduced once.
+        clip: the largest norm of an update's gradient, taken after the average.
+        amp: the forward pass in "bf16", or in "fp16" with a gradient scaler; parameters stay as they are.
+        compression: gradients travel as "fp16" or "bf16".
+        sync_batchnorm: batch normalisation over the batches of all ranks.
+        channels_last: images and weights in the memory format that convolutions on GPUs like.
+        compile: `torch.compile` the model.
+        verify: prove before the first step that gradients are averaged (see `verify`).
+        watch_every: compare the replicas every so many updates; 0 is never.
+
+    Returns:
+        The model and the optimizer to train with.
+
+    Raises:
+        ConfigError: something is wrapped already, parameters and optimizer do not match, an option is wrong, or the
+            learning rate is scaled twice.
+        ReplicaError: on every rank; the ranks differ in model, optimizer or options, or gradients are not averaged.
+    """
+    options = Options(
+        accumulate, clip, amp, compression, sync_batchnorm, channels_last, compile, verify, watch_every
+    )  # fmt: skip
+    _check_options(options, lr, data)
+    world = world_or_current(world)
+    check_model(model)
+    staged = staged_or_none(model)
+    if staged is not None:
+        check_staged(staged, options, engine_of(world))
+        model = unwrap(model)
+    check_optimizer(model, optimizer)
+    if model in prepared_optimizers and (earlier := prepared_optimizers.pop(model)()) is not None:
+        earlier.close()
+    start.check_agreement(start.signature(model, optimizer, options, lr, data, staged), world)
+    rates = None if lr is None or data is None else Rates(optimizer, lr, data.global_batch * accumulate)
+    _place(model, optimizer, options, world, staged)
+    start.broadcast_state(model, optimizer, world)
+    session = _bind(model, optimizer, options, data, world, staged)
+    session.rates = rates
+    if data is not None:
+        data.followers.add(session)
+    wrapped_model, wrapped_optimizer = Model(session), Optimizer(session)
+    prepared_optimizers[model] = ref(wrapped_optimizer)
+    if verify:
+        from hvdtrain.torch.checks.averaging import prove
+
+        proof = prove(session)
+        if world.is_main and world.size > 1:
+            print(f"hvdtrain: {proof}", flush=True)
+    start.split_streams(world)
+    CLOCK.use(session.engine.device)
+    CLOCK.take()  # setting up is no part of a step
+    return wrapped_model, wrapped_optimizer
+
+
+def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None:
+    for name, least in (("accumulate", 1), ("watch_every", 0)):
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} must be a whole number >= {least}", f"{name}={value!r}")
+    if options.clip is not None and not (options.clip > 0 and math.isfinite(options.clip)):
+        raise ConfigError("clip must be a norm > 0, or None", f"clip={options.clip!r}")
+    check_amp(options.amp)
+    if options.compression not in (None, "fp16", "bf16"):
+        raise ConfigError('compression must be None, "fp16" or "bf16"', f"compression={options.compression!r}")
+    if data is not None and not hasattr(data, "followers"):
+        raise ConfigError(
+            "prepare takes the loader that counts samples over all ranks: one of hvdtrain.torch.loader",
+            f"a {type(data).__name__}",
+            "train = hvdtrain.torch.loader(dataset, per_rank_batch); or leave data out, and give every rank as many"
+            " batches of as many samples",
+        )
+    if lr is not None and data is None:
+        raise ConfigError(
+            "the learning rate is a function of samples seen, which the loader counts",
+            "lr= without data",
+            "prepare(model, optimizer, train, lr=...), with train = hvdtrain.torch.loader(...)",
+        )
+
+
+def _place(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, world: World, staged: Staged | None
+) -> None:
+    """Puts model and optimizer state where they compute; parameters stay the same objects."""
+    revert(model)  # an earlier `prepare` may have asked for it
+    if options.sync_batchnorm:
+        convert(model, engine_of(world))
+    if staged is None:  # else each stage is where it belongs
+        model.to(engine_of(world).device)
+    if options.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())  # which puts state where its parameters are
+
+
+def _bind(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    data: Loader | None,
+    world: World,
+    staged: Staged | None,
+) -> Session:
+    engine = engine_of(world)
+    pieces = world.size * options.accumulate * (1 if staged is None else max(staged.micro_batches, 2))
+    inner = Inner(model, torch.compile(model) if options.compile else staged)  # type: ignore[arg-type]
+    batches: Batches = Counted(world.size, options.accumulate) if data is None else FromLoader(data, options.accumulate)
+    return Session(
+        world=world,
+        module=model,
+        optimizer=optimizer,
+        options=options,
+        inner=inner,
+        bound=Noted(
+            engine.bind(inner, optimizer, Settings(options.compression, options.accumulate, staged=staged)),
+            world,
+            batches,
+        ),
+        batches=batches,
+        per_rank_batch=None if data is None else data.per_rank_batch,
+        precision=Precision(options.amp, engine.device),
+        losses=Losses(world, engine.device),
+        gradients=Gradients(model, engine.device, optimizer, staged=staged is not None),
+        proof=LossProof(world, pieces, verify=options.verify),
+        staged=staged,
+    )

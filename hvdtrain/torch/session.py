@@ -1,0 +1,135 @@
+"""What one prepared model and its optimizer share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from hvdtrain.core.world import World
+from hvdtrain.torch.amp import Precision
+from hvdtrain.torch.batches import Batches, FromLoader
+from hvdtrain.torch.checks.loss_proof import LossProof
+from hvdtrain.torch.checks.nonfinite import Losses
+from hvdtrain.torch.data.random_state import random_streams
+from hvdtrain.torch.engine import engine_of
+from hvdtrain.torch.engines import buffers
+from hvdtrain.torch.engines.base import Bound, Staged, TorchEngine
+from hvdtrain.torch.engines.sync_batchnorm import uncounting
+from hvdtrain.torch.gradients import Gradients
+from hvdtrain.torch.rate import Rates
+from hvdtrain.torch.shell import Inner
+
+if TYPE_CHECKING:
+    from hvdtrain.torch.data.live import Live
+
+
+# by its model, so that preparing a model again, with another optimizer or other options, first takes off what the last
+# one put on; held weakly on both sides: an optimizer refers to its model, and what the user drops is to be freed
+prepared_optimizers: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `prepare`, which are the same on every rank."""
+
+    accumulate: int = 1
+    clip: float | None = None
+    amp: Literal["bf16", "fp16"] | None = None
+    compression: Literal["fp16", "bf16"] | None = None
+    sync_batchnorm: bool = False
+    channels_last: bool = False
+    compile: bool = False
+    verify: bool = True
+    watch_every: int = 0
+
+
+@dataclass(eq=False)
+class Session:
+    """One prepared model: the user's own objects, and what ties them to the ranks.
+
+    Attributes:
+        world: the ranks.
+        module, optimizer: the user's; of a pipeline, the module that it was made of.
+        inner, bound: the shell around the module, on the engine.
+        batches: how much each batch counts.
+        per_rank_batch: samples; None without a loader.
+        gradients: of the update being gathered.
+        proof: whether the loss can be put together of pieces.
+        staged: the pipeline that runs the module's passes, if one does.
+        rates: who sets the learning rate; None leaves it to the user.
+        last_call: arguments of the last training forward pass.
+        last_method: the user's own that took them, in place of forward.
+        entered: the model was called, or a method of it, since the last backward pass.
+        stepping: the optimizer's step is called by `Optimizer.step`.
+    """
+
+    world: World
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    options: Options
+    inner: Inner
+    bound: Bound
+    batches: Batches
+    per_rank_batch: int | None
+    precision: Precision
+    losses: Losses
+    gradients: Gradients
+    proof: LossProof
+    staged: Staged | None = None
+    rates: Rates | None = None
+    last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    last_method: Callable[..., Any] | None = None
+    stepping: bool = False
+    entered: bool = False
+    _begun_with: dict[str, Any] | None = field(default=None, repr=False)  # random numbers, as an update began
+    _empty_batch: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    @property
+    def engine(self) -> TorchEngine:
+        return engine_of(self.world)
+
+    def handed_out(self, live: Live | None) -> None:
+        """A batch has come from the loader: one that does not count leaves no trace in buffers, whoever runs what part
+        of the model on it. None: there are no more."""
+        self._empty_batch.close()
+        if live is not None and live.ghost:
+            self._empty_batch.enter_context(buffers.kept(self.module))
+            self._empty_batch.enter_context(uncounting(self.module))
+        if live is not None and self.options.accumulate > 1 and (live.number == 0 or not self.gradients.gathering):
+            self._begun_with = random_streams(self.world.devices)
+
+    def streams(self) -> dict[str, Any]:
+        """Random numbers where a run goes on that has the weights of now: within an update, those it began with."""
+        within = self.gradients.gathering and isinstance(self.batches, FromLoader) and self.batches.data.running
+        return (self._begun_with if within else None) or random_streams(self.world.devices)
+
+    def samples_called(self) -> int:
+        """Samples of the last training forward pass; 0 where that is not known."""
+        call = self.last_call
+        tensors = [value for value in (call[0] if call else ()) if isinstance(value, torch.Tensor) and value.dim()]
+        return len(tensors[0]) if tensors else 0
+
+    def sizes(self) -> str:
+        """Says what a step holds in memory."""
+        batch = str(self.per_rank_batch) if self.per_rank_batch else str(self.samples_called() or "unknown")
+        options, staged = self.options, self.staged
+        where = str(self.engine.device)
+        if staged is not None:
+            where = f"{', '.join(map(str, staged.devices))}, in {staged.micro_batches} micro-batches"
+        return (
+            f"rank {self.world.rank}: per_rank_batch {batch}, accumulate {options.accumulate}, amp {options.amp},"
+            f" on {where}"
+        )
+
+
+def session_of(module: nn.Module) -> Session | None:
+    """Returns what ties a plain module to the ranks, if it was prepared."""
+    optimizer = prepared_optimizers[module]() if module in prepared_optimizers else None
+    session: Session | None = None if optimizer is None else optimizer.session
+    return session

@@ -1,0 +1,188 @@
+"""Models that run their own passes (`Staged`): what training needs to know about them, and what they cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.sharding import tail_pieces
+from hvdtrain.torch.checks.tally import Number, Weight, weight_of
+from hvdtrain.torch.engines.base import Staged, TorchEngine
+from hvdtrain.torch.engines.sync_batchnorm import is_synchronized
+from hvdtrain.torch.gradients import check_loss
+from hvdtrain.torch.session import Options, Session
+
+Loss = Callable[[Any, Any], Tensor]
+# what helps when a stage is out of memory
+SMALLER_STAGES = (
+    'more micro_batches, schedule="1f1b", remat="all", or balance="memory" of hvdtrain.pipeline.split();'
+    ' or halve per_rank_batch and double accumulate, amp="bf16", more devices'
+)
+
+
+def check_staged(staged: Staged, options: Options, engine: TorchEngine) -> None:
+    """Refuses what a model in stages cannot do on this engine, before anything is sent.
+
+    Raises:
+        ConfigError: an engine that runs the passes itself, options that change the model, or devices of other ranks.
+    """
+    if not engine.runs_stages:
+        raise ConfigError(
+            "a pipeline is trained by engines that leave the passes to it: horovod, solo",
+            f"engine={engine.name!r}",  # type: ignore[attr-defined]
+            'hvdtrain.init("torch", engine="horovod"), started with horovodrun, mpirun or srun',
+        )
+    if options.compile:
+        raise ConfigError(
+            "a pipeline is not compiled: its stages run the operations that were traced",
+            "compile=True",
+            "leave compile out, or train the model whole",
+        )
+    if options.sync_batchnorm or any(is_synchronized(layer) for layer in staged.module.modules()):
+        raise ConfigError(
+            "batch norm in a pipeline does not wait for other ranks: each stage is at another micro-batch",
+            "sync_batchnorm=True" if options.sync_batchnorm else "layers that an earlier prepare() synchronised",
+            'leave sync_batchnorm out; batch_norm="batch" of split() keeps the statistics of a rank\'s whole batch',
+        )
+    _check_devices(staged, engine)
+
+
+def _check_devices(staged: Staged, engine: TorchEngine) -> None:
+    """A rank computes on its own devices: on another's, both would wait for memory and time."""
+    own = [torch.device("cuda", index) for index in engine.devices] or [torch.device("cpu")]
+    strange = [device for device in map(_numbered, staged.devices) if device not in own]
+    if not strange:
+        return
+    count = len(dict.fromkeys(map(str, staged.devices)))
+    of_type = own[0].type == strange[0].type
+    raise ConfigError(
+        "a rank's pipeline runs on the rank's own devices",
+        f"stages on {', '.join(map(str, staged.devices))}; rank {engine.rank} has {', '.join(map(str, own))}",
+        f'hvdtrain.init("torch", gpus_per_rank={max(count, 2)}), and split over'
+        ' [f"cuda:{index}" for index in world.devices]'
+        if of_type
+        else f"split(model, example, {[str(own[0])] * 2}), or hvdtrain.init(device={strange[0].type!r})",
+    )
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """A GPU without a number is the current one, which is a rank's first."""
+    if device.type != "cuda":
+        return torch.device(device.type)
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def signature(staged: Staged) -> dict[str, str]:
+    """What must be the same on every rank: gradients travel by stage."""
+    names = {id(parameter): name for name, parameter in staged.module.named_parameters()}
+    groups = [", ".join(names[id(p)] for p in owned) for owned in staged.owned_parameters()]
+    found = {f"the parameters of stage {index + 1} of the pipeline": owned for index, owned in enumerate(groups)}
+    return found | {"the pipeline's micro_batches": str(staged.micro_batches)}
+
+
+@contextmanager
+def pieces_for(session: Session, args: tuple[Any, ...]) -> Iterator[None]:
+    """While it lasts, a tail's few samples are cut into micro-batches of the usual size, not into the usual number."""
+    staged, full = session.staged, session.per_rank_batch
+    samples = len(args[0]) if args and isinstance(args[0], Tensor) and args[0].dim() else 0
+    if staged is None or not full or not 0 < samples < full:
+        yield
+        return
+    usual = staged.micro_batches
+    staged.micro_batches = tail_pieces(samples, full, usual)
+    try:
+        yield
+    finally:
+        staged.micro_batches = usual
+
+
+def whole_loss(session: Session, loss: Loss, weight: Weight = None) -> Loss:
+    """Returns the loss as the pipeline calls it, with a micro-batch's outputs: outside of autocast, checked, and wide
+    enough, like that of a model that is whole.
+
+    Raises:
+        ConfigError: when it is called: no scalar.
+    """
+
+    device_type = session.engine.device.type
+
+    def compute(outputs: Any, targets: Any) -> Tensor:
+        with torch.autocast(device_type, enabled=False):
+            value = loss(session.precision.outputs(outputs), targets)
+        check_loss(value, untracked=not torch.is_grad_enabled())  # a pass whose activations are computed again
+        wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        if value.requires_grad:  # once a micro-batch; and by the last stage alone
+            _look(session, value, outputs, targets, weight)
+        return wide.reshape(())
+
+    compute.__wrapped__ = loss  # type: ignore[attr-defined]  # a pipeline looks once at each loss
+    return compute
+
+
+def _look(session: Session, value: Tensor, outputs: Any, targets: Any, weight: Weight) -> None:
+    """Compares what the loss of a micro-batch divides by with what the micro-batch weighs."""
+    proof, tally = session.proof, session.gradients.tally
+    samples = next((len(part) for part in (targets, outputs) if isinstance(part, Tensor) and part.dim()), 0)
+    amount: Number = samples
+    if weight is not None:
+        amount = weight_of(weight(targets) if callable(weight) else weight, session.engine.device)
+    assert session.staged is not None
+    pieces = session.world.size * session.options.accumulate * session.staged.micro_batches  # which may change
+    if not samples or pieces == 1:
+        return
+    proof.saw(outputs)
+    proof.look_once(value, samples, tally)
+    proof.read(value, amount, samples, tally)
+
+
+def run_step(
+    session: Session, args: tuple[Any, ...], y: Any, loss: Loss, coefficient: Number, weight: Weight
+) -> Tensor:
+    """Runs forward and backward of a batch through the stages; returns its mean loss, on the session's device.
+
+    Args:
+        args: of the model; tensors have samples along dimension 0.
+        y: the targets.
+        loss: the mean over the samples it is given.
+        coefficient: of the batch's mean loss in its update.
+        weight: see `Optimizer.forward_backward`.
+    """
+    assert session.staged is not None
+    staged = session.staged
+    if session.options.channels_last:
+        args = tuple(map(channels_last, args))
+    factor = session.precision.factor(coefficient, torch.device(staged.devices[-1]))
+    with pieces_for(session, args), session.precision.autocast():
+        inputs = args if len(args) > 1 else args[0]
+        mean = staged.step(inputs, y, whole_loss(session, loss, weight), weight=weight, factor=factor)
+        return mean.to(session.engine.device)
+
+
+def refuse_backward() -> ConfigError:
+    """The error for a loss of a model in stages."""
+    return ConfigError(
+        "a pipeline computes its loss and gradients in one call, a micro-batch at a time",
+        "optimizer.backward(loss)",
+        "loss = optimizer.forward_backward(x, y, loss_fn)",
+    )
+
+
+def refuse_call(model: nn.Module) -> None:
+    """Raises `ConfigError` where a pipeline is called to be trained."""
+    if torch.is_grad_enabled() and model.training:
+        raise ConfigError(
+            "a pipeline computes its loss and gradients in one call, a micro-batch at a time",
+            "model(x) in training mode",
+            "loss = optimizer.forward_backward(x, y, loss_fn); or model.eval() and torch.no_grad() for its outputs",
+        )
+
+
+def channels_last(value: Any) -> Any:
+    """Returns pictures in the memory format that convolutions on GPUs like; anything else as it is."""
+    four = isinstance(value, Tensor) and value.dim() == 4
+    return value.contiguous(memory_format=torch.channels_last) if four else value

@@ -1,0 +1,1 @@
+"""What the programs that train on pictures share."""

@@ -1,0 +1,215 @@
+"""A classifier of pictures cut over the devices of its rank, as --pipeline and --plan ask for it.
+
+Every rank has the same stages: rank 0 measures and decides, the others follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hvdtrain.core import flags
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.resources import usable_cores
+from hvdtrain.core.world import World
+from hvdtrain.pipeline.plan.schedule import Remat, Schedule
+from hvdtrain.vision.recipes import Settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from hvdtrain.pipeline import Pipeline
+    from hvdtrain.pipeline.tuning.planner import Plan
+
+_MOST_CPU_STAGES = 4  # that --plan auto thinks of
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model is cut.
+
+    Attributes:
+        sizes: segments of each stage.
+        micro_batches: of a rank's batch.
+        schedule, remat: as of `hvdtrain.pipeline.split`.
+    """
+
+    sizes: tuple[int, ...]
+    micro_batches: int
+    schedule: Schedule
+    remat: Remat
+
+
+# ---- flags
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Refuses flags of a pipeline without one, and what a pipeline cannot do."""
+
+    def refuse(rule: str, flags: Sequence[str], remedy: str) -> None:
+        raise ConfigError(rule, " ".join(flags), remedy, shared=True)
+
+    how = {"--micro-batches": args.micro_batches, "--pipeline-schedule": args.pipeline_schedule, "--remat": args.remat}
+    given = [f"{flag} {value}" for flag, value in how.items() if value is not None]
+    cut = [f"--pipeline {args.pipeline}"] * (args.pipeline is not None) + [f"--plan {args.plan}"] * (
+        args.plan is not None
+    )
+    if given and args.plan:
+        refuse("a plan chooses micro-batches, schedule and recomputation itself", cut + given, "leave these out")
+    if given and not cut:
+        refuse("these flags belong to a model that is cut into stages", given, "add --pipeline N, with N stages")
+    if args.pipeline is not None:
+        parse_devices(args.pipeline)
+    changed = [
+        flag for flag, value in (("--compile", args.compile), ("--sync-batchnorm", args.sync_batchnorm)) if value
+    ]
+    if cut and changed:
+        refuse("stages run the operations that were traced, each at another micro-batch", cut + changed, "choose one")
+    if cut and args.engine not in ("auto", "solo", "horovod"):
+        remedy = "--engine horovod, started with horovodrun, mpirun or srun"
+        refuse("a pipeline runs alone, or on the ranks of Horovod", [*cut, f"--engine {args.engine}"], remedy)
+
+
+def parse_devices(text: str) -> list[str] | int:
+    """Returns the devices that --pipeline names, or into how many stages it cuts.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    devices = [part.strip() for part in text.split(",")]
+    if all(part in ("cpu", "cuda") or (part.startswith("cuda:") and part[5:].isdigit()) for part in devices):
+        return devices
+    rule = "--pipeline takes a number of stages, or their devices"
+    raise ConfigError(rule, repr(text), "--pipeline 2, --pipeline cpu,cpu or --pipeline cuda:0,cuda:1", shared=True)
+
+
+def micro_batches(text: str) -> int | str:
+    """A type for flags: "auto", or how many."""
+    return text if text == "auto" else flags.whole(1)(text)
+
+
+def gpus_per_rank(args: argparse.Namespace) -> int:
+    """How many GPUs each rank needs, if there are any."""
+    if args.pipeline is None:
+        return args.gpus_per_rank
+    devices = parse_devices(args.pipeline)
+    return max(args.gpus_per_rank, devices if isinstance(devices, int) else len(set(devices) - {"cpu"}))
+
+
+def device(args: argparse.Namespace) -> str:
+    """What ``init`` takes: stages that are named say it too."""
+    only_cpu = args.pipeline is not None and set(args.pipeline.replace(" ", "").split(",")) == {"cpu"}
+    return "cpu" if only_cpu and args.device == "auto" else args.device
+
+
+# ---- cutting
+
+
+def stages_of(args: argparse.Namespace, world: World) -> list[str]:
+    """The devices of this rank's stages: those named, else its own GPUs, else the CPU once a stage."""
+    own = [f"cuda:{index}" for index in world.devices]
+    wanted = None if args.pipeline is None else parse_devices(args.pipeline)
+    if isinstance(wanted, list):
+        return wanted
+    if wanted is None:  # --plan auto
+        return own or ["cpu"] * max(1, min(_MOST_CPU_STAGES, int(usable_cores(world))))
+    return own if own else ["cpu"] * wanted
+
+
+def apply(
+    args: argparse.Namespace, plan: Settings, network: torch.nn.Module, image_size: int, world: World
+) -> tuple[Pipeline | None, Settings]:
+    """Cuts the model where --pipeline or --plan say so; collective.
+
+    Returns:
+        The pipeline, or None for a model that stays whole; and the settings, which a plan may change.
+
+    Raises:
+        ConfigError: on every rank; more stages than the model can be cut into, or a device that does not exist.
+    """
+    if args.pipeline is None and not args.plan:
+        return None, plan
+    devices = stages_of(args, world)
+    example = pictures(plan.per_rank_batch, image_size)
+    if args.plan:
+        chosen = world.on_main(choose, args, plan, network, example, devices)
+        if world.is_main:
+            print(f"plan: {chosen}", flush=True)
+        plan = plan.in_parts(chosen.accumulate)
+        if chosen.stages == 1:
+            left = len(set(devices)) - 1
+            if world.is_main and left:
+                print(f"whole on one device: {left} of this rank's are left idle; start a rank for each", flush=True)
+            return None, plan
+        cut = Cut(tuple(chosen.sizes), chosen.micro_batches, chosen.schedule, chosen.remat)
+        return split(network, example[: plan.per_rank_batch], devices, cut), plan
+    made: list[Pipeline] = []
+    cut = world.on_main(lambda: measured(args, network, example, devices, made))
+    return made[0] if made else split(network, example, devices, cut), plan
+
+
+def measured(
+    args: argparse.Namespace,
+    network: torch.nn.Module,
+    example: torch.Tensor,
+    devices: Sequence[str],
+    made: list[Pipeline],
+) -> Cut:
+    """Cuts by measured times; adds the pipeline to `made`, and returns how the other ranks cut likewise."""
+    import hvdtrain.pipeline
+
+    pipe = hvdtrain.pipeline.split(
+        network,
+        example,
+        devices,
+        micro_batches="auto" if args.micro_batches is None else args.micro_batches,
+        schedule=args.pipeline_schedule or "1f1b",
+        remat=args.remat or "never",
+    )
+    made.append(pipe)
+    return Cut(tuple(len(stage.segments) for stage in pipe.stages), pipe.micro_batches, pipe.schedule, pipe.remat)
+
+
+def split(network: torch.nn.Module, example: torch.Tensor, devices: Sequence[str], cut: Cut) -> Pipeline:
+    """Cuts a model as another rank did, or a plan says; measures nothing."""
+    import hvdtrain.pipeline
+
+    return hvdtrain.pipeline.split(
+        network,
+        example,
+        devices[: len(cut.sizes)],
+        micro_batches=cut.micro_batches,
+        balance=list(cut.sizes),
+        schedule=cut.schedule,
+        remat=cut.remat,
+    )
+
+
+def choose(
+    args: argparse.Namespace, plan: Settings, network: torch.nn.Module, example: torch.Tensor, devices: Sequence[str]
+) -> Plan:
+    """Measures the model on the devices, and returns the fastest plan that fits."""
+    import torch
+
+    from hvdtrain.pipeline.tuning import planner
+
+    return planner.choose(
+        network,
+        example,
+        torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing),
+        devices=devices,
+        batch=plan.per_rank_batch,
+        optimizer_copies=2.0 if plan.optimizer == "adamw" else 1.0,  # two moments, or the momentum
+    )
+
+
+def pictures(samples: int, image_size: int) -> torch.Tensor:
+    """Noise, to measure with: float32 [samples, 3, image_size, image_size]."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(samples, 3, image_size, image_size, generator=generator)

@@ -1,0 +1,356 @@
+"""What `hvdtrain.pipeline_resnet` measures: ways to train in turns, as bars; the curve over the split size; tuning."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.core import stats
+from hvdtrain.pipeline.tuning import plots
+
+if TYPE_CHECKING:
+    import torch
+
+    from hvdtrain.pipeline.runtime import Pipeline
+
+LEAST_REPEATS = 3
+# what tuning promises against the sweep: a step this close to its best, in this share of its time
+WITHIN, SHARE = 1.03, 0.25
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained, and how often.
+
+    Attributes:
+        batches: of one repeat.
+        budget_s: about how long the turns of a comparison may take; None: no limit.
+        micro_batches: None: the best that is known.
+    """
+
+    batch: int
+    image_size: int
+    classes: int
+    batches: int
+    repeats: int
+    loss: str
+    budget_s: float | None
+    micro_batches: int | None
+
+
+@dataclass
+class Job:
+    """The model, cut, and the batches it is trained on; `result` becomes the JSON file."""
+
+    name: str
+    settings: Settings
+    pipe: Pipeline
+    batches: list[tuple[torch.Tensor, torch.Tensor]]
+    loss: Callable[[Any, Any], torch.Tensor]
+    out: Path
+    machine: str
+    result: dict[str, Any] = field(default_factory=dict)
+    curve: plots.SplitCurve | None = None
+
+    def title(self) -> str:
+        """For the pictures: what ran, on what."""
+        its = self.settings
+        where = ", ".join(map(str, self.pipe.devices))
+        what = f"{self.name}, batch {its.batch} of {its.image_size}×{its.image_size}, {its.classes} classes"
+        return f"{what}\n{where} ({self.machine})"
+
+    @property
+    def of(self) -> str:
+        """What one repeat trains."""
+        return "a batch" if self.settings.batches == 1 else f"{self.settings.batches} batches"
+
+    def way(self, model: Any, **change: Any) -> Callable[[], None]:
+        """A way to train: one repeat, with a plain SGD step after each batch.
+
+        Args:
+            model: what has `step`: the pipeline, or the unsplit model.
+            change: what to set on the pipeline before.
+        """
+        import torch
+
+        weights = list((model if model is self.pipe else model.model).parameters())
+        optimizer = torch.optim.SGD(weights, lr=0.001)
+
+        def train(batches: int = self.settings.batches) -> None:
+            for name, value in change.items():
+                setattr(model, name, value)
+            for x, y in self.batches[:batches]:
+                optimizer.zero_grad()
+                model.step(x, y, self.loss)
+                optimizer.step()
+
+        return train
+
+    def cut(self, micro_batches: int) -> Callable[[], None]:
+        """The way through the pipeline, in so many micro-batches."""
+        return self.way(self.pipe, micro_batches=micro_batches, overlap=True)
+
+    def update_s(self) -> float:
+        """What the optimizer takes after a step."""
+        import torch
+
+        optimizer = torch.optim.SGD(self.pipe.parameters(), lr=0.0)
+        for weight in self.pipe.parameters():
+            weight.grad = torch.zeros_like(weight)
+        seconds = min(seconds_of(optimizer.step, self.pipe.devices) for _ in range(3))
+        optimizer.zero_grad()
+        return seconds
+
+    def save(self) -> None:
+        """Writes what there is so far: an interrupted run keeps it."""
+        (self.out / "result.json").write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+
+
+def in_turns(job: Job, ways: Mapping[Any, Callable[..., None]], what: str, budget_s: float | None) -> dict[Any, Any]:
+    """Seconds of the repeats of each way, in rounds: in each, every way has one turn. The first one does not count.
+
+    Returns:
+        {"seconds": seconds by way, "failed": reason by way, "spent_s": in all}
+    """
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # no thread that watches over it
+
+    started, devices = time.perf_counter(), job.pipe.devices
+    seconds: dict[Any, list[float]] = {name: [] for name in ways}
+    failed: dict[Any, str] = {}
+    repeats = job.settings.repeats
+    with Bar(total=(repeats + 1) * len(ways), desc=what, unit="turn", leave=False, disable=None) as bar:
+        for name, way in ways.items():
+            bar.set_postfix_str(f"warming up {name}")
+            failed |= warm_up(name, way, devices)
+            bar.update()
+        ways = {name: way for name, way in ways.items() if name not in failed}
+        for turn in range(repeats):
+            began = time.perf_counter()
+            for place in range(len(ways)):
+                name = list(ways)[(place + turn) % len(ways)]
+                bar.set_postfix_str(str(name))
+                seconds[name].append(seconds_of(ways[name], devices))
+                bar.update()
+            now = time.perf_counter()
+            if budget_s and turn + 1 >= LEAST_REPEATS and now + (now - began) > started + budget_s:
+                break
+    return {"seconds": {name: its for name, its in seconds.items() if its}, "failed": failed,
+            "spent_s": time.perf_counter() - started}  # fmt: skip
+
+
+def warm_up(name: Any, way: Callable[..., None], devices: Sequence[torch.device]) -> dict[Any, str]:
+    """Trains one batch; returns the reason if it cannot be done (memory, batch-norm over a single value)."""
+    import torch
+
+    from hvdtrain.pipeline import StageError
+
+    try:
+        seconds_of(lambda: way(1), devices)
+    except (StageError, torch.OutOfMemoryError) as error:
+        return {name: str(error)}
+    return {}
+
+
+def seconds_of(work: Callable[[], Any], devices: Sequence[torch.device]) -> float:
+    """How long it takes, until the devices are done."""
+    from hvdtrain.pipeline.tuning.unsplit import seconds_of as measure
+
+    return measure(work, devices)
+
+
+# ---- bars
+
+
+def compare(job: Job, micro_batches: int) -> None:
+    """One device, the naive split, the pipeline; on CPUs also the unsplit model on all their cores."""
+    size = -(-job.settings.batch // micro_batches)
+    pipeline = f"pipeline, split size {size} ({micro_batches} micro-batches)"
+    alone, all_cores = whole_models(job)
+    split = {"naive split": job.way(job.pipe, micro_batches=1, overlap=False), pipeline: job.cut(micro_batches)}
+    ways = {**alone, **split, **all_cores}
+    measured = in_turns(job, ways, "compare", job.settings.budget_s)
+    seconds = measured["seconds"]
+    ratios = {
+        name: stats.ratio_of_medians(seconds[pipeline], its, paired=True)
+        for name, its in seconds.items()
+        if name != pipeline and pipeline in seconds
+    }
+    job.result["compare"] = {
+        **measured, "of": job.of, "micro_batches": micro_batches, "pipeline": pipeline,
+        "pipeline_over": {name: asdict(ratio) for name, ratio in ratios.items()},
+    }  # fmt: skip
+    print(f"\ncompare: seconds for {job.of}, {len(next(iter(seconds.values())))} repeats in turns")
+    rows = [("", "mean", "standard deviation", "the pipeline takes, 95 %")]
+    rows += [
+        (name, f"{mean(its):.3f}", f"{spread(its):.3f}", str(ratios.get(name, ""))) for name, its in seconds.items()
+    ]
+    print(stats.table(rows))
+    tell_failed(measured["failed"])
+    print(plots.plot(plots.Bars(job.title(), seconds, job.of), job.out / "bars.png"), flush=True)
+    if job.curve is not None:  # once more, with what there is to compare with
+        lines = {name: mean(its) for name, its in seconds.items() if name != pipeline}
+        plots.plot(replace(job.curve, lines=lines), job.out / "split_size.png")
+    draw_timeline(job, micro_batches)
+
+
+Ways = dict[str, Callable[..., None]]
+
+
+def whole_models(job: Job) -> tuple[Ways, Ways]:
+    """The unsplit model: on the first stage's device, if it fits; on CPUs also on the cores of all stages."""
+    import torch
+
+    from hvdtrain.pipeline.tuning import unsplit
+
+    try:
+        single = unsplit.on_first_device(job.pipe)
+    except torch.OutOfMemoryError as error:
+        tell_failed({f"single device ({job.pipe.devices[0]})": str(error)})
+        return {}, {}
+    every = unsplit.unsplit(job.pipe)[:1] if single.device.type == "cpu" else []
+    all_cores = {f"unsplit ({one})": job.way(one) for one in every if str(one) != str(single)}
+    return {f"single device ({single})": job.way(single)}, all_cores
+
+
+def draw_timeline(job: Job, micro_batches: int) -> None:
+    """One more step, to show who works when; on GPUs a pass is only asked for when its call returns: not drawn."""
+    if any(device.type != "cpu" for device in job.pipe.devices):
+        return
+    job.pipe.record = True
+    job.cut(micro_batches)()
+    job.pipe.record = False
+    names = [f"{index + 1}: {stage.name} ({stage.device})" for index, stage in enumerate(job.pipe.stages)]
+    title = f"{job.title()}: {job.pipe.schedule}, {micro_batches} micro-batches"
+    print(plots.plot(plots.Timeline(title, job.pipe.timeline, names), job.out / "timeline.png"), flush=True)
+
+
+# ---- the curve over the split size
+
+
+def sweep(job: Job, sizes: Sequence[int]) -> int:
+    """Every split size in turns, and what is predicted for it; returns the micro-batch count of the fastest."""
+    from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
+    from hvdtrain.pipeline.tuning.predict import predict
+
+    batch, its = job.settings.batch, job.settings
+    counts, left_out = counts_of(sizes, batch)
+    if left_out:
+        print(f"\nsweep: left out {'; '.join(left_out)}", flush=True)
+    began = time.perf_counter()
+    prediction, update_s = predict(job.pipe, *job.batches[0], job.loss), job.update_s()
+    predicting_s = time.perf_counter() - began
+    predicted = {n: its.batches * (prediction(micro_batch_sizes(batch, n)) + update_s) for n in range(1, batch + 1)}
+    measured = in_turns(job, {n: job.cut(n) for n in counts}, "sweep", its.budget_s)
+    seconds = measured["seconds"]
+    best = min(seconds, key=lambda n: mean(seconds[n]))
+    job.result["sweep"] = {
+        "of": job.of, "batch": batch, "best": best, "spent_s": measured["spent_s"], "left_out": left_out,
+        "predicting_s": predicting_s,
+        "by_micro_batches": {
+            str(n): {"split_size": counts[n], "seconds": seconds[n], "predicted_s": predicted[n]} for n in seconds
+        },
+        "failed": {str(n): reason for n, reason in measured["failed"].items()},
+    }  # fmt: skip
+    repeats = len(seconds[best])
+    cut_short = f" (not {its.repeats}: --budget-s {its.budget_s:g})" if repeats < its.repeats else ""
+    print(f"\nsweep: seconds for {job.of}, {repeats} repeats in turns{cut_short}, {measured['spent_s']:.0f} s in all")
+    rows = [("split size", "micro-batches", "mean", "standard deviation", "predicted", "predicted/measured")]
+    for n, its_seconds in sorted(seconds.items(), reverse=True):
+        cells = (f"{mean(its_seconds):.3f}", f"{spread(its_seconds):.3f}", f"{predicted[n]:.3f}")
+        name = f"{counts[n]}{' *' if n == best else ''}"
+        rows.append((name, str(n), *cells, f"{predicted[n] / mean(its_seconds):.2f}"))
+    print(stats.table(rows))
+    tell_failed({f"split size {counts[n]}": reason for n, reason in measured["failed"].items()})
+    draw_sweep(job, counts, seconds, predicted, best)
+    return best
+
+
+def counts_of(sizes: Sequence[int], batch: int) -> tuple[dict[int, int], list[str]]:
+    """Micro-batch counts, each with the samples of its largest micro-batch (a batch is shared out evenly: 12 of 32 are
+    11, 11, 10), and what is left out of the sizes, with the reason."""
+    counts: dict[int, int] = {}
+    left_out = []
+    for size in sorted(set(sizes)):
+        count = -(-batch // size)
+        if size > batch:
+            left_out.append(f"{size} (more than the batch of {batch})")
+        elif count in counts:
+            left_out.append(f"{size} (makes {count} micro-batches, as a smaller one)")
+        else:
+            counts[count] = -(-batch // count)
+    return counts, left_out
+
+
+def draw_sweep(
+    job: Job,
+    counts: Mapping[int, int],
+    seconds: Mapping[int, Sequence[float]],
+    predicted: Mapping[int, float],
+    best: int,
+) -> None:
+    """Measured and predicted, over the split size."""
+    batch, largest = job.settings.batch, max(counts[n] for n in seconds)
+    every = {-(-batch // n): s for n, s in sorted(predicted.items(), reverse=True)}
+    job.curve = plots.SplitCurve(
+        job.title(), batch, {counts[n]: its for n, its in seconds.items()},
+        {size: s for size, s in every.items() if size <= largest}, counts[best], of=job.of,
+    )  # fmt: skip
+    print(plots.plot(job.curve, job.out / "split_size.png"), flush=True)
+
+
+# ---- tuning
+
+
+def tune(job: Job) -> int:
+    """Finds the split size by itself; after a sweep, checks it against that. Returns the micro-batch count."""
+    import hvdtrain.pipeline
+
+    swept = job.result.get("sweep")
+    budget_s = 0.95 * SHARE * swept["spent_s"] if swept else None
+    tuning = hvdtrain.pipeline.tune(job.pipe, *job.batches[0], job.loss, budget_s=budget_s)
+    job.result["tune"] = tuning.as_dict()
+    print(f"\ntune: {tuning.spent_s:.1f} s", *tuning.trials, sep="\n  ")
+    print(f"  verdict: {tuning.verdict}" + ("" if tuning.settled else " (the rounds did not settle everything)"))
+    if not swept:
+        print(plots.plot(tuning, job.out / "split_size.png"), flush=True)
+        return tuning.best.micro_batches
+    ours, theirs = tuning.best.micro_batches, swept["best"]
+    ratio = stats.Ratio(1.0, 1.0, 1.0)
+    if ours != theirs:
+        turns = in_turns(job, {ours: job.cut(ours), theirs: job.cut(theirs)}, "check", None)["seconds"]
+        ratio = stats.ratio_of_medians(turns[ours], turns[theirs], paired=True)
+    share = tuning.spent_s / swept["spent_s"]
+    job.result["tune"]["against_sweep"] = {"step_over_best": asdict(ratio), "share_of_time": share}
+    print(f"  against the sweep's best ({theirs} micro-batches), in turns: {ratio} of its time"
+          f" ({kept(ratio.value <= WITHIN)}: at most {WITHIN}); in {share:.0%} of the sweep's time"
+          f" ({kept(share <= SHARE)}: at most {SHARE:.0%})", flush=True)  # fmt: skip
+    return ours
+
+
+def kept(it: bool) -> str:
+    """How a promise ended."""
+    return "kept" if it else "MISSED"
+
+
+def mean(samples: Sequence[float]) -> float:
+    """The mean."""
+    return statistics.fmean(samples)
+
+
+def spread(samples: Sequence[float]) -> float:
+    """The standard deviation; 0 of one sample."""
+    return statistics.stdev(samples) if len(samples) > 1 else 0.0
+
+
+def tell_failed(failed: Mapping[Any, str]) -> None:
+    """What could not be run, and why."""
+    for name, reason in failed.items():
+        print(f"not run: {name}: {reason}", flush=True)

@@ -1,0 +1,116 @@
+#!/usr/bin/env python
+"""Counts what holds the package together: files and lines a folder, floors of imports between folders, circles.
+
+    scripts/structure.py            a table; exit code 1 where a circle is
+    scripts/structure.py --tree     the tree as docs/architecture.md shows it
+
+Imports inside functions and under TYPE_CHECKING count as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "hvdtrain"
+Graph = dict[str, set[str]]
+
+
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    """Returns the file of every module, by its full name."""
+    found = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(found: Mapping[str, Path]) -> Graph:
+    """Returns which modules each module imports; the package itself, the front door, is left out."""
+    graph: Graph = {}
+    for name, path in found.items():
+        graph[name] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                wanted = [f"{node.module}.{alias.name}" for alias in node.names]
+                wanted = [full if full in found else node.module for full in wanted]
+            elif isinstance(node, ast.Import):
+                wanted = [alias.name for alias in node.names]
+            else:
+                continue
+            graph[name] |= {other for other in wanted if other in found} - {name, PACKAGE}
+    del graph[PACKAGE]
+    return graph
+
+
+def folder_of(module: str, found: Mapping[str, Path]) -> str:
+    """Returns the first folder below the package; a program is its own."""
+    return module.split(".")[1]
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """Returns the modules of a circle, or nothing."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def floors(graph: Mapping[str, Iterable[str]], found: Mapping[str, Path]) -> dict[str, int]:
+    """Returns the floor of every folder: one above the highest that it imports, 0 for one that imports none."""
+    folders: Graph = {}
+    for name, others in graph.items():
+        own = folders.setdefault(folder_of(name, found), set())
+        own |= {folder_of(other, found) for other in others}
+    for name, others in folders.items():
+        others.discard(name)
+    floor: dict[str, int] = {}
+    for name in TopologicalSorter(folders).static_order():
+        floor[name] = 1 + max((floor[other] for other in folders[name]), default=-1)
+    return floor
+
+
+def tree(found: Mapping[str, Path], root: Path = ROOT) -> str:
+    """Returns the folders, with the first line of what each says of itself, and the modules in it."""
+    lines = []
+    for folder in sorted({path.parent for path in found.values()}):
+        depth = len(folder.relative_to(root).parts) - 1
+        doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+        inside = " ".join(sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__"))
+        lines.append(f"{'  ' * depth}{folder.name}/  {doc.splitlines()[0]}\n{'  ' * (depth + 1)}  {inside}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the table; returns 1 where a circle is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", action="store_true", help="print the tree only")
+    args = parser.parse_args(argv)
+    found = modules()
+    if args.tree:
+        print(tree(found))
+        return 0
+    graph, circle = imports(found), circles(imports(found))
+    floor = {} if circle else floors(graph, found)
+    importers = {name: sum(name in others for others in graph.values()) for name in graph}
+    print(f"{'folder':28} {'files':>5} {'lines':>6} {'floor':>5}")
+    for folder in sorted({path.parent for path in found.values()}):
+        files = sorted(folder.glob("*.py"))
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        name = str(folder.relative_to(ROOT))
+        print(f"{name:28} {len(files):5} {lines:6} {floor.get(name.split('/')[1], '') if '/' in name else '':>5}")
+    rooms = {folder for folder in (path.parent for path in found.values())}
+    print(f"\n{len(found)} modules in {len(rooms)} folders; {len(set(floor.values()))} floors;"
+          f" {sum(count == 1 for count in importers.values())} modules with one importer")  # fmt: skip
+    print("circle: " + " -> ".join(circle) if circle else "no circle")
+    return 1 if circle else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
