@@ -1,0 +1,49 @@
+"""The tree in docs/architecture.md is the one that is there; no circle of imports, few floors, few rooms."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from harness import REPOSITORY
+
+SPEC = importlib.util.spec_from_file_location("structure", REPOSITORY / "scripts" / "structure.py")
+assert SPEC is not None and SPEC.loader is not None
+structure = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(structure)
+
+FOUND = structure.modules()
+GRAPH = structure.imports(FOUND)
+
+
+def test_the_documented_tree_is_the_one_that_is_there() -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert structure.tree(FOUND) in page, "write the output of scripts/structure.py --tree into docs/architecture.md"
+
+
+def test_no_circles_few_floors_few_rooms() -> None:
+    assert structure.circles(GRAPH) == []
+    assert len(set(structure.floors(GRAPH, FOUND).values())) <= 7
+    folders = {path.parent for path in FOUND.values()}
+    assert len(folders) < 25
+    assert {
+        folder.name: len(list(folder.glob("*.py"))) for folder in folders if len(list(folder.glob("*.py"))) > 16
+    } == {}
+
+
+def test_negative_twin(tmp_path: Path) -> None:
+    package = tmp_path / "hvdtrain"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("from hvdtrain import b")
+    (package / "b.py").write_text("def f():\n    from hvdtrain.a import g")
+    found = structure.modules(tmp_path)
+    assert set(structure.circles(structure.imports(found))) == {"hvdtrain.a", "hvdtrain.b"}
+
+
+def test_the_script_prints_its_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["structure.py"])
+    assert structure.main([]) == 0
+    assert "no circle" in capsys.readouterr().out
