@@ -353,16 +353,16 @@ BROKEN = """\
 import copy, sys, types
 import torch
 import hvdtrain.torch
-from hvdtrain.cluster import verify_rank, verify_toy
+from hvdtrain.cluster.verify import rank, toy
 prepare = hvdtrain.torch.prepare
 def plain(model, optimizer):
     model, _ = prepare(model, optimizer)
     model = copy.deepcopy(hvdtrain.torch.unwrap(model))
-    sgd = torch.optim.SGD(model.parameters(), lr=verify_toy.RATE)
+    sgd = torch.optim.SGD(model.parameters(), lr=toy.RATE)
     return model, types.SimpleNamespace(zero_grad=sgd.zero_grad, step=sgd.step, backward=torch.Tensor.backward)
 hvdtrain.torch.prepare = plain
 hvdtrain.torch.verify = lambda model, optimizer: "left out"
-sys.exit(verify_rank.main())
+sys.exit(rank.main())
 """
 
 

@@ -15,7 +15,7 @@ _WRAPPERS = {
     "accelerate.": "Accelerate",
     "lightning.": "Lightning",
     "lightning_fabric.": "Lightning Fabric",
-    "hvdtrain.torch._": "hvdtrain",
+    "hvdtrain.torch.": "hvdtrain",
 }
 
 
