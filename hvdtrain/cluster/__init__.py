@@ -1,6 +1,5 @@
-"""Many hosts: starting ranks on them over ssh, and finding out what is wrong with them.
+"""Many hosts: names, addresses, one ssh session a host, and what is said through it.
 
-`hosts` `addresses` `environment` `protocol` are pure; `ssh` reaches a host; `agent` runs on each host and keeps its
-ranks; `starter` runs a job from here through the agents; `launch` `doctor` `verify` are the commands. No framework is
-imported here.
+`launch` starts ranks on them and ends them together, `doctor` says what is wrong with them, `verify` trains a toy
+there. No framework is imported here.
 """

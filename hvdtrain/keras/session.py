@@ -81,7 +81,7 @@ class Session:
         saves: this run writes checkpoints.
         step_random: Python's and numpy's generators of this rank within a train step.
         count: the clock of the last ``fit``, which the next goes on from.
-        kept_weights: behind an average that Keras wrote over them at the end of a ``fit`` (``_average.Kept``);
+        kept_weights: behind an average that Keras wrote over them at the end of a ``fit`` (``moving_average.Kept``);
             told_average: what is so about several fits with averages was said.
         first_epoch: ``initial_epoch`` of this ``fit``.
         executions: calls of the train function in this epoch.

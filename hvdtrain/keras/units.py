@@ -1,7 +1,7 @@
 """What each loss divides by: the unit in which ranks are weighed.
 
 A mean over samples needs the samples of each rank only, and those weigh the gradients when they are averaged
-(``_reduce.weigh``). A mean over something else (labels that are not ignored, steps that are not masked, sample weights,
+(``reduce.weigh``). A mean over something else (labels that are not ignored, steps that are not masked, sample weights,
 positions of sequences whose length varies) needs more: while a step runs, every Keras loss that divides by such a
 number is multiplied by
 

@@ -2,7 +2,7 @@
 
 Where a rank is blocked inside a collective there is no collective to ask the others through. So rank 0 listens on a
 port of its own, and a rank that has been in one place for some seconds says so there; one that is not stuck says
-nothing and opens no connection. When all are stuck, and none of them can go on (`in_step.deadlocked`), rank 0 asks once
+nothing and opens no connection. When all are stuck, and none of them can go on (`meeting.deadlocked`), rank 0 asks once
 more, so that an old report of a rank that was stopped meanwhile does no harm; then every rank prints the error and
 ends.
 """

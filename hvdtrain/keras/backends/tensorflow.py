@@ -1,6 +1,6 @@
 """The TensorFlow backend of Keras: everything the adapter does with tf tensors and Horovod's tf operations.
 
-Twin of ``_torch.py``; both implement the protocol in ``_backend.py``. Two rules hold for every Horovod call:
+Twin of ``torch.py``; both implement the protocol in ``chosen.py``. Two rules hold for every Horovod call:
 it has an explicit name and ``ignore_name_scope=True``, because names derived from the graph differ as soon as
 one rank has built one model more, and ranks that wait for different names wait for ever.
 """
@@ -86,7 +86,7 @@ class TensorFlowBackend:
     def split_dead(self, x: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Returns this rank's samples (float64 scalar), and its sample weights as Keras may see them.
 
-        See ``_session.NO_SAMPLE``.
+        See ``session.NO_SAMPLE``.
         """
         first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         samples = tf.cast(_rows(first), tf.float64)

@@ -1,7 +1,7 @@
 """The PyTorch backend of Keras: everything the adapter does with torch tensors and Horovod's torch
 operations.
 
-Twin of ``_tensorflow.py``; both implement the protocol in ``_backend.py``.
+Twin of ``tensorflow.py``; both implement the protocol in ``chosen.py``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TorchBackend:
     def split_dead(self, x: Any, sample_weight: Any) -> tuple[float, Any]:
         """Returns this rank's samples, and its sample weights as Keras may see them.
 
-        See ``_session.NO_SAMPLE``.
+        See ``session.NO_SAMPLE``.
         """
         first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         weights = [torch.as_tensor(w) for w in keras.tree.flatten(sample_weight) if w is not None]

@@ -61,7 +61,7 @@ class Chain:
     def function(
         self, first: int, last: int, bind: code.Binder, name: str, moved: code.Moved | None = None
     ) -> Callable[..., tuple[Any, ...]]:
-        """From the values at cut `first` to those at cut `last`; `moved`: see `_code.function`."""
+        """From the values at cut `first` to those at cut `last`; `moved`: see `code.function`."""
         modes = {True, self.program.is_one}
         made = {mode: self._function(first, last, bind, name, moved, mode) for mode in modes}
         if self.program.is_one:
