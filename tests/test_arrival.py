@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +14,7 @@ from harness import run_ranks, together
 
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.in_step import arrival
+from hvdtrain.core.launchers import Detected
 
 LATE = Path(__file__).parent / "programs" / "late.py"
 
@@ -71,6 +73,19 @@ def test_the_lowest_rank_that_is_there_tells_of_a_long_wait(
 
 def test_names_of_many() -> None:
     assert arrival.names_of(list(range(1000))).endswith("18, 19 and 980 more")
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [(0, True), (1, True), (2, False)])
+def test_a_long_wait_for_mpi_is_told_and_ends_with_it(
+    rank: int, speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arrival, "_FIRST_NOTE_S", 0.05)
+    detected = Detected("mpirun", rank, 3, rank, 3, 0, None)
+    arrival.start_horovod(lambda: time.sleep(0.3), detected, {arrival.TIMEOUT_VARIABLE: "60"})
+    said = capsys.readouterr().err
+    assert (f"rank {rank} waits for " in said and "up to 60 s" in said) if speaks else not said, said
+    time.sleep(0.3)
+    assert not capsys.readouterr().err, "MPI has started"
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf"])
@@ -136,10 +151,15 @@ def check_late(framework: str) -> None:
 @pytest.mark.ranks
 def test_a_rank_that_comes_late_and_one_that_does_not_come() -> None:
     env = {arrival.TIMEOUT_VARIABLE: "1"}
-    _, done = together(lambda: check_late("torch"), lambda: run_ranks([LATE, "torch", "60"], 2, env=env))
+    _, done, ended = together(
+        lambda: check_late("torch"),
+        lambda: run_ranks([LATE, "torch", "60"], 2, env=env),
+        lambda: run_ranks([LATE, "torch", "ends"], 2, launcher="mpirun", env={arrival.TIMEOUT_VARIABLE: "3"}),
+    )
     assert done.returncode != 0 and done.seconds < 45
     assert "all 2 ranks must start within 1 s" in done.ranks_error[0], done.text
     assert "rank 1 did not come, says rank 0" in done.ranks_error[0]
+    assert ended.returncode != 0 and "all 2 ranks must start within 3 s" in ended.ranks_error[0], ended.text
 
 
 @pytest.mark.ranks

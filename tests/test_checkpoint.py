@@ -347,6 +347,35 @@ class TestDamage:
         (tmp_path / "epoch-0000-step-000004" / MANIFEST).write_bytes(whole)
         assert step_of(restored(tmp_path)) == 2, "saved last, though the other could not be looked at"
 
+    def test_a_file_that_cannot_be_opened_is_no_reason_to_delete(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        checkpoints = Checkpointer(tmp_path, keep=1)
+        closed = save(tmp_path, 1) / "b.bin"
+        opened = Path.open
+
+        def failing(path: Path, *args: Any, **kwargs: Any) -> Any:
+            if path == closed:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return opened(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "open", failing)
+        for step in (2, 3, 4):
+            checkpoints.save(state_of(step), progress=progress_at(step))
+        assert f"keeping {closed.parent}" in capsys.readouterr().err
+        monkeypatch.undo()
+        assert steps(tmp_path) == [1, 4] and step_of(restored(tmp_path, which=closed.parent)) == 1
+
+    @pytest.mark.parametrize("name", [MANIFEST, "a.bin"])
+    def test_the_last_of_a_run_that_went_back_is_not_passed_over_in_silence(
+        self, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for step in (1, 3, 2):
+            newest = save(tmp_path, step)
+        (newest / name).write_bytes(b"")
+        assert step_of(restored(tmp_path)) == 3
+        assert f"passing over the damaged checkpoint {newest}" in capsys.readouterr().err
+
     @pytest.mark.parametrize("text", ["[]", "3", '"x"', "null", "{}", '{"digest": 1}', "\xff", "[" * 100_000])
     def test_a_manifest_that_is_something_else(self, tmp_path: Path, text: str) -> None:
         save(tmp_path, 1)

@@ -218,7 +218,7 @@ LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun", "deepspeed": "torchrun"
 RAISING = [
     "evaluate_on_rank_0", "evaluate_within_on_main", "collective_in_on_main", "training_in_on_main", "other_order",
     "barrier_against_gather", "leaves_the_loader", "two_models", "gather_in_a_worker", "gather_in_two_threads",
-    "branches_that_broadcast",
+    "branches_that_broadcast", "one_joins_again",
 ]  # fmt: skip
 # each ends the job; the text that names what rank 1 does
 ENDING = {

@@ -57,6 +57,7 @@ def test_what_a_trace_fixes(found: Found, limit: Limit) -> None:
     limit("P2f", "the same after the split", refused=refusal(came["forward"], "forward"))
     refusal(came["inner_forward"], "1.forward")
     refusal(came["method"], "1.activated")
+    refusal(came["class_method"], "1.activated")
     assert came["unread"].startswith("nothing raised") and came["leaf_hook"].startswith("nothing raised")
     assert came["list_left"] == 0 and came["detached"].startswith("nothing raised") and came["detached_left"] > 0
     refusal(came["attribute"], "1.last")

@@ -331,6 +331,9 @@ def init(
     _check_framework(framework)
     chosen = choose_engine(engine, detected, framework)
     attach = _adapter(framework)
+    if _current is not None:  # all ranks come again, or none
+        with _current.in_step("hvdtrain.init"):
+            pass
     _seed_everything(seed)
     try:
         comm = attach(detected, engine=chosen, device=device, gpus_per_rank=gpus_per_rank, seed=seed)

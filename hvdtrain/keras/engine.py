@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step.arrival import wait_for_horovod
+from hvdtrain.core.in_step.arrival import start_horovod
 from hvdtrain.core.world import Detected, Engine, SoloEngine, gpus_for
 from hvdtrain.keras.backends.chosen import BACKEND
 
@@ -42,8 +42,7 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
     if engine == "solo":
         return SoloEngine(devices=devices)
     hvd = BACKEND.hvd  # type: ignore[attr-defined]
-    wait_for_horovod(detected, os.environ)
-    hvd.init()
+    start_horovod(hvd.init, detected, os.environ)
     return HorovodEngine(
         rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size(),
         node=hvd.cross_rank(), devices=devices, hvd=hvd,

@@ -18,7 +18,7 @@ _PLAIN = (int, float, bool, complex, str, bytes, type(None))
 _OBJECTS = (
     Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
 )  # fmt: skip
-_NONE = object()  # a module has none of its own: what its class has counts
+_NONE = object()  # neither its own, nor a method: a value of its class may be a counter
 
 
 class Fixed:
@@ -32,10 +32,10 @@ class Fixed:
         followed = [(path, program.model.get_submodule(path)) for path in sorted(program.followed)]
         self._hooks = [(path, [getattr(module, name) for name in HOOKS]) for path, module in followed]
         self._values = [
-            (path, name, module.__dict__, value, _picture(value))
+            (path, name, module, value, _picture(value))
             for path, module in followed
             for name in _names_read(module)
-            for value in [module.__dict__.get(name, _NONE)]
+            for value in [_held(module, name)]
         ]
 
     def check(self, *, training: bool) -> None:
@@ -47,12 +47,21 @@ class Fixed:
         for path, hooks in self._hooks:
             if training and any(hooks):
                 _refuse(path or "the model itself", "got a hook, which would not be called", "hooks on its parts")
-        for path, name, held, was, picture in self._values:
-            now = held.get(name, _NONE)
+        for path, name, module, was, picture in self._values:
+            now = _held(module, name)
             if now is was and picture is None:
                 continue
             if type(now) is not type(was) or _picture(now) != picture or (picture is None and now is not was):
                 _refuse(_joined(path, name), f"is {_short(now)}; the trace has what it was then", "a buffer")
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    """A module's own attribute, else the method or property of its class."""
+    if name in module.__dict__:
+        return module.__dict__[name]
+    found = inspect.getattr_static(type(module), name, _NONE)
+    found = getattr(found, "__func__", found)
+    return found if isinstance(found, (types.FunctionType, property)) else _NONE
 
 
 def _joined(path: str, name: str) -> str:

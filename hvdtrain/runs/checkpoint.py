@@ -344,7 +344,11 @@ class Checkpointer:
 
 def _tell_fallback(chosen: Info, unusable: Iterable[Info]) -> None:
     """Say which checkpoints that cannot be used would have come before `chosen`."""
-    newer = [info for info in unusable if info.progress.step >= chosen.progress.step]
+    newer = [  # saved later, or maybe: a run that went back to an earlier step saves lower ones
+        info
+        for info in unusable
+        if info.progress.step >= chosen.progress.step or not 0 < info.sequence < chosen.sequence
+    ]
     for info in newer:
         kind = "damaged" if info.damaged else "unreadable"
         print(f"hvdtrain: passing over the {kind} checkpoint {info.path}: {info.problem}", file=sys.stderr)
@@ -402,6 +406,7 @@ def _read_info(path: Path) -> Info:
             found = (path / name).stat().st_size
             if found != sealed["bytes"]:
                 raise CheckpointError("a file has its size", f"{name} has {found} bytes instead of {sealed['bytes']}")
+            (path / name).open("rb").close()  # what cannot be read is not good, and not damaged either
     except (OSError, HvdtrainError) as error:
         return _unusable(info, error)
     return info

@@ -266,8 +266,8 @@ def with_own_forward(place: str) -> nn.Module:
 def trace() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
-    def changed(change: Callable[[nn.Sequential], Any]) -> str:
-        model = nn.Sequential(Block(), Block(), Block())
+    def changed(change: Callable[[nn.Sequential], Any], kind: type[Block] = Block) -> str:
+        model = nn.Sequential(Block(), kind(), Block())
         pipe = split(model)
         pipe.step(X, Y, MSE)
         change(model)
@@ -283,6 +283,8 @@ def trace() -> dict[str, Any]:
     found["inner_forward"] = changed(lambda model: setattr(model[1], "forward", MethodType(doubled, model[1])))
     found["method"] = changed(lambda model: setattr(model[1], "activated", lambda x: 3 * x))
     found["class_forward"] = changed(lambda model: setattr(type(model[2]), "forward", type(model[2]).forward))
+    kind = type("Own", (Block,), {})
+    found["class_method"] = changed(lambda _: setattr(kind, "activated", lambda self, x: 3 * x), kind)
     for place in ("root", "part"):
         found[f"replaced_{place}"] = compared(lambda place=place: with_own_forward(place))
     found["leaf_hook"] = changed(lambda model: model[1].linear.register_forward_hook(lambda *_: None))

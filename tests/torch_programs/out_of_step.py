@@ -123,6 +123,14 @@ def barrier_against_gather(world: World) -> None:
         world.gather(1)  # here
 
 
+def one_joins_again(world: World) -> None:
+    beacon.parts()
+    if world.is_main:
+        world.gather(1)  # here
+    else:
+        hvdtrain.init("torch", engine=world.engine, device="cpu")  # here
+
+
 def one_trains_more(world: World) -> None:
     train(world, batches=STEPS + world.rank)
     beacon.parts()

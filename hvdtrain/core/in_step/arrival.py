@@ -1,18 +1,21 @@
 """Ranks that start at different times wait for one another, before their engine does: it may give up after seconds.
 
 Horovod over Gloo gives the last rank 30 s (HOROVOD_GLOO_TIMEOUT_SECONDS), which is also how soon it notices a host that
-is silent while it trains: so that stays as it is, and Horovod starts when all ranks are there.
+is silent while it trains: so that stays as it is, and Horovod starts when all ranks are there. MPI waits by itself,
+without a word and without an end, also for a rank that has ended well: here a thread looks at the clock.
 """
 
 from __future__ import annotations
 
 import http.client
+import os
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.errors import EXIT_CODE, ConfigError, LauncherError, describe
 from hvdtrain.core.launchers import Detected
 
 TIMEOUT_VARIABLE = "HVDTRAIN_START_TIMEOUT_S"
@@ -45,15 +48,47 @@ def timeout_s(environ: Mapping[str, str]) -> float:
     return seconds
 
 
-def wait_for_horovod(detected: Detected, environ: Mapping[str, str]) -> None:
-    """Returns when every rank of Horovod over Gloo is about to start it; MPI waits by itself.
+def start_horovod(start: Callable[[], object], detected: Detected, environ: Mapping[str, str]) -> None:
+    """Calls Horovod's `start`, over Gloo when every rank is about to; over MPI this process ends when not all come.
 
     Raises:
         ConfigError: a time-out that is no number.
         LauncherError: the ranks that did not come in time, or no rendezvous.
     """
+    seconds = timeout_s(environ)
     if detected.launcher == "horovodrun" and detected.rendezvous is not None:
-        wait_for_all(Rendezvous(detected.rendezvous), detected.rank, detected.size, timeout_s(environ))
+        wait_for_all(Rendezvous(detected.rendezvous), detected.rank, detected.size, seconds)
+        start()
+        return
+    started = threading.Event()
+    if detected.size > 1:
+        asked = (detected.rank, detected.size, seconds, started)
+        threading.Thread(target=_watch_mpi, args=asked, name="hvdtrain start", daemon=True).start()
+    try:
+        start()
+    finally:
+        started.set()
+
+
+def _watch_mpi(rank: int, size: int, seconds: float, started: threading.Event) -> None:
+    """Tells of a long wait, and ends this process, whose main thread is inside of MPI, when it was too long."""
+    began, note_s = time.monotonic(), _FIRST_NOTE_S
+    while not started.wait(min(note_s, seconds) - (time.monotonic() - began)):
+        waited = time.monotonic() - began
+        if waited >= seconds:
+            error = LauncherError(
+                f"all {size} ranks must start within {seconds:.0f} s",
+                "MPI still waits for some, and does not say for which",
+                "read what the ranks that ended have said: one may have ended before hvdtrain.init, without an error;"
+                f" what takes longer before it: {TIMEOUT_VARIABLE}=3600",
+            )
+            print(describe("hvdtrain", error, rank), file=sys.stderr, flush=True)
+            os._exit(EXIT_CODE)
+        if waited >= note_s:
+            note_s *= 2
+            if rank < 2:  # should rank 0 be the one that is missing
+                told = f"for {waited:.0f} s, up to {seconds:.0f} s ({TIMEOUT_VARIABLE})"
+                print(f"hvdtrain: rank {rank} waits {told} for others to start MPI", file=sys.stderr, flush=True)
 
 
 def wait_for_all(store: Store, rank: int, size: int, seconds: float) -> None:

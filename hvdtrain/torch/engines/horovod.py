@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError
-from hvdtrain.core.in_step.arrival import wait_for_horovod
+from hvdtrain.core.in_step.arrival import start_horovod
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import ByteCollectives, Settings, device_of, pick_devices
 from hvdtrain.torch.engines.reducer import Reducer, Wait
@@ -31,8 +31,7 @@ def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> HorovodEng
 
     devices = pick_devices(detected, device, gpus_per_rank)
     _tune()
-    wait_for_horovod(detected, os.environ)
-    hvd.init()
+    start_horovod(hvd.init, detected, os.environ)
     return HorovodEngine(
         rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size(),
         node=hvd.cross_rank(), devices=devices, hvd=hvd,
