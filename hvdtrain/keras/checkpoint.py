@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+import zipfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.core.world import World
 from hvdtrain.keras import moving_average, rng
 from hvdtrain.keras.checks import replicas
-from hvdtrain.keras.session import Session, is_built, require_compiled, session_of, world_or_current
+from hvdtrain.keras.session import Session, is_built, optimizers_of, require_compiled, session_of, world_or_current
 from hvdtrain.runs.parts import ExtraPart, Part
 
 
@@ -56,6 +57,8 @@ class ModelPart(Part):
     def collect(self) -> None:
         """Makes what is each rank's own one: moving statistics, and gradients accumulated so far."""
         world = self.session.world
+        if is_built(self.model) and not self.model.optimizer.built:  # as load() does: so both have slots
+            self.model.optimizer.build(self.model.trainable_variables)
         if is_built(self.model) and self.session.streams_set:  # training has begun
             replicas.average_statistics(self.model, world)
             replicas.average(replicas.accumulators(self.model), world)
@@ -80,20 +83,45 @@ class ModelPart(Part):
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
         self.session.kept_weights = None
+        self.session.loaded = True
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
+                _check_optimizer(self.model, path)
                 self.model.load_weights(path)
             for warning in caught:
                 if str(warning.message).startswith(_NOT_LOADED):
                     raise ValueError(str(warning.message))
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         except (ValueError, KeyError) as error:
+            unbuilt = [optimizer.name for optimizer in optimizers_of(self.model) if not optimizer.built]
+            if unbuilt:
+                raise CheckpointError(
+                    "an optimizer is built before a checkpoint is loaded into it",
+                    f"{', '.join(unbuilt)} has no slots yet: its first step makes them",
+                    "call optimizer.build(the variables that it updates) before the restore",
+                ) from error
             raise CheckpointError(
                 f"the checkpoint must be of this model and optimizer ({path.name})",
                 str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
                 "build the model and compile it as the run did that wrote it, or start a new run directory",
             ) from error
+
+
+def _check_optimizer(model: keras.Model, path: Path) -> None:
+    """Optimizers of two classes may have slots of the same shapes, which Keras loads by their order."""
+    with zipfile.ZipFile(path) as file:
+        saved = json.loads(file.read("config.json")).get("compile_config")
+    classes = [_optimizer_in(config) for config in (saved, model.get_compile_config())]
+    if None not in classes and classes[0] != classes[1]:
+        raise ValueError(f"optimizer {classes[0]} in the checkpoint, {classes[1]} here")
+
+
+def _optimizer_in(compiled: Any) -> str | None:
+    """Returns the class of an optimizer as ``compile`` was given it, if it is known: in lower case, as names are."""
+    found = compiled.get("optimizer") if isinstance(compiled, dict) else None
+    name = found.get("class_name") if isinstance(found, dict) else found
+    return name.lower() if isinstance(name, str) else None
 
 
 class RandomPart(Part):

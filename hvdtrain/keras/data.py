@@ -218,7 +218,11 @@ def arrays(data: Any, name: str) -> Any:
 
     def one(leaf: Any) -> Any:
         kind = str(getattr(leaf, "dtype", "")).lower()
-        if kind == "object" or kind.startswith(("|s", "<u", ">u", "datetime", "timedelta")) or "string" in kind:
+        if (
+            kind == "object"
+            or kind.startswith(("|s", "|v", "[", "<u", ">u", "datetime", "timedelta"))
+            or "string" in kind
+        ):
             raise ConfigError(
                 f"{name} must hold numbers: text and Python objects are not dealt",
                 f"{type(leaf).__module__}.{type(leaf).__qualname__} of {kind}",

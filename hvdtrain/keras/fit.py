@@ -52,6 +52,7 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     within = isinstance(given.get("x"), Batches) and given["x"].done(int(given.get("initial_epoch") or 0)) > 0
     callbacks = _in_order(_with(Keep(session, began_within=within), given.get("callbacks")))
     _check_clock(session, callbacks, given)
+    _tell_what_is_not_saved(session, callbacks)
     if not session.alone:
         session.compared.clear()
         callbacks = _together(session, callbacks, given)
@@ -89,6 +90,15 @@ def _listed(callbacks: Any) -> list[Any]:
 
 def _with(callback: Any, callbacks: Any) -> Any:
     if isinstance(callbacks, _K.CallbackList):  # fit() takes it as it is
+        model = getattr(callbacks, "_model", None)
+        returns = hasattr(model, "history") or any(isinstance(c, _K.History) for c in callbacks.callbacks)
+        if model is None or not returns:
+            raise ConfigError(
+                "a CallbackList is taken as it is: it knows its model, and has the History that fit() returns",
+                "CallbackList without model=" if model is None else "CallbackList without add_history=True",
+                "give fit() a list, callbacks=[...]; or CallbackList(..., model=model, add_history=True, epochs=...)",
+                shared=True,
+            )
         callbacks.callbacks.append(callback)
         callback.set_params(callbacks.params)
         callback.set_model(callbacks.model)
@@ -147,6 +157,18 @@ def _check_clock(session: Session, callbacks: Any, given: dict[str, Any]) -> Non
         )
     first = int(given.get("initial_epoch") or 0)
     count.check_start(first, data.done(first) if isinstance(data, Batches) else None)
+
+
+def _tell_what_is_not_saved(session: Session, callbacks: Any) -> None:
+    """Checkpoints have the model's state; what callbacks of Keras count is in no file (of BackupAndRestore, too)."""
+    counting = [type(c).__name__ for c in _listed(callbacks) if isinstance(c, (_K.EarlyStopping, _K.ReduceLROnPlateau))]
+    if session.saves and counting and not session.told_counting:
+        session.told_counting = True
+        session.say(
+            f"{' and '.join(counting)}: a run that is resumed from a checkpoint begins to count there anew, with the"
+            " learning rate that its last epoch was trained with; the best value so far and the epochs without a better"
+            " one are in no checkpoint"
+        )
 
 
 # -------------------------------------------------------------------- the ranks together

@@ -251,6 +251,11 @@ class Count(Callback):
         self.last_step_samples = samples
 
     @property
+    def steps_in_epoch(self) -> int:
+        """Steps of this ``fit`` in its current epoch."""
+        return self._next_batch
+
+    @property
     def epoch_is_done(self) -> bool:
         """False where a stop left samples of the epoch that is counted by a plan."""
         return self.plan is None or self.plan.steps(self.samples_in_epoch) == 0
@@ -389,6 +394,12 @@ class Save(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         metrics = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
+        left = (self.params.get("steps") or 0) - self.count.steps_in_epoch
+        if self.count.plan is None and left > 0:
+            self.session.say(
+                f"epoch {epoch} was stopped {left} step(s) before its end: with data that hvdtrain does not deal its"
+                " checkpoint is that of a whole epoch, so a resumed run goes on with the next"
+            )
         self._save(self.count.progress(epoch_done=self.count.epoch_is_done), metrics)
 
     def _save(self, progress: Progress, metrics: dict[str, float]) -> None:

@@ -54,15 +54,23 @@ def keep(model: keras.Model, session: Session, *, began_within: bool) -> None:
     session.kept_weights = Kept(BACKEND.copies([*weights, *averages]), began_within)
 
 
+def _not_swapped(callbacks: Sequence[Any]) -> None:
+    """Tells those of the last fit, too, that the weights themselves are in the model: they would swap them first."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.SwapEMAWeights):
+            callback._ema_weights_in_model = False
+
+
 def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, within: bool) -> None:
     """Before a ``fit`` that begins ``within`` an epoch, or follows one that did: puts the weights themselves back."""
     kept, session.kept_weights = session.kept_weights, None
+    if session.loaded:  # a checkpoint has the weights themselves, whatever an earlier fit left in the model
+        session.loaded = False
+        _not_swapped(callbacks)
     variables = _overwritten(model)
     if variables and kept is not None and (within or kept.began_within):
         BACKEND.put_back(variables, kept.values)
-        for callback in callbacks:  # of the last fit, too: it would swap them first
-            if isinstance(callback, keras.callbacks.SwapEMAWeights):
-                callback._ema_weights_in_model = False
+        _not_swapped(callbacks)
         session.say(
             "use_ema: goes on with the weights themselves, as one fit would; Keras had written the average over them at"
             " the end of the last fit, which ended or began within an epoch"

@@ -83,6 +83,8 @@ class Session:
         count: the clock of the last ``fit``, which the next goes on from.
         kept_weights: behind an average that Keras wrote over them at the end of a ``fit`` (``moving_average.Kept``);
             told_average: what is so about several fits with averages was said.
+        told_counting: that checkpoints lack what callbacks count was said.
+        loaded: a checkpoint was loaded since the last ``fit``.
         first_epoch: ``initial_epoch`` of this ``fit``.
         executions: calls of the train function in this epoch.
         stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no ``fit`` runs.
@@ -121,7 +123,9 @@ class Session:
     step_random: tuple[Any, Any] | None = None
     count: Any = None
     kept_weights: Any = None
+    loaded: bool = False
     told_average: bool = False
+    told_counting: bool = False
     first_epoch: int = 0
     executions: int = 0
     stops_in_epoch: bool = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 import traceback
 import warnings
@@ -160,7 +162,7 @@ def case_k16_other_warnings_do_not_end_a_restore() -> None:
             checkpoints.restore(hvk.model_state(model))
         assert float(np.abs(weights_of(model)[0]).max()) > 0
         assert {"something else is old", "and this is slow"} <= {str(warning.message) for warning in heard}
-        other = prepared(keras.optimizers.Adam(), small(Talkative(5)))
+        other = prepared(keras.optimizers.SGD(0.1, momentum=0.9), small(Talkative(5)))
         with refused("must be of this model and optimizer", "Skipping variable loading for optimizer"):
             checkpoints.restore(hvk.model_state(other))
 
@@ -358,6 +360,64 @@ def case_factors_of_lora_go_on() -> None:
         checkpoints.save(hvk.model_state(model), progress=hvdtrain.Progress())
         checkpoints.restore(hvk.model_state(again))
     assert all(np.array_equal(numpy_of(a), numpy_of(b)) for a, b in zip(model.variables, again.variables, strict=True))
+
+
+@case
+def case_an_average_that_an_earlier_fit_left_in_the_model_is_not_swapped_after_a_restore() -> None:
+    def made() -> keras.Model:
+        return prepared(keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.8), small())
+
+    def fitted(model: keras.Model, first: int, last: int, *others: Any, **options: Any) -> None:
+        data = batches()
+        model.fit(
+            data, initial_epoch=first, epochs=last, verbose=0,
+            callbacks=[*hvk.callbacks(model, plan=data.plan, **options), *others],
+        )  # fmt: skip
+
+    model, whole, swap = made(), made(), keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    fitted(whole, 0, 3, keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
+    with folder() as path:
+        checkpoints = hvdtrain.Checkpointer(path, best=None)
+        fitted(model, 0, 2, swap, checkpointer=checkpoints)
+        progress = checkpoints.restore(hvk.model_state(model))
+        fitted(model, 2, 3, swap, progress=progress)
+    assert all(np.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(weights_of(model), weights_of(whole), strict=True))
+
+
+@case
+def case_an_optimizer_of_another_class_or_without_slots_is_not_loaded() -> None:
+    with folder() as path:
+        checkpoints = hvdtrain.Checkpointer(path, best=None)
+        model = prepared(keras.optimizers.Adam(), small())
+        model.second = keras.optimizers.Adam()
+        model.second.build(model.trainable_variables)
+        checkpoints.save(hvk.model_state(model), progress=hvdtrain.Progress())
+        with refused("optimizer adam in the checkpoint, lamb here"):
+            checkpoints.restore(hvk.model_state(prepared(keras.optimizers.Lamb(), small())))
+        again = prepared(keras.optimizers.Adam(), small())
+        again.second = keras.optimizers.Adam()
+        with refused("an optimizer is built before", again.second.name):
+            checkpoints.restore(hvk.model_state(again))
+        again.second.build(again.trainable_variables)
+        checkpoints.restore(hvk.model_state(again))
+
+
+@case
+def case_a_callback_list_that_fit_cannot_use_is_refused() -> None:
+    for options, what in (({}, "without model="), ({"model": prepared(model=small())}, "without add_history=True")):
+        model = options.get("model") or prepared(model=small())
+        with refused("a CallbackList is taken as it is", what):
+            fit(model, keras.callbacks.CallbackList(hvk.callbacks(model), **options), 1, batches())
+
+
+@case
+def case_what_a_checkpoint_lacks_is_said() -> None:
+    notes, data = io.StringIO(), batches()
+    with folder() as path, contextlib.redirect_stdout(notes):
+        model = prepared(model=small())
+        ours = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(path, best=None), plan=data.plan)
+        fit(model, [*ours, keras.callbacks.EarlyStopping("loss", patience=3)], 1, data)
+    assert notes.getvalue().count("EarlyStopping: a run that is resumed") == (RANK == 0), notes.getvalue()
 
 
 def run_all() -> int:
