@@ -135,7 +135,8 @@ class Optimizer(torch.optim.Optimizer):
         are found only by `hvdtrain.torch.check(step, batch)`.
 
         Args:
-            loss: a scalar, the mean over the batch: of its samples, or of what `weight` counts.
+            loss: a scalar, the mean over this rank's batch: of its samples, or of what `weight` counts; not a sum
+                that is divided by the samples of all ranks.
             weight: what that mean divides by, if not by samples: a number, or a scalar (which may be on a GPU: nothing
                 waits for it). ``(y != -100).sum()`` with ``ignore_index``, ``class_weights[y].sum()`` with class
                 weights, ``mask.sum()`` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
