@@ -8,11 +8,11 @@ from typing import Any
 
 import keras
 
-from hvdtrain.core.errors import ReplicaError
+from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.keras import rng
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas
-from hvdtrain.keras.session import Session, is_hooked, missing_hook, optimizers_of
+from hvdtrain.keras.session import Session, is_hooked, leaves_of, missing_hook, optimizers_of
 
 
 def start(model: keras.Model, session: Session) -> None:
@@ -22,16 +22,14 @@ def start(model: keras.Model, session: Session) -> None:
     are an error (a forgotten broadcast).
     """
     if session.alone:
-        if not model.optimizer.built:  # as on many ranks: some optimizers start from the weights as they then are
-            model.optimizer.build(model.trainable_variables)
+        _build(model)  # as on many ranks: some optimizers start from the weights as they then are
         _put_random_state(model, session)
         session.ready = True
         return
     if not is_hooked(model.optimizer):
         raise missing_hook(model.name, model.optimizer)
     world = session.world
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+    _build(model)
     check_agreement(model, session)
     variables = [*model.weights, *replicas.optimizer_variables(model)]
     replicas.check_same_variables(variables, world)
@@ -130,3 +128,22 @@ def flatten(value: Any, prefix: str = "") -> Mapping[str, Any]:
     for key, item in items:
         out.update(flatten(item, f"{prefix}.{key}" if prefix else str(key)))
     return out
+
+
+def _build(model: keras.Model) -> None:
+    """Makes the optimizer's slots, for all weights.
+
+    Raises:
+        ConfigError: an average of weights that another optimizer updates would end ``fit`` in their place.
+    """
+    optimizer = model.optimizer
+    if optimizer.built:
+        return
+    if len(optimizers_of(model)) > 1 and any(getattr(leaf, "use_ema", False) for leaf in leaves_of(optimizer)):
+        raise ConfigError(
+            "of several optimizers, one with use_ema knows its weights before fit, which ends with the averages",
+            f"{optimizer.name} (model.optimizer) is not built",
+            "model.optimizer.build(the variables that it updates), before fit",
+            shared=True,
+        )
+    optimizer.build(model.trainable_variables)

@@ -411,6 +411,14 @@ def case_a_callback_list_that_fit_cannot_use_is_refused() -> None:
 
 
 @case
+def case_an_average_of_one_of_two_optimizers_knows_its_weights() -> None:
+    model = prepared(keras.optimizers.Adam(use_ema=True), small())
+    model.second = hvk.prepare(keras.optimizers.Adam())
+    with refused("of several optimizers, one with use_ema", "is not built"):
+        fit(model, hvk.callbacks(model), 1, batches())
+
+
+@case
 def case_what_a_checkpoint_lacks_is_said() -> None:
     notes, data = io.StringIO(), batches()
     with folder() as path, contextlib.redirect_stdout(notes):
