@@ -132,13 +132,14 @@ def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_two_ranks_reach_the_accuracy_and_plain_keras_agrees(tmp_path: Path, limit: Limit) -> None:
-    result = run_program("horovodrun", 2, "--run-dir", tmp_path / "run", "--data", "digits")
+    flags = ["--epochs", 6, "--run-dir", tmp_path / "run", "--data", "digits"]
+    result = run_program("horovodrun", 2, *flags)
     ended = check_run(result, tmp_path / "run", 2)
-    assert ended["top1"] >= 0.97 and {"loss", "top1", "weights_sha256"} <= ended.keys()
+    assert ended["top1"] >= 0.95 and {"loss", "top1", "weights_sha256"} <= ended.keys()
     limit(
         "K19a", "run.json says test_accuracy (Keras) and top1 (PyTorch) for one thing", mended="loss and top1 in both"
     )
-    assert "epochs: 12 over 2 ranks: 6 each" in result.ranks_output[0]
+    assert "epochs: 6 over 2 ranks: 3 each" in result.ranks_output[0]
     saved = re.search(r"load_model\('(.+)'\)", result.ranks_output[0])
     assert saved is not None
     check_in_plain_keras(Path(saved[1]), tmp_path, ended)
