@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import run_ranks, together
@@ -75,17 +75,38 @@ def test_names_of_many() -> None:
     assert arrival.names_of(list(range(1000))).endswith("18, 19 and 980 more")
 
 
+class Started:
+    """An event that comes at the third look; time passes only while somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.now_s, self.looks = 0.0, 0
+
+    def wait(self, seconds: float) -> bool:
+        self.now_s, self.looks = self.now_s + seconds, self.looks + 1
+        return self.looks == 3
+
+
 @pytest.mark.parametrize(("rank", "speaks"), [(0, True), (1, True), (2, False)])
-def test_a_long_wait_for_mpi_is_told_and_ends_with_it(
+def test_a_long_wait_for_mpi_is_told(
     rank: int, speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(arrival, "_FIRST_NOTE_S", 0.05)
-    detected = Detected("mpirun", rank, 3, rank, 3, 0, None)
-    arrival.start_horovod(lambda: time.sleep(0.3), detected, {arrival.TIMEOUT_VARIABLE: "60"})
-    said = capsys.readouterr().err
-    assert (f"rank {rank} waits for " in said and "up to 60 s" in said) if speaks else not said, said
-    time.sleep(0.3)
-    assert not capsys.readouterr().err, "MPI has started"
+    started = Started()
+    monkeypatch.setattr(arrival, "time", SimpleNamespace(monotonic=lambda: started.now_s))
+    arrival._watch_mpi(rank, 3, 600, started)  # type: ignore[arg-type]
+    told = [line for line in capsys.readouterr().err.splitlines() if f"rank {rank} waits for " in line]
+    assert [line.split("waits for ")[1].split(",")[0] for line in told] == (["30 s", "60 s"] if speaks else [])
+
+
+def test_who_looks_at_the_clock_ends_when_mpi_has_started() -> None:
+    watches: list[threading.Thread] = []
+
+    def start() -> None:
+        watches.extend(thread for thread in threading.enumerate() if thread.name == "hvdtrain start")
+        assert [watch.is_alive() for watch in watches] == [True]
+
+    arrival.start_horovod(start, Detected("mpirun", 0, 3, 0, 3, 0, None), {})
+    watches[0].join(10)
+    assert not watches[0].is_alive()
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf"])

@@ -181,7 +181,7 @@ def test_ssh_never_asks_and_never_waives_host_keys():
     assert command[command.index("-p") + 1] == "2222" and command[command.index("-i") + 1] == "/k ey"
 
 
-LOGIN = "/root/.bashrc: line 3: module: command not found\n"
+LOGIN = "/home/ada/.bashrc: line 3: module: command not found\n"
 PYTHON = "/opt/venv/bin/python"
 
 
