@@ -48,7 +48,7 @@ def imports(found: Mapping[str, Path]) -> Graph:
     return graph
 
 
-def folder_of(module: str, found: Mapping[str, Path]) -> str:
+def folder_of(module: str) -> str:
     """Returns the first folder below the package; a program is its own."""
     return module.split(".")[1]
 
@@ -62,12 +62,12 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[str]:
     return []
 
 
-def floors(graph: Mapping[str, Iterable[str]], found: Mapping[str, Path]) -> dict[str, int]:
+def floors(graph: Mapping[str, Iterable[str]]) -> dict[str, int]:
     """Returns the floor of every folder: one above the highest that it imports, 0 for one that imports none."""
     folders: Graph = {}
     for name, others in graph.items():
-        own = folders.setdefault(folder_of(name, found), set())
-        own |= {folder_of(other, found) for other in others}
+        own = folders.setdefault(folder_of(name), set())
+        own |= {folder_of(other) for other in others}
     for name, others in folders.items():
         others.discard(name)
     floor: dict[str, int] = {}
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         print(tree(found))
         return 0
     graph, circle = imports(found), circles(imports(found))
-    floor = {} if circle else floors(graph, found)
+    floor = {} if circle else floors(graph)
     importers = {name: sum(name in others for others in graph.values()) for name in graph}
     print(f"{'folder':28} {'files':>5} {'lines':>6} {'floor':>5}")
     for folder in sorted({path.parent for path in found.values()}):

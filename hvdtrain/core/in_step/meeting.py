@@ -2,7 +2,7 @@
 
 An operation of the host (gather, barrier, a checkpoint's save ...) begins with a meeting: the ranks compare what they
 are about to do, so that nothing pairs with something else. What no meeting can see, a rank that waits in the reduction
-of a training step, or at its end, for ranks that are elsewhere, is found by `hvdtrain.core.in_step_watch`, which looks
+of a training step, or at its end, for ranks that are elsewhere, is found by `hvdtrain.core.in_step.watch`, which looks
 at the notes that are kept here.
 """
 
