@@ -196,7 +196,7 @@ def test_names_are_looked_up_at_the_same_time(monkeypatch, limit):
 def test_a_host_that_cannot_be_examined_is_an_error(tmp_path, limit):
     """Its answer "that failed" was once taken for facts, of which none is wrong."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nulimit -v 60000\nexec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nulimit -v 44000\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     (found,) = doctor.fast(parse_hosts("localhost:1"), python=str(python), timeout_s=30)
     assert found.severity == "error" and found.hosts == ("localhost",), found
