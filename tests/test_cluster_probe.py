@@ -183,7 +183,7 @@ def test_a_host_that_hangs_costs_its_time_and_leaves_nothing(tmp_path: Path) -> 
     [
         ("echo 'this is Python 2.7.18' >&2; exit 1", "no_python", "2.7.18: too old"),
         ("echo \"No module named 'hvdtrain'\" >&2; exit 1", "no_hvdtrain", "no hvdtrain"),
-        ("exit 3", "other", "exit code 3"),
+        ("exit 3", "other", "ended with 3"),
     ],
 )
 def test_a_session_that_ends_says_why(tmp_path: Path, text: str, kind: str, what: str) -> None:

@@ -23,7 +23,7 @@ from hvdtrain.cluster.launch.failures import RankEnd, Tracebacks, as_exit_code, 
 from hvdtrain.cluster.launch.job import Job, Plan, make_plan
 from hvdtrain.cluster.launch.lines import LONGEST_BYTES, LineSplitter
 from hvdtrain.cluster.protocol import Decoder, encode
-from hvdtrain.cluster.ssh import Ssh, explain, is_this_machine, problem_of
+from hvdtrain.cluster.ssh import Ssh, explain, is_this_machine, not_started
 from hvdtrain.commands import command_lines, launch
 from hvdtrain.core.errors import ConfigError
 
@@ -250,8 +250,8 @@ def test_a_name_that_leads_back_here_is_no_other_host(monkeypatch, limit):
 
 
 def test_what_cannot_be_run_here():
-    python = problem_of(FileNotFoundError(2, "No such file", "/nope/python"), "host1")
-    ssh = problem_of(FileNotFoundError(2, "No such file", "ssh"), "host2")
+    python = not_started(FileNotFoundError(2, "No such file", "/nope/python"), "host1")
+    ssh = not_started(FileNotFoundError(2, "No such file", "ssh"), "host2")
     assert (python.kind, ssh.kind) == ("no_python", "no_ssh") and "/nope/python" in python.what
 
 

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -125,7 +124,7 @@ def explain(host: str, returncode: int | None, said: str, ssh: Ssh | None = None
     for kind, pattern, what, fix in _SSH_PROBLEMS if returncode in (255, None) else _problems_there(returncode, python):
         if found := re.search(pattern, said, re.MULTILINE):
             line = next(line for line in said[found.start() :].splitlines() if line).strip()
-            words = {"host": host, "name": name, "port": port, "known": known, "line": line}
+            words = {"host": host, "name": name, "port": port, "known": known, "line": line, **found.groupdict()}
             return SshProblem(kind, what.format_map(words), fix.format_map(words))
     if returncode is None:
         what = f"{host} accepted the connection, then did not answer"
@@ -161,6 +160,11 @@ def _problems_there(returncode: int | None, python: str) -> Iterator[_Problem]:
     yield (
         "no_python", r"^Unknown option: -P",
         "the Python called on {host} is older than 3.11", "name a newer one, with hvdtrain: --python PATH",
+    )  # fmt: skip
+    yield (
+        "no_python", r"^this is Python (?P<version>\S+)",  # as the doctor's probe says it
+        "the Python called on {host} is {version}: too old even for the probe (3.6)",
+        "install this machine's Python there, or name another: --python PATH",
     )  # fmt: skip
     missing = r"([Cc]ommand not found|[Nn]o such file or directory|not found)"
     fix = "install it there at the same path, or name another: --python PATH"
@@ -230,12 +234,9 @@ _SSH_PROBLEMS: tuple[_Problem, ...] = (
 )  # fmt: skip
 
 
-def problem_of(error: Exception, host: str, ssh: Ssh | None = None) -> SshProblem:
-    """Return the problem behind an exception of `subprocess` that calls ssh."""
-    if isinstance(error, subprocess.TimeoutExpired):
-        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else (error.stderr or "")
-        return explain(host, None, said, ssh)
-    if isinstance(error, OSError) and error.filename not in (None, "ssh"):  # this machine's own agent
+def not_started(error: OSError, host: str) -> SshProblem:
+    """Return why the command for a host could not even be started here."""
+    if error.filename not in (None, "ssh"):  # this machine's own program
         what = f"{host} is this machine, and {error.filename} cannot be run here: {error.strerror}"
         return SshProblem("no_python", what, "name the Python that has hvdtrain: --python PATH")
     if isinstance(error, FileNotFoundError):

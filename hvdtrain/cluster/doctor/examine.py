@@ -15,7 +15,7 @@ from typing import Any
 from hvdtrain.cluster import addresses
 from hvdtrain.cluster.doctor.checks import Facts, Known
 from hvdtrain.cluster.doctor.network import Folder, Links
-from hvdtrain.cluster.doctor.sessions import Reply, Sessions
+from hvdtrain.cluster.doctor.sessions import Sessions
 from hvdtrain.cluster.hosts import Host, Slot, assign
 from hvdtrain.cluster.launch.job import working_directory
 from hvdtrain.cluster.ssh import Ssh, SshProblem
@@ -211,7 +211,7 @@ def _listen(talk: Sessions, found: Links, token: str) -> dict[str, int]:
 
 def _flows(
     talk: Sessions, pairs: Sequence[tuple[str, str]], peers: Mapping[str, Sequence[Any]], token: str
-) -> dict[tuple[str, str], Reply]:
+) -> dict[tuple[str, str], Facts]:
     requests = {
         start: {"do": "send", "peer": peers[end], "token": token, "seconds": FLOW_S, "timeout_s": REACH_LIMIT_S}
         for start, end in pairs

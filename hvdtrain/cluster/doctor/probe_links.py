@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-MARK = "HVDTRAIN-PROBE "  # before every reply: a shell's start-up files print before it
+MARK = "\x1e"  # before every reply, as in `protocol`: a shell's start-up files print before it
 LIFE_S = 120.0  # then this process ends itself, whatever became of the one that started it
 CHUNK_BYTES = 1 << 18
 ECHOES = 30

@@ -6,6 +6,7 @@ on ports that are open only meanwhile, on the addresses that ranks would use.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -19,7 +20,7 @@ from hvdtrain.cluster.doctor.checks import Known
 from hvdtrain.cluster.doctor.examine import Question
 from hvdtrain.cluster.doctor.findings import Finding
 from hvdtrain.cluster.doctor.network import Folder, Links
-from hvdtrain.cluster.doctor.sessions import Sessions, sessions
+from hvdtrain.cluster.doctor.sessions import Sessions
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.launch.job import working_directory
 from hvdtrain.cluster.ssh import Ssh
@@ -93,7 +94,7 @@ def examined(question: Question, *, fast: bool = False, with_live: bool = True) 
         with_live: whether to run a real all-reduce where nothing speaks against it.
     """
     started = time.monotonic()
-    with sessions() as talk:
+    with contextlib.closing(Sessions()) as talk:
         cluster = examine.facts(talk, question, fast=fast)
         found = Examined(question, cluster)
         found.spent["facts"] = time.monotonic() - started
@@ -159,10 +160,10 @@ def _noise(talk: Sessions) -> list[Finding]:
             "noisy-shell",
             "note",
             (host,),
-            f"its shell prints before a command does: {session.noise[0][:80]!r}",
+            f"its shell prints before a command does: {session.noise.strip().splitlines()[0][:80]!r}",
             "copying by scp and rsync fails, and logs start with it",
             "have ~/.bashrc print only in interactive shells: [[ $- == *i* ]] || return",
         )  # fmt: skip
         for host, session in talk.alive.items()
-        if any(session.noise)
+        if session.noise.strip()
     ]

@@ -3,23 +3,91 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import os
 import queue
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import hvdtrain
 from hvdtrain.cluster.addresses import source_towards
-from hvdtrain.cluster.connection import Connection
+from hvdtrain.cluster.channel import Channel
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.launch.failures import Tracebacks
 from hvdtrain.cluster.launch.job import Job
-from hvdtrain.cluster.protocol import BEAT_S, Message
-from hvdtrain.cluster.ssh import SshProblem, is_this_machine, problem_of
+from hvdtrain.cluster.protocol import BEAT_S, Message, encode
+from hvdtrain.cluster.ssh import SshProblem, is_this_machine, not_started
 from hvdtrain.core.errors import LauncherError
 from hvdtrain.core.version import __version__
+
+AGENT = "hvdtrain.cluster.launch.agent"
+_PACKAGES = Path(hvdtrain.__file__).resolve().parent.parent
+
+
+class Connection(Channel):
+    """A host's agent.
+
+    Attributes:
+        host: the host.
+        hello: the agent's first message, once it came.
+        why_left: why the agent ends the job there by itself, if it does.
+        ended: whether the agent said that nothing is left there.
+        closed: whether no more can come, or is waited for.
+        left: whether the connection has ended by itself.
+    """
+
+    def __init__(
+        self, host: Host, job: Job, on_message: Callable[[Connection, Message | None], None], *, local: bool
+    ) -> None:
+        """Start the agent; see `Channel`."""
+        self.host, self._job = host, job
+        self.hello: Message | None = None
+        self.why_left: str | None = None
+        self.ended = self.closed = self.left = False
+        # `-m` looks in the working directory first. Elsewhere that is the user's home, where a random.py may lie: -P.
+        # Here it makes the agent of this very hvdtrain run, also from a checkout that is not installed.
+        argv = [job.python, "-m", AGENT] if local else [job.python, "-P", "-m", AGENT]
+        super().__init__(
+            host.name, argv, job.ssh, lambda message: on_message(self, message), local=local, cwd=_PACKAGES
+        )
+
+    def send(self, kind: str, **fields: object) -> None:
+        """Send a message."""
+        self.write(encode(kind, **fields))
+
+    def note(self, message: Message | None) -> None:
+        """Take in what a message, or the end, says of the connection itself."""
+        if message is None:
+            self.closed = self.left = True
+        elif message["type"] == "hello":
+            self.hello = message
+        elif message["type"] == "leaving":
+            self.why_left = message["why"]
+        elif message["type"] == "ended":
+            self.ended = True
+
+    def close(self, wait_s: float) -> None:
+        """Let the agent go, which ends what it has; one that is known to be there is waited for."""
+        super().close(0.0 if self.closed or self.hello is None else wait_s)
+
+    def sweep(self, token: str) -> None:
+        """End what an agent that is gone without a word may have left on the host; it has the grace, if it lives."""
+        grace_s = self._job.timeouts.grace_s
+        words = [self._job.python, "-P", "-m", AGENT, "--sweep", token, f"{grace_s:g}"]
+        command = words if self.local else self._job.ssh.command(self.host.name, words)
+        folders = {"PYTHONPATH": os.pathsep.join([str(_PACKAGES), os.environ.get("PYTHONPATH", "")])}
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # the host cannot be reached: it is lost
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=grace_s + 5.0, check=False,
+                env=os.environ | folders if self.local else None, start_new_session=True,
+            )  # fmt: skip
+
 
 OnLine = Callable[[int, str, str], None]  # rank, "stdout" or "stderr", line
 Event = tuple[Connection | None, Message | None]  # None, None: nobody reads the output any more
@@ -62,10 +130,10 @@ class Agents:
         self._relay.start()
         for host, is_local in zip(hosts, local, strict=True):
             try:
-                self.connections.append(Connection(host, job.python, job.ssh, self._hear, local=is_local))
+                self.connections.append(Connection(host, job, self._hear, local=is_local))
             except OSError as error:
                 self.close()
-                raise _unreached([(host, problem_of(error, host.name, job.ssh))]) from error
+                raise _unreached([(host, not_started(error, host.name))]) from error
         limits = job.timeouts
         self.send("settings", lost_s=limits.lost_s, stopped_s=limits.stopped_s, grace_s=limits.grace_s)
 
@@ -141,7 +209,7 @@ class Agents:
         def let_go(its: Connection) -> None:
             its.close(wait_s)
             if token and its.left and not its.ended and its.hello is not None:
-                its.sweep(token, self._job.timeouts.grace_s)
+                its.sweep(token)
 
         work = [threading.Thread(target=let_go, args=(its,)) for its in self.connections]
         for thread in work:

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
-from hvdtrain.cluster.connection import Connection
 from hvdtrain.cluster.launch import environment
-from hvdtrain.cluster.launch.agents import Agents, OnLine
+from hvdtrain.cluster.launch.agents import Agents, Connection, OnLine
 from hvdtrain.cluster.launch.failures import (
     HOST_LOST,
     Failure,
