@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvdtrain.cluster.addresses import Chosen
 from hvdtrain.cluster.doctor import examine, findings, machine, software
 from hvdtrain.cluster.doctor import network as checks_network
-from hvdtrain.cluster.doctor.checks import Known, odd_ones
+from hvdtrain.cluster.doctor.checks import ClusterFacts, odd_ones
 from hvdtrain.cluster.doctor.findings import Finding
 from hvdtrain.cluster.doctor.network import Folder, Links
 from hvdtrain.core.errors import ConfigError
@@ -63,12 +63,12 @@ def host(number: int = 1, /, **changes: Any) -> dict[str, Any]:
     return facts
 
 
-def cluster(*hosts: dict[str, Any], ranks: int = 4) -> Known:
+def cluster(*hosts: dict[str, Any], ranks: int = 4) -> ClusterFacts:
     named = {f"host{number}": facts for number, facts in enumerate(hosts, 1)}
-    return Known(named, dict.fromkeys(named, ranks), "/opt/v/bin/python")
+    return ClusterFacts(named, dict.fromkeys(named, ranks), "/opt/v/bin/python")
 
 
-def everything(known: Known) -> list[Finding]:
+def everything(known: ClusterFacts) -> list[Finding]:
     modules = (checks_network.distinct, software.quick, machine.quick, machine.thorough)
     return [finding for check in modules for finding in check(known)]
 

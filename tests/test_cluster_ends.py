@@ -16,10 +16,10 @@ import pytest
 from harness import clean_environment, processes_of
 from test_cluster_launch import LAUNCH, TIMEOUT_S, TOY, launch, launched
 
-from hvdtrain.cluster.doctor import run as doctor
+from hvdtrain.cluster.doctor import examine
 from hvdtrain.cluster.hosts import parse_hosts
 from hvdtrain.cluster.launch.agents import Agents
-from hvdtrain.cluster.launch.job import Job
+from hvdtrain.cluster.launch.job import Job, Timeouts
 
 pytestmark = pytest.mark.ranks
 
@@ -184,9 +184,7 @@ def test_names_are_looked_up_at_the_same_time(monkeypatch, limit):
     names = [f"h{number}" for number in range(40)]
     monkeypatch.setattr("hvdtrain.cluster.launch.agents.is_this_machine", lambda name: time.sleep(0.25) or True)
     started = time.monotonic()
-    agents = Agents(
-        Job(["true"], parse_hosts(",".join(names)), 40, python="/bin/true"), parse_hosts(",".join(names)), None
-    )
+    agents = Agents(Job(["true"], parse_hosts(",".join(names)), 40, python="/bin/true"), None)
     seconds = time.monotonic() - started
     agents.close()
     assert seconds < 5, "one after the other it is 10 s"
@@ -198,6 +196,7 @@ def test_a_host_that_cannot_be_examined_is_an_error(tmp_path, limit):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nulimit -v 44000\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    (found,) = doctor.fast(parse_hosts("localhost:1"), python=str(python), timeout_s=30)
+    job = Job(["true"], parse_hosts("localhost:1"), 1, python=str(python), timeouts=Timeouts(start_s=30))
+    (found,) = examine.examined(job, fast=True).findings
     assert found.severity == "error" and found.hosts == ("localhost",), found
     limit("C2", "a host's start-up files have a ulimit that its probe fails under", refused=found.what)

@@ -67,6 +67,20 @@ def test_all_ranks_get_the_same_environment(hosts: Cluster, tmp_path: Path, limi
     limit("C1a", "LR=0.5 hvdtrain launch -H host1:1,host2:1", mended="0.5 on both ranks; what is left out is said")
 
 
+def test_every_address_of_an_interface_has_its_own_network(hosts: Cluster) -> None:
+    """Also the second one, and that of an alias (eth0:1), which is one of the interface itself."""
+    added = [["10.90.0.1/20"], ["10.91.0.1/16", "label", "lo:1"]]
+    program = "from hvdtrain.cluster.addresses import interfaces; print(*interfaces()['lo'])"
+    try:
+        for words in added:
+            hosts.run("host1", ["ip", "address", "add", *words, "dev", "lo"]).check()
+        done = hosts.run("host1", [sys.executable, "-c", program]).check()
+    finally:
+        for address, *_ in added:
+            hosts.run("host1", ["ip", "address", "delete", address, "dev", "lo"])
+    assert done.out.split() == ["127.0.0.1/8", "10.90.0.1/20", "10.91.0.1/16"]
+
+
 def test_gloo_listens_at_the_address_that_was_asked_for(hosts: Cluster, tmp_path: Path, limit) -> None:
     """The second address of an interface: a name would mean the first."""
     program = [sys.executable, "-c", MEET]

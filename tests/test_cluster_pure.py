@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import signal
@@ -20,8 +21,8 @@ from hvdtrain.cluster.doctor.sessions import Lost, Session
 from hvdtrain.cluster.hosts import Host, assign, parse_hosts, read_hostfile
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.launch.failures import RankEnd, Tracebacks, as_exit_code, described, first_failure, settled
-from hvdtrain.cluster.launch.job import Job, Plan, make_plan
-from hvdtrain.cluster.launch.lines import LONGEST_BYTES, LineSplitter
+from hvdtrain.cluster.launch.job import Job, make_plan
+from hvdtrain.cluster.launch.rank import LONGEST_BYTES, LineSplitter
 from hvdtrain.cluster.protocol import Decoder, encode
 from hvdtrain.cluster.ssh import Ssh, explain, is_this_machine, not_started
 from hvdtrain.commands import command_lines, launch
@@ -324,7 +325,7 @@ def test_a_plan_for_two_hosts():
     assert variables["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "4321", "another job's rendezvous is never ours"
     assert variables["MASTER_PORT"] == "77" and variables["NCCL_SOCKET_IFNAME"] == "mine", "the user's word wins"
     assert "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in plan.variables(plan.hosts[0], None, 1)
-    assert environment.of_rank(plan.slots[3])["HOROVOD_HOSTNAME"] == "h2"
+    assert environment.of_rank(job.slots[3])["HOROVOD_HOSTNAME"] == "h2"
 
 
 def test_an_address_that_is_not_its_interfaces_first_is_told(limit):
@@ -335,20 +336,20 @@ def test_an_address_that_is_not_its_interfaces_first_is_told(limit):
     (note,) = plan.notes
     assert "h1: 10.1.0.1 is not the first address of eth0 (10.0.0.1)" in note
     limit("C3b", "--network asks for another address than its interface's first", mended=note)
-    users = Plan(plan.slots, plan.chosen, plan.cores, {"HOROVOD_GLOO_IFACE": "mine"})
+    users = dataclasses.replace(plan, job=dataclasses.replace(job, env={"HOROVOD_GLOO_IFACE": "mine"}))
     assert "HOROVOD_GLOO_ADDRESS" not in users.variables(plan.hosts[0], 1, 2), "the user's word wins"
-    line = command_lines.horovodrun(job, plan, {})
+    line = command_lines.horovodrun(plan, {})
     assert "takes the first address" in line
 
 
 def test_the_lines_of_other_launchers(limit):
     variables = {"A": "there", "B": "b b", "HVDTRAIN_JOB": "1234", "MY_TOKEN": "hunter2"}
-    job, plan = two_hosts(ssh=Ssh(port=2222), env=variables)
-    line = command_lines.horovodrun(job, plan, {"A": "there"})
+    _, plan = two_hosts(ssh=Ssh(port=2222), env=variables)
+    line = command_lines.horovodrun(plan, {"A": "there"})
     assert line.startswith("env 'B=b b' horovodrun --gloo -np 4 -H h1:2,me@h2:2 --ssh-port 2222 python 'a b.py'")
     assert "eth0 on h1, ens5 on me@h2" in line and "hunter2" not in line and "with MY_TOKEN set where" in line
     limit("C1d", "the line 'like: horovodrun' for a job with -x and --env-file", mended=line)
-    line = command_lines.mpirun(job, plan, {"A": "there", "B": "other", "MY_TOKEN": "old"})
+    line = command_lines.mpirun(plan, {"A": "there", "B": "other", "MY_TOKEN": "old"})
     assert "--mca btl_tcp_if_include 10.0.0.0/24" in line and "-x A -x 'B=b b' -x MY_TOKEN python" in line
     assert "there" not in line.split("#")[0] and "HVDTRAIN_JOB" not in line, "set where it is typed; launch's own"
     assert "hunter2" not in line and line.endswith("   # with MY_TOKEN set where this is typed")

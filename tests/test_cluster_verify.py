@@ -11,12 +11,22 @@ import numpy as np
 import pytest
 
 from hvdtrain import __main__
-from hvdtrain.cluster.launch import launcher as starter
+from hvdtrain.cluster.launch import launcher
 from hvdtrain.cluster.launch.launcher import Failure, Outcome
 from hvdtrain.cluster.verify import toy
-from hvdtrain.cluster.verify.checks import Check, checks
 from hvdtrain.cluster.verify.rank import MARK
-from hvdtrain.cluster.verify.toy import BATCH, INPUTS, OUTPUTS, STEPS, Measured, one_process, own_start, samples
+from hvdtrain.cluster.verify.toy import (
+    BATCH,
+    INPUTS,
+    OUTPUTS,
+    STEPS,
+    Check,
+    Measured,
+    checks,
+    one_process,
+    own_start,
+    samples,
+)
 from hvdtrain.commands import verify
 from hvdtrain.core.errors import ConfigError
 from tests import cluster_hosts
@@ -191,15 +201,15 @@ FINDINGS = {
 }  # fmt: skip
 
 
-def ended(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> list[starter.Job]:
-    """Have the starter return `outcome`; returns the jobs it gets."""
-    jobs: list[starter.Job] = []
+def ended(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> list[launcher.Job]:
+    """Have the launcher return `outcome`; returns the jobs it gets."""
+    jobs: list[launcher.Job] = []
 
-    def run(job: starter.Job, **options: Any) -> Outcome:
+    def run(job: launcher.Job, **options: Any) -> Outcome:
         jobs.append(job)
         return outcome
 
-    monkeypatch.setattr(starter, "run", run)
+    monkeypatch.setattr(launcher, "run", run)
     for name in ("SLURM_JOB_ID", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     return jobs

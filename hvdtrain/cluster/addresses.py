@@ -6,25 +6,17 @@ a name on each host. So the address is found first, then the name that it has th
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import ipaddress
 import socket
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from typing import Any
 
+from hvdtrain.cluster.doctor import probe
 from hvdtrain.core.errors import ConfigError
 
 Interfaces = Mapping[str, Sequence[IPv4Interface]]
 _FIX = "name the network: --network 10.0.0.0/24 (or one address in it); hvdtrain doctor -H ... shows what each host has"
-
-# rtnetlink(7): linux/netlink.h, linux/rtnetlink.h, linux/if_addr.h, linux/if.h
-_HEADER, _ADDRESS, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("=HH")
-_RTM_GETADDR, _RTM_NEWADDR, _REQUEST_DUMP, _DONE, _ERROR = 22, 20, 0x301, 3, 2
-_IFA_ADDRESS, _IFA_LOCAL = 1, 2
-_SIOCGIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8913, 0x1, 0x40
 
 
 @dataclass(frozen=True)
@@ -36,15 +28,17 @@ class Chosen:
     network: str
 
 
-def interfaces() -> dict[str, list[IPv4Interface]]:
-    """Return this machine's interfaces that are up and have a carrier, each with its IPv4 addresses and networks."""
-    found: dict[str, list[IPv4Interface]] = {}
-    for index, address in _addresses():
-        with contextlib.suppress(OSError):  # it may be gone since
-            name = socket.if_indextoname(index)
-            if _is_up(name):
-                found.setdefault(name, []).append(address)
-    return found
+def interfaces(found: Iterable[Mapping[str, Any]] | None = None) -> dict[str, list[IPv4Interface]]:
+    """Return the interfaces that are up and have a carrier, each with its IPv4 addresses and networks.
+
+    Args:
+        found: what a probe told of its host (`probe.interfaces`); None: this machine.
+    """
+    usable: dict[str, list[IPv4Interface]] = {}
+    for its in probe.interfaces() if found is None else found:
+        if its["up"]:
+            usable.setdefault(its["name"], []).append(IPv4Interface(f"{its['address']}/{its['prefix']}"))
+    return usable
 
 
 def source_towards(address: str) -> str | None:
@@ -55,6 +49,18 @@ def source_towards(address: str) -> str | None:
         except OSError:
             return None
         return probe.getsockname()[0]
+
+
+def reached(hosts: Mapping[str, str | None], local: Collection[str]) -> dict[str, str]:
+    """Return the address at which each host was reached; for this machine, its own on the way to the others.
+
+    Args:
+        hosts: what each host says of the connection to it.
+        local: the name of this machine, if it is one of them.
+    """
+    found = {name: address for name, address in hosts.items() if address and name not in local}
+    own = source_towards(next(iter(found.values()))) if found else None
+    return found | (dict.fromkeys(local, own) if own else {})
 
 
 def choose(
@@ -159,40 +165,3 @@ def _listed(hosts: Mapping[str, Interfaces]) -> str:
         f"{name}: " + (", ".join(f"{own} {ip}" for own, its in all_.items() for ip in its) or "no interface is up")
         for name, all_ in hosts.items()
     )
-
-
-def _addresses() -> Iterator[tuple[int, IPv4Interface]]:
-    """Yield (interface's index, address) of all IPv4 addresses, second ones of an interface as well."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
-        length = _HEADER.size + _ADDRESS.size
-        kernel.send(_HEADER.pack(length, _RTM_GETADDR, _REQUEST_DUMP, 1, 0) + _ADDRESS.pack(socket.AF_INET, 0, 0, 0, 0))
-        while True:
-            data = kernel.recv(1 << 16)
-            while data:
-                length, kind, *_ = _HEADER.unpack_from(data)
-                if kind in (_DONE, _ERROR):
-                    return
-                if kind == _RTM_NEWADDR:
-                    yield from _address(data[_HEADER.size : length])
-                data = data[length + 3 & ~3 :]
-
-
-def _address(message: bytes) -> Iterator[tuple[int, IPv4Interface]]:
-    family, prefix, _, _, index = _ADDRESS.unpack_from(message)
-    if family != socket.AF_INET:
-        return
-    attributes, rest = {}, message[_ADDRESS.size :]
-    while len(rest) >= _ATTRIBUTE.size:
-        length, kind = _ATTRIBUTE.unpack_from(rest)
-        attributes[kind] = rest[_ATTRIBUTE.size : length]
-        rest = rest[max(length, _ATTRIBUTE.size) + 3 & ~3 :]
-    local = attributes.get(_IFA_LOCAL, attributes.get(_IFA_ADDRESS))  # of a tunnel, ADDRESS is the other end
-    if local is not None:
-        yield index, ipaddress.IPv4Interface((local, prefix))
-
-
-def _is_up(name: str) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack("16s24x", name.encode()[:15]))
-    flags = struct.unpack_from("=H", answer, 16)[0]
-    return bool(flags & _IFF_UP and flags & _IFF_RUNNING)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.launch.job import Job, Plan
 from hvdtrain.core import restart
 
 
-def horovodrun(job: Job, plan: Plan, environ: Mapping[str, str]) -> str:
+def horovodrun(plan: Plan, environ: Mapping[str, str]) -> str:
     """Return the horovodrun command that starts the same ranks; where it cannot, that is said after it.
 
     Args:
-        job, plan: what it stands for.
+        plan: what it stands for.
         environ: the environment it would be typed in, which horovodrun passes on. What it lacks is set in the line, but
             for secrets.
     """
-    words = ["horovodrun", "--gloo", "-np", str(job.np), "-H", _hosts(plan)]
+    job = plan.job
+    words = ["horovodrun", "--gloo", "-np", str(job.np), "-H", _hosts(job)]
     words += ["--ssh-port", str(job.ssh.port)] if job.ssh.port is not None else []
     words += ["--ssh-identity-file", job.ssh.identity] if job.ssh.identity is not None else []
-    more = {name: value for name, value in sorted(plan.env.items()) if environ.get(name) != value}
+    more = {name: value for name, value in sorted(job.env.items()) if environ.get(name) != value}
     secret = [name for name, value in more.items() if environment.is_secret(name, value)]
     hidden = {*secret, restart.JOB, restart.RESTART}
     settings = [f"{name}={value}" for name, value in more.items() if name not in hidden]
@@ -35,29 +36,31 @@ def horovodrun(job: Job, plan: Plan, environ: Mapping[str, str]) -> str:
         notes.append(f"horovodrun itself needs one interface name, here: {differing}")
     if plan.notes:
         notes.append("horovodrun itself takes the first address of an interface, which is another one here")
-    if "CUDA_VISIBLE_DEVICES" in plan.env and len(plan.hosts) > 1:
+    if "CUDA_VISIBLE_DEVICES" in job.env and len(plan.hosts) > 1:
         notes.append("horovodrun itself passes CUDA_VISIBLE_DEVICES to no other host")
     line = shlex.join([*words, *job.argv])
     return f"{line}   # {'; '.join(notes)}" if notes else line
 
 
-def mpirun(job: Job, plan: Plan, environ: Mapping[str, str]) -> str:
+def mpirun(plan: Plan, environ: Mapping[str, str]) -> str:
     """Return the mpirun command (Open MPI) that starts the same ranks, through the same network.
 
     Args:
-        job, plan: what it stands for.
+        plan: what it stands for.
         environ: the environment it would be typed in, whose variables need no value in the line. Nor has a variable
             whose name is a secret's, which is to be set there: that is said after the line. What names a job of
             hvdtrain's launcher is left out.
     """
-    words = ["mpirun", "-np", str(job.np), "-H", _hosts(plan), "--bind-to", "none", "--map-by", "slot"]
+    job = plan.job
+    words = ["mpirun", "-np", str(job.np), "-H", _hosts(job), "--bind-to", "none", "--map-by", "slot"]
     networks = dict.fromkeys(plan.chosen[host.name].network for host in plan.hosts)
     for parameter in ("btl_tcp_if_include", "oob_tcp_if_include"):
         words += ["--mca", parameter, ",".join(networks)]
-    ssh = _ssh_words(job)
+    ssh = ["-p", str(job.ssh.port)] if job.ssh.port is not None else []
+    ssh += ["-i", job.ssh.identity] if job.ssh.identity is not None else []
     words += ["--mca", "plm_rsh_args", shlex.join(ssh)] if ssh else []
     to_set = []
-    for name, value in sorted(plan.env.items()):
+    for name, value in sorted(job.env.items()):
         if environ.get(name) == value:
             words += ["-x", name]
         elif environment.is_secret(name, value):
@@ -69,10 +72,5 @@ def mpirun(job: Job, plan: Plan, environ: Mapping[str, str]) -> str:
     return f"{line}   # with {', '.join(to_set)} set where this is typed" if to_set else line
 
 
-def _ssh_words(job: Job) -> Sequence[str]:
-    words = ["-p", str(job.ssh.port)] if job.ssh.port is not None else []
-    return words + (["-i", job.ssh.identity] if job.ssh.identity is not None else [])
-
-
-def _hosts(plan: Plan) -> str:
-    return ",".join(f"{host.name}:{len(plan.of_host(host))}" for host in plan.hosts)
+def _hosts(job: Job) -> str:
+    return ",".join(f"{host.name}:{count}" for host, count in job.ranks.items())

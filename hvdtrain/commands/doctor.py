@@ -10,16 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.cluster.doctor import findings, probe
-from hvdtrain.cluster.doctor.examine import Question
-from hvdtrain.cluster.doctor.run import TIMEOUT_S, examined, python_paths, ssh_for
-from hvdtrain.cluster.hosts import Host, asked_for
-from hvdtrain.commands import report
-from hvdtrain.core import flags
+from hvdtrain.cluster.doctor.checks import GIB, Facts, bytes_text, known
+from hvdtrain.cluster.doctor.examine import Report, examined
+from hvdtrain.cluster.doctor.network import Links
+from hvdtrain.cluster.launch.job import Timeouts
+from hvdtrain.cluster.ssh import Ssh
+from hvdtrain.commands import host_flags
+from hvdtrain.core import flags, stats
 
+_GIGABIT = 1e9 / 8
 EPILOG = """\
 examples:
   hvdtrain doctor                                  this machine
@@ -36,35 +40,135 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     # fmt: off
-    add("-H", "--hosts", metavar="LIST", help="host1:4,host2:4: names and slots (default: those of the Slurm job"
-        " this runs in, else this machine)")
-    add("--hostfile", type=Path, metavar="FILE", help="lines like: host1 slots=4")
-    add("-np", "--np", type=flags.whole(1), metavar="N", help="ranks of the job (default: one a slot)")
+    host_flags.add(parser, "hosts", "hostfile", "np")
     add("--run-dir", type=Path, metavar="DIR", help="that runs are written to, and that hosts share (default: runs,"
         " which they need not)")
-    add("--network", metavar="NET", help="that ranks shall use: 10.0.0.0/24, or an address in it (default: chosen)")
+    host_flags.add(parser, "network")
     add("--fast", action="store_true", help="only what hvdtrain launch checks before it starts a job")
     add("--no-live", action="store_true", help="no all-reduce, which imports a framework on every host")
-    add("--timeout", type=flags.positive, default=TIMEOUT_S, metavar="S",
+    add("--timeout", type=flags.positive, default=6.0, metavar="S",
         help="that a host may take to answer (default: %(default)g)")
-    add("--python", default=sys.executable, metavar="PATH", help="the interpreter on the hosts (default: this one)")
-    add("--ssh-port", type=flags.whole(1), metavar="N", help="of the hosts' sshd (default: as ssh is configured)")
-    add("--identity", metavar="FILE", help="a private key (default: as ssh is configured)")
+    host_flags.add(parser, "python", "ssh_port", "identity")
     add("--json", action="store_true", help="print everything as JSON")
     # fmt: on
 
 
 def run(args: argparse.Namespace) -> int:
     """Examines and prints; returns the exit code."""
-    found = examined(_question(args), fast=args.fast, with_live=not args.no_live)
-    print(json.dumps(found.as_json(), indent=1) if args.json else report.text(found))
+    job = host_flags.job_of(
+        args, os.environ, here=lambda: max(1, probe.gpu_count()), timeouts=Timeouts(start_s=args.timeout),
+        # ssh gives up before we do, so that it is ssh that says why
+        ssh=Ssh(args.ssh_port, args.identity, connect_timeout_s=max(1.0, args.timeout / 2)),
+    )  # fmt: skip
+    found = examined(job, args.run_dir, fast=args.fast, with_live=not args.no_live)
+    print(json.dumps(found.as_json(), indent=1) if args.json else text(found))
     return findings.exit_code(found.findings)
 
 
-def _question(args: argparse.Namespace) -> Question:
-    hosts = asked_for(args.hosts, args.hostfile, os.environ)
-    hosts = hosts or [Host("localhost", args.np or max(1, probe.gpu_count()))]
-    return Question(
-        hosts=hosts, np=args.np, python=args.python, network=args.network, run_dir=args.run_dir,
-        timeout_s=args.timeout, ssh=ssh_for(args.ssh_port, args.identity, args.timeout), paths=python_paths(),
-    )  # fmt: skip
+# ---- the report for people: the hosts as a table, what was measured, then what was found
+
+
+def text(found: Report) -> str:
+    """Return the report as people read it."""
+    parts = [_hosts(found)] if found.cluster.facts else []
+    measured = [*_network(found.links)] if found.links is not None else []
+    if found.live is not None and found.live.seconds is not None:
+        measured.append(f"live all-reduce: {found.live.in_words()}")
+    if measured:
+        parts.append("\n".join(measured))
+    if found.findings:
+        parts.append(findings.text(found.findings))
+    parts.append(_verdict(found))
+    return "\n\n".join(parts)
+
+
+def _hosts(found: Report) -> str:
+    """The hosts, one a column each; where there are many, only what is the same would repeat."""
+    rows = [["", *found.cluster.facts]]
+    columns = [_column(found, host) for host in found.cluster.facts]
+    rows += [[name, *(column.get(name, "") for column in columns)] for name in columns[0]]
+    rows = [row for row in rows if any(row[1:])]
+    if len(columns) <= 6:
+        return stats.table(rows)
+    # many hosts: a line each
+    return stats.table([list(line) for line in zip(*rows, strict=True)])
+
+
+def _column(found: Report, host: str) -> dict[str, str]:
+    facts = found.cluster.facts[host]
+    packages: Facts = known(facts, "packages") or {}
+    several = found.links is not None and len(found.links.chosen) > 1
+    chosen = found.links.chosen.get(host) if found.links is not None and several else None
+    memory, shared = known(facts, "memory") or {}, known(facts, "shared_memory")
+    tools = known(facts, "tools") or {}
+    return {
+        "ranks": str(found.cluster.ranks[host]),
+        "address": f"{chosen.address} {chosen.interface}" if chosen else "",
+        "Python": (known(facts, "python") or {}).get("version", "?"),
+        "torch": packages.get("torch", "-"),
+        "tensorflow": packages.get("tensorflow", packages.get("tensorflow-cpu", "-")),
+        "Keras": packages.get("keras", "-"),
+        "Horovod": packages.get("horovod", "-"),
+        "  for torch": _built(facts, "torch"),
+        "  for tensorflow": _built(facts, "tensorflow"),
+        "MPI": ((known(facts, "mpi") or {}).get("version") or ["-"])[0].rpartition(" ")[2],
+        "GPUs": _gpus(facts),
+        "NCCL": next((packages[name] for name in packages if name.startswith("nvidia-nccl")), "-"),
+        "cores": _cores(facts),
+        "memory free": f"{memory['MemAvailable'] / GIB:.0f} GiB" if "MemAvailable" in memory else "",
+        "/dev/shm free": bytes_text(shared["free_bytes"]) if shared else "",
+        **{name: tools.get(name) or "" for name in ("c++", "cmake", "nvcc")},
+    }  # fmt: skip
+
+
+def _built(facts: Facts, framework: str) -> str:
+    extension: Any = ((known(facts, "horovod") or {}).get("extensions") or {}).get(framework)
+    if extension is None:
+        return "-"
+    names = {"nccl": "NCCL", "mpi": "MPI", "gloo": "Gloo"}
+    return " ".join(name for key, name in names.items() if extension[key])
+
+
+def _gpus(facts: Facts) -> str:
+    gpus = known(facts, "gpus")
+    if not gpus or not gpus["devices"]:
+        return str(known(facts, "gpu_count") or "-")
+    kinds = Counter(device["name"].removeprefix("NVIDIA ") for device in gpus["devices"])
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) + f" (driver {gpus['driver']})"
+
+
+def _cores(facts: Facts) -> str:
+    cores = known(facts, "cores")
+    if cores is None:
+        return "?"
+    return f"{cores['quota']:g} of {cores['usable']}" if cores["quota"] else str(cores["usable"])
+
+
+def _network(links: Links) -> list[str]:
+    lines = []
+    answers = [reply["seconds"] for replies in links.reach.values() for reply in replies.values() if "seconds" in reply]
+    pairs = sum(len(replies) for replies in links.reach.values())
+    if answers:
+        lines.append(
+            f"network: {len(answers)} of {pairs} ways between hosts open; a byte there and back in"
+            f" {min(answers) * 1e3:.2f} to {max(answers) * 1e3:.2f} ms"
+        )
+    if rates := sorted(links.rates().values()):
+        lines.append(
+            f"network: {rates[0] / _GIGABIT:.2f} to {rates[-1] / _GIGABIT:.2f} Gbit/s, one TCP stream from a host to"
+            " the next"
+        )
+    if links.clocks:
+        ahead = [ahead for ahead, _ in links.clocks.values()]
+        least = max(error for _, error in links.clocks.values())
+        lines.append(f"clocks: {min(ahead):+.3f} to {max(ahead):+.3f} s from this machine's (known to {least:.3f} s)")
+    return lines
+
+
+def _verdict(found: Report) -> str:
+    hosts, ranks = len(found.job.ranks), found.job.np
+    what = f"{hosts} host(s), {ranks} rank(s), examined in {found.seconds:.1f} s"
+    if not found.findings:
+        return f"nothing to say: {what}"
+    counts = Counter(finding.severity for finding in found.findings)
+    return ", ".join(f"{counts[name]} {name}(s)" for name in findings.EXIT_CODES if counts[name]) + f": {what}"

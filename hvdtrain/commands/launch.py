@@ -7,23 +7,21 @@ through it the ranks. The first rank that fails ends all, and its last words are
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shlex
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.hosts import Host, asked_for
 from hvdtrain.cluster.launch import environment, launcher
 from hvdtrain.cluster.launch.launcher import Failure, Job, Outcome, Plan, Timeouts
 from hvdtrain.cluster.launch.output import Display, Logs, failure_block, say
 from hvdtrain.cluster.protocol import BEAT_S
-from hvdtrain.cluster.ssh import Ssh
-from hvdtrain.commands import command_lines
+from hvdtrain.commands import command_lines, host_flags
 from hvdtrain.core import flags, restart
 from hvdtrain.core.errors import EXIT_CODE, OUT_OF_STEP_CODE, ConfigError, LauncherError
 
@@ -45,17 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = __doc__, EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "hvdtrain launch [flags] -- COMMAND ..."
-    count, limits = flags.whole(1), Timeouts()
+    limits = Timeouts()
     add = parser.add_argument
     # fmt: off
-    add("-np", "--np", type=count, metavar="N", help="ranks (default: one a slot)")
-    add("-H", "--hosts", metavar="LIST", help="host1:4,host2:4: names and slots (default: those of the Slurm job this"
-        " runs in, else this machine)")
-    add("--hostfile", type=Path, metavar="FILE", help="lines like: host1 slots=4")
+    host_flags.add(parser, "np", "hosts", "hostfile")
     add("-x", dest="variables", action="append", default=[], metavar="NAME[=VALUE]", help="pass this variable to the"
         " ranks, too; all get the same: this environment without what looks secret or belongs to this host")
     add("--env-file", type=Path, metavar="FILE", help="pass the variables in it, too: NAME=VALUE, a line each")
-    add("--network", metavar="NET", help="to talk through: 10.0.0.0/24, or an address in it (default: chosen)")
+    host_flags.add(parser, "network")
     add("--quiet", action="store_true", help="show rank 0's output only, unmarked")
     add("--log-dir", type=Path, metavar="DIR", help="a log a rank goes there (default: the next runs/launch-N)")
     add("--max-restarts", type=flags.whole(0), default=0, metavar="N",
@@ -70,10 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a rank that is stopped (SIGSTOP) for so long ends the job (default: %(default)g)")
     add("--start-timeout", type=flags.positive, default=limits.start_s, metavar="S",
         help="that hosts have to answer, to the checks and to the launcher (default: %(default)g)")
-    add("--python", default=sys.executable, metavar="PATH",
-        help="the interpreter with hvdtrain on the hosts (default: this one)")
-    add("--ssh-port", type=count, metavar="N", help="of the hosts' sshd (default: as ssh is configured)")
-    add("--identity", metavar="FILE", help="a private key (default: as ssh is configured)")
+    host_flags.add(parser, "python", "ssh_port", "identity")
     add("--no-checks", action="store_true", help="start without looking at the hosts first")
     add("--dry-run", action="store_true", help="print what would run where, with what, and end")
     add("argv", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="what every rank runs")
@@ -92,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the job, again if it fails and may; returns the exit code."""
     job = job_of(args, os.environ)
     if args.dry_run:
-        print(_dry_run(job, launcher.look(job)))
+        print(_dry_run(launcher.look(job)))
         return 0
     if not args.no_checks:
         _check(job)
@@ -139,21 +131,17 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not argv:
         raise ConfigError("hvdtrain launch runs a command", "none", "hvdtrain launch -np 4 -- python train.py")
-    hosts = asked_for(args.hosts, args.hostfile, environ) or [Host("localhost", args.np or 1)]
     ours = {restart.JOB: restart.job_of(environ) or uuid.uuid4().hex[:12]}
-    return Job(
-        argv=argv, hosts=hosts, np=args.np or sum(host.slots for host in hosts),
-        env=environment.passed(environ, args.variables, args.env_file) | ours, python=args.python,
-        ssh=Ssh(args.ssh_port, args.identity), network=args.network,
-        timeouts=Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace),
-    )  # fmt: skip
+    env = environment.passed(environ, args.variables, args.env_file) | ours
+    timeouts = Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace)
+    return host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts)
 
 
 def _numbered(job: Job, attempt: int) -> Job:
     """The job with the number of its restart, by which programs know to go on with the run they had begun."""
     before = restart.restarts(os.environ)
     number = {restart.RESTART: str(before + attempt)} if before + attempt else {}
-    return Job(**{**vars(job), "env": {**job.env, **number}})
+    return dataclasses.replace(job, env={**job.env, **number})
 
 
 def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> Outcome:
@@ -162,10 +150,10 @@ def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> O
     times: list[int] = []
 
     def begin(plan: Plan) -> None:
-        display.append(Display(plan.slots, logs, quiet=args.quiet))
+        display.append(Display(job.slots, logs, quiet=args.quiet))
         for rank in range(job.np if attempt else 0):
             logs.write(rank, f"--- restart {attempt}")
-        lines = [f"like: {command_lines.horovodrun(job, plan, os.environ)}", *_said_of(plan)]
+        lines = [f"like: {command_lines.horovodrun(plan, os.environ)}", *_said_of(plan)]
         for line in [*lines, f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
             say(line, within_s=1.0)  # agents are there already, and wait for signs of life
 
@@ -186,7 +174,7 @@ def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> O
 def _said_of(plan: Plan) -> Iterator[str]:
     """What a user may not expect of what ranks get."""
     yield from plan.notes
-    if len(plan.hosts) > 1 and (names := environment.withheld(os.environ, plan.env)):
+    if len(plan.hosts) > 1 and (names := environment.withheld(os.environ, plan.job.env)):
         yield f"not passed to the ranks, because they look secret (-x NAME passes one): {', '.join(names)}"
     for hosts in dict.fromkeys(map(tuple, plan.differing.values())):
         theirs = ", ".join(name for name, its in plan.differing.items() if tuple(its) == hosts)
@@ -217,14 +205,9 @@ def _check(job: Job) -> None:
     Raises:
         LauncherError: what would keep the job from starting, or make it wrong.
     """
-    from hvdtrain.cluster.doctor import findings
-    from hvdtrain.cluster.doctor import run as doctor
+    from hvdtrain.cluster.doctor import examine, findings
 
-    launcher.used_hosts(job)  # more ranks than slots are refused before anything is asked
-    limit_s = job.timeouts.start_s
-    found = findings.worst_first(
-        doctor.fast(job.hosts, np=job.np, ssh=job.ssh, python=job.python, cwd=job.cwd, timeout_s=limit_s)
-    )
+    found = examine.examined(job, fast=True).findings
     errors = [finding for finding in found if finding.severity == "error"]
     warnings = [finding for finding in found if finding.severity == "warning"]
     if warnings:
@@ -260,10 +243,11 @@ def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, *, 
 # ---- what would run
 
 
-def _dry_run(job: Job, plan: Plan) -> str:
+def _dry_run(plan: Plan) -> str:
+    job = plan.job
     lines = [
-        "horovodrun:", f"  {command_lines.horovodrun(job, plan, os.environ)}",
-        "mpirun:", f"  {command_lines.mpirun(job, plan, os.environ)}",
+        "horovodrun:", f"  {command_lines.horovodrun(plan, os.environ)}",
+        "mpirun:", f"  {command_lines.mpirun(plan, os.environ)}",
         "", f"command, in {job.cwd} on every host:", f"  {shlex.join(job.argv)}",
     ]  # fmt: skip
     for host in plan.hosts:
@@ -271,12 +255,12 @@ def _dry_run(job: Job, plan: Plan) -> str:
         lines += ["", f"{host.name}: rank(s) {ranks} through {chosen.interface} {chosen.address},"
                   f" {plan.cores[host.name]:g} cores"]  # fmt: skip
         lines += [f"  {name}={value}" for name, value in sorted(environment.of_host(chosen).items())]
-        unless = sorted(set(plan.defaults(host).items()) - {(name, value) for name, value in plan.env.items()})
-        lines += [f"  {name}={value}   (unless set there)" for name, value in unless if name not in plan.env]
+        unless = sorted(set(plan.defaults(host).items()) - {(name, value) for name, value in job.env.items()})
+        lines += [f"  {name}={value}   (unless set there)" for name, value in unless if name not in job.env]
     lines += ["", "every rank, besides its HOROVOD_RANK, _SIZE, _LOCAL_RANK, ...:"]
-    job_wide = environment.of_job(plan.chosen[plan.slots[0].host.name], 0, 0)
+    job_wide = environment.of_job(plan.first, 0, 0)
     shown = {name: "(free port)" if name.endswith("_PORT") else value for name, value in job_wide.items()} | {
-        name: "(not shown)" if environment.is_secret(name, value) else value for name, value in plan.env.items()
+        name: "(not shown)" if environment.is_secret(name, value) else value for name, value in job.env.items()
     }
     lines += [f"  {name}={value}" for name, value in sorted(shown.items())]
     return "\n".join([*lines, "", *_said_of(plan)]).rstrip()

@@ -16,6 +16,7 @@ exit code: 0 all holds, 1 something does not, 2 it could not be tried
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -24,15 +25,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster.doctor.probe import gpu_count
-from hvdtrain.cluster.hosts import Host, asked_for
-from hvdtrain.cluster.launch import environment
-from hvdtrain.cluster.launch import launcher as starter
-from hvdtrain.cluster.ssh import Ssh
-from hvdtrain.cluster.verify.rank import FAILED, MARK, TOO_LATE
+from hvdtrain.cluster.launch import environment, launcher
+from hvdtrain.cluster.launch.failures import TOO_LATE
+from hvdtrain.cluster.verify.rank import FAILED, MARK
+from hvdtrain.commands import host_flags
 from hvdtrain.core import flags, startup
 from hvdtrain.core.errors import ConfigError, build_horovod_command, install_command
 from hvdtrain.core.launchers import Detected, detect
@@ -52,20 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     # fmt: off
-    add("-np", "--np", type=flags.whole(1), metavar="N", help="ranks (default: one a slot; on this machine one a GPU,"
-        " and 2 where there are fewer than 2)")
-    add("-H", "--hosts", metavar="LIST", help="host1:4,host2:4: names and slots (default: those of the Slurm job this"
-        " runs in, else this machine)")
-    add("--hostfile", type=Path, metavar="FILE", help="lines like: host1 slots=4")
+    host_flags.add(parser, np="ranks (default: one a slot; on this machine one a GPU, and 2 where there are fewer"
+        " than 2)")
+    host_flags.add(parser, "hosts", "hostfile")
     add("--framework", action="append", choices=FRAMEWORKS, help="only this one (default: all that are installed here)")
     add("--limit", type=flags.positive, default=LIMIT_S, metavar="S",
         help="for one framework (default: %(default)g); cold file systems make imports slow")
     add("--device", choices=["auto", "cpu"], default="auto", help="cpu: leave GPUs alone (default: auto; ranks that"
         " share a GPU are refused)")
-    add("--network", metavar="NET", help="to talk through: 10.0.0.0/24, or an address in it (default: chosen)")
-    add("--python", default=sys.executable, metavar="PATH", help="on the hosts (default: this one)")
-    add("--ssh-port", type=flags.whole(1), metavar="N", help="of the hosts' sshd (default: as ssh is configured)")
-    add("--identity", metavar="FILE", help="a private key (default: as ssh is configured)")
+    host_flags.add(parser, "network", "python", "ssh_port", "identity")
     add("--json", action="store_true", help="print the findings as JSON")
     # fmt: on
 
@@ -108,12 +102,12 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.ok else FAILED
 
 
-def _left_out(chosen: Sequence[str], launcher: str) -> dict[str, str]:
+def _left_out(chosen: Sequence[str], started_by: str) -> dict[str, str]:
     """Which of several frameworks this launcher cannot try, and why; pure. One that is asked for alone is tried."""
-    if launcher in _NO_HOROVOD and len(chosen) > 1:
-        return {"keras": f"Keras trains on Horovod, whose ranks {launcher} does not start"}
-    if launcher in _ONE_A_LAUNCH:
-        return {name: f"one framework a launch under {launcher}: add --framework {name}" for name in chosen[1:]}
+    if started_by in _NO_HOROVOD and len(chosen) > 1:
+        return {"keras": f"Keras trains on Horovod, whose ranks {started_by} does not start"}
+    if started_by in _ONE_A_LAUNCH:
+        return {name: f"one framework a launch under {started_by}: add --framework {name}" for name in chosen[1:]}
     return {}
 
 
@@ -140,35 +134,28 @@ def _chosen(wanted: Sequence[str] | None) -> list[str]:
 
 def _own_ranks(framework: str, args: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks on the hosts; returns what rank 0 found, or why there is nothing."""
-    hosts = _hosts(args)
-    np = args.np or sum(host.slots for host in hosts)
+    job = host_flags.job_of(args, os.environ, here=lambda: _ranks_here(args))
     no_gpus = {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
-    job = starter.Job(
-        argv=[args.python, "-m", _RANK, framework, f"{args.limit:g}", str(np)], hosts=hosts, np=np,
-        env=environment.passed(os.environ) | no_gpus, python=args.python, ssh=Ssh(args.ssh_port, args.identity),
-        network=args.network,
-    )  # fmt: skip
+    argv = [args.python, "-m", _RANK, framework, f"{args.limit:g}", str(job.np)]
+    job = dataclasses.replace(job, argv=argv, env=environment.passed(os.environ) | no_gpus)
     started = time.perf_counter()
-    outcome = starter.run(job, keep_output=True)
+    outcome = launcher.run(job, keep_output=True)
     if outcome.interrupted is not None:
         raise KeyboardInterrupt
-    found = _result(outcome.outputs.get(0, ""))
+    found = launcher.result_in(outcome.outputs.get(0, ""), MARK)
     if outcome.failed is not None and (found is None or found["ok"]):
-        failed = outcome.failed
-        who = f"rank {failed.rank} on {failed.host}" if failed.rank is not None else failed.host
-        why = f"not done in {args.limit:g} s" if failed.code == TOO_LATE else failed.why
-        return _nothing(time.perf_counter() - started, f"{who}: {why}", list(failed.lines[-_LINES:]))
+        why, lines = outcome.failed.told(args.limit), list(outcome.failed.lines[-_LINES:])
+        return _nothing(time.perf_counter() - started, why, lines)
     return _complete(found, time.perf_counter() - started)
 
 
-def _hosts(args: argparse.Namespace) -> list[Host]:
-    if hosts := asked_for(args.hosts, args.hostfile, os.environ):
-        return hosts
+def _ranks_here(args: argparse.Namespace) -> int:
+    """How many ranks this machine gets that nobody named: one a GPU. Two cannot share one: they get the processor."""
     gpus = 0 if args.device == "cpu" else gpu_count()
-    if args.np is None and gpus == 1:
+    if gpus == 1:
         args.device = "cpu"
         print("hvdtrain verify: 1 GPU here, so 2 ranks on the CPU (one rank on the GPU: -np 1)", file=sys.stderr)
-    return [Host("localhost", args.np or max(2, gpus))]
+    return max(2, gpus)
 
 
 # ---- as one of the ranks of a launcher
@@ -194,12 +181,7 @@ def _as_rank(framework: str, args: argparse.Namespace, detected: Detected) -> di
         return _nothing(seconds, f"rank {detected.rank}: {why}", out.splitlines()[-_LINES:])
     if detected.rank != 0:
         return {"ok": child.returncode == 0, "seconds": round(seconds, 3), "checks": []}
-    return _complete(_result(out), seconds)
-
-
-def _result(out: str) -> dict[str, Any] | None:
-    lines = [line for line in out.splitlines() if line.startswith(MARK)]
-    return json.loads(lines[-1].removeprefix(MARK)) if lines else None
+    return _complete(launcher.result_in(out, MARK), seconds)
 
 
 def _complete(found: dict[str, Any] | None, seconds: float) -> dict[str, Any]:

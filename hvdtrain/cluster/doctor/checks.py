@@ -14,7 +14,7 @@ FULL_BYTES = 64 * MIB  # a disk with less room than that is full: a checkpoint d
 
 
 @dataclass(frozen=True)
-class Known:
+class ClusterFacts:
     """What is known of a cluster.
 
     Attributes:

@@ -1,24 +1,30 @@
-"""Asking all hosts at once: what they are, what the network between them does, whether they share a folder."""
+"""Asks every host at once, over ssh, without installing anything there, and gathers what there is to say.
+
+A probe goes through the session and ends with it. What is measured between hosts is measured by the hosts themselves,
+on ports that are open only meanwhile, on the addresses that ranks would use.
+"""
 
 from __future__ import annotations
 
-import ipaddress
+import contextlib
 import os
 import secrets
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster import addresses
-from hvdtrain.cluster.doctor.checks import Facts, Known
+from hvdtrain.cluster.doctor import findings, live, machine, network, software
+from hvdtrain.cluster.doctor.checks import ClusterFacts, Facts
+from hvdtrain.cluster.doctor.findings import Finding
 from hvdtrain.cluster.doctor.network import Folder, Links
 from hvdtrain.cluster.doctor.sessions import Sessions
-from hvdtrain.cluster.hosts import Host, Slot, assign
-from hvdtrain.cluster.launch.job import working_directory
-from hvdtrain.cluster.ssh import Ssh, SshProblem
+from hvdtrain.cluster.launch.job import Job
+from hvdtrain.cluster.ssh import SshProblem
+from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
 
 FLOW_S = 0.2
@@ -28,71 +34,108 @@ FACT_LIMIT_S = 3.0
 _CLOCK_READINGS = 3
 
 
-@dataclass(frozen=True)
-class Question:
-    """What is to be examined.
+@dataclass
+class Report:
+    """All that was found.
 
     Attributes:
-        hosts: in the user's order; the first one's ranks come first.
-        np: how many ranks; None: one for every slot.
-        python: the interpreter on other hosts.
-        ssh: how they are reached.
-        network: that the ranks shall use; None: chosen.
-        run_dir: that runs are written to; None: "runs", as programs take it.
-        timeout_s: that a host may take to answer.
-        cwd: the folder that ranks start in.
-        paths: put in front of every host's `sys.path`, as PYTHONPATH is for ranks.
+        job: that the hosts are to run.
+        cluster: what the hosts that answered said.
+        links, folder, live: what was measured; None: not asked, or not possible.
+        findings: the worst first.
+        seconds: that it took.
     """
 
-    hosts: Sequence[Host]
-    np: int | None = None
-    python: str = ""
-    ssh: Ssh = field(default_factory=Ssh)
-    network: str | None = None
-    run_dir: Path | None = None
-    timeout_s: float = 6.0
-    cwd: str = field(default_factory=working_directory)
-    paths: Sequence[str] = ()
+    job: Job
+    cluster: ClusterFacts
+    links: Links | None = None
+    folder: Folder | None = None
+    live: live.Live | None = None
+    findings: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def run_folder(self) -> str:
-        """The run directory's whole path, as it is on every host."""
-        return os.path.join(self.cwd, self.run_dir or "runs")
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        links = self.links
+        return {
+            "format": 1, "command": "doctor", "on": socket.gethostname(), "machine": stats.machine(),
+            "hosts": {host: dict(facts) for host, facts in self.cluster.facts.items()},
+            "ranks": {host.name: count for host, count in self.job.ranks.items()},
+            "network": links and {
+                "chosen": {host: vars(chosen) for host, chosen in links.chosen.items()},
+                "reach": links.reach,
+                "flows": [{"from": one, "to": other, **flow} for (one, other), flow in links.flows.items()],
+                "clocks": {host: {"ahead_s": at, "plus_minus_s": by} for host, (at, by) in links.clocks.items()},
+            },
+            "run_dir": self.folder and vars(self.folder),
+            "live": self.live and vars(self.live),
+            "findings": findings.as_json(self.findings),
+            "exit_code": findings.exit_code(self.findings),
+            "seconds": round(self.seconds, 3),
+            "seconds_by_part": {part: round(seconds, 3) for part, seconds in self.spent.items()},
+        }  # fmt: skip
 
-    @property
-    def slots(self) -> list[Slot]:
-        """Every rank's place."""
-        return assign(self.hosts, self.np or sum(host.slots for host in self.hosts))
 
-    @property
-    def taking_part(self) -> dict[str, int]:
-        """The hosts that have ranks, and how many."""
-        return {slot.host.name: slot.local_size for slot in self.slots}
+def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_live: bool = True) -> Report:
+    """Return all that can be found out about the hosts.
+
+    Args:
+        job: what the hosts are to run; of its timeouts only that counts which says how long they may take to answer.
+        run_dir: that runs are written to; None: "runs", as programs take it.
+        fast: only what must hold before a job starts.
+        with_live: whether to run a real all-reduce where nothing speaks against it.
+
+    Raises:
+        ConfigError: fewer slots than ranks.
+    """
+    started = time.monotonic()
+    with contextlib.closing(Sessions()) as talk:
+        cluster = facts(talk, job, run_dir, fast=fast)
+        found = Report(job, cluster)
+        found.spent["facts"] = time.monotonic() - started
+        everything = [*network.distinct(cluster), *software.quick(cluster), *machine.quick(cluster)]
+        if not fast:
+            everything += _thorough(talk, found, run_dir)
+        everything += [findings.of_ssh(host, problem) for host, problem in talk.lost.items()]
+        everything += _noise(talk)
+    found.findings = findings.worst_first(everything)
+    if with_live and not fast and cluster.facts and findings.exit_code(found.findings) < 2:
+        before = time.monotonic()
+        found.live = live.all_reduce(job, cluster)
+        found.spent["live"] = time.monotonic() - before
+        found.findings = findings.worst_first([*found.findings, *live.checked(found.live)])
+    found.seconds = time.monotonic() - started
+    return found
 
 
-def facts(talk: Sessions, question: Question, *, fast: bool) -> Known:
+def facts(talk: Sessions, job: Job, run_dir: Path | None = None, *, fast: bool) -> ClusterFacts:
     """Return what the hosts say about themselves; those that do not answer are in `talk.lost`."""
-    names = list(question.taking_part)
-    talk.open(names, question.python, question.ssh)
+    ranks, timeout_s = {host.name: count for host, count in job.ranks.items()}, job.timeouts.start_s
+    talk.open(list(ranks), job.python, job.ssh)
+    # ranks get this machine's, too
+    paths = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     request = {
-        "do": "facts", "fast": fast, "cwd": question.cwd, "run_dir": question.run_folder, "paths": list(question.paths),
-        "limit_s": min(FACT_LIMIT_S, question.timeout_s / 2),
+        "do": "facts", "fast": fast, "cwd": job.cwd, "run_dir": _run_folder(job, run_dir), "paths": paths,
+        "limit_s": min(FACT_LIMIT_S, timeout_s / 2),
     }  # fmt: skip
-    replies = talk.ask(dict.fromkeys(names, request), question.timeout_s)
+    replies = talk.ask(dict.fromkeys(ranks, request), timeout_s)
     for name in [name for name, reply in replies.items() if "error" in reply]:  # no facts: nothing is known of it
         what = f"{name} cannot be examined: {replies.pop(name).get('text', 'the probe failed there')}"
         fix = f"look at its limits (ulimit -a), memory and start-up files: ssh {name} 'ulimit -a'"
         talk.give_up(name, SshProblem("other", what, fix))
-    found = {name: reply | {"local": talk.alive[name].local} for name, reply in replies.items()}
-    return Known(found, {name: question.taking_part[name] for name in found}, question.python)
+    found = {name: {**reply, "local": talk.alive[name].local} for name, reply in replies.items()}
+    return ClusterFacts(found, {name: ranks[name] for name in found}, job.python)
 
 
-def links(talk: Sessions, question: Question, cluster: Known) -> Links:
+def links(talk: Sessions, job: Job, cluster: ClusterFacts) -> Links:
     """Return what the network between the hosts that answered does."""
     found = Links()
     _read_clocks(talk, cluster, found)
     try:
-        found.chosen = addresses.choose(_interfaces(cluster), question.network, _reached(cluster))
+        interfaces = {name: addresses.interfaces(its) for name, its in cluster.of("interfaces").items()}
+        local = [name for name in cluster.facts if cluster.is_local(name)]
+        found.chosen = addresses.choose(interfaces, job.network, addresses.reached(cluster.of("reached"), local))
     except ConfigError as error:
         found.no_network = error
         return found
@@ -108,7 +151,7 @@ def links(talk: Sessions, question: Question, cluster: Known) -> Links:
         }
         for name in cluster.facts
     }  # fmt: skip
-    replies = talk.ask(requests, 2 * REACH_LIMIT_S + question.timeout_s)
+    replies = talk.ask(requests, 2 * REACH_LIMIT_S + job.timeouts.start_s)
     found.reach = {name: reply.get("reach", {}) for name, reply in replies.items()}
     pairs = [(start, end) for start, end in ring(list(ports)) if "seconds" in found.reach.get(start, {}).get(end, {})]
     for together in disjoint(pairs):
@@ -136,29 +179,33 @@ def disjoint(pairs: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     return groups
 
 
-def folder(talk: Sessions, question: Question, cluster: Known) -> Folder:
+def folder(talk: Sessions, job: Job, run_dir: Path | None, cluster: ClusterFacts) -> Folder:
     """Return what happens when every host writes a file into the run directory; all are removed again."""
     places = {name: room["nearest"] for name, room in cluster.of("run_dir").items()}
-    found = Folder(question.run_folder, asked=question.run_dir is not None)
-    names, token = list(places), secrets.token_hex(8)
+    found = Folder(_run_folder(job, run_dir), asked=run_dir is not None)
+    names, token, timeout_s = list(places), secrets.token_hex(8), job.timeouts.start_s
     marks = {
         name: {"do": "mark", "folder": places[name], "token": token, "index": index}
         for index, name in enumerate(names)
     }  # fmt: skip
     try:
-        found.written = dict(talk.ask(marks, question.timeout_s))
+        found.written = dict(talk.ask(marks, timeout_s))
         looks = {
             name: {"do": "see", "folder": places[name], "token": token, "count": len(names)} for name in found.written
         }
-        replies = talk.ask(looks, question.timeout_s)
+        replies = talk.ask(looks, timeout_s)
         found.seen = {name: [names[index] for index in reply["seen"]] for name, reply in replies.items()}
     finally:
-        talk.ask(dict.fromkeys(names, {"do": "unmark"}), question.timeout_s)
+        talk.ask(dict.fromkeys(names, {"do": "unmark"}), timeout_s)
     return found
 
 
-# -- inside ---------------------------------------------------------------------------------------------------
-def _read_clocks(talk: Sessions, cluster: Known, found: Links) -> None:
+def _run_folder(job: Job, run_dir: Path | None) -> str:
+    """The run directory's whole path, as it is on every host."""
+    return os.path.join(job.cwd, run_dir or "runs")
+
+
+def _read_clocks(talk: Sessions, cluster: ClusterFacts, found: Links) -> None:
     """How far each clock is ahead of ours: the reading with the shortest way there and back is the best one."""
     for name in cluster.facts:
         if cluster.is_local(name) or name not in talk.alive:
@@ -173,26 +220,6 @@ def _read_clocks(talk: Sessions, cluster: Known, found: Links) -> None:
                 best = min(best or reading, reading, key=lambda item: item[1])
         if best is not None:
             found.clocks[name] = best
-
-
-def _interfaces(cluster: Known) -> dict[str, dict[str, list[IPv4Interface]]]:
-    every: dict[str, dict[str, list[IPv4Interface]]] = {}
-    for name, its in cluster.of("interfaces").items():
-        mine = every.setdefault(name, {})
-        for one in its:
-            if one["up"]:
-                mine.setdefault(one["name"], []).append(ipaddress.IPv4Interface(f"{one['address']}/{one['prefix']}"))
-    return every
-
-
-def _reached(cluster: Known) -> dict[str, str]:
-    """The address that the connection to each host ended at, this machine's own towards them included."""
-    reached = {name: address for name, address in cluster.of("reached").items() if not cluster.is_local(name)}
-    for name in cluster.facts:
-        if cluster.is_local(name) and reached:
-            own = addresses.source_towards(next(iter(reached.values())))
-            reached |= {name: own} if own else {}
-    return reached
 
 
 def _listen(talk: Sessions, found: Links, token: str) -> dict[str, int]:
@@ -222,3 +249,34 @@ def _flows(
 
 def _rate(flow: Facts) -> float:
     return flow["bytes"] / flow["seconds"] if flow.get("seconds") else 0.0
+
+
+def _thorough(talk: Sessions, found: Report, run_dir: Path | None) -> list[Finding]:
+    """What takes measurements; a host that stops answering meanwhile is left out of the rest."""
+    cluster, before = found.cluster, time.monotonic()
+    everything = [*machine.thorough(cluster)]
+    if cluster.facts:
+        found.links = links(talk, found.job, cluster)
+        everything += network.network(cluster, found.links)
+    found.spent["network"] = time.monotonic() - before
+    before = time.monotonic()
+    found.folder = folder(talk, found.job, run_dir, cluster)
+    everything += network.folder(cluster, found.folder)
+    found.spent["run_dir"] = time.monotonic() - before
+    return everything
+
+
+def _noise(talk: Sessions) -> list[Finding]:
+    """Hosts whose shell prints something of its own."""
+    return [
+        Finding(
+            "noisy-shell",
+            "note",
+            (host,),
+            f"its shell prints before a command does: {session.noise.strip().splitlines()[0][:80]!r}",
+            "copying by scp and rsync fails, and logs start with it",
+            "have ~/.bashrc print only in interactive shells: [[ $- == *i* ]] || return",
+        )  # fmt: skip
+        for host, session in talk.alive.items()
+        if session.noise.strip()
+    ]

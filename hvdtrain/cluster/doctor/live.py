@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from hvdtrain.cluster.doctor import live_rank
-from hvdtrain.cluster.doctor.checks import Known, known
-from hvdtrain.cluster.doctor.examine import Question
+from hvdtrain.cluster.doctor.checks import ClusterFacts, known
 from hvdtrain.cluster.doctor.findings import Finding
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.launch import environment, launcher
+from hvdtrain.cluster.launch.job import Job, Timeouts
 from hvdtrain.core.errors import HvdtrainError
 
 LIMIT_S = 40.0  # importing a framework from a cold disk or a busy file server takes most of it
@@ -52,19 +51,17 @@ class Live:
         )
 
 
-def all_reduce(question: Question, cluster: Known) -> Live | None:
+def all_reduce(job: Job, cluster: ClusterFacts) -> Live | None:
     """Return how an all-reduce over the hosts went; None where no framework is on all of them with Horovod."""
     framework = next((name for name in ("torch", "tensorflow") if _everywhere(cluster, name)), None)
     if framework is None:
         return None
-    hosts = _places(question, cluster)
+    hosts = _places(job, cluster)
     live = Live(framework, sum(host.slots for host in hosts))
-    job = launcher.Job(
-        # told by name: the module that this Python has may be at another path there
-        argv=[question.python, "-m", "hvdtrain.cluster.doctor.live_rank", framework, f"{LIMIT_S:g}"],
-        hosts=hosts, np=live.size, env=environment.passed(os.environ), cwd=question.cwd, python=question.python,
-        ssh=question.ssh, network=question.network,
-    )  # fmt: skip
+    # told by name: the module that this Python has may be at another path there
+    argv = [job.python, "-m", "hvdtrain.cluster.doctor.live_rank", framework, f"{LIMIT_S:g}"]
+    env = environment.passed(os.environ)
+    job = dataclasses.replace(job, argv=argv, hosts=hosts, np=live.size, env=env, timeouts=Timeouts())
     try:
         outcome = launcher.run(job, keep_output=True)
     except HvdtrainError as error:
@@ -73,9 +70,10 @@ def all_reduce(question: Question, cluster: Known) -> Live | None:
     if outcome.interrupted is not None:
         raise KeyboardInterrupt
     if outcome.failed is not None:
-        live.failed, live.host = _why(outcome.failed), outcome.failed.host
+        live.failed = "\n".join([outcome.failed.told(LIMIT_S), *outcome.failed.lines[-_LINES:]])
+        live.host = outcome.failed.host
         return live
-    result = _result(outcome.outputs.get(0, ""))
+    result = launcher.result_in(outcome.outputs.get(0, ""), live_rank.MARK)
     if result is None:
         live.failed = "rank 0 ended without a result"
     else:
@@ -94,7 +92,7 @@ def checked(live: Live | None) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _everywhere(cluster: Known, framework: str) -> bool:
+def _everywhere(cluster: ClusterFacts, framework: str) -> bool:
     """Whether every host has the framework, and a Horovod for it."""
     names = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu")}[framework]
     return all(
@@ -104,23 +102,10 @@ def _everywhere(cluster: Known, framework: str) -> bool:
     )
 
 
-def _places(question: Question, cluster: Known) -> list[Host]:
+def _places(job: Job, cluster: ClusterFacts) -> list[Host]:
     """A rank on each host; on a single one a rank for each GPU it has to use, and two at least."""
-    hosts = [host for host in question.hosts if host.name in cluster.facts]
+    hosts = [host for host in job.hosts if host.name in cluster.facts]
     if len(hosts) > 1:
         return [Host(host.name, 1) for host in hosts]
     name = hosts[0].name
     return [Host(name, max(2, min(cluster.ranks[name], known(cluster.facts[name], "gpu_count") or 0)))]
-
-
-def _why(failure: launcher.Failure) -> str:
-    who = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else failure.host
-    late = f"not done in {LIMIT_S:g} s" if failure.code == live_rank.TOO_LATE else failure.why
-    return "\n".join([f"{who}: {late}", *failure.lines[-_LINES:]])
-
-
-def _result(text: str) -> dict[str, Any] | None:
-    for line in text.splitlines():
-        if line.startswith(live_rank.MARK):
-            return json.loads(line.removeprefix(live_rank.MARK))
-    return None

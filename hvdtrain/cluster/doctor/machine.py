@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.cluster.doctor.checks import FULL_BYTES, GIB, MIB, Facts, Known, bytes_text, known, odd_ones
+from hvdtrain.cluster.doctor.checks import FULL_BYTES, GIB, MIB, ClusterFacts, Facts, bytes_text, known, odd_ones
 from hvdtrain.cluster.doctor.findings import Finding, Severity
 
 # the oldest driver that runs programs of a CUDA version (NVIDIA, "CUDA Compatibility", minor version compatibility)
@@ -20,14 +20,14 @@ _GPU_USED_SHARE = 0.1
 _MASKS = ("NCCL_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include")
 
 
-def quick(cluster: Known) -> Iterator[Finding]:
+def quick(cluster: ClusterFacts) -> Iterator[Finding]:
     """What must hold before a job starts."""
     for host, facts in cluster.facts.items():
         yield from _gpu_slots(host, facts, cluster.ranks[host])
         yield from _folder(cluster, host, facts)
 
 
-def thorough(cluster: Known) -> Iterator[Finding]:
+def thorough(cluster: ClusterFacts) -> Iterator[Finding]:
     """The rest."""
     for host, facts in cluster.facts.items():
         ranks = cluster.ranks[host]
@@ -66,7 +66,7 @@ def _core_slots(host: str, facts: Facts, ranks: int) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _folder(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
+def _folder(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     cwd = known(facts, "cwd")
     if cwd is not None and not cwd["exists"]:
         yield Finding(
@@ -89,7 +89,7 @@ def _unanswered(host: str, facts: Facts) -> Iterator[Finding]:
 
 
 # -- GPUs -----------------------------------------------------------------------------------------------------
-def _gpus(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
+def _gpus(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     gpus, cuda = known(facts, "gpus"), (known(facts, "torch") or {}).get("cuda")
     if gpus is None:
         return
@@ -133,7 +133,7 @@ def _driver(host: str, gpus: Facts, cuda: str | None) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _nccl(cluster: Known, host: str, facts: Facts, cuda: str | None) -> Iterator[Finding]:
+def _nccl(cluster: ClusterFacts, host: str, facts: Facts, cuda: str | None) -> Iterator[Finding]:
     python = (known(facts, "python") or {}).get("executable", cluster.python)
     if known(facts, "torch") is not None and not cuda:
         yield Finding(
@@ -150,7 +150,7 @@ def _nccl(cluster: Known, host: str, facts: Facts, cuda: str | None) -> Iterator
         )  # fmt: skip
 
 
-def _same_machines(cluster: Known) -> Iterator[Finding]:
+def _same_machines(cluster: ClusterFacts) -> Iterator[Finding]:
     """A synchronous job runs at the pace of its slowest host."""
     kinds = {
         host: ", ".join(sorted({device["name"] for device in gpus["devices"]})) or "none"
@@ -176,7 +176,7 @@ def _same_machines(cluster: Known) -> Iterator[Finding]:
 
 
 # -- memory and disks -----------------------------------------------------------------------------------------
-def _memory(cluster: Known, host: str, facts: Facts, ranks: int) -> Iterator[Finding]:
+def _memory(cluster: ClusterFacts, host: str, facts: Facts, ranks: int) -> Iterator[Finding]:
     memory, shared = known(facts, "memory"), known(facts, "shared_memory")
     if memory and memory.get("MemAvailable", ranks * GIB) < ranks * _MEMORY_PER_RANK_BYTES:
         available = bytes_text(memory["MemAvailable"])
@@ -198,7 +198,7 @@ def _memory(cluster: Known, host: str, facts: Facts, ranks: int) -> Iterator[Fin
         )  # fmt: skip
 
 
-def _disks(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
+def _disks(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     temporary, run_dir = known(facts, "temporary"), known(facts, "run_dir")
     if temporary is not None:
         yield from _room(cluster, host, "temporary folder", temporary, _TEMPORARY_BYTES, _TEMPORARY_LEAST_BYTES,
@@ -214,7 +214,9 @@ def _disks(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
                          "a checkpoint that does not fit ends the job")  # fmt: skip
 
 
-def _room(cluster: Known, host: str, name: str, room: Facts, wanted: int, least: int, why: str) -> Iterator[Finding]:
+def _room(
+    cluster: ClusterFacts, host: str, name: str, room: Facts, wanted: int, least: int, why: str
+) -> Iterator[Finding]:
     free, inodes = room["free_bytes"], room["free_inodes"]
     if free >= wanted and not 0 <= inodes < 100:
         return
@@ -226,7 +228,7 @@ def _room(cluster: Known, host: str, name: str, room: Facts, wanted: int, least:
     )  # fmt: skip
 
 
-def _limits(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
+def _limits(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     limits = known(facts, "limits")
     if limits is None:
         return
@@ -247,7 +249,7 @@ def _limits(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _variables(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
+def _variables(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     """What a shell's start-up files set for every process."""
     variables, interfaces = known(facts, "variables") or {}, known(facts, "interfaces")
     names = {its["name"] for its in interfaces or []}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.cluster.addresses import Chosen
-from hvdtrain.cluster.doctor.checks import FULL_BYTES, Facts, Known, known, listed, odd_ones
+from hvdtrain.cluster.doctor.checks import FULL_BYTES, ClusterFacts, Facts, known, listed, odd_ones
 from hvdtrain.cluster.doctor.findings import Finding, Severity
 from hvdtrain.core.errors import ConfigError
 
@@ -70,7 +70,7 @@ class Folder:
 
 
 # -- names ----------------------------------------------------------------------------------------------------
-def distinct(cluster: Known) -> Iterator[Finding]:
+def distinct(cluster: ClusterFacts) -> Iterator[Finding]:
     """Every host is another machine, with another name."""
     by_machine: dict[Any, list[str]] = defaultdict(list)
     by_name: dict[str, list[str]] = defaultdict(list)
@@ -101,7 +101,7 @@ def distinct(cluster: Known) -> Iterator[Finding]:
 
 
 # -- addresses ------------------------------------------------------------------------------------------------
-def network(cluster: Known, links: Links) -> Iterator[Finding]:
+def network(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
     """All that was measured between the hosts."""
     if links.no_network is not None:
         yield Finding(
@@ -119,7 +119,7 @@ def network(cluster: Known, links: Links) -> Iterator[Finding]:
     yield from _clocks(cluster, links)
 
 
-def _interfaces(cluster: Known, links: Links) -> Iterator[Finding]:
+def _interfaces(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
     names = {host: chosen.interface for host, chosen in links.chosen.items()}
     _, others = odd_ones(names)
     if others:
@@ -157,7 +157,7 @@ _REACH: dict[str, tuple[str, str]] = {
 _WHY_REACH = "every rank connects to every other one, on ports that the kernel picks: a job would hang at its start"
 
 
-def _unreached(cluster: Known, links: Links) -> Iterator[Finding]:
+def _unreached(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
     """Pairs that do not reach each other, told once for each host that most of them have in common."""
     failed = {
         (start, end, reply["error"])
@@ -179,7 +179,7 @@ def _unreached(cluster: Known, links: Links) -> Iterator[Finding]:
             yield _no_way(cluster, links, culprit, kind, pairs)
 
 
-def _no_way(cluster: Known, links: Links, culprit: str, kind: str, pairs: list[tuple[str, str]]) -> Finding:
+def _no_way(cluster: ClusterFacts, links: Links, culprit: str, kind: str, pairs: list[tuple[str, str]]) -> Finding:
     id_, words = _REACH[kind]
     start, end = pairs[0]
     address = links.chosen[end].address
@@ -201,12 +201,12 @@ def _no_way(cluster: Known, links: Links, culprit: str, kind: str, pairs: list[t
     return Finding(id_, "error", hosts, told, _WHY_REACH, fixes[id_])
 
 
-def _ping(cluster: Known, start: str, address: str) -> str:
+def _ping(cluster: ClusterFacts, start: str, address: str) -> str:
     """The command that sends a packet of Ethernet's usual size, not to be cut into pieces."""
     return cluster.on(start, "ping", "-M", "do", "-s", "1472", "-c", "1", address)
 
 
-def _speed(cluster: Known, links: Links) -> Iterator[Finding]:
+def _speed(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
     for (start, end), flow in links.flows.items():
         if "error" in flow:
             address = links.chosen[end].address
@@ -241,7 +241,7 @@ def _speed(cluster: Known, links: Links) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _clocks(cluster: Known, links: Links) -> Iterator[Finding]:
+def _clocks(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
     for host, (ahead, give_or_take) in links.clocks.items():
         if abs(ahead) - give_or_take > CLOCK_LIMIT_S:
             direction = "ahead of" if ahead > 0 else "behind"
@@ -254,7 +254,7 @@ def _clocks(cluster: Known, links: Links) -> Iterator[Finding]:
 
 
 # -- the folder that runs are written to ----------------------------------------------------------------------
-def folder(cluster: Known, found: Folder) -> Iterator[Finding]:
+def folder(cluster: ClusterFacts, found: Folder) -> Iterator[Finding]:
     """The run directory can be written to, and is the same on every host."""
     first = next(iter(cluster.facts))
     for host, reply in found.written.items():

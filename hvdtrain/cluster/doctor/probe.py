@@ -40,7 +40,10 @@ BUILT_WITH = {
 }
 EXTENSIONS = {"torch": "torch/mpi_lib_v2*.so", "tensorflow": "tensorflow/mpi_lib*.so"}
 VARIABLES = re.compile(r"^(HOROVOD_|NCCL_|GLOO_|OMPI_MCA_|CUDA_VISIBLE_DEVICES$|OMP_NUM_THREADS$|KERAS_BACKEND$)")
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+# a variable whose name holds one of these is shown to nobody, and passed to ranks only when it is asked for
+SECRET = re.compile(
+    r"KEY|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|_PWD$|_PAT$|_DSN$|_AUTH$", re.IGNORECASE
+)
 
 
 def _system():
@@ -285,18 +288,21 @@ def _limits():
 def interfaces():
     """Every IPv4 address: [{"name", "address", "prefix", "mtu", "up"}] (SIOCGIFCONF, as `ip` needs not be there)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        buffer = ctypes.create_string_buffer(40 * 1024)
+        buffer = ctypes.create_string_buffer(40 << 14)
         packed = fcntl.ioctl(sock, 0x8912, struct.pack("iL", len(buffer), ctypes.addressof(buffer)))
-        found = []
-        for start in range(0, struct.unpack("iL", packed)[0], 40):
-            entry = buffer.raw[start : start + 40]
-            name = entry[:16].split(b"\0", 1)[0]
-            asked = struct.pack("256s", name)  # an alias (eth0:1) has its own name, and its own mask
-            mask = struct.unpack("!I", fcntl.ioctl(sock, 0x891B, asked)[20:24])[0]
-            flags = struct.unpack("h", fcntl.ioctl(sock, 0x8913, asked)[16:18])[0]
+        entries, found = buffer.raw[: struct.unpack("iL", packed)[0]], []
+        for start in range(0, len(entries), 40):
+            # name and address: the further addresses of an interface, also those of an alias (eth0:1), have own masks
+            entry = entries[start : start + 40]
+            try:
+                mask = struct.unpack("!I", fcntl.ioctl(sock, 0x891B, entry)[20:24])[0]
+                flags = struct.unpack("h", fcntl.ioctl(sock, 0x8913, entry)[16:18])[0]
+                mtu = struct.unpack("i", fcntl.ioctl(sock, 0x8921, entry)[16:20])[0]
+            except OSError:
+                continue  # it is gone since
             found.append({
-                "name": name.decode(), "address": socket.inet_ntoa(entry[20:24]), "prefix": bin(mask).count("1"),
-                "mtu": struct.unpack("i", fcntl.ioctl(sock, 0x8921, asked)[16:20])[0], "up": bool(flags & 0x41 == 0x41),
+                "name": entry[:16].split(b"\0")[0].split(b":")[0].decode(), "address": socket.inet_ntoa(entry[20:24]),
+                "prefix": bin(mask).count("1"), "mtu": mtu, "up": bool(flags & 0x41 == 0x41),
             })  # fmt: skip
         return found
 
@@ -330,10 +336,15 @@ def _variables():
     return {name: value[:200] for name, value in sorted(kept.items())}
 
 
-def _reached():
-    """This host's address that the ssh connection came to; None without ssh."""
+def reached():
+    """This host's IPv4 address that the ssh connection came to; None without ssh, or through IPv6."""
+    # "client's address, its port, server's address, its port": sshd sets it
     parts = os.environ.get("SSH_CONNECTION", "").split()
-    return parts[2] if len(parts) == 4 else None
+    address = parts[2].rpartition(":")[2] if len(parts) == 4 else ""  # ::ffff:10.0.0.2 is 10.0.0.2
+    try:
+        return socket.inet_ntop(socket.AF_INET, socket.inet_pton(socket.AF_INET, address))
+    except OSError:
+        return None
 
 
 def _other_ranks():
@@ -352,7 +363,7 @@ def _other_ranks():
 
 QUICK = {"system": _system, "python": _python, "packages": _packages, "code": _code, "horovod": _horovod,
          "gpu_count": gpu_count, "cores": _cores, "interfaces": interfaces,
-         "reached": _reached}  # fmt: skip
+         "reached": reached}  # fmt: skip
 THOROUGH = {"torch": _torch, "mpi": _mpi, "tools": _tools, "gpus": _gpus, "memory": _memory, "limits": _limits,
             "temporary": _temporary, "variables": _variables, "other_ranks": _other_ranks}  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hvdtrain.cluster.doctor.checks import Facts, Known, known, listed, odd_ones
+from hvdtrain.cluster.doctor.checks import ClusterFacts, Facts, known, listed, odd_ones
 from hvdtrain.cluster.doctor.findings import Finding, Severity
 from hvdtrain.horovod_build.support import SUPPORTED
 
@@ -17,7 +17,7 @@ _WHY_SAME = (
 )
 
 
-def quick(cluster: Known) -> Iterator[Finding]:
+def quick(cluster: ClusterFacts) -> Iterator[Finding]:
     """What must hold before a job starts."""
     minor = {host: ".".join(found["version"].split(".")[:2]) for host, found in cluster.of("python").items()}
     usual, others = odd_ones(minor)
@@ -25,7 +25,7 @@ def quick(cluster: Known) -> Iterator[Finding]:
         yield _other_python(cluster, usual, others)
         # another Python has other packages: what differs in them is a consequence
         facts = {host: its for host, its in cluster.facts.items() if host not in others}
-        cluster = Known(facts, {host: cluster.ranks[host] for host in facts}, cluster.python)
+        cluster = ClusterFacts(facts, {host: cluster.ranks[host] for host in facts}, cluster.python)
     for host, its in cluster.facts.items():
         yield from _python(cluster, host, its)
         if known(its, "packages") is not None:
@@ -36,7 +36,7 @@ def quick(cluster: Known) -> Iterator[Finding]:
 
 
 # -- Python ---------------------------------------------------------------------------------------------------
-def _other_python(cluster: Known, usual: str, others: Mapping[str, str]) -> Finding:
+def _other_python(cluster: ClusterFacts, usual: str, others: Mapping[str, str]) -> Finding:
     told = {host: f"{its['version']} ({its['executable']})" for host, its in cluster.of("python").items()}
     return Finding(
         "python-differs", "error", tuple(others),
@@ -48,7 +48,7 @@ def _other_python(cluster: Known, usual: str, others: Mapping[str, str]) -> Find
     )  # fmt: skip
 
 
-def _python(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
+def _python(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     python = known(facts, "python")
     supported = SUPPORTED["Python"]
     if python is None or supported.holds(python["version"]):
@@ -61,7 +61,7 @@ def _python(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
 
 
 # -- packages -------------------------------------------------------------------------------------------------
-def _installed(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
+def _installed(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     packages = facts["packages"]
     python = (known(facts, "python") or {}).get("executable", cluster.python)
     if "hvdtrain" not in packages:
@@ -84,18 +84,18 @@ def _installed(cluster: Known, host: str, facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _build(cluster: Known, host: str, python: str, *flags: str) -> str:
+def _build(cluster: ClusterFacts, host: str, python: str, *flags: str) -> str:
     return cluster.on(host, python, "-m", "hvdtrain", "build-horovod", "--install", *flags)
 
 
-def _tools_first(cluster: Known, host: str, facts: Facts) -> str:
+def _tools_first(cluster: ClusterFacts, host: str, facts: Facts) -> str:
     """The packages that the build needs and that are not there."""
     tools = known(facts, "tools") or {}
     missing = [package for name, package in (("c++", "g++"), ("cmake", "cmake")) if tools.get(name, "?") is None]
     return cluster.on(host, "apt-get", "install", "-y", *missing) + "\n" if missing else ""
 
 
-def _same_packages(cluster: Known) -> Iterator[Finding]:
+def _same_packages(cluster: ClusterFacts) -> Iterator[Finding]:
     packages = cluster.of("packages")
     for name in _SAME:
         versions = {host: found.get(name, "missing") for host, found in packages.items()}
@@ -115,12 +115,12 @@ def _same_packages(cluster: Known) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _of_the_others(cluster: Known, odd: Mapping[str, str]) -> str:
+def _of_the_others(cluster: ClusterFacts, odd: Mapping[str, str]) -> str:
     rest = [host for host in cluster.facts if host not in odd]
     return f"{rest[0]} has" if len(rest) == 1 else f"the other {len(rest)} have"
 
 
-def _same_code(cluster: Known) -> Iterator[Finding]:
+def _same_code(cluster: ClusterFacts) -> Iterator[Finding]:
     versions = {host: found.get("hvdtrain") for host, found in cluster.of("packages").items()}
     code = {host: found for host, found in cluster.of("code").items() if found}
     usual, others = odd_ones({host: found["sha256"] for host, found in code.items()})
@@ -138,7 +138,7 @@ def _same_code(cluster: Known) -> Iterator[Finding]:
 
 
 # -- Horovod --------------------------------------------------------------------------------------------------
-def _horovod(cluster: Known) -> Iterator[Finding]:
+def _horovod(cluster: ClusterFacts) -> Iterator[Finding]:
     for host, facts in cluster.facts.items():
         horovod = known(facts, "horovod")
         if horovod is None:
@@ -191,7 +191,7 @@ def _libraries(host: str, horovod: Facts, fix: str) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _operations(cluster: Known) -> Iterator[Finding]:
+def _operations(cluster: ClusterFacts) -> Iterator[Finding]:
     """What Horovod was built with is the same on all hosts."""
     reason: dict[str, tuple[Severity, str]] = {
         "gloo": ("error", "hvdtrain launch, and horovodrun without MPI, start ranks over Gloo"),

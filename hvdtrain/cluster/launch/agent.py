@@ -12,7 +12,6 @@ output back but not the signs of life.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import os
 import platform
 import selectors
@@ -25,6 +24,7 @@ from typing import Any
 
 from hvdtrain.cluster.addresses import interfaces
 from hvdtrain.cluster.data_path import DataPath
+from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
 from hvdtrain.cluster.launch.rank import Rank, RendezvousChild, StartError
@@ -290,19 +290,12 @@ class Agent:
 
 def hello() -> dict[str, Any]:
     """What the launcher wants to know of this host."""
-    # "client's address, its port, server's address, its port": sshd sets it
-    connection = os.environ.get("SSH_CONNECTION", "").split()
-    reached = connection[2].rpartition(":")[2] if len(connection) == 4 else None  # ::ffff:10.0.0.2 is 10.0.0.2
-    try:
-        reached = str(ipaddress.IPv4Address(reached)) if reached else None
-    except ValueError:  # reached by IPv6, which Gloo is not asked to use
-        reached = None
     return {
         "python": platform.python_version(),
         "version": __version__,
         "host": socket.gethostname(),
         "interfaces": {name: [str(its) for its in all_] for name, all_ in interfaces().items()},
-        "reached": reached,
+        "reached": probe.reached(),
         "cores": min(float(len(os.sched_getaffinity(0))), cgroup_quota()),
         "own": {
             name: hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:12]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain.cluster.addresses import source_towards
 from hvdtrain.cluster.channel import Channel
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.launch.failures import Tracebacks
@@ -105,13 +104,14 @@ class Agents:
         tracebacks: when each rank's came.
     """
 
-    def __init__(self, job: Job, hosts: Sequence[Host], on_line: OnLine | None) -> None:
-        """Start to reach the hosts, all at once.
+    def __init__(self, job: Job, on_line: OnLine | None) -> None:
+        """Start to reach the hosts that get ranks, all at once.
 
         Raises:
-            ConfigError: a name that means this machine, though it should not.
+            ConfigError: fewer slots than ranks; a name that means this machine, though it should not.
             LauncherError: the command that reaches one could not even be started.
         """
+        hosts = list(job.ranks)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         # not much more than WINDOW of each host
         self._lines: queue.SimpleQueue[tuple[Connection, Message] | None] = queue.SimpleQueue()
@@ -182,20 +182,6 @@ class Agents:
         if others:
             fix = "install the same hvdtrain on every host, or name the Python that has it: --python PATH"
             raise LauncherError("every host needs the same hvdtrain", f"here {__version__}, {', '.join(others)}", fix)
-
-    def reached(self) -> dict[str, str]:
-        """Return the address at which each host was reached; for this machine, its own on the way to the others."""
-        found: dict[str, str] = {}
-        mine: Connection | None = None
-        for its in self.connections:
-            if its.local:
-                mine = its
-            elif its.hello is not None and its.hello["reached"]:
-                found[its.host.name] = its.hello["reached"]
-        if mine is not None and found:
-            source = source_towards(next(iter(found.values())))
-            found |= {mine.host.name: source} if source else {}
-        return found
 
     def close(self, wait_s: float = 0.0, *, token: str = "", look: Callable[[], None] = lambda: None) -> None:
         """Let every agent go, at once, and end what reaches them; then pass on the last output.

@@ -10,12 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.cluster.addresses import Chosen
+from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.hosts import Slot
 from hvdtrain.core.errors import ConfigError
 
-_SECRET_NAME = re.compile(
-    r"KEY|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|_PWD$|_PAT$|_DSN$|_AUTH$", re.IGNORECASE
-)
 _SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # a password in a URL
 # what is true of one host, one log-in, one terminal or one process only: another host's ranks have their own
 _OF_A_HOST = re.compile(
@@ -48,7 +46,7 @@ DEFAULTS = {
 
 def is_secret(name: str, value: str = "") -> bool:
     """Return whether a variable looks as if it held a secret: such a one is passed only when it is asked for."""
-    return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+    return bool(probe.SECRET.search(name) or _SECRET_VALUE.search(value))
 
 
 def is_of_a_host(name: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 SETTLE_S = 0.5  # after the first rank that fails: others that failed before it may still be on their way here
 CONSEQUENCE_SETTLE_S = 5.0  # if what it says is that another failed: time for that one's interpreter to end
+TOO_LATE = 124  # the exit code of a rank that ends itself at its limit, as of timeout(1)
 HOST_LOST = 255  # the exit code for a host that is gone, as ssh's own
 
 # what ranks say when another one left them: Gloo, Horovod, NCCL, torch.distributed, hvdtrain
@@ -43,6 +44,15 @@ class Failure:
     why: str
     lines: tuple[str, ...] = ()
     after_s: float = 0.0
+
+    @property
+    def who(self) -> str:
+        """The rank and its host; or the host."""
+        return f"rank {self.rank} on {self.host}" if self.rank is not None else self.host
+
+    def told(self, limit_s: float) -> str:
+        """Return who failed and why, of ranks that end themselves after a limit."""
+        return f"{self.who}: {f'not done in {limit_s:g} s' if self.code == TOO_LATE else self.why}"
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Interface
@@ -74,59 +76,66 @@ class Job:
     horovod: bool = True
     timeouts: Timeouts = field(default_factory=Timeouts)
 
+    @functools.cached_property
+    def slots(self) -> list[Slot]:
+        """Every rank's place, in rank order.
+
+        Raises:
+            ConfigError: fewer slots than ranks.
+        """
+        return assign(self.hosts, self.np)
+
+    @functools.cached_property
+    def ranks(self) -> Counter[Host]:
+        """The hosts that get ranks, in order, and how many."""
+        return Counter(slot.host for slot in self.slots)
+
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each rank runs and what it is told.
+    """Where each rank of a job runs and what it is told.
 
     Attributes:
-        slots: in rank order.
+        job: what is to be run.
         chosen: what each host talks through, by its name.
         cores: that each host gives the job.
-        env: variables that every rank gets.
         differing: variables that some hosts' log-ins set and others' do not, or otherwise; and who has them.
         notes: what is to be said of the addresses that were chosen.
     """
 
-    slots: Sequence[Slot]
+    job: Job
     chosen: Mapping[str, Chosen]
     cores: Mapping[str, float]
-    env: Mapping[str, str]
     differing: Mapping[str, Sequence[str]] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
     @property
     def hosts(self) -> list[Host]:
         """The hosts that ranks run on, in order."""
-        return list(dict.fromkeys(slot.host for slot in self.slots))
+        return list(self.job.ranks)
+
+    @property
+    def first(self) -> Chosen:
+        """What the host of rank 0 talks through."""
+        return self.chosen[self.job.slots[0].host.name]
 
     def of_host(self, host: Host) -> list[Slot]:
         """Return a host's ranks."""
-        return [slot for slot in self.slots if slot.host == host]
+        return [slot for slot in self.job.slots if slot.host == host]
 
     def defaults(self, host: Host) -> dict[str, str]:
         """Return the variables that hold on a host unless it, or the user, says otherwise."""
-        return environment.defaults(self.cores[host.name], len(self.of_host(host)))
+        return environment.defaults(self.cores[host.name], self.job.ranks[host])
 
     def variables(self, host: Host, rendezvous_port: int | None, master_port: int) -> dict[str, str]:
         """Return the variables that all ranks of a host get."""
-        first = self.chosen[self.slots[0].host.name]
-        job = environment.of_job(first, rendezvous_port, master_port)
+        job = environment.of_job(self.first, rendezvous_port, master_port)
         horovod = {name: value for name, value in job.items() if name.startswith("HOROVOD_")}
         # the user's word counts, but not on where this job's rendezvous is
         own = environment.of_host(self.chosen[host.name])
-        if "HOROVOD_GLOO_IFACE" in self.env:
+        if "HOROVOD_GLOO_IFACE" in self.job.env:
             own.pop("HOROVOD_GLOO_ADDRESS")
-        return {**own, **job, **self.env, **horovod}
-
-
-def used_hosts(job: Job) -> list[Host]:
-    """Return the hosts that get ranks.
-
-    Raises:
-        ConfigError: fewer slots than ranks.
-    """
-    return list(dict.fromkeys(slot.host for slot in assign(job.hosts, job.np)))
+        return {**own, **job, **self.job.env, **horovod}
 
 
 def make_plan(job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str], local: Collection[str] = ()) -> Plan:
@@ -149,7 +158,7 @@ def make_plan(job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str
     cores = {name: float(hello["cores"]) for name, hello in hellos.items()}
     own = {name: {} if name in local else hello.get("own", {}) for name, hello in hellos.items()}
     differing = environment.on_some_hosts_only(own, job.env)
-    return Plan(assign(job.hosts, job.np), chosen, cores, job.env, differing, list(_notes(interfaces, chosen)))
+    return Plan(job, chosen, cores, differing, list(_notes(interfaces, chosen)))
 
 
 def _notes(interfaces: Mapping[str, Interfaces], chosen: Mapping[str, Chosen]) -> Iterator[str]:

@@ -7,6 +7,7 @@ far as hosts can still be reached; what cannot be reached ends itself (hvdtrain.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -16,7 +17,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
+from hvdtrain.cluster import addresses
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.launch.agents import Agents, Connection, OnLine
 from hvdtrain.cluster.launch.failures import (
@@ -28,12 +31,12 @@ from hvdtrain.cluster.launch.failures import (
     first_failure,
     settled,
 )
-from hvdtrain.cluster.launch.job import Job, Plan, Timeouts, make_plan, used_hosts
+from hvdtrain.cluster.launch.job import Job, Plan, Timeouts, make_plan
 from hvdtrain.cluster.protocol import Message
 from hvdtrain.core.errors import LauncherError
 from hvdtrain.core.slurm import port_of
 
-__all__ = ["Failure", "Job", "Outcome", "Plan", "Timeouts", "look", "run", "used_hosts"]
+__all__ = ["Failure", "Job", "Outcome", "Plan", "Timeouts", "look", "result_in", "run"]
 
 _TICK_S = 0.1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -95,7 +98,6 @@ def run(
         ConfigError: fewer slots than ranks; no network that the hosts share.
         LauncherError: hosts that cannot be reached, or that lack what the job needs; each is named.
     """
-    hosts = used_hosts(job)
     outputs: defaultdict[int, list[str]] = defaultdict(list)
 
     def take(rank: int, stream: str, line: str) -> None:
@@ -105,7 +107,7 @@ def run(
             on_line(rank, stream, line)
 
     with _signals() as received:
-        agents = Agents(job, hosts, take)
+        agents = Agents(job, take)
         running = _Running(job, agents, received, on_interrupt or (lambda number: None))
         interrupted = 0
         try:
@@ -121,13 +123,19 @@ def run(
     return outcome
 
 
+def result_in(output: str, mark: str) -> dict[str, Any] | None:
+    """Return what a rank printed as JSON behind a mark, the last time; None: nothing."""
+    lines = [line.removeprefix(mark) for line in output.splitlines() if line.startswith(mark)]
+    return json.loads(lines[-1]) if lines else None
+
+
 def look(job: Job) -> Plan:
     """Return the plan for a job, for which the hosts are asked; nothing is started there but the agents.
 
     Raises:
         ConfigError, LauncherError: as `run`.
     """
-    agents = Agents(job, used_hosts(job), None)
+    agents = Agents(job, None)
     try:
         agents.meet(lambda: None)
         return _plan(job, agents)
@@ -138,7 +146,8 @@ def look(job: Job) -> Plan:
 def _plan(job: Job, agents: Agents) -> Plan:
     hellos = {its.host.name: its.hello or {} for its in agents.connections}
     local = [its.host.name for its in agents.connections if its.local]
-    return make_plan(job, hellos, agents.reached(), local)
+    reached = addresses.reached({name: hello["reached"] for name, hello in hellos.items()}, local)
+    return make_plan(job, hellos, reached, local)
 
 
 class _Running:
@@ -192,7 +201,8 @@ class _Running:
         """Have the first host serve Horovod's rendezvous; returns its port."""
         first = self._agents.connections[0]
         places = [
-            (s.host.address, s.rank, s.local_rank, s.cross_rank, s.size, s.local_size, s.cross_size) for s in plan.slots
+            (s.host.address, s.rank, s.local_rank, s.cross_rank, s.size, s.local_size, s.cross_size)
+            for s in self._job.slots
         ]
         first.send("rendezvous", address=plan.chosen[first.host.name].address, places=places)
         deadline = time.monotonic() + self._job.timeouts.start_s
@@ -214,7 +224,7 @@ class _Running:
 
     def _start(self, plan: Plan, port: int | None) -> None:
         master_port = port_of(uuid.uuid4().hex)
-        first = plan.chosen[plan.slots[0].host.name].address
+        first = plan.first.address
         self._started_s = time.monotonic()
         for its in self._agents.connections:
             slots = plan.of_host(its.host)

@@ -162,8 +162,8 @@ class Display:
 
 def failure_block(failure: Failure, logs: Logs) -> str:
     """Return what is shown last when a job failed: who failed first, how, its last words, and where the others are."""
-    who = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else f"host {failure.host}"
-    lines = [f"{who} failed first, after {failure.after_s:.1f} s: {failure.why}"]
+    host = "host " if failure.rank is None else ""
+    lines = [f"{host}{failure.who} failed first, after {failure.after_s:.1f} s: {failure.why}"]
     if failure.lines:
         lines += ["  its last lines:", *(f"  | {line}" for line in failure.lines)]
     lines.append(f"  logs: {logs.path(failure.rank) if failure.rank is not None else logs.folder}")

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 import hvdtrain
-from hvdtrain.cluster.verify import checks as verify_checks
+from hvdtrain.cluster.launch.failures import TOO_LATE
 from hvdtrain.cluster.verify import toy
 from hvdtrain.core import startup, stats
 from hvdtrain.core.launchers import Detected
@@ -27,7 +27,6 @@ from hvdtrain.core.world import World
 
 PROGRAM = "hvdtrain.cluster.verify.rank"
 MARK = "HVDTRAIN-VERIFY "
-TOO_LATE = 124  # as of timeout(1)
 FAILED = 1
 
 
@@ -55,7 +54,7 @@ def verified(framework: str, world: World, expected_size: int | None = None) -> 
     """Train, and return what was found, the same on every rank; collective."""
     started = time.perf_counter()
     ranks = world.gather(toy.TRAIN[framework](card(world)))
-    checks = verify_checks.checks(ranks, expected_size)
+    checks = toy.checks(ranks, expected_size)
     found = {
         "framework": framework,
         "versions": ranks[0].versions | stats.versions("hvdtrain", "horovod"),

@@ -1,0 +1,61 @@
+"""The flags of launch, doctor and verify that say which hosts take part and how they are reached."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.cluster.hosts import Host, asked_for
+from hvdtrain.cluster.launch.job import Job
+from hvdtrain.cluster.ssh import Ssh
+from hvdtrain.core import flags
+
+_FLAGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "np": (("-np", "--np"), {"type": flags.whole(1), "metavar": "N", "help": "ranks (default: one a slot)"}),
+    "hosts": (("-H", "--hosts"), {"metavar": "LIST", "help": "host1:4,host2:4: names and slots (default: those of the"
+              " Slurm job this runs in, else this machine)"}),
+    "hostfile": (("--hostfile",), {"type": Path, "metavar": "FILE", "help": "lines like: host1 slots=4"}),
+    "network": (("--network",), {"metavar": "NET", "help": "to talk through: 10.0.0.0/24, or an address in it (default:"
+                " chosen)"}),
+    "python": (("--python",), {"default": sys.executable, "metavar": "PATH", "help": "the interpreter with hvdtrain on"
+               " the hosts (default: this one)"}),
+    "ssh_port": (("--ssh-port",), {"type": flags.whole(1), "metavar": "N", "help": "of the hosts' sshd (default: as ssh"
+                 " is configured)"}),
+    "identity": (("--identity",), {"metavar": "FILE", "help": "a private key (default: as ssh is configured)"}),
+}  # fmt: skip
+
+
+def add(parser: argparse.ArgumentParser, *names: str, **helps: str) -> None:
+    """Add some of the flags, in this order; `helps`: those whose help is another one in a command."""
+    for name in (*names, *helps):
+        words, settings = _FLAGS[name]
+        parser.add_argument(*words, **settings | ({"help": helps[name]} if name in helps else {}))
+
+
+def job_of(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    argv: Sequence[str] = (),
+    *,
+    here: Callable[[], int],
+    **more: Any,
+) -> Job:
+    """Return the job that the flags, and the Slurm job around, ask for.
+
+    Args:
+        args: what `add` made of the command line.
+        environ: where a Slurm job says its hosts.
+        argv: the command of every rank.
+        here: gives the number of ranks where no hosts are named, and no `-np`: on this machine.
+        more: further fields of the job.
+
+    Raises:
+        ConfigError: hosts given twice, or not in their form.
+    """
+    hosts = asked_for(args.hosts, args.hostfile, environ) or [Host("localhost", args.np or here())]
+    np = args.np or sum(host.slots for host in hosts)
+    fields = {"ssh": Ssh(args.ssh_port, args.identity), "python": args.python, "network": args.network} | more
+    return Job(argv, hosts, np, **fields)
