@@ -424,8 +424,8 @@ def test_messages_survive_what_a_login_script_prints():
 def test_the_rank_to_blame():
     gone = ("...", "HorovodInternalError: Horovod has been shut down")
     ends = [
-        RankEnd(0, "a", 1, at_s=10.0, cried_s=9.0, lines=gone),
-        RankEnd(1, "b", 1, at_s=10.5, cried_s=9.2, lines=("ValueError: x",)),
+        RankEnd(0, "a", 1, at_s=10.0, first_traceback_s=9.0, lines=gone),
+        RankEnd(1, "b", 1, at_s=10.5, first_traceback_s=9.2, lines=("ValueError: x",)),
         RankEnd(2, "b", 0, at_s=1.0),
         RankEnd(3, "b", -15, at_s=11.0),
     ]
@@ -444,7 +444,10 @@ def test_a_traceback_that_was_handled_is_not_blamed(limit):
     assert seen.began_s == {}
     seen.note(0, traceback, 90.0)
     assert seen.began_s == {0: 90.0}
-    ends = [RankEnd(0, "a", 1, at_s=91.0, cried_s=90.0), RankEnd(1, "b", 1, at_s=80.5, cried_s=80.0)]
+    ends = [
+        RankEnd(0, "a", 1, at_s=91.0, first_traceback_s=90.0),
+        RankEnd(1, "b", 1, at_s=80.5, first_traceback_s=80.0),
+    ]
     assert first_failure(ends).rank == 1
     limit(
         "C12e", "a rank writes a traceback, goes on, and ends after another that failed", mended="the other is blamed"

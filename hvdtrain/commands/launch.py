@@ -19,7 +19,7 @@ from typing import Any
 
 from hvdtrain.cluster.launch import environment, launcher
 from hvdtrain.cluster.launch.launcher import Failure, Job, Outcome, Plan, Timeouts
-from hvdtrain.cluster.launch.output import Display, Logs, failure_block, say
+from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report
 from hvdtrain.cluster.protocol import BEAT_S
 from hvdtrain.commands import command_lines, host_flags
 from hvdtrain.core import flags, restart
@@ -75,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _silence(text: str) -> float:
     seconds = flags.positive(text)
     if seconds < 1.5 * BEAT_S:
-        came = f"must be at least {1.5 * BEAT_S:g}: hosts give a sign of life every {BEAT_S:g} s"
-        raise argparse.ArgumentTypeError(f"{came}, not {text}")
+        message = f"must be at least {1.5 * BEAT_S:g}: hosts give a sign of life every {BEAT_S:g} s"
+        raise argparse.ArgumentTypeError(f"{message}, not {text}")
     return seconds
 
 
@@ -102,22 +102,22 @@ def run(args: argparse.Namespace) -> int:
                 try:
                     outcome = _run_again(job, len(attempts), logs, args, host_lost=failed.rank is None)
                 except LauncherError as error:
-                    say(f"not started again: {error}")
+                    report(f"not started again: {error}")
                     return failed.code
-            attempts.append(_told(outcome, started))
+            attempts.append(_attempt(outcome, started))
             logs.record(facts)
             failed = outcome.failed
             for process in outcome.left:
-                say(f"still runs, and cannot be ended: {process}")
+                report(f"still runs, and cannot be ended: {process}")
             if failed is not None:
-                say(failure_block(failed, logs))
+                report(failure_block(failed, logs))
             if outcome.interrupted is not None:  # also while a job that had failed was ending
-                say(f"ended by {signal.Signals(outcome.interrupted).name}")
+                report(f"ended by {signal.Signals(outcome.interrupted).name}")
             if failed is None or outcome.interrupted is not None:
                 return outcome.exit_code
             if len(attempts) > args.max_restarts or failed.code in (EXIT_CODE, OUT_OF_STEP_CODE):  # it would be again
                 return outcome.exit_code
-            say(f"restart {len(attempts)} of {args.max_restarts}, as soon as the hosts pass the checks")
+            report(f"restart {len(attempts)} of {args.max_restarts}, as soon as the hosts pass the checks")
     finally:
         logs.close()
 
@@ -153,16 +153,16 @@ def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> O
         display.append(Display(job.slots, logs, quiet=args.quiet))
         for rank in range(job.np if attempt else 0):
             logs.write(rank, f"--- restart {attempt}")
-        lines = [f"like: {command_lines.horovodrun(plan, os.environ)}", *_said_of(plan)]
+        lines = [f"like: {command_lines.horovodrun(plan, os.environ)}", *_remarks(plan)]
         for line in [*lines, f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
-            say(line, within_s=1.0)  # agents are there already, and wait for signs of life
+            report(line, within_s=1.0)  # agents are there already, and wait for signs of life
 
     def interrupted(number: int) -> None:
         for its in display:
-            its.calm()
+            its.errors_of_rank_0_only()
             its.hurry(0.0 if times else job.timeouts.grace_s)
         if not times:
-            say(f"{signal.Signals(number).name}: ending every rank (a second one kills them)", within_s=0.2)
+            report(f"{signal.Signals(number).name}: ending every rank (a second one kills them)", within_s=0.2)
         times.append(number)
 
     def show(rank: int, stream: str, line: str) -> None:
@@ -171,7 +171,7 @@ def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> O
     return launcher.run(job, on_plan=begin, on_line=show, on_interrupt=interrupted)
 
 
-def _said_of(plan: Plan) -> Iterator[str]:
+def _remarks(plan: Plan) -> Iterator[str]:
     """What a user may not expect of what ranks get."""
     yield from plan.notes
     if len(plan.hosts) > 1 and (names := environment.withheld(os.environ, plan.job.env)):
@@ -189,7 +189,7 @@ def _places(plan: Plan) -> str:
     )
 
 
-def _told(outcome: Outcome, started: float) -> dict[str, Any]:
+def _attempt(outcome: Outcome, started: float) -> dict[str, Any]:
     failed = outcome.failed
     failure = failed and {"rank": failed.rank, "host": failed.host, "why": failed.why}
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
@@ -211,7 +211,7 @@ def _check(job: Job) -> None:
     errors = [finding for finding in found if finding.severity == "error"]
     warnings = [finding for finding in found if finding.severity == "warning"]
     if warnings:
-        say(findings.text(warnings))
+        report(findings.text(warnings))
     if errors:
         rule = "the hosts must pass the checks that come before a job (hvdtrain doctor looks at more; --no-checks)"
         raise LauncherError(rule, findings.text(errors))
@@ -263,4 +263,4 @@ def _dry_run(plan: Plan) -> str:
         name: "(not shown)" if environment.is_secret(name, value) else value for name, value in job.env.items()
     }
     lines += [f"  {name}={value}" for name, value in sorted(shown.items())]
-    return "\n".join([*lines, "", *_said_of(plan)]).rstrip()
+    return "\n".join([*lines, "", *_remarks(plan)]).rstrip()

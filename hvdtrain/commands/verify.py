@@ -94,10 +94,10 @@ def run(args: argparse.Namespace) -> int:
             break  # the other ranks may be anywhere
     found.seconds = round(time.perf_counter() - started, 3)
     if detected.rank == 0:
-        print(json.dumps(found.as_json()) if args.json else told(found), flush=True)
+        print(json.dumps(found.as_json()) if args.json else text(found), flush=True)
     elif not found.ok:
         if any("failed" in its for its in found.frameworks.values()):
-            print(told(found), file=sys.stderr, flush=True)
+            print(text(found), file=sys.stderr, flush=True)
         time.sleep(startup.RANK_0_SPEAKS_FIRST_S)  # the first rank that ends takes the others with it
     return 0 if found.ok else FAILED
 
@@ -144,7 +144,7 @@ def _own_ranks(framework: str, args: argparse.Namespace) -> dict[str, Any]:
         raise KeyboardInterrupt
     found = launcher.result_in(outcome.outputs.get(0, ""), MARK)
     if outcome.failed is not None and (found is None or found["ok"]):
-        why, lines = outcome.failed.told(args.limit), list(outcome.failed.lines[-_LINES:])
+        why, lines = outcome.failed.in_words(args.limit), list(outcome.failed.lines[-_LINES:])
         return _nothing(time.perf_counter() - started, why, lines)
     return _complete(found, time.perf_counter() - started)
 
@@ -206,7 +206,7 @@ _FIXES = {
 }
 
 
-def told(found: Found) -> str:
+def text(found: Found) -> str:
     """Return the findings as a table."""
     lines = []
     for name, its in found.frameworks.items():

@@ -90,15 +90,15 @@ def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_
         ConfigError: fewer slots than ranks.
     """
     started = time.monotonic()
-    with contextlib.closing(Sessions()) as talk:
-        cluster = facts(talk, job, run_dir, fast=fast)
+    with contextlib.closing(Sessions()) as sessions:
+        cluster = facts(sessions, job, run_dir, fast=fast)
         found = Report(job, cluster)
         found.spent["facts"] = time.monotonic() - started
         everything = [*network.distinct(cluster), *software.quick(cluster), *machine.quick(cluster)]
         if not fast:
-            everything += _thorough(talk, found, run_dir)
-        everything += [findings.of_ssh(host, problem) for host, problem in talk.lost.items()]
-        everything += _noise(talk)
+            everything += _thorough(sessions, found, run_dir)
+        everything += [findings.of_ssh(host, problem) for host, problem in sessions.lost.items()]
+        everything += _noise(sessions)
     found.findings = findings.worst_first(everything)
     if with_live and not fast and cluster.facts and findings.exit_code(found.findings) < 2:
         before = time.monotonic()
@@ -109,29 +109,29 @@ def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_
     return found
 
 
-def facts(talk: Sessions, job: Job, run_dir: Path | None = None, *, fast: bool) -> ClusterFacts:
-    """Return what the hosts say about themselves; those that do not answer are in `talk.lost`."""
+def facts(sessions: Sessions, job: Job, run_dir: Path | None = None, *, fast: bool) -> ClusterFacts:
+    """Return what the hosts say about themselves; those that do not answer are in `sessions.lost`."""
     ranks, timeout_s = {host.name: count for host, count in job.ranks.items()}, job.timeouts.start_s
-    talk.open(list(ranks), job.python, job.ssh)
+    sessions.open(list(ranks), job.python, job.ssh)
     # ranks get this machine's, too
     paths = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     request = {
         "do": "facts", "fast": fast, "cwd": job.cwd, "run_dir": _run_folder(job, run_dir), "paths": paths,
         "limit_s": min(FACT_LIMIT_S, timeout_s / 2),
     }  # fmt: skip
-    replies = talk.ask(dict.fromkeys(ranks, request), timeout_s)
+    replies = sessions.ask(dict.fromkeys(ranks, request), timeout_s)
     for name in [name for name, reply in replies.items() if "error" in reply]:  # no facts: nothing is known of it
         what = f"{name} cannot be examined: {replies.pop(name).get('text', 'the probe failed there')}"
         fix = f"look at its limits (ulimit -a), memory and start-up files: ssh {name} 'ulimit -a'"
-        talk.give_up(name, SshProblem("other", what, fix))
-    found = {name: {**reply, "local": talk.alive[name].local} for name, reply in replies.items()}
+        sessions.give_up(name, SshProblem("other", what, fix))
+    found = {name: {**reply, "local": sessions.alive[name].local} for name, reply in replies.items()}
     return ClusterFacts(found, {name: ranks[name] for name in found}, job.python)
 
 
-def links(talk: Sessions, job: Job, cluster: ClusterFacts) -> Links:
+def links(sessions: Sessions, job: Job, cluster: ClusterFacts) -> Links:
     """Return what the network between the hosts that answered does."""
     found = Links()
-    _read_clocks(talk, cluster, found)
+    _read_clocks(sessions, cluster, found)
     try:
         interfaces = {name: addresses.interfaces(its) for name, its in cluster.of("interfaces").items()}
         local = [name for name in cluster.facts if cluster.is_local(name)]
@@ -142,7 +142,7 @@ def links(talk: Sessions, job: Job, cluster: ClusterFacts) -> Links:
     if len(found.chosen) < 2:
         return found
     token = secrets.token_hex(16)
-    ports = _listen(talk, found, token)
+    ports = _listen(sessions, found, token)
     peers = {name: [found.chosen[name].address, port] for name, port in ports.items()}
     requests = {
         name: {
@@ -151,13 +151,13 @@ def links(talk: Sessions, job: Job, cluster: ClusterFacts) -> Links:
         }
         for name in cluster.facts
     }  # fmt: skip
-    replies = talk.ask(requests, 2 * REACH_LIMIT_S + job.timeouts.start_s)
+    replies = sessions.ask(requests, 2 * REACH_LIMIT_S + job.timeouts.start_s)
     found.reach = {name: reply.get("reach", {}) for name, reply in replies.items()}
     pairs = [(start, end) for start, end in ring(list(ports)) if "seconds" in found.reach.get(start, {}).get(end, {})]
     for together in disjoint(pairs):
-        found.flows |= _flows(talk, together, peers, token)
+        found.flows |= _flows(sessions, together, peers, token)
     for pair in found.slow():  # perhaps only disturbed: measured again, alone
-        again = _flows(talk, [pair], peers, token)
+        again = _flows(sessions, [pair], peers, token)
         found.flows |= {key: max((found.flows[key], flow), key=_rate) for key, flow in again.items()}
     return found
 
@@ -179,7 +179,7 @@ def disjoint(pairs: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     return groups
 
 
-def folder(talk: Sessions, job: Job, run_dir: Path | None, cluster: ClusterFacts) -> Folder:
+def folder(sessions: Sessions, job: Job, run_dir: Path | None, cluster: ClusterFacts) -> Folder:
     """Return what happens when every host writes a file into the run directory; all are removed again."""
     places = {name: room["nearest"] for name, room in cluster.of("run_dir").items()}
     found = Folder(_run_folder(job, run_dir), asked=run_dir is not None)
@@ -189,14 +189,14 @@ def folder(talk: Sessions, job: Job, run_dir: Path | None, cluster: ClusterFacts
         for index, name in enumerate(names)
     }  # fmt: skip
     try:
-        found.written = dict(talk.ask(marks, timeout_s))
+        found.written = dict(sessions.ask(marks, timeout_s))
         looks = {
             name: {"do": "see", "folder": places[name], "token": token, "count": len(names)} for name in found.written
         }
-        replies = talk.ask(looks, timeout_s)
+        replies = sessions.ask(looks, timeout_s)
         found.seen = {name: [names[index] for index in reply["seen"]] for name, reply in replies.items()}
     finally:
-        talk.ask(dict.fromkeys(names, {"do": "unmark"}), timeout_s)
+        sessions.ask(dict.fromkeys(names, {"do": "unmark"}), timeout_s)
     return found
 
 
@@ -205,15 +205,15 @@ def _run_folder(job: Job, run_dir: Path | None) -> str:
     return os.path.join(job.cwd, run_dir or "runs")
 
 
-def _read_clocks(talk: Sessions, cluster: ClusterFacts, found: Links) -> None:
+def _read_clocks(sessions: Sessions, cluster: ClusterFacts, found: Links) -> None:
     """How far each clock is ahead of ours: the reading with the shortest way there and back is the best one."""
     for name in cluster.facts:
-        if cluster.is_local(name) or name not in talk.alive:
+        if cluster.is_local(name) or name not in sessions.alive:
             continue
         best: tuple[float, float] | None = None
         for _ in range(_CLOCK_READINGS):
             before = time.time()
-            reply = talk.ask({name: {"do": "clock"}}, 1.0)
+            reply = sessions.ask({name: {"do": "clock"}}, 1.0)
             after = time.time()
             if name in reply:
                 reading = (reply[name]["time"] - (before + after) / 2, (after - before) / 2)
@@ -222,12 +222,12 @@ def _read_clocks(talk: Sessions, cluster: ClusterFacts, found: Links) -> None:
             found.clocks[name] = best
 
 
-def _listen(talk: Sessions, found: Links, token: str) -> dict[str, int]:
+def _listen(sessions: Sessions, found: Links, token: str) -> dict[str, int]:
     requests = {
         name: {"do": "listen", "addresses": [chosen.address], "token": token} for name, chosen in found.chosen.items()
     }
     ports: dict[str, int] = {}
-    for name, reply in talk.ask(requests, REACH_LIMIT_S).items():
+    for name, reply in sessions.ask(requests, REACH_LIMIT_S).items():
         address = found.chosen[name].address
         if address in reply.get("ports", {}):
             ports[name] = reply["ports"][address]
@@ -237,13 +237,13 @@ def _listen(talk: Sessions, found: Links, token: str) -> dict[str, int]:
 
 
 def _flows(
-    talk: Sessions, pairs: Sequence[tuple[str, str]], peers: Mapping[str, Sequence[Any]], token: str
+    sessions: Sessions, pairs: Sequence[tuple[str, str]], peers: Mapping[str, Sequence[Any]], token: str
 ) -> dict[tuple[str, str], Facts]:
     requests = {
         start: {"do": "send", "peer": peers[end], "token": token, "seconds": FLOW_S, "timeout_s": REACH_LIMIT_S}
         for start, end in pairs
     }
-    replies = talk.ask(requests, 4 * REACH_LIMIT_S)
+    replies = sessions.ask(requests, 4 * REACH_LIMIT_S)
     return {(start, end): replies[start] for start, end in pairs if start in replies}
 
 
@@ -251,22 +251,22 @@ def _rate(flow: Facts) -> float:
     return flow["bytes"] / flow["seconds"] if flow.get("seconds") else 0.0
 
 
-def _thorough(talk: Sessions, found: Report, run_dir: Path | None) -> list[Finding]:
+def _thorough(sessions: Sessions, found: Report, run_dir: Path | None) -> list[Finding]:
     """What takes measurements; a host that stops answering meanwhile is left out of the rest."""
     cluster, before = found.cluster, time.monotonic()
     everything = [*machine.thorough(cluster)]
     if cluster.facts:
-        found.links = links(talk, found.job, cluster)
+        found.links = links(sessions, found.job, cluster)
         everything += network.network(cluster, found.links)
     found.spent["network"] = time.monotonic() - before
     before = time.monotonic()
-    found.folder = folder(talk, found.job, run_dir, cluster)
+    found.folder = folder(sessions, found.job, run_dir, cluster)
     everything += network.folder(cluster, found.folder)
     found.spent["run_dir"] = time.monotonic() - before
     return everything
 
 
-def _noise(talk: Sessions) -> list[Finding]:
+def _noise(sessions: Sessions) -> list[Finding]:
     """Hosts whose shell prints something of its own."""
     return [
         Finding(
@@ -277,6 +277,6 @@ def _noise(talk: Sessions) -> list[Finding]:
             "copying by scp and rsync fails, and logs start with it",
             "have ~/.bashrc print only in interactive shells: [[ $- == *i* ]] || return",
         )  # fmt: skip
-        for host, session in talk.alive.items()
+        for host, session in sessions.alive.items()
         if session.noise.strip()
     ]

@@ -70,7 +70,7 @@ def all_reduce(job: Job, cluster: ClusterFacts) -> Live | None:
     if outcome.interrupted is not None:
         raise KeyboardInterrupt
     if outcome.failed is not None:
-        live.failed = "\n".join([outcome.failed.told(LIMIT_S), *outcome.failed.lines[-_LINES:]])
+        live.failed = "\n".join([outcome.failed.in_words(LIMIT_S), *outcome.failed.lines[-_LINES:]])
         live.host = outcome.failed.host
         return live
     result = launcher.result_in(outcome.outputs.get(0, ""), live_rank.MARK)

@@ -158,9 +158,9 @@ def _same_machines(cluster: ClusterFacts) -> Iterator[Finding]:
     }
     usual, others = odd_ones(kinds)
     if others:
-        told = ", ".join(f"{host}: {kind}" for host, kind in others.items())
+        kinds_there = ", ".join(f"{host}: {kind}" for host, kind in others.items())
         yield Finding(
-            "gpus-differ", "warning", tuple(others), f"GPUs differ: {told}; elsewhere: {usual}",
+            "gpus-differ", "warning", tuple(others), f"GPUs differ: {kinds_there}; elsewhere: {usual}",
             "all ranks wait for the slowest in every step", "leave them out, or give each host a job of its own",
         )  # fmt: skip
     # what Horovod's build uses if the builder's processor has it

@@ -183,7 +183,7 @@ def _no_way(cluster: ClusterFacts, links: Links, culprit: str, kind: str, pairs:
     id_, words = _REACH[kind]
     start, end = pairs[0]
     address = links.chosen[end].address
-    told = "; ".join(
+    what = "; ".join(
         f"{words.format(one, other)} ({links.chosen[other].address}: {links.reach[one][other]['text']})"
         for one, other in pairs[:4]
     ) + (f"; and {len(pairs) - 4} more" if len(pairs) > 4 else "")
@@ -198,7 +198,7 @@ def _no_way(cluster: ClusterFacts, links: Links, culprit: str, kind: str, pairs:
         "silent-network": f"{_ping(cluster, start, address)} tells the size that passes; lower the MTU to it",
     }
     hosts = tuple(dict.fromkeys((culprit, *(host for pair in pairs for host in pair))))
-    return Finding(id_, "error", hosts, told, _WHY_REACH, fixes[id_])
+    return Finding(id_, "error", hosts, what, _WHY_REACH, fixes[id_])
 
 
 def _ping(cluster: ClusterFacts, start: str, address: str) -> str:

@@ -37,10 +37,10 @@ def quick(cluster: ClusterFacts) -> Iterator[Finding]:
 
 # -- Python ---------------------------------------------------------------------------------------------------
 def _other_python(cluster: ClusterFacts, usual: str, others: Mapping[str, str]) -> Finding:
-    told = {host: f"{its['version']} ({its['executable']})" for host, its in cluster.of("python").items()}
+    versions = {host: f"{its['version']} ({its['executable']})" for host, its in cluster.of("python").items()}
     return Finding(
         "python-differs", "error", tuple(others),
-        f"Python {listed({host: told[host] for host in others})}; {_of_the_others(cluster, others)} {usual}",
+        f"Python {listed({host: versions[host] for host in others})}; {_of_the_others(cluster, others)} {usual}",
         "compiled packages (Horovod, PyTorch, TensorFlow) fit one Python only, and what ranks send each other is"
         " pickled",
         f"install Python {usual} and the same packages at the same path there, or name one that all have: --python"

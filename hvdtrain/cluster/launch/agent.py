@@ -56,7 +56,7 @@ class Agent:
         self._kill_s = float("inf")
         self._asked: set[int] = set()  # processes that ranks left behind, and that were asked to end
         self._signalled: int | None = None
-        self._ending = self._told = False
+        self._ending = self._ended = False
 
     def run(self) -> int:
         """Serve the launcher until it, or the connection to it, ends the job; returns the exit code."""
@@ -65,9 +65,9 @@ class Agent:
             signal.signal(number, self._note_signal)
         for descriptor in (self._inward, self._outward):
             os.set_blocking(descriptor, False)
-        self._selector.register(self._inward, selectors.EVENT_READ, self._hear)
-        self._say("hello", **hello())
-        while not self._told:
+        self._selector.register(self._inward, selectors.EVENT_READ, self._receive)
+        self._send("hello", **hello())
+        while not self._ended:
             for key, _ in self._selector.select(TICK_S):
                 key.data()
             self._tick()
@@ -87,7 +87,7 @@ class Agent:
 
     # ---- the launcher
 
-    def _say(self, kind: str, **fields: Any) -> None:
+    def _send(self, kind: str, **fields: Any) -> None:
         self._out += encode(kind, **fields)
         self._flush()
 
@@ -107,7 +107,7 @@ class Agent:
             self._selector.unregister(self._outward)
         self._listen_to_ranks()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             data = os.read(self._inward, 1 << 16)
         except BlockingIOError:
@@ -119,9 +119,9 @@ class Agent:
             return
         self._heard_s = time.monotonic()
         for message in self._decoder.feed(data):
-            self._obey(message)
+            self._handle(message)
 
-    def _obey(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         kind = message["type"]
         if kind == "settings":
             self._settings = {name: float(message[name]) for name in self._settings}
@@ -143,9 +143,9 @@ class Agent:
         self._selector.unregister(self._rendezvous.output)
         answer = self._rendezvous.answer()
         if "port" in answer:
-            self._say("rendezvous", port=answer["port"])
+            self._send("rendezvous", port=answer["port"])
         else:
-            self._say("failed", rank=None, what=answer["error"])
+            self._send("failed", rank=None, what=answer["error"])
 
     # ---- the ranks
 
@@ -158,7 +158,7 @@ class Agent:
             try:
                 rank = Rank(wanted["rank"], message["argv"], message["cwd"], {**environment, **wanted["env"]})
             except StartError as error:
-                self._say("failed", rank=wanted["rank"], what=str(error))
+                self._send("failed", rank=wanted["rank"], what=str(error))
                 continue
             self._ranks[rank.pid] = rank
         self._listen_to_ranks()
@@ -188,28 +188,28 @@ class Agent:
     def _relay(self, rank: Rank, stream: str, lines: list[str]) -> None:
         if lines:
             self._untaken += 1
-            self._say("out", rank=rank.rank, stream=stream, lines=lines)
+            self._send("out", rank=rank.rank, stream=stream, lines=lines)
 
     def _tick(self) -> None:
         now = time.monotonic()
         self._reap(now)
         for rank in self._ranks.values():
             if rank.is_over(now):
-                self._say_the_end_of(rank, now)
+                self._send_exit(rank, now)
             elif rank.code is None and (for_s := rank.stopped_s(now)) >= self._settings["stopped_s"]:
-                if not rank.told_stopped:
-                    self._say("stopped", rank=rank.rank, for_s=for_s)
-                rank.told_stopped = True
+                if not rank.stop_reported:
+                    self._send("stopped", rank=rank.rank, for_s=for_s)
+                rank.stop_reported = True
         if self._data_path is not None and not self._ending:
             self._look_at_the_data_path(self._data_path, now)
         if now - self._beaten_s >= BEAT_S:
             self._beaten_s = now
             if not self._out:  # else what waits there is a sign of life as well
-                self._say("beat")
+                self._send("beat")
             if processes.is_stopped(os.getppid()):  # as the guard does for the agent
                 processes.send([os.getppid()], signal.SIGCONT)
         if self._signalled is not None and not self._ending:
-            self._say("leaving", why=f"its agent was ended by {signal.Signals(self._signalled).name}")
+            self._send("leaving", why=f"its agent was ended by {signal.Signals(self._signalled).name}")
             self._end(signal.SIGTERM, self._settings["grace_s"])
         if not self._is_heard():
             self._end(signal.SIGTERM, self._settings["grace_s"])
@@ -218,7 +218,7 @@ class Agent:
 
     def _look_at_the_data_path(self, path: DataPath, now: float) -> None:
         if (for_s := path.unreached_s(now)) > self._settings["lost_s"]:
-            self._say("cut", for_s=for_s)
+            self._send("cut", for_s=for_s)
             path.close()
             self._data_path = None
 
@@ -233,13 +233,13 @@ class Agent:
             if pid in self._ranks:
                 self._ranks[pid].ended(os.waitstatus_to_exitcode(status), now)
 
-    def _say_the_end_of(self, rank: Rank, now: float) -> None:
+    def _send_exit(self, rank: Rank, now: float) -> None:
         for descriptor in rank.open_pipes():  # kept open by something the rank started and left
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
         for stream, lines in rank.close():
             self._relay(rank, stream, lines)
-        self._say("exit", rank=rank.rank, code=rank.code, ago_s=round(now - rank.ended_s, 3))
+        self._send("exit", rank=rank.rank, code=rank.code, ago_s=round(now - rank.ended_s, 3))
 
     # ---- the end
 
@@ -276,16 +276,16 @@ class Agent:
     def _leave(self, not_ours: set[int]) -> None:
         """Say which processes stay, because another user's cannot be ended."""
         for pid in not_ours:
-            self._say("left", what=f"process {pid} of another user: {processes.command_of(pid)}")
+            self._send("left", what=f"process {pid} of another user: {processes.command_of(pid)}")
         self._not_ours |= not_ours
 
     def _all_ended(self, now: float) -> None:
         self._reap(now)
         for rank in self._ranks.values():
-            if not rank.told:
-                self._say_the_end_of(rank, now)
-        self._say("ended")
-        self._told = True
+            if not rank.reported:
+                self._send_exit(rank, now)
+        self._send("ended")
+        self._ended = True
 
 
 def hello() -> dict[str, Any]:

@@ -130,7 +130,7 @@ class Agents:
         self._relay.start()
         for host, is_local in zip(hosts, local, strict=True):
             try:
-                self.connections.append(Connection(host, job, self._hear, local=is_local))
+                self.connections.append(Connection(host, job, self._take, local=is_local))
             except OSError as error:
                 self.close()
                 raise _unreached([(host, not_started(error, host.name))]) from error
@@ -207,7 +207,7 @@ class Agents:
                 thread.join(0.1)
                 look()
 
-    def _hear(self, connection: Connection, message: Message | None) -> None:
+    def _take(self, connection: Connection, message: Message | None) -> None:
         if message is None or message["type"] != "out":
             self._events.put((connection, message))
             return

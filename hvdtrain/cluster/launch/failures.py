@@ -50,7 +50,7 @@ class Failure:
         """The rank and its host; or the host."""
         return f"rank {self.rank} on {self.host}" if self.rank is not None else self.host
 
-    def told(self, limit_s: float) -> str:
+    def in_words(self, limit_s: float) -> str:
         """Return who failed and why, of ranks that end themselves after a limit."""
         return f"{self.who}: {f'not done in {limit_s:g} s' if self.code == TOO_LATE else self.why}"
 
@@ -63,7 +63,7 @@ class RankEnd:
         rank, host: who.
         code: negative for a signal.
         at_s: when, by the launcher's clock.
-        cried_s: when the first line of the traceback came from it that it ended with; None: never.
+        first_traceback_s: when the first line of the traceback came from it that it ended with; None: never.
         lines: its last ones.
     """
 
@@ -71,7 +71,7 @@ class RankEnd:
     host: str
     code: int
     at_s: float
-    cried_s: float | None = None
+    first_traceback_s: float | None = None
     lines: tuple[str, ...] = ()
 
     @property
@@ -112,7 +112,7 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     the others, perhaps before itself. So what ranks say counts before when they ended.
     """
     failed = [end for end in ends if end.code != 0]
-    return min(failed, key=lambda end: (end.is_consequence, end.cried_s or end.at_s, end.rank), default=None)
+    return min(failed, key=lambda end: (end.is_consequence, end.first_traceback_s or end.at_s, end.rank), default=None)
 
 
 def settled(ends: Sequence[RankEnd], now_s: float) -> bool:

@@ -41,7 +41,7 @@ __all__ = ["Failure", "Job", "Outcome", "Plan", "Timeouts", "look", "result_in",
 _TICK_S = 0.1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-_BORNE = signal.SIGTSTP  # Ctrl-Z: hosts would take a launcher that is suspended for dead
+_IGNORED = signal.SIGTSTP  # Ctrl-Z: hosts would take a launcher that is suspended for dead
 _CUTS_S = 5.0  # that other hosts have to say so, too, once one is cut off the ranks' network
 _NOT_STARTED = 127  # as a shell says it of a command that is not there
 
@@ -253,9 +253,9 @@ class _Running:
         kind = message["type"]
         if kind == "exit":
             rank = message["rank"]
-            cried_s, lines = self._agents.tracebacks.began_s.get(rank), tuple(self._agents.tails[rank])
+            first_traceback_s, lines = self._agents.tracebacks.began_s.get(rank), tuple(self._agents.tails[rank])
             at_s = time.monotonic() - message["ago_s"]
-            self._ends[rank] = RankEnd(rank, host, message["code"], at_s, cried_s, lines)
+            self._ends[rank] = RankEnd(rank, host, message["code"], at_s, first_traceback_s, lines)
         elif kind == "failed":
             self._fail(message["rank"], host, _NOT_STARTED, f"could not be started: {message['what']}")
         elif kind == "leaving":
@@ -334,7 +334,7 @@ class _Running:
         while self._seen < len(self._received):
             number = self._received[self._seen]
             self._seen += 1
-            if number == _BORNE:
+            if number == _IGNORED:
                 continue
             if number in _PASSED_ON:
                 self._agents.send("signal", number=int(number))
@@ -369,7 +369,7 @@ def _signals() -> Iterator[list[int]]:
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (*_ENDING, *_PASSED_ON, _BORNE):
+        for number in (*_ENDING, *_PASSED_ON, _IGNORED):
             # `nohup`, or a shell that starts in the background: what is ignored stays so
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, note)

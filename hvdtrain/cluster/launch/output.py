@@ -21,7 +21,7 @@ _LOOK_S = 0.1
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def say(text: str, within_s: float = float("inf")) -> None:
+def report(text: str, within_s: float = float("inf")) -> None:
     """Tell the user something of the launcher's own, apart from what ranks write.
 
     Args:
@@ -90,7 +90,7 @@ class Logs:
             self._files[rank].write(line + "\n")
         except OSError as error:
             self._broken = True
-            say(f"no more logs: {self.path(rank)}: {error.strerror}")
+            report(f"no more logs: {self.path(rank)}: {error.strerror}")
 
     def record(self, facts: dict[str, Any]) -> None:
         """Write `launch.json` anew."""
@@ -99,7 +99,7 @@ class Logs:
             partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
             os.replace(partial, self.folder / "launch.json")
         except OSError as error:
-            say(f"no launch.json: {self.folder}: {error.strerror}")
+            report(f"no launch.json: {self.folder}: {error.strerror}")
 
     def close(self) -> None:
         """Close the files. Without any, nothing was started: the folder goes, if it is empty."""
@@ -110,7 +110,7 @@ class Logs:
             try:
                 file.close()
             except OSError as error:
-                say(f"a log is not complete: {file.name}: {error.strerror}")
+                report(f"a log is not complete: {file.name}: {error.strerror}")
         self._files.clear()
 
 
@@ -120,7 +120,7 @@ class Display:
     def __init__(self, slots: Sequence[Slot], logs: Logs, *, quiet: bool) -> None:
         several = len({slot.host for slot in slots}) > 1
         self._marks = {s.rank: f"[{s.rank} {s.host.address}] " if several else f"[{s.rank}] " for s in slots}
-        self._logs, self._quiet, self._calm = logs, quiet, False
+        self._logs, self._quiet, self._errors_of_rank_0_only = logs, quiet, False
         self._until_s = float("inf")
         self._mute: set[str] = set()  # streams that take no more
 
@@ -128,9 +128,9 @@ class Display:
         """From now on, wait no longer than that for a reader that pauses; then log only."""
         self._until_s = min(self._until_s, time.monotonic() + within_s)
 
-    def calm(self) -> None:
+    def errors_of_rank_0_only(self) -> None:
         """From now on, log errors of ranks other than 0 only: after a Ctrl-C each would show its traceback."""
-        self._calm = True
+        self._errors_of_rank_0_only = True
 
     def line(self, rank: int, stream: str, line: str) -> None:
         """Log a line, and show it. A disk that is full costs the output, not the job.
@@ -139,7 +139,7 @@ class Display:
             OSError: whoever reads this process's output is gone.
         """
         self._logs.write(rank, line)
-        if stream in self._mute or (rank != 0 and (self._quiet or self._calm and stream == "stderr")):
+        if stream in self._mute or (rank != 0 and (self._quiet or self._errors_of_rank_0_only and stream == "stderr")):
             return
         mark = "" if self._quiet else self._marks[rank]
         try:
@@ -157,7 +157,7 @@ class Display:
 
     def _stop(self, stream: str, why: str) -> None:
         self._mute.add(stream)
-        say(f"the launcher's {stream} {why}: the rest is in {self._logs.folder} only", within_s=1.0)
+        report(f"the launcher's {stream} {why}: the rest is in {self._logs.folder} only", within_s=1.0)
 
 
 def failure_block(failure: Failure, logs: Logs) -> str:

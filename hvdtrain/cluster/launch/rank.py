@@ -34,12 +34,12 @@ class LineSplitter:
         """Return the lines that are complete with `data`; `now_s` is a monotonic clock's."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         lines = [_text(line) for line in whole]
-        held = b"\r" if self._rest.endswith(b"\r") else b""  # perhaps the first half of "\r\n"
+        half_end = b"\r" if self._rest.endswith(b"\r") else b""  # perhaps the first half of "\r\n"
         *rewritten, last = self._rest.removesuffix(b"\r").split(b"\r")
         if rewritten and now_s - self._shown_s >= REWRITTEN_EVERY_S:
             lines.append(_text(rewritten[-1]))
             self._shown_s = now_s
-        self._rest = last + held
+        self._rest = last + half_end
         while len(self._rest) > LONGEST_BYTES:
             lines.append(_text(self._rest[:LONGEST_BYTES]))
             self._rest = self._rest[LONGEST_BYTES:]
@@ -67,15 +67,15 @@ class Rank:
         pid: of the process, which leads its own session.
         code: how it ended, negative for a signal; None while it runs.
         ended_s: when that was seen, by the monotonic clock.
-        told: whether the launcher knows of the end.
-        told_stopped: whether it knows that the process is stopped.
+        reported: whether the launcher knows of the end.
+        stop_reported: whether it knows that the process is stopped.
     """
 
     def __init__(self, rank: int, argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
         self.rank = rank
         self.code: int | None = None
         self.ended_s = 0.0
-        self.told = self.told_stopped = False
+        self.reported = self.stop_reported = False
         self._stopped_since_s: float | None = None
         self._looked_s = 0.0
         (out, out_inner), (err, err_inner) = os.pipe(), os.pipe()
@@ -119,11 +119,11 @@ class Rank:
 
     def is_over(self, now_s: float) -> bool:
         """Whether the end is still to be told, and its last words are in."""
-        return self.code is not None and not self.told and (not self._streams or now_s - self.ended_s >= DRAIN_S)
+        return self.code is not None and not self.reported and (not self._streams or now_s - self.ended_s >= DRAIN_S)
 
     def close(self) -> list[tuple[str, list[str]]]:
         """Return the last lines, by stream, and let the pipes go."""
-        self.told = True
+        self.reported = True
         last = []
         for descriptor, (stream, splitter) in self._streams.items():
             lines = []
@@ -142,7 +142,7 @@ class Rank:
             self._looked_s = now_s
             stopped = processes.is_stopped(self.pid)
             self._stopped_since_s = (self._stopped_since_s or now_s) if stopped else None
-            self.told_stopped = self.told_stopped and stopped
+            self.stop_reported = self.stop_reported and stopped
         return 0.0 if self._stopped_since_s is None else now_s - self._stopped_since_s
 
     def _close_pipes(self) -> None:

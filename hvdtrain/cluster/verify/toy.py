@@ -242,8 +242,8 @@ def distinct(ranks: Sequence[Measured], expected_size: int | None = None) -> Che
         if len(set(devices)) != len(devices):
             wrong.append(f"on {host} ranks share GPUs: {devices}")
     places = ", ".join(f"{host}: {len(its)}" for host, its in hosts.items())
-    told = f"{len(cards)} on {len(hosts)} host(s) ({places}), each a process of its own"
-    return Check("ranks", not wrong, "; ".join(wrong) or told)
+    shown = f"{len(cards)} on {len(hosts)} host(s) ({places}), each a process of its own"
+    return Check("ranks", not wrong, "; ".join(wrong) or shown)
 
 
 def broadcast(ranks: Sequence[Measured]) -> Check:
@@ -266,16 +266,16 @@ def averaging(ranks: Sequence[Measured]) -> Check:
     mean = one_process(root, range(len(ranks)), 1)
     off = [_off(its.first, mean, root) for its in ranks]
     skipped = [_off(its.skipped, mean, root) for its in ranks]
-    told = f"off by {max(off):.1g} of the mean of the ranks' gradients, computed apart"
+    shown = f"off by {max(off):.1g} of the mean of the ranks' gradients, computed apart"
     if len(ranks) == 1:
-        return Check("averaging", off[0] <= TOLERANCE, f"{told}; one rank: nothing to average")
+        return Check("averaging", off[0] <= TOLERANCE, f"{shown}; one rank: nothing to average")
     if not all(value <= TOLERANCE for value in off):  # NaN is not <=
         each = ", ".join(f"rank {rank}: {value:.2g}" for rank, value in enumerate(off))
         own = all(_off(its.first, its.skipped, root) <= TOLERANCE for its in ranks)
         return Check("averaging", False, f"off the mean by {each}" + "; every rank used its own gradient" * own)
     if not all(value > TOLERANCE for value in skipped):
         return Check("averaging", False, f"a step without averaging is off by {min(skipped):.1g} only: not seen")
-    return Check("averaging", True, f"{told}; a step that skips the averaging is off by {min(skipped):.2g}: seen")
+    return Check("averaging", True, f"{shown}; a step that skips the averaging is off by {min(skipped):.2g}: seen")
 
 
 def training(ranks: Sequence[Measured]) -> Check:
@@ -284,8 +284,8 @@ def training(ranks: Sequence[Measured]) -> Check:
     wanted = one_process(root, range(len(ranks)), STEPS)
     off = [_off(its.last, wanted, root) for its in ranks]
     first, last = (squared_error(weights, range(len(ranks))) for weights in (root, ranks[0].last))
-    told = f"{STEPS} steps, off by {max(off):.1g} of one process with the whole batch; loss {first:.2f} -> {last:.2f}"
-    return Check("training", all(value <= TOLERANCE for value in off) and last < first / 2, told)
+    shown = f"{STEPS} steps, off by {max(off):.1g} of one process with the whole batch; loss {first:.2f} -> {last:.2f}"
+    return Check("training", all(value <= TOLERANCE for value in off) and last < first / 2, shown)
 
 
 def replicas(ranks: Sequence[Measured]) -> Check:
