@@ -65,7 +65,7 @@ def parse_hosts(text: str) -> list[Host]:
     Raises:
         ConfigError: a name with other characters than those of host names, slots below 1, a host named twice.
     """
-    return _distinct([_host(*_split(piece.strip(), text)) for piece in text.split(",")])
+    return _distinct([_host(piece.strip(), text) for piece in text.split(",")])
 
 
 def asked_for(listed: str | None, hostfile: Path | None, environ: Mapping[str, str]) -> list[Host] | None:
@@ -101,10 +101,8 @@ def read_hostfile(path: str | Path) -> list[Host]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        match = re.fullmatch(r"(\S+)\s+slots\s*=\s*(\S+)", text)
-        name, slots = (match[1], match[2]) if match else _split(text, f"{path}, line {number}: {text}")
         try:
-            hosts.append(_host(name, slots))
+            hosts.append(_host(re.sub(r"\s+slots\s*=\s*(?=\S+$)", ":", text), text))
         except ConfigError as error:
             raise ConfigError(error.rule, f"{path}, line {number}: {error.came}", error.remedy) from None
     if not hosts:
@@ -136,16 +134,11 @@ def assign(hosts: Sequence[Host], np: int) -> list[Slot]:
     return found
 
 
-def _split(piece: str, whole: str) -> tuple[str, str]:
-    name, colon, slots = piece.rpartition(":")
-    if not colon:
-        name, slots = piece, "1"
+def _host(text: str, whole: str) -> Host:
+    """The host in "host1:4" or "host1", a piece of what the user wrote."""
+    name, slots = text.rpartition(":")[::2] if ":" in text else (text, "1")
     if not name:
         raise ConfigError(_HOSTS, repr(whole), _FIX)
-    return name, slots
-
-
-def _host(name: str, slots: str) -> Host:
     if not _NAME.fullmatch(name):
         raise ConfigError(_HOSTS, repr(name), _FIX)
     if not re.fullmatch(r"[0-9]{1,6}", slots) or int(slots) < 1:

@@ -42,10 +42,7 @@ class Ssh:
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         """Return the command that runs `argv` on `host`, word for word: the remote shell gets it quoted."""
-        return [*self.words(), "--", host, shlex.join(argv)]
-
-    def words(self) -> list[str]:
-        """Return ssh and its options: no questions, no forwarding, an end when the other side goes away."""
+        # no questions, no forwarding, an end when the other side goes away
         options = {
             "BatchMode": "yes",
             "ConnectTimeout": str(max(1, round(self.connect_timeout_s))),
@@ -61,8 +58,12 @@ class Ssh:
             "ControlMaster": "no",
         }
         words = ["ssh", "-T", *(word for name, value in options.items() for word in ("-o", f"{name}={value}"))]
-        words += ["-p", str(self.port)] if self.port is not None else []
-        return words + (["-i", self.identity] if self.identity is not None else [])
+        return [*words, *self.place("-p", "-i"), "--", host, shlex.join(argv)]
+
+    def place(self, port: str, identity: str) -> list[str]:
+        """Return port and key, where they are not left to ssh's configuration, behind the flags for them."""
+        words = [port, str(self.port)] if self.port is not None else []
+        return words + ([identity, self.identity] if self.identity is not None else [])
 
 
 @dataclass(frozen=True)

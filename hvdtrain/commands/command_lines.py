@@ -20,8 +20,7 @@ def horovodrun(plan: Plan, environ: Mapping[str, str]) -> str:
     """
     job = plan.job
     words = ["horovodrun", "--gloo", "-np", str(job.np), "-H", _hosts(job)]
-    words += ["--ssh-port", str(job.ssh.port)] if job.ssh.port is not None else []
-    words += ["--ssh-identity-file", job.ssh.identity] if job.ssh.identity is not None else []
+    words += job.ssh.place("--ssh-port", "--ssh-identity-file")
     more = {name: value for name, value in sorted(job.env.items()) if environ.get(name) != value}
     secret = [name for name, value in more.items() if environment.is_secret(name, value)]
     hidden = {*secret, restart.JOB, restart.RESTART}
@@ -56,8 +55,7 @@ def mpirun(plan: Plan, environ: Mapping[str, str]) -> str:
     networks = dict.fromkeys(plan.chosen[host.name].network for host in plan.hosts)
     for parameter in ("btl_tcp_if_include", "oob_tcp_if_include"):
         words += ["--mca", parameter, ",".join(networks)]
-    ssh = ["-p", str(job.ssh.port)] if job.ssh.port is not None else []
-    ssh += ["-i", job.ssh.identity] if job.ssh.identity is not None else []
+    ssh = job.ssh.place("-p", "-i")
     words += ["--mca", "plm_rsh_args", shlex.join(ssh)] if ssh else []
     to_set = []
     for name, value in sorted(job.env.items()):

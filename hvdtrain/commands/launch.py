@@ -137,15 +137,9 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     return host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts)
 
 
-def _numbered(job: Job, attempt: int) -> Job:
-    """The job with the number of its restart, by which programs know to go on with the run they had begun."""
-    before = restart.restarts(os.environ)
-    number = {restart.RESTART: str(before + attempt)} if before + attempt else {}
-    return dataclasses.replace(job, env={**job.env, **number})
-
-
 def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> Outcome:
-    job = _numbered(job, attempt)
+    if number := restart.restarts(os.environ) + attempt:  # by which programs go on with the run they had begun
+        job = dataclasses.replace(job, env={**job.env, restart.RESTART: str(number)})
     display: list[Display] = []
     times: list[int] = []
 

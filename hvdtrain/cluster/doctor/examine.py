@@ -90,7 +90,8 @@ def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_
         ConfigError: fewer slots than ranks.
     """
     started = time.monotonic()
-    with contextlib.closing(Sessions()) as sessions:
+    names = [host.name for host in job.ranks]
+    with contextlib.closing(Sessions(names, job.python, job.ssh)) as sessions:
         cluster = facts(sessions, job, run_dir, fast=fast)
         found = Report(job, cluster)
         found.spent["facts"] = time.monotonic() - started
@@ -112,7 +113,6 @@ def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_
 def facts(sessions: Sessions, job: Job, run_dir: Path | None = None, *, fast: bool) -> ClusterFacts:
     """Return what the hosts say about themselves; those that do not answer are in `sessions.lost`."""
     ranks, timeout_s = {host.name: count for host, count in job.ranks.items()}, job.timeouts.start_s
-    sessions.open(list(ranks), job.python, job.ssh)
     # ranks get this machine's, too
     paths = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     request = {

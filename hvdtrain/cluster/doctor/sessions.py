@@ -104,12 +104,10 @@ class Sessions:
     A question to all costs its time limit at most, however many hosts hang.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str], python: str, ssh: Ssh) -> None:
+        """Start the sessions, all at once."""
         self.alive: dict[str, Session] = {}
         self.lost: dict[str, SshProblem] = {}
-
-    def open(self, names: Sequence[str], python: str, ssh: Ssh) -> None:
-        """Start the sessions, all at once."""
         self.alive = self._of_all(names, lambda name: Session(name, python, ssh))
 
     def ask(self, requests: Mapping[str, Request], timeout_s: float) -> dict[str, Message]:
