@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hvdtrain.cluster.addresses import Chosen
 from hvdtrain.cluster.doctor import examine, findings, machine, software
 from hvdtrain.cluster.doctor import network as checks_network
-from hvdtrain.cluster.doctor.checks import ClusterFacts, odd_ones
-from hvdtrain.cluster.doctor.findings import Finding
+from hvdtrain.cluster.doctor.findings import ClusterFacts, Finding, odd_ones
 from hvdtrain.cluster.doctor.network import Folder, Links
 from hvdtrain.core.errors import ConfigError
 

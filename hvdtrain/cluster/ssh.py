@@ -167,19 +167,14 @@ def _problems_there(returncode: int | None, python: str) -> Iterator[_Problem]:
         "the Python called on {host} is {version}: too old even for the probe (3.6)",
         "install this machine's Python there, or name another: --python PATH",
     )  # fmt: skip
-    missing = r"([Cc]ommand not found|[Nn]o such file or directory|not found)"
-    fix = "install it there at the same path, or name another: --python PATH"
-    yield "no_python", f"{named}{missing}", "no such Python on {host}: {line}", fix
-    if returncode == 127:
-        yield "no_python", f"^.*{missing}", "no such Python on {host}: {line}", fix
-    denied = r"([Pp]ermission denied|cannot execute|Exec format error)"
-    cannot, mend = (
-        "the Python on {host} cannot be run: {line}",
-        "chmod 755 it and its folders, or name another: --python PATH",
-    )
-    yield "no_python", f"{named}{denied}", cannot, mend
-    if returncode == 126:
-        yield "no_python", f"^.*{denied}", cannot, mend
+    for code, pattern, what, fix in (
+        (127, r"([Cc]ommand not found|[Nn]o such file or directory|not found)",
+         "no such Python on {host}: {line}", "install it there at the same path"),
+        (126, r"([Pp]ermission denied|cannot execute|Exec format error)",
+         "the Python on {host} cannot be run: {line}", "chmod 755 it and its folders"),
+    ):  # fmt: skip
+        where = "^.*" if returncode == code else named
+        yield "no_python", where + pattern, what, f"{fix}, or name another: --python PATH"
 
 
 _Problem = tuple[Kind, str, str, str]

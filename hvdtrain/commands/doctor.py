@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster.doctor import findings, probe
-from hvdtrain.cluster.doctor.checks import GIB, Facts, bytes_text, known
 from hvdtrain.cluster.doctor.examine import Report, examined
+from hvdtrain.cluster.doctor.findings import GIB, Facts, bytes_text, known
 from hvdtrain.cluster.doctor.network import Links
 from hvdtrain.cluster.launch.job import Timeouts
 from hvdtrain.cluster.ssh import Ssh

@@ -18,8 +18,7 @@ from typing import Any
 
 from hvdtrain.cluster import addresses
 from hvdtrain.cluster.doctor import findings, live, machine, network, software
-from hvdtrain.cluster.doctor.checks import ClusterFacts, Facts
-from hvdtrain.cluster.doctor.findings import Finding
+from hvdtrain.cluster.doctor.findings import ClusterFacts, Facts, Finding
 from hvdtrain.cluster.doctor.network import Folder, Links
 from hvdtrain.cluster.doctor.sessions import Sessions
 from hvdtrain.cluster.launch.job import Job

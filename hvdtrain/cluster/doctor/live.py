@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hvdtrain.cluster.doctor import live_rank
-from hvdtrain.cluster.doctor.checks import ClusterFacts, known
-from hvdtrain.cluster.doctor.findings import Finding
+from hvdtrain.cluster.doctor.findings import ClusterFacts, Finding, known
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.launch import environment, launcher
 from hvdtrain.cluster.launch.job import Job, Timeouts

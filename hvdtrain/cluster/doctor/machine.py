@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.cluster.doctor.checks import FULL_BYTES, GIB, MIB, ClusterFacts, Facts, bytes_text, known, odd_ones
-from hvdtrain.cluster.doctor.findings import Finding, Severity
+from hvdtrain.cluster.doctor.findings import (
+    FULL_BYTES,
+    GIB,
+    MIB,
+    ClusterFacts,
+    Facts,
+    Finding,
+    Severity,
+    bytes_text,
+    known,
+    odd_ones,
+)
 
 # the oldest driver that runs programs of a CUDA version (NVIDIA, "CUDA Compatibility", minor version compatibility)
 _DRIVERS = {13: 580, 12: 525, 11: 450}
@@ -134,19 +144,18 @@ def _driver(host: str, gpus: Facts, cuda: str | None) -> Iterator[Finding]:
 
 
 def _nccl(cluster: ClusterFacts, host: str, facts: Facts, cuda: str | None) -> Iterator[Finding]:
-    python = (known(facts, "python") or {}).get("executable", cluster.python)
     if known(facts, "torch") is not None and not cuda:
         yield Finding(
             "torch-without-cuda", "warning", (host,), "GPUs are there, but PyTorch is a build without CUDA",
             "ranks would train on its processor",
-            cluster.on(host, python, "-m", "pip", "install", "--upgrade", "torch"),
+            cluster.on(host, cluster.python_on(host), "-m", "pip", "install", "--upgrade", "torch"),
         )  # fmt: skip
     extension = ((known(facts, "horovod") or {}).get("extensions") or {}).get("torch")
     if cuda and extension is not None and not extension["nccl"]:
         yield Finding(
             "horovod-without-nccl", "warning", (host,), "GPUs are there, but Horovod was built without NCCL",
             "every gradient goes through the processors' memory: several times slower",
-            cluster.on(host, python, "-m", "hvdtrain", "build-horovod", "--install", "--gpu", "nccl"),
+            cluster.build_on(host, "--gpu", "nccl"),
         )  # fmt: skip
 
 
@@ -171,7 +180,7 @@ def _same_machines(cluster: ClusterFacts) -> Iterator[Finding]:
         yield Finding(
             "processor-differs", "warning", (host,), f"its processor has no {', '.join(sorted(missing))}; others have",
             "a Horovod built on another host ends there with an illegal instruction",
-            f"build it there: {cluster.on(host, cluster.python, '-m', 'hvdtrain', 'build-horovod', '--install')}",
+            f"build it there: {cluster.build_on(host)}",
         )  # fmt: skip
 
 

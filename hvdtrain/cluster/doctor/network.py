@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.cluster.addresses import Chosen
-from hvdtrain.cluster.doctor.checks import FULL_BYTES, ClusterFacts, Facts, known, listed, odd_ones
-from hvdtrain.cluster.doctor.findings import Finding, Severity
+from hvdtrain.cluster.doctor.findings import FULL_BYTES, ClusterFacts, Facts, Finding, Severity, known, listed, odd_ones
 from hvdtrain.core.errors import ConfigError
 
 CLOCK_LIMIT_S = 1.0

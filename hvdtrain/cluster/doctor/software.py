@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hvdtrain.cluster.doctor.checks import ClusterFacts, Facts, known, listed, odd_ones
-from hvdtrain.cluster.doctor.findings import Finding, Severity
+from hvdtrain.cluster.doctor.findings import ClusterFacts, Facts, Finding, Severity, known, listed, odd_ones
 from hvdtrain.horovod_build.support import SUPPORTED
 
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")
@@ -63,7 +62,7 @@ def _python(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]
 # -- packages -------------------------------------------------------------------------------------------------
 def _installed(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     packages = facts["packages"]
-    python = (known(facts, "python") or {}).get("executable", cluster.python)
+    python = cluster.python_on(host)
     if "hvdtrain" not in packages:
         yield Finding(
             "no-hvdtrain", "error", (host,), f"{python} finds no hvdtrain",
@@ -80,12 +79,8 @@ def _installed(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Findi
         yield Finding(
             "no-horovod", "error", (host,), f"{python} has no horovod",
             "ranks average their gradients through it; no wheels are published for today's frameworks",
-            _tools_first(cluster, host, facts) + _build(cluster, host, python),
+            _tools_first(cluster, host, facts) + cluster.build_on(host),
         )  # fmt: skip
-
-
-def _build(cluster: ClusterFacts, host: str, python: str, *flags: str) -> str:
-    return cluster.on(host, python, "-m", "hvdtrain", "build-horovod", "--install", *flags)
 
 
 def _tools_first(cluster: ClusterFacts, host: str, facts: Facts) -> str:
@@ -106,7 +101,7 @@ def _same_packages(cluster: ClusterFacts) -> Iterator[Finding]:
             continue
         install = f"{name}=={usual.partition('+')[0]}" if usual != "missing" else name
         command = ["-m", "pip", *(["install", install] if usual != "missing" else ["uninstall", "-y", name])]
-        fixes = [cluster.on(host, cluster.facts[host]["python"]["executable"], *command) for host in list(others)[:3]]
+        fixes = [cluster.on(host, cluster.python_on(host), *command) for host in list(others)[:3]]
         if name in ("torch", *_TENSORFLOW):
             fixes.append("then build Horovod anew there, as it fits one version only: hvdtrain build-horovod --install")
         yield Finding(
@@ -143,8 +138,7 @@ def _horovod(cluster: ClusterFacts) -> Iterator[Finding]:
         horovod = known(facts, "horovod")
         if horovod is None:
             continue
-        python = (known(facts, "python") or {}).get("executable", cluster.python)
-        fix = _build(cluster, host, python)
+        fix = cluster.build_on(host)
         yield from _fits(host, facts, horovod, fix)
         yield from _libraries(host, horovod, fix)
     yield from _operations(cluster)
@@ -214,7 +208,7 @@ def _operations(cluster: ClusterFacts) -> Iterator[Finding]:
         flags, tools = [], ""
         if operation == "mpi":
             flags, tools = ["--mpi", "on"], "there: apt-get install openmpi-bin libopenmpi-dev\n"
-        builds = [_build(cluster, host, cluster.facts[host]["python"]["executable"], *flags) for host in without[:3]]
+        builds = [cluster.build_on(host, *flags) for host in without[:3]]
         yield Finding(
             f"horovod-without-{operation}", severity, tuple(without),
             f"Horovod was built without {name}{others}", why, tools + "\n".join(builds),
