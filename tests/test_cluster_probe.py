@@ -95,6 +95,17 @@ def test_variables_that_look_secret_stay_where_they_are(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
+    ("connection", "address"),
+    [("10.0.0.9 50123 10.0.0.2 22", "10.0.0.2"), ("::ffff:10.0.0.9 50123 ::ffff:10.0.0.2 22", "10.0.0.2"),
+     ("fe80::9 50123 fe80::2 22", None), ("", None)],
+)  # fmt: skip
+def test_the_address_that_ssh_came_to(connection: str, address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through IPv6 there is none: ranks do not talk through it."""
+    monkeypatch.setenv("SSH_CONNECTION", connection)
+    assert probe.reached() == address
+
+
+@pytest.mark.parametrize(
     ("count", "mask", "left"),
     [(4, None, 4), (4, "", 0), (4, "0,2", 2), (4, "-1", 0), (4, "1,9,2", 1), (4, "GPU-a1b2,GPU-c3d4", 2), (0, "0", 0)],
 )
