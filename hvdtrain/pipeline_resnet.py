@@ -1,7 +1,8 @@
 """A ResNet (or any of torchvision's classifiers) cut over the devices of this machine: how fast, and cut how finely.
 
 Read it from top to bottom: what is done; the model and its random batches; the flags. What is measured, and how, is in
-`pipeline_trials`. It trains on random pictures, for time only: --train trains on real ones, by hvdtrain.torch_resnet.
+`hvdtrain.vision.trials`. It trains on random pictures, for time only: --train trains on real ones, by
+hvdtrain.torch_resnet.
 """
 
 from __future__ import annotations
@@ -12,20 +13,16 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import flags, startup, stats
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.launchers import Detected
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
 from hvdtrain.runs import folder
-from hvdtrain.vision.trials import Job, Settings, compare, sweep, tune
-
-if TYPE_CHECKING:
-    import torch
+from hvdtrain.vision.trials import Job, Settings, built, compare, sweep, tune
 
 PROGRAM = "hvdtrain.pipeline_resnet"
 BUSY = 0.5  # load a core, from which a note says so
@@ -62,24 +59,9 @@ def explore(args: argparse.Namespace) -> None:
 
 def prepare(args: argparse.Namespace, settings: Settings, devices: Sequence[str], out: Path) -> Job:
     """The model, cut, and random batches."""
-    import torch
-
-    import hvdtrain.pipeline
-    from hvdtrain.vision import classifiers
-
-    torch.manual_seed(0)
     its = settings
-    model = classifiers.build(args.model, its.classes, image_size=its.image_size).train()
-    batches = [
-        (torch.randn(its.batch, 3, its.image_size, its.image_size), torch.randint(its.classes, (its.batch,)))
-        for _ in range(its.batches)
-    ]
-    loss: Callable[[Any, Any], torch.Tensor] = torch.nn.functional.cross_entropy
-    if its.loss == "mse":
-        loss = torch.nn.functional.mse_loss
-        batches = [(x, torch.nn.functional.one_hot(y, its.classes).float()) for x, y in batches]
-    pipe = hvdtrain.pipeline.split(
-        model, batches[0][0], devices, micro_batches=its.micro_batches or "auto", balance=args.balance,
+    pipe, batches, loss = built(
+        args.model, its, devices, micro_batches=its.micro_batches or "auto", balance=args.balance,
         schedule=args.schedule, remat=args.remat, batch_norm=args.batch_norm,
     )  # fmt: skip
     print(f"\n{args.model}, batch {its.batch} of {its.image_size}x{its.image_size}, {its.classes} classes, {its.loss};"
@@ -177,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
     add("--loss", choices=["mse", "cross-entropy"], help=f"(default: {ON_CPU.loss}, on one-hot targets)")
     add("--batches", type=count, metavar="N",
         help=f"trained in a repeat (default: {ON_CPU.batches}, on GPUs {ON_GPU.batches})")
-    add("--repeats", type=count, metavar="N", help=f"of each way, in turns (default: {ON_CPU.repeats})")
+    add("--repeats", type=count, metavar="N", help=f"of each variant, in turns (default: {ON_CPU.repeats})")
     add("--budget-s", type=flags.positive, metavar="S", help="about how long --compare and --sweep may take each:"
         f" fewer repeats, but 3 (default: {ON_CPU.budget_s:.0f}, on GPUs {ON_GPU.budget_s:.0f}; tutorial: no limit)")
     add("--out", type=Path, metavar="DIR", help="pictures, JSON (default: the next runs/pipeline_resnet-N)")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.bench import torch_train, train
+from hvdtrain.bench import torch_train, train, turns
 from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError, HvdtrainError, LauncherError
 from tests.harness import run_ranks
@@ -86,8 +86,8 @@ def test_missing_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LauncherError, match="build-horovod"):
-        train._launch(2, "horovodrun")
-    assert train._launch(1, "horovodrun") == []
+        turns.launched(2, "horovodrun")
+    assert turns.launched(1, "horovodrun") == []
 
 
 def test_failed_job_shows_its_end() -> None:
@@ -148,15 +148,15 @@ def test_torch_report_names_the_fastest_rival_and_the_missed_target() -> None:
     settings = {"per_rank_batch": 4, "pixels": 32, "device": "cpu", "blocks": 2, "steps": 1}
     result = {"models": {"tiny": part}, "settings": settings, "machine": stats.machine(), "load_after": 0.0}
     text = torch_train.report(result)
-    assert "fastest hand-written loop (ddp): 1.091 [1.091, 1.091], target <= 1.00: MISSED" in text
+    assert "fastest hand-written loop (ddp): 1.091 [1.091, 1.091] (target <= 1: MISSED)" in text
     assert "goal 0.95: not reached" in text
     wall["hvdtrain"] = [1.0, 1.04]
     part.update(torch_train._ratios(wall))
     text = torch_train.report(result)
-    assert "(ddp): 0.927 [0.909, 0.945], target <= 1.00: kept" in text and "MISSED" not in text
+    assert "(ddp): 0.927 [0.909, 0.945] (target <= 1: kept)" in text and "MISSED" not in text
     wall["hvdtrain"] = [0.9, 1.4]
     part.update(torch_train._ratios(wall))
-    assert "target <= 1.00: too noisy to tell" in torch_train.report(result)
+    assert "(target <= 1: MISSED, within the noise)" in torch_train.report(result)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from harness import clean_environment
 
-from hvdtrain.bench.turns import Arm, Turns
+from hvdtrain.bench.turns import Arm, InterleavedJobs
 from hvdtrain.core.errors import HvdtrainError
 
 PROGRAM = """
@@ -68,7 +68,7 @@ def stopped(pid: int) -> bool:
 
 
 def test_one_at_a_time() -> None:
-    with Turns(clean_environment()) as turns:
+    with InterleavedJobs(clean_environment()) as turns:
         turns.start("first", command("0"), 1)
         turns.start("second", two_ranks(), 2)
         arms = turns._arms
@@ -85,7 +85,7 @@ def test_one_at_a_time() -> None:
 @pytest.mark.parametrize("word", ["dies", "dies-later"])
 def test_a_job_that_dies_says_why(word: str) -> None:
     def run() -> None:
-        with Turns(clean_environment()) as turns:
+        with InterleavedJobs(clean_environment()) as turns:
             turns.start("arm", command("0", word), 1)
             turns.turn("arm", ticks=1)
 
@@ -95,5 +95,5 @@ def test_a_job_that_dies_says_why(word: str) -> None:
 
 def test_an_address_needs_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Orders are pickled: only the bench's own jobs may connect."""
-    with Turns(clean_environment()) as turns:
+    with InterleavedJobs(clean_environment()) as turns:
         assert oct(os.stat(turns._folder.name).st_mode & 0o777) == "0o700"

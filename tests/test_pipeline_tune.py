@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.stats import Interval, mean_of, ratio_of_means, student
 from hvdtrain.pipeline.tuning import plots, search_size
-from hvdtrain.pipeline.tuning.search import REFERENCE, Interval, Search, mean_of, ratio_of, student
+from hvdtrain.pipeline.tuning.search import REFERENCE, Search
 from tests.limits import Limit
 
 PROGRAM = Path(__file__).parent / "pipeline_programs" / "tune.py"
@@ -64,14 +65,15 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
 
 def test_one_sample_says_nothing_about_its_spread() -> None:
     assert mean_of([2.0], 0.95) == Interval(2.0, -math.inf, math.inf)
-    assert ratio_of({}, {0: 1.0}, 0.95) is None
+    assert ratio_of_means({}, {0: 1.0}, 0.95) is None
 
 
 def test_ratio_is_blind_to_the_rounds() -> None:
     slow = {0: 1.0, 1: 3.0, 2: 1.5}  # the machine was busy in round 1
-    ratio = ratio_of({turn: 2 * s for turn, s in slow.items()}, slow, 0.95)
+    ratio = ratio_of_means({turn: 2 * s for turn, s in slow.items()}, slow, 0.95)
     assert ratio is not None and ratio.low == pytest.approx(2) == ratio.high
-    unpaired = ratio_of({0: 2.0, 1: 2.0, 2: 2.0}, slow, 0.95)  # the negative twin: other rounds' seconds, and it shows
+    # the negative twin: other rounds' seconds, and it shows
+    unpaired = ratio_of_means({0: 2.0, 1: 2.0, 2: 2.0}, slow, 0.95)
     assert unpaired is not None and unpaired.low < 1 < unpaired.high
 
 
@@ -171,7 +173,7 @@ def result(best_s: list[float], alone_s: list[float]) -> search_size.Tuning:
     for count, seconds in ((2, [9.0, 9.1]), (4, best_s)):
         mean = mean_of(seconds, 0.95)
         trials.append(search_size.Trial(count, 32 // count, tuple(seconds), mean.value, mean.low, mean.high, 1.0))
-    ratio = ratio_of(dict(enumerate(best_s)), dict(enumerate(alone_s)), 0.95)
+    ratio = ratio_of_means(dict(enumerate(best_s)), dict(enumerate(alone_s)), 0.95)
     return search_size.Tuning(32, tuple(trials), trials[1], {2: 9.5, 4: 1.0, 8: 1.2}, tuple(alone_s),
                          "cpu with 2 threads", ratio, True, {32: "no memory"}, 0.95, 3.0)  # fmt: skip
 

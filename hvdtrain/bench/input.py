@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import tempfile
@@ -20,11 +19,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.bench.train import check_writable, tell
+from hvdtrain.bench.report import begin, finish, measured_on, progress
 from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.flags import whole
-from hvdtrain.core.launchers import detect
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,50 +55,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs both parts; returns 0, whatever the figures are."""
-    if detect(os.environ).launcher != "none":
-        raise ConfigError("this benchmark is one process", "started by a launcher", "hvdtrain bench input")
-    check_writable(args.out)
     cores = sorted(os.sched_getaffinity(0))
-    if args.cores is not None:
-        if args.cores > len(cores):
-            raise ConfigError(f"--cores is at most {len(cores)} here", f"--cores {args.cores}")
-        os.sched_setaffinity(0, cores[: args.cores])
+    if args.cores is not None and args.cores > len(cores):
+        raise ConfigError(f"--cores is at most {len(cores)} here", f"--cores {args.cores}")
+    os.sched_setaffinity(0, cores[: args.cores])
     try:
-        return _run(args)
+        result = begin("input", args, "this benchmark is one process")
+        measure(args, result)
     finally:
         os.sched_setaffinity(0, cores)
+    return finish(args, result, report)
 
 
-def _run(args: argparse.Namespace) -> int:
+def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Adds the figures of both parts."""
     import hvdtrain
 
     with hvdtrain.init("torch", engine="solo", device=args.device) as world:
-        result: dict[str, Any] = {
-            "format": 1, "bench": "input", "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": stats.machine(),
-            "settings": {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str, list))},
-            "device": str(world.comm.device),  # type: ignore[attr-defined]
-        }  # fmt: skip
-        tell(f"1/2 pictures in memory, {args.rounds} rounds")
-        result["memory"] = {"images_per_s": in_turns(memory_variants(args, world), args, args.per_rank_batch)}
-        tell(f"2/2 JPEG files, {args.rounds} rounds")
+        result["device"] = str(world.comm.device)  # type: ignore[attr-defined]
+        progress(f"1/2 pictures in memory, {args.rounds} rounds")
+        result["memory"] = {"images_per_s": interleaved(memory_variants(args, world), args, args.per_rank_batch)}
+        progress(f"2/2 JPEG files, {args.rounds} rounds")
         with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
             root = args.data or write_pictures(Path(folder))
             variants, note = file_variants(args, world, root)
-            rates = in_turns(variants, args, _files_batch(args))
+            rates = interleaved(variants, args, _files_batch(args))
         result["files"] = {"images_per_s": rates, "data": note, "recommended_workers": recommend(rates)}
-    result["load_after"] = round(os.getloadavg()[0], 2)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(report(result))
-    print(f"every sample: {args.out}", flush=True)
-    return 0
 
 
-def in_turns(variants: Mapping[str, Start], args: argparse.Namespace, batch: int) -> dict[str, list[float]]:
+def interleaved(variants: Mapping[str, Start], args: argparse.Namespace, batch: int) -> dict[str, list[float]]:
     """Images a second of each variant by round; in every round each has one block, the first of a new start."""
     rates: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(args.rounds):
-        for name, start in variants.items():
-            batches, end = start()
+    for turn in range(args.rounds):
+        for name in stats.rotated(variants, turn):
+            batches, end = variants[name]()
             try:
                 rates[name].append(rate(batches, batch, args.seconds, warm=2 * max(args.workers) + 2))
             finally:
@@ -144,17 +132,15 @@ def report(result: Mapping[str, Any]) -> str:
     plain = max((name for name in memory if name != "hvdtrain"), key=lambda name: statistics.median(memory[name]))
     alone = "DataLoader, 0 workers" if "DataLoader, 0 workers" in memory else plain
     ratio = stats.ratio_of_medians(memory["hvdtrain"], memory[alone], paired=True)
-    kept = "kept" if ratio.value >= MEMORY_TARGET else "MISSED"
-    workers = result["files"]["recommended_workers"]
-    machine = result["machine"]
+    kept = stats.kept(ratio.value >= MEMORY_TARGET)
+    workers, cores = result["files"]["recommended_workers"], result["machine"]["cores_usable"]
     return "\n\n".join(
         [
-            f"{machine['processor']}, {machine['cores_usable']} cores, load {machine['load_1min']} before,"
-            f" {result['load_after']} after; batches on {result['device']}",
+            f"{measured_on(result)}; batches on {result['device']}",
             _table("pictures in memory, 3x32x32, crop + mirror + normalise", memory, alone),
             f"in memory: {ratio} times the {alone} (target >= {MEMORY_TARGET:.0f}: {kept})",
             _table(f"{result['files']['data']}, random crop + mirror + normalise", files, next(iter(files))),
-            f"for files like these: workers={workers} a rank that has {machine['cores_usable']} such cores for itself",
+            f"for files like these: workers={workers} a rank that has {cores} such cores for itself",
         ]
     )
 

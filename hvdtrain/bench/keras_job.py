@@ -13,6 +13,7 @@ from typing import Any
 import hvdtrain
 from hvdtrain.core import flags, startup
 from hvdtrain.core.launchers import Detected
+from hvdtrain.core.stats import rotated
 from hvdtrain.datasets import load_mnist
 from hvdtrain.keras_mnist import network
 
@@ -36,7 +37,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
         arms["plain"] = plain_arm(args, x, y)
     seconds: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in arms} for clock in ("wall", "cpu")}
     for block in range(args.blocks + 1):
-        for name in sorted(arms, reverse=bool(block % 2)):
+        for name in rotated(arms, block):
             wall_s, cpu_s = arms[name]()
             if block > 0:  # the first one traces and compiles
                 seconds["wall"][name].append(wall_s)

@@ -1,8 +1,8 @@
 """A split model on CPU stages of one core each, against the naive split and other pipelines, in rounds that take turns.
 
-Every way trains the same model on the same batch, forward and backward, cut at the same place. Those that have no use
-for a core for each stage are also given all cores at once, as they would use them best. `--ours` leaves out all but the
-pipeline: what its simulator tells of any number of stages, and (`--against`) what other cuts take.
+Every variant trains the same model on the same batch, forward and backward, cut at the same place. Those that have no
+use for a core for each stage are also given all cores at once, as they would use them best. `--ours` leaves out all but
+the pipeline: what its simulator tells of any number of stages, and (`--against`) what other cuts take.
 
 Prints a table and writes a JSON file with every sample. Give the machine nothing else to do.
 """
@@ -12,21 +12,21 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import json
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.bench.train import check_writable, tell
+from hvdtrain.bench.report import begin, finish, measured_on, progress
 from hvdtrain.core import stats
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.flags import whole
 from hvdtrain.core.launchers import detect
 from hvdtrain.core.resources import keep_freed_memory
 from hvdtrain.core.startup import share_cores
 from hvdtrain.pipeline.plan.schedule import SCHEDULES
+from hvdtrain.vision import trials
 
 if TYPE_CHECKING:
     import torch
@@ -61,154 +61,124 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; returns 0, whatever the figures are."""
-    detected = detect(os.environ)
-    if detected.launcher != "none":
-        raise ConfigError("this benchmark is one process", "started by a launcher", "hvdtrain bench pipeline")
     cores = sorted(os.sched_getaffinity(0))
     used = cores[: args.stages]
     if not args.ours and not 2 <= args.stages == len(used):
         came = f"{len(cores)} core(s) for {args.stages} stage(s)"
         remedy = f"--stages {len(cores)}, or --ours to leave out all but the pipeline"
         raise ConfigError("each of several stages has a core of its own, as the others' have", came, remedy)
-    check_writable(args.out)
-    share_cores(detected)  # before PyTorch is imported
+    result = begin("pipeline", args, "this benchmark is one process")
+    result["machine"]["versions"] |= stats.versions("torchgpipe")
+    share_cores(detect(os.environ))  # before PyTorch is imported
     keep_freed_memory()  # before a model is built, as `hvdtrain.init` does for programs
     import torch
 
     torch.set_num_threads(len(used))
     os.sched_setaffinity(0, used)
     try:
-        result = measure(args, used)
+        measure(args, result, used)
     finally:
         os.sched_setaffinity(0, cores)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(report(result))
-    print(f"every sample: {args.out}", flush=True)
-    return 0
+    return finish(args, result, report)
 
 
-def measure(args: argparse.Namespace, cores: Sequence[int]) -> dict[str, Any]:
-    """Builds the ways, runs them in turns."""
-    import torch
-
-    import hvdtrain.pipeline
+def measure(args: argparse.Namespace, result: dict[str, Any], cores: Sequence[int]) -> None:
+    """Builds the variants, runs them in turns."""
     from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
     from hvdtrain.pipeline.tuning.predict import from_profile, predict
-    from hvdtrain.vision import classifiers
 
-    result: dict[str, Any] = {
-        "format": 1, "bench": "pipeline", "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": stats.machine(),
-        "settings": {key: value for key, value in vars(args).items() if isinstance(value, (int, str, list))},
-    }  # fmt: skip
-    result["machine"]["versions"] |= stats.versions("torchgpipe")
-    torch.manual_seed(0)
-    model = classifiers.build(args.model, 1000, image_size=args.image_size).train()
-    x = torch.randn(args.batch, 3, args.image_size, args.image_size)
-    y = torch.randint(1000, (args.batch,))
-    tell("measuring the segments, to cut the model")
-    pipe = hvdtrain.pipeline.split(
-        copy.deepcopy(model), x, ["cpu"] * args.stages, micro_batches=args.micro_batches[0],
-        balance=args.balance or "time",
-    )  # fmt: skip
+    first = args.micro_batches[0]
+    its = trials.Settings(args.batch, args.image_size, 1000, 1, args.rounds, "cross-entropy", None, first)
+    progress("measuring the segments, to cut the model")
+    pipe, batches, loss = trials.built(
+        args.model, its, ["cpu"] * args.stages, micro_batches=first, balance=args.balance or "time"
+    )
     result["cut"] = [{"name": stage.name, "segments": len(stage.segments)} for stage in pipe.stages]
-    ways = all_ways(args, pipe, model, x, y, cores)
-    tell(f"{len(ways)} ways, {args.rounds} rounds")
+    variants = all_variants(args, pipe, batches, loss, cores)
+    progress(f"{len(variants)} variants, {args.rounds} rounds")
     result["predicted_s"], result["predicted_by_profile_s"] = {}, {}
     by_profile = from_profile(pipe)
 
-    def foretell() -> None:
-        prediction = predict(pipe, x, y, torch.nn.functional.cross_entropy)
-        for schedule, count in itertools.product(args.schedules, args.micro_batches):
-            pipe.schedule, sizes = schedule, micro_batch_sizes(args.batch, count)
-            name = pipeline_name(schedule, count)
+    def predict_all() -> None:
+        """A prediction is of the machine as it is then."""
+        prediction = predict(pipe, *batches[0], loss)
+        for name, change in ours(args).items():
+            pipe.schedule, sizes = change["schedule"], micro_batch_sizes(args.batch, change["micro_batches"])
             result["predicted_s"].setdefault(name, []).append(prediction(sizes))
             if by_profile:
                 result["predicted_by_profile_s"][name] = [by_profile(sizes)]
 
-    result["seconds"] = in_turns(ways, args.rounds, foretell)
-    result["load_after"] = round(os.getloadavg()[0], 2)
-    return result
+    measured = trials.interleaved(variants, "pipeline", pipe.devices, args.rounds, before=predict_all)
+    for name, reason in measured["failed"].items():
+        raise HvdtrainError(f"every variant has to run: {name}", reason)
+    result["seconds"] = measured["seconds"]
 
 
-def all_ways(
-    args: argparse.Namespace, pipe: Pipeline, model: torch.nn.Module, x: Any, y: Any, cores: Sequence[int]
-) -> dict[str, Callable[[], Any]]:
-    """Each way to do the step, by name; gradients are new each time."""
-    import torch
+def ours(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The pipelines of hvdtrain: what is set for each."""
+    return {
+        f"hvdtrain, {schedule}, {count} micro-batches": {"schedule": schedule, "micro_batches": count, "overlap": True}
+        for schedule, count in itertools.product(args.schedules, args.micro_batches)
+    }
 
+
+def all_variants(
+    args: argparse.Namespace, pipe: Pipeline, batches: Sequence[Any], loss: trials.Loss, cores: Sequence[int]
+) -> trials.Variants:
+    """What takes turns, by name."""
     import hvdtrain.pipeline
     from hvdtrain.pipeline.tuning.unsplit import Unsplit
 
-    loss = torch.nn.functional.cross_entropy
+    def variant(model: Any, **change: Any) -> trials.Variant:
+        return trials.variant(model, batches, loss, update=False, **change)
 
-    def stepping(model: Any, cores: Sequence[int] | None = None, **change: Any) -> Callable[[], Any]:
-        from hvdtrain.pipeline.tuning.unsplit import on_cores
+    def split(devices: Sequence[str], balance: Sequence[int]) -> Pipeline:
+        model = copy.deepcopy(pipe.module)
+        return hvdtrain.pipeline.split(model, batches[0][0], devices, micro_batches=1, balance=balance)
 
-        weights = list((model.model if isinstance(model, Unsplit) else model).parameters())
-
-        def step() -> None:
-            for weight in weights:
-                weight.grad = None
-            for name, value in change.items():
-                setattr(model, name, value)
-            with on_cores(cores):
-                model.step(x, y, loss)
-
-        return step
-
-    ways = {}
+    found: trials.Variants = {}
     if not args.ours:
-        segments = len(pipe.segments)
-        one = hvdtrain.pipeline.split(copy.deepcopy(model), x, ["cpu"], micro_batches=1, balance=[segments])
-        alone, both = Unsplit(model, "cpu", cores=cores[:1]), Unsplit(model, "cpu", cores=cores)
-        ways = {PLAIN: stepping(alone), ONE_STAGE: stepping(one, cores[:1]), ALL_CORES: stepping(both)}
-    ways[NAIVE] = stepping(pipe, micro_batches=1, overlap=False)
-    for schedule, count in itertools.product(args.schedules, args.micro_batches):
-        change = {"micro_batches": count, "schedule": schedule, "overlap": True}
-        ways[pipeline_name(schedule, count)] = stepping(pipe, **change)
+        one = split(["cpu"], [len(pipe.segments)])
+        found[PLAIN] = variant(Unsplit(pipe.module, "cpu", cores=cores[:1]))
+        found[ONE_STAGE] = variant(one, cores=cores[:1])
+        found[ALL_CORES] = variant(Unsplit(pipe.module, "cpu", cores=cores))
+    found[NAIVE] = variant(pipe, micro_batches=1, overlap=False)
+    found |= {name: variant(pipe, **change) for name, change in ours(args).items()}
     for balance in args.against:
-        other = hvdtrain.pipeline.split(
-            copy.deepcopy(model), x, ["cpu"] * args.stages, micro_batches=1, balance=balance
-        )  # fmt: skip
-        for schedule, count in itertools.product(args.schedules, args.micro_batches):
-            name = f"{pipeline_name(schedule, count)}, {BY_HAND} {'|'.join(map(str, balance))}"
-            ways[name] = stepping(other, micro_batches=count, schedule=schedule)
+        other, cut = split(["cpu"] * args.stages, balance), "|".join(map(str, balance))
+        found |= {f"{name}, {BY_HAND} {cut}": variant(other, **change) for name, change in ours(args).items()}
     for count in () if args.ours else args.micro_batches:
-        ways |= rivals(pipe, x, y, loss, count, cores)
-    return ways
+        for name, rival in rivals(pipe, count).items():
+            found[f"{name}, {count} micro-batches"] = variant(rival, cores=cores, threads=1)
+            several = f"{name}, {count} micro-batches, {len(cores)} threads an operation"
+            found[several] = variant(rival, cores=cores, threads=len(cores))
+    return found
 
 
-def pipeline_name(schedule: str, micro_batches: int) -> str:
-    """What ours is called."""
-    return f"hvdtrain, {schedule}, {micro_batches} micro-batches"
+@dataclass
+class Rival:
+    """Another pipeline over the same stages."""
+
+    forward: Callable[[Any], Any]
+    pipe: Pipeline
+
+    def step(self, x: Any, y: Any, loss: trials.Loss) -> None:
+        loss(self.forward(x), y).backward()
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        return self.pipe.parameters()
 
 
-def rivals(pipe: Pipeline, x: Any, y: Any, loss: Any, count: int, cores: Sequence[int]) -> dict[str, Callable[[], Any]]:
-    """The other pipelines, over the same stages: PyTorch's tutorial, and torchgpipe if it is there."""
-    from hvdtrain.pipeline.tuning.unsplit import on_cores
-
-    forwards: dict[str, Callable[[Any], Any]] = {}
+def rivals(pipe: Pipeline, count: int) -> dict[str, Rival]:
+    """The other pipelines: PyTorch's tutorial, and torchgpipe if it is there."""
+    found = {}
     if len(pipe.stages) == 2:
-        forwards["tutorial pattern"] = lambda x: tutorial(pipe.stages, x, count)
+        found["tutorial pattern"] = Rival(lambda x: tutorial(pipe.stages, x, count), pipe)
     try:
-        forwards["torchgpipe"] = gpipe(pipe.stages, count)
+        found["torchgpipe"] = Rival(gpipe(pipe.stages, count), pipe)
     except ImportError:
-        tell("torchgpipe is not installed: left out")
-
-    def way(forward: Callable[[Any], Any], threads: int) -> Callable[[], Any]:
-        def step() -> None:
-            for weight in pipe.parameters():
-                weight.grad = None
-            with on_cores(cores, threads=threads):
-                loss(forward(x), y).backward()
-
-        return step
-
-    ways = {}
-    for name, forward in forwards.items():
-        ways[f"{name}, {count} micro-batches"] = way(forward, 1)
-        ways[f"{name}, {count} micro-batches, {len(cores)} threads an operation"] = way(forward, len(cores))
-    return ways
+        progress("torchgpipe is not installed: left out")
+    return found
 
 
 def tutorial(stages: Sequence[Any], x: Any, count: int) -> Any:
@@ -251,28 +221,6 @@ def gpipe(stages: Sequence[Any], count: int) -> Callable[[Any], Any]:
     return torchgpipe.GPipe(parts, [1] * len(stages), devices=["cpu"] * len(stages), chunks=count, checkpoint="never")
 
 
-def in_turns(
-    ways: Mapping[str, Callable[[], Any]], rounds: int, foretell: Callable[[], None]
-) -> dict[str, list[float]]:
-    """Seconds of each way by round; who comes first changes. One run of each before does not count.
-
-    Args:
-        foretell: called before each round: a prediction is of the machine as it is then.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        way()
-    for turn in range(rounds):
-        foretell()
-        names = list(ways)
-        for place in range(len(names)):
-            name = names[(place + turn) % len(names)]
-            started = time.perf_counter()
-            ways[name]()
-            seconds[name].append(time.perf_counter() - started)
-    return seconds
-
-
 # ---- the tables
 
 
@@ -295,8 +243,7 @@ def report(result: Mapping[str, Any]) -> str:
         [
             f"{its['model']}, batch {its['batch']} of {its['image_size']}x{its['image_size']},"
             f" {its['stages']} stage(s) on {min(its['stages'], machine['cores_usable'])} core(s): {cut}\n"
-            f"{machine['processor']}, {machine['cores_usable']} cores,"
-            f" load {machine['load_1min']} before, {result['load_after']} after; {known}",
+            f"{measured_on(result)}; {known}",
             stats.table(rows),
             "efficiency: (naive split / stages) / pipeline / (m / (m + stages - 1)), m micro-batches",
             "\n".join(verdicts(result)),
@@ -312,7 +259,7 @@ def efficiency(result: Mapping[str, Any], name: str) -> float:
 
 
 def count_of(name: str) -> int:
-    """The micro-batches in a way's name."""
+    """The micro-batches in a variant's name."""
     words = name.replace(",", "").split()
     return int(words[words.index("micro-batches") - 1])
 
@@ -320,42 +267,35 @@ def count_of(name: str) -> int:
 def verdicts(result: Mapping[str, Any]) -> list[str]:
     """The targets, and whether they are kept."""
     seconds = result["seconds"]
+
+    def judged(above: str, below: str, target: float) -> str:
+        ratio = stats.ratio_of_medians(seconds[above], seconds[below], paired=True)
+        return stats.judged(f"{above} / {below}", ratio, target)
+
     ours = {name: its for name, its in seconds.items() if name.startswith("hvdtrain") and BY_HAND not in name}
     best = min(ours, key=lambda name: stats.median(ours[name]))
     lines = []
     if not result["settings"].get("ours"):
-        lines.append(judged(f"{best} / {NAIVE}", seconds[best], seconds[NAIVE], NAIVE_TARGET))
-        lines.append(judged(f"{ONE_STAGE} / {PLAIN}", seconds[ONE_STAGE], seconds[PLAIN], ONE_STAGE_TARGET))
-    for name, its in seconds.items():
+        lines.append(judged(best, NAIVE, NAIVE_TARGET))
+        lines.append(judged(ONE_STAGE, PLAIN, ONE_STAGE_TARGET))
+    for name in seconds:
         if BY_HAND in name:
             mine = name[: name.index(f", {BY_HAND}")]
-            lines.append(judged(f"{mine} / {name}", seconds[mine], its, CUT_TARGET))
+            lines.append(judged(mine, name, CUT_TARGET))
         if name.startswith(("torchgpipe", "tutorial")):
             same = [n for n in ours if count_of(n) == count_of(name)]
             mine = min(same, key=lambda n: stats.median(ours[n]))
-            lines.append(judged(f"{mine} / {name}", seconds[mine], its, RIVAL_TARGET))
+            lines.append(judged(mine, name, RIVAL_TARGET))
     if not result["settings"].get("ours"):
         reached = max(efficiency(result, name) for name in ours)
-        told = _kept(reached >= EFFICIENCY_TARGET)
+        told = stats.kept(reached >= EFFICIENCY_TARGET)
         lines.append(f"efficiency: {reached:.3f} (target >= {EFFICIENCY_TARGET}: {told})")
     for key, what in (("predicted_s", "from a few short steps"), ("predicted_by_profile_s", "from the profile")):
         if result[key]:
             off = max(abs(stats.median(its) / stats.median(seconds[name]) - 1) for name, its in result[key].items())
-            told = _kept(off <= PREDICTION_TARGET)
+            told = stats.kept(off <= PREDICTION_TARGET)
             lines.append(f"prediction {what}: at most {off:.1%} off (target <= {PREDICTION_TARGET:.0%}: {told})")
     if ALL_CORES in seconds:
         ratio = stats.ratio_of_medians(seconds[best], seconds[ALL_CORES], paired=True)
         lines.append(f"{best} / {ALL_CORES}: {ratio} (no target: one process with all cores)")
     return lines
-
-
-def judged(what: str, above: Sequence[float], below: Sequence[float], target: float) -> str:
-    """A ratio against its target."""
-    ratio = stats.ratio_of_medians(above, below, paired=True)
-    verdict = _kept(ratio.value <= target) if ratio.low > target or ratio.high <= target else (
-        f"{_kept(ratio.value <= target)}, within the noise")  # fmt: skip
-    return f"{what}: {ratio} (target <= {target:.3g}: {verdict})"
-
-
-def _kept(it: bool) -> str:
-    return "kept" if it else "MISSED"

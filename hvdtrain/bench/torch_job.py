@@ -32,7 +32,10 @@ def main() -> int:
     if args.device == "cpu":
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[_local_rank() % len(cores)]})
-    rank, step, wait = ARMS[args.arm](args)
+    import torch
+
+    rank, device, step = ARMS[args.arm](args)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(WARMUP_STEPS):
         step()
     wait()
@@ -82,16 +85,22 @@ def _device(args: argparse.Namespace, local_rank: int) -> Any:
     return torch.device(args.device)
 
 
-def _wait_for(device: Any) -> Step:
-    import torch
+def _loop(model: Any, optimizer: Any, loss_of: Any, x: Any, y: Any, backward: Any = None) -> Step:
+    """A step as every arm's documentation has it; `backward`: who differentiates, if not the loss itself."""
 
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        backward(loss) if backward else loss.backward()
+        optimizer.step()
+
+    return step
 
 
 # ---- the arms
 
 
-def hvdtrain_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
+def hvdtrain_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """hvdtrain on Horovod (alone: one process)."""
     import hvdtrain
     import hvdtrain.torch as hvt
@@ -100,29 +109,17 @@ def hvdtrain_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
     device = world.comm.device  # type: ignore[attr-defined]
     module, inner, loss_of, x, y = _parts(args, device)
     model, optimizer = hvt.prepare(module, inner)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model(x), y))
-        optimizer.step()
-
-    return world.rank, step, _wait_for(device)
+    return world.rank, device, _loop(model, optimizer, loss_of, x, y, optimizer.backward)
 
 
-def alone_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
+def alone_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """Plain PyTorch, one process."""
     device = _device(args, 0)
     model, optimizer, loss_of, x, y = _parts(args, device)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
-
-    return 0, step, _wait_for(device)
+    return 0, device, _loop(model, optimizer, loss_of, x, y)
 
 
-def horovod_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
+def horovod_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """Horovod as its README writes it."""
     import horovod.torch as hvd
 
@@ -132,16 +129,10 @@ def horovod_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-
-    def step() -> None:
-        wrapped.zero_grad()
-        loss_of(model(x), y).backward()
-        wrapped.step()
-
-    return hvd.rank(), step, _wait_for(device)
+    return hvd.rank(), device, _loop(model, wrapped, loss_of, x, y)
 
 
-def ddp_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
+def ddp_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """DistributedDataParallel as PyTorch's tutorial writes it."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -150,32 +141,21 @@ def ddp_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     model, optimizer, loss_of, x, y = _parts(args, device)
     wrapped = DistributedDataParallel(model)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_of(wrapped(x), y).backward()
-        optimizer.step()
-
-    return dist.get_rank(), step, _wait_for(device)
+    return dist.get_rank(), device, _loop(wrapped, optimizer, loss_of, x, y)
 
 
-def accelerate_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
+def accelerate_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """Hugging Face Accelerate as its quick tour writes it."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=args.device == "cpu")
     model, optimizer, loss_of, x, y = _parts(args, accelerator.device)
     wrapped, prepared = accelerator.prepare(model, optimizer)
-
-    def step() -> None:
-        prepared.zero_grad()
-        accelerator.backward(loss_of(wrapped(x), y))
-        prepared.step()
-
-    return accelerator.process_index, step, _wait_for(accelerator.device)
+    step = _loop(wrapped, prepared, loss_of, x, y, accelerator.backward)
+    return accelerator.process_index, accelerator.device, step
 
 
-def fabric_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
+def fabric_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """Lightning Fabric as its documentation writes it."""
     from lightning_fabric import Fabric
 
@@ -183,16 +163,10 @@ def fabric_arm(args: argparse.Namespace) -> tuple[int, Step, Step]:
     fabric.launch()
     model, optimizer, loss_of, x, y = _parts(args, fabric.device)
     wrapped, prepared = fabric.setup(model, optimizer)
-
-    def step() -> None:
-        prepared.zero_grad()
-        fabric.backward(loss_of(wrapped(x), y))
-        prepared.step()
-
-    return fabric.global_rank, step, _wait_for(fabric.device)
+    return fabric.global_rank, fabric.device, _loop(wrapped, prepared, loss_of, x, y, fabric.backward)
 
 
-ARMS: dict[str, Callable[[argparse.Namespace], tuple[int, Step, Step]]] = {
+ARMS: dict[str, Callable[[argparse.Namespace], tuple[int, Any, Step]]] = {
     "hvdtrain": hvdtrain_arm,
     "alone": alone_arm,
     "horovod": horovod_arm,

@@ -16,21 +16,20 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench import torch_train
+from hvdtrain.bench.report import begin, finish, measured_on, progress, versions
+from hvdtrain.bench.turns import launched
 from hvdtrain.core import stats
-from hvdtrain.core.errors import ConfigError, HvdtrainError, LauncherError, build_horovod_command
+from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.flags import whole
-from hvdtrain.core.launchers import detect
 
 OVERHEAD_TARGET = 1.02
 JOB_WITHIN_S, TERM_WITHIN_S = 900, 15
@@ -56,49 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark of a framework; returns 0, whatever the figures are."""
-    if detect(os.environ).launcher != "none":
-        raise ConfigError("a benchmark starts its own ranks", "started by a launcher", "hvdtrain bench train")
     for name, value in DEFAULTS[args.framework].items():
         setattr(args, name, getattr(args, name) or value)
-    return {"keras": run_keras, "torch": run_torch}[args.framework](args)
-
-
-def run_torch(args: argparse.Namespace) -> int:
-    """PyTorch's part; returns 0, whatever the figures are."""
-    result = _new_result(args)
-    check_writable(args.out)
-    result["models"] = torch_train.measure(args, tell)
-    return _finish(args, result, torch_train.report)
-
-
-def run_keras(args: argparse.Namespace) -> int:
-    """Keras' two parts; returns 0, whatever the figures are."""
-    backend = args.backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
-    result: dict[str, Any] = _new_result(args) | {"backend": backend}
-    check_writable(args.out)
-    tell(f"1/2 prepared fit against plain Keras, one process, {args.blocks} blocks of {args.steps} updates each")
+    result = begin("train", args, "a benchmark starts its own ranks") | {"framework": args.framework}
+    if args.framework == "torch":
+        result["models"] = torch_train.measure(args)
+        return finish(args, result, torch_train.report)
+    backend = result["backend"] = args.backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
+    progress(f"1/2 prepared fit against plain Keras, one process, {args.blocks} blocks of {args.steps} updates each")
     result["overhead"] = overhead(args, backend)
     if args.ranks > 1:
-        tell(f"2/2 {args.ranks} ranks against 1, {args.rounds} jobs of each")
+        progress(f"2/2 {args.ranks} ranks against 1, {args.rounds} jobs of each")
         result["scaling"] = scaling(args, backend)
-    return _finish(args, result, report)
-
-
-def _new_result(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "format": 1, "bench": "train", "framework": args.framework,
-        "settings": {key: value for key, value in vars(args).items() if isinstance(value, (int, str))},
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": stats.machine(),
-    }  # fmt: skip
-
-
-def _finish(args: argparse.Namespace, result: dict[str, Any], report_of: Callable[[Mapping[str, Any]], str]) -> int:
-    """Writes every sample, prints the table."""
-    result["load_after"] = round(os.getloadavg()[0], 2)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(report_of(result))
-    print(f"every sample: {args.out}", flush=True)
-    return 0
+    return finish(args, result, report)
 
 
 def overhead(args: argparse.Namespace, backend: str) -> dict[str, Any]:
@@ -135,22 +104,23 @@ def scaling(args: argparse.Namespace, backend: str) -> dict[str, Any]:
 def report(result: Mapping[str, Any]) -> str:
     """The table of a result."""
     part = result["overhead"]
-    ratio, cpu_ratio = stats.Ratio(**part["ratio"]), stats.Ratio(**part["cpu_ratio"])
+    ratio, cpu_ratio = stats.Interval(**part["ratio"]), stats.Interval(**part["cpu_ratio"])
     steps, cpu = part["seconds_per_step"], part["cpu_seconds_per_step"]
-    kept = "kept" if ratio.value <= part["target"] else "MISSED"
     rows: list[tuple[str, ...]] = [
         ("one process", "step (median)", "ratio, 95 %", f"target <= {part['target']}", "CPU time", "ratio, 95 %"),
         ("plain Keras", stats.milliseconds(steps["plain"]), "1", "", stats.milliseconds(cpu["plain"]), "1"),
         (
-            "prepared", stats.milliseconds(steps["prepared"]), str(ratio), kept,
+            "prepared", stats.milliseconds(steps["prepared"]), str(ratio), stats.kept(ratio.value <= part["target"]),
             stats.milliseconds(cpu["prepared"]), str(cpu_ratio),
         ),
     ]  # fmt: skip
-    tables = [_heading(result), stats.table(rows)]
+    batch = result["settings"]["per_rank_batch"]
+    heading = f"MNIST network, batch {batch} a rank, Keras on {result['backend']}\n{measured_on(result)}"
+    tables = [f"{heading}\n{versions(result)}", stats.table(rows)]
     if "scaling" in result:
         part = result["scaling"]
         ranks, steps = part["ranks"], part["seconds_per_step"]
-        speedup, efficiency = stats.Ratio(**part["speedup"]), part["efficiency"]["value"]
+        speedup, efficiency = stats.Interval(**part["speedup"]), part["efficiency"]["value"]
         note = " (ranks share cores)" if part["oversubscribed"] else ""
         rows = [
             (f"one thread, one core a rank{note}", "step (median)", "speed-up, 95 %", "efficiency"),
@@ -159,31 +129,6 @@ def report(result: Mapping[str, Any]) -> str:
         ]
         tables.append(stats.table(rows))
     return "\n\n".join(tables)
-
-
-def _heading(result: Mapping[str, Any]) -> str:
-    machine = result["machine"]
-    known = " ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return (
-        f"MNIST network, batch {result['settings']['per_rank_batch']} a rank, Keras on {result['backend']}\n"
-        f"{machine['processor']}, {machine['cores_usable']} cores, load {machine['load_1min']} before,"
-        f" {result['load_after']} after\n{known}"
-    )
-
-
-def tell(text: str) -> None:
-    """Progress goes to standard error, so that the table can be piped."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def check_writable(out: Path) -> None:
-    """Minutes of measuring must not end in an error about the place for the result."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise ConfigError("the result needs a place", f"{out}: {error.strerror}", "--out FILE") from error
 
 
 # ---- jobs
@@ -199,7 +144,7 @@ def job(
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         command = [
-            *_launch(ranks, args.launcher), sys.executable, "-m", f"hvdtrain.bench.{args.framework}_job", task,
+            *launched(ranks, args.launcher), sys.executable, "-m", f"hvdtrain.bench.{args.framework}_job", task,
             f"--backend={backend}", f"--per-rank-batch={args.per_rank_batch}", f"--steps={args.steps}",
             f"--blocks={blocks}", f"--out={folder}",
         ]  # fmt: skip
@@ -214,19 +159,6 @@ def job(
                     f"a benchmark's job must end well: {task}, {ranks} rank(s)", f"{what}\n" + "\n".join(lines[-25:])
                 )
         return [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-
-
-def _launch(ranks: int, launcher: str) -> list[str]:
-    if ranks == 1:
-        return []
-    beside = Path(sys.executable).parent / launcher
-    found = str(beside) if beside.exists() else shutil.which(launcher)
-    if found is None:
-        remedy = build_horovod_command() if launcher == "horovodrun" else "install Open MPI"
-        raise LauncherError(f"{ranks} ranks are started by {launcher}", "not found on PATH", remedy + ", or --ranks 1")
-    if launcher == "horovodrun":
-        return [found, "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"]
-    return [found, "-np", str(ranks), "--oversubscribe", "--bind-to", "none"]
 
 
 def _run_to_end(command: Sequence[str], environment: Mapping[str, str], log: Any) -> int | None:

@@ -11,8 +11,10 @@ import contextlib
 import os
 import secrets
 import select
+import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +24,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.core.errors import HvdtrainError, LauncherError, build_horovod_command, install_command
 
 ADDRESS, KEY = "HVDTRAIN_TURNS_ADDRESS", "HVDTRAIN_TURNS_KEY"
 READY_WITHIN_S, TURN_WITHIN_S, END_WITHIN_S = 180.0, 300.0, 15.0
@@ -52,14 +54,14 @@ class Arm:
                 signal.pidfd_send_signal(descriptor, sign)
 
 
-class Turns:
+class InterleavedJobs:
     """Starts jobs and lets one at a time work; use it as a context manager: no process outlives it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
         self._arms: dict[str, Arm] = {}
 
-    def __enter__(self) -> Turns:
+    def __enter__(self) -> InterleavedJobs:
         self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-turns-")
         return self
 
@@ -124,6 +126,27 @@ class Turns:
             raise _failed(arm, f"it ended with {arm.process.returncode}")
         if time.monotonic() > deadline:
             raise _failed(arm, "it took too long")
+
+
+def launched(ranks: int, launcher: str) -> list[str]:
+    """What stands before a job's command: nothing for one rank, else a launcher of its ranks on this machine.
+
+    Raises:
+        LauncherError: it is not installed.
+    """
+    if ranks == 1:
+        return []
+    beside = Path(sys.executable).parent / launcher
+    found = str(beside) if beside.exists() else shutil.which(launcher)
+    if found is None:
+        remedies = {"horovodrun": build_horovod_command(), "torchrun": install_command("torch")}
+        remedy = f"{remedies.get(launcher, 'install Open MPI')}, or --ranks 1"
+        raise LauncherError(f"{ranks} ranks are started by {launcher}", "not found on PATH", remedy)
+    return [found, *{
+        "horovodrun": ["--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"],
+        "mpirun": ["-np", str(ranks), "--oversubscribe", "--bind-to", "none"],
+        "torchrun": ["--standalone", f"--nproc-per-node={ranks}", "--no-python"],
+    }[launcher]]  # fmt: skip
 
 
 def _failed(arm: Arm, what: str) -> HvdtrainError:

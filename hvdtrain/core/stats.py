@@ -1,35 +1,43 @@
-"""Medians, bootstrap intervals and tables: what benchmarks and tuning say their numbers with."""
+"""Intervals, taking turns, targets and tables: what benchmarks and tuning say their numbers with."""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import math
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdtrain.core.version import __version__
 
 RESAMPLES = 4000
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """A ratio of medians with its 95 % interval."""
+class Interval:
+    """An estimate, and where it lies with the wanted confidence; infinite from one sample."""
 
     value: float
     low: float
     high: float
 
     def __str__(self) -> str:
+        if self.high > 100 * self.value:
+            return f"{self.value:.3f} (too few rounds to say how sure)"
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def ratio_of_medians(above: Sequence[float], below: Sequence[float], *, paired: bool) -> Ratio:
-    """``median(above) / median(below)``, and the interval a bootstrap gives it (Efron 1979, percentiles).
+def ratio_of_medians(above: Sequence[float], below: Sequence[float], *, paired: bool) -> Interval:
+    """``median(above) / median(below)``, and the interval that a bootstrap gives it (Efron 1979, percentiles): 95 %.
+
+    A sample that something else on the machine spoilt does not move it. For 5 samples and more: of 3, what it calls
+    95 % is 74 % (`ratio_of_means`).
 
     Args:
         above, below: samples of one unit.
@@ -49,7 +57,74 @@ def ratio_of_medians(above: Sequence[float], below: Sequence[float], *, paired: 
         many = np.median(a[draw.integers(0, len(a), (RESAMPLES, len(a)))], axis=1)
         many = many / np.median(b[draw.integers(0, len(b), (RESAMPLES, len(b)))], axis=1)
     low, high = np.percentile(many, [2.5, 97.5])
-    return Ratio(value, float(low), float(high))
+    return Interval(value, float(low), float(high))
+
+
+def ratio_of_means(above: Mapping[int, float], below: Mapping[int, float], confidence: float) -> Interval | None:
+    """The ratio of samples taken in the same rounds: the geometric mean, with Student's interval of the logarithms.
+
+    It holds from 3 samples on.
+
+    Args:
+        above, below: samples by round.
+
+    Returns:
+        None without a common round.
+    """
+    logs = [math.log(above[turn] / below[turn]) for turn in sorted(above.keys() & below.keys())]
+    if not logs:
+        return None
+    its = mean_of(logs, confidence)
+    return Interval(math.exp(its.value), math.exp(its.low), math.exp(its.high) if its.high < 100 else math.inf)
+
+
+def mean_of(samples: Sequence[float], confidence: float) -> Interval:
+    """The mean of samples, and Student's interval."""
+    mean = statistics.fmean(samples)
+    if len(samples) < 2:
+        return Interval(mean, -math.inf, math.inf)
+    half = student(confidence, len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
+    return Interval(mean, mean - half, mean + half)
+
+
+@functools.cache
+def student(confidence: float, freedom: int) -> float:
+    """How many standard errors a mean may be off: the quantile of Student's t, two-sided.
+
+    With t = sqrt(freedom) tan(a) the density is proportional to cos(a)^(freedom - 1), which is summed up.
+
+    Args:
+        confidence: between 0 and 1.
+        freedom: degrees of freedom, at least 1.
+    """
+    import numpy as np
+
+    edges = np.linspace(0, math.pi / 2, 20_001)
+    sums = np.cumsum(np.cos((edges[1:] + edges[:-1]) / 2) ** (freedom - 1))
+    return math.sqrt(freedom) * math.tan(np.interp(confidence, sums / sums[-1], edges[1:]))
+
+
+def spread(samples: Sequence[float]) -> float:
+    """The standard deviation; 0 of one sample."""
+    return statistics.stdev(samples) if len(samples) > 1 else 0.0
+
+
+def rotated(names: Iterable[Name], turn: int) -> list[Name]:
+    """Who runs in a round, in order: everyone once, and another one first each time."""
+    every = list(names)
+    first = turn % max(1, len(every))
+    return every[first:] + every[:first]
+
+
+def judged(what: str, ratio: Interval, target: float) -> str:
+    """A ratio against the target that it must not exceed, in words."""
+    told = kept(ratio.value <= target) + ", within the noise" * (ratio.low <= target < ratio.high)
+    return f"{what}: {ratio} (target <= {target:.3g}: {told})"
+
+
+def kept(it: bool) -> str:
+    """Whether a target is."""
+    return "kept" if it else "MISSED"
 
 
 def median(samples: Sequence[float]) -> float:

@@ -1,13 +1,14 @@
-"""What `hvdtrain.pipeline_resnet` measures: ways to train in turns, as bars; the curve over the split size; tuning."""
+"""Variants of a training that take turns, for `hvdtrain bench pipeline`; and what `hvdtrain.pipeline_resnet` makes of
+them: bars, the curve over the split size, tuning."""
 
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import stats
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from hvdtrain.pipeline.runtime import Pipeline
 
 LEAST_REPEATS = 3
+Variant = Callable[..., None]
+Variants = dict[str, Variant]
+Loss = Callable[[Any, Any], "torch.Tensor"]
 # what tuning promises against the sweep: a step this close to its best, in this share of its time
 WITHIN, SHARE = 1.03, 0.25
 
@@ -51,7 +55,7 @@ class Job:
     settings: Settings
     pipe: Pipeline
     batches: list[tuple[torch.Tensor, torch.Tensor]]
-    loss: Callable[[Any, Any], torch.Tensor]
+    loss: Loss
     out: Path
     machine: str
     result: dict[str, Any] = field(default_factory=dict)
@@ -69,35 +73,23 @@ class Job:
         """What one repeat trains."""
         return "a batch" if self.settings.batches == 1 else f"{self.settings.batches} batches"
 
-    def way(self, model: Any, **change: Any) -> Callable[[], None]:
-        """A way to train: one repeat, with a plain SGD step after each batch.
+    def variant(self, model: Any, **change: Any) -> Variant:
+        """See `variant`: with the job's batches and loss."""
+        return variant(model, self.batches, self.loss, **change)
 
-        Args:
-            model: what has `step`: the pipeline, or the unsplit model.
-            change: what to set on the pipeline before.
-        """
-        import torch
+    def cut(self, micro_batches: int) -> Variant:
+        """The one through the pipeline, in so many micro-batches."""
+        return self.variant(self.pipe, micro_batches=micro_batches, overlap=True)
 
-        weights = list((model if model is self.pipe else model.model).parameters())
-        optimizer = torch.optim.SGD(weights, lr=0.001)
-
-        def train(batches: int = self.settings.batches) -> None:
-            for name, value in change.items():
-                setattr(model, name, value)
-            for x, y in self.batches[:batches]:
-                optimizer.zero_grad()
-                model.step(x, y, self.loss)
-                optimizer.step()
-
-        return train
-
-    def cut(self, micro_batches: int) -> Callable[[], None]:
-        """The way through the pipeline, in so many micro-batches."""
-        return self.way(self.pipe, micro_batches=micro_batches, overlap=True)
+    def interleaved(self, variants: Mapping[Any, Variant], what: str, *, budget_s: float | None) -> dict[str, Any]:
+        """See `interleaved`: the job's repeats, on its devices."""
+        return interleaved(variants, what, self.pipe.devices, self.settings.repeats, budget_s=budget_s)
 
     def update_s(self) -> float:
         """What the optimizer takes after a step."""
         import torch
+
+        from hvdtrain.pipeline.tuning.unsplit import seconds_of
 
         optimizer = torch.optim.SGD(self.pipe.parameters(), lr=0.0)
         for weight in self.pipe.parameters():
@@ -111,59 +103,131 @@ class Job:
         (self.out / "result.json").write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
 
 
-def in_turns(job: Job, ways: Mapping[Any, Callable[..., None]], what: str, budget_s: float | None) -> dict[Any, Any]:
-    """Seconds of the repeats of each way, in rounds: in each, every way has one turn. The first one does not count.
+def built(
+    name: str, its: Settings, devices: Sequence[str], **cut: Any
+) -> tuple[Pipeline, list[tuple[torch.Tensor, torch.Tensor]], Loss]:
+    """A classifier with random weights, cut; random batches, and the loss.
+
+    Args:
+        name: torchvision's.
+        cut: options of `hvdtrain.pipeline.split`.
+    """
+    import torch
+
+    import hvdtrain.pipeline
+    from hvdtrain.vision import classifiers
+
+    torch.manual_seed(0)
+    model = classifiers.build(name, its.classes, image_size=its.image_size).train()
+    batches = [
+        (torch.randn(its.batch, 3, its.image_size, its.image_size), torch.randint(its.classes, (its.batch,)))
+        for _ in range(its.batches)
+    ]
+    loss: Loss = torch.nn.functional.cross_entropy
+    if its.loss == "mse":
+        loss = torch.nn.functional.mse_loss
+        batches = [(x, torch.nn.functional.one_hot(y, its.classes).float()) for x, y in batches]
+    return hvdtrain.pipeline.split(model, batches[0][0], devices, **cut), batches, loss
+
+
+def variant(
+    model: Any,
+    batches: Sequence[Any],
+    loss: Loss,
+    *,
+    update: bool = True,
+    cores: Sequence[int] | None = None,
+    threads: int | None = None,
+    **change: Any,
+) -> Variant:
+    """One repeat of a training: every batch forward and backward, new gradients each time.
+
+    Args:
+        model: what has `step` and `parameters`: a pipeline, the unsplit model.
+        update: with a plain SGD step after each batch.
+        cores, threads: what it works on; see `hvdtrain.pipeline.tuning.unsplit.on_cores`.
+        change: what to set on the model before.
 
     Returns:
-        {"seconds": seconds by way, "failed": reason by way, "spent_s": in all}
+        A function of how many of the batches (all).
+    """
+    import torch
+
+    from hvdtrain.pipeline.tuning.unsplit import on_cores
+
+    optimizer = torch.optim.SGD(list(model.parameters()), lr=0.001)
+
+    def train(count: int = len(batches)) -> None:
+        for name, value in change.items():
+            setattr(model, name, value)
+        for x, y in batches[:count]:
+            optimizer.zero_grad()
+            with on_cores(cores, threads=threads):
+                model.step(x, y, loss)
+            if update:
+                optimizer.step()
+
+    return train
+
+
+def interleaved(
+    variants: Mapping[Any, Variant],
+    what: str,
+    devices: Sequence[torch.device],
+    repeats: int,
+    *,
+    budget_s: float | None = None,
+    before: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Seconds of the repeats of each variant, in rounds in which all take turns. A batch of each before does not count.
+
+    Args:
+        what: for the progress bar.
+        budget_s: about how long it may take, with `LEAST_REPEATS` rounds at least.
+        before: called before each round.
+
+    Returns:
+        {"seconds": seconds by variant, "failed": reason by variant, "spent_s": in all}
     """
     from tqdm import tqdm
+
+    from hvdtrain.pipeline.tuning.unsplit import seconds_of
 
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # no thread that watches over it
 
-    started, devices = time.perf_counter(), job.pipe.devices
-    seconds: dict[Any, list[float]] = {name: [] for name in ways}
+    started = time.perf_counter()
     failed: dict[Any, str] = {}
-    repeats = job.settings.repeats
-    with Bar(total=(repeats + 1) * len(ways), desc=what, unit="turn", leave=False, disable=None) as bar:
-        for name, way in ways.items():
+    with Bar(total=(repeats + 1) * len(variants), desc=what, unit="turn", leave=False, disable=None) as bar:
+        for name, train in variants.items():
             bar.set_postfix_str(f"warming up {name}")
-            failed |= warm_up(name, way, devices)
+            failed |= warm_up(name, train)
             bar.update()
-        ways = {name: way for name, way in ways.items() if name not in failed}
+        seconds: dict[Any, list[float]] = {name: [] for name in variants if name not in failed}
         for turn in range(repeats):
             began = time.perf_counter()
-            for place in range(len(ways)):
-                name = list(ways)[(place + turn) % len(ways)]
+            before()
+            for name in stats.rotated(seconds, turn):
                 bar.set_postfix_str(str(name))
-                seconds[name].append(seconds_of(ways[name], devices))
+                seconds[name].append(seconds_of(variants[name], devices))
                 bar.update()
             now = time.perf_counter()
             if budget_s and turn + 1 >= LEAST_REPEATS and now + (now - began) > started + budget_s:
                 break
-    return {"seconds": {name: its for name, its in seconds.items() if its}, "failed": failed,
-            "spent_s": time.perf_counter() - started}  # fmt: skip
+    return {"seconds": seconds, "failed": failed, "spent_s": time.perf_counter() - started}
 
 
-def warm_up(name: Any, way: Callable[..., None], devices: Sequence[torch.device]) -> dict[Any, str]:
+def warm_up(name: Any, train: Variant) -> dict[Any, str]:
     """Trains one batch; returns the reason if it cannot be done (memory, batch-norm over a single value)."""
     import torch
 
     from hvdtrain.pipeline import StageError
 
     try:
-        seconds_of(lambda: way(1), devices)
+        train(1)
     except (StageError, torch.OutOfMemoryError) as error:
         return {name: str(error)}
     return {}
-
-
-def seconds_of(work: Callable[[], Any], devices: Sequence[torch.device]) -> float:
-    """How long it takes, until the devices are done."""
-    from hvdtrain.pipeline.tuning.unsplit import seconds_of as measure
-
-    return measure(work, devices)
 
 
 # ---- bars
@@ -174,9 +238,8 @@ def compare(job: Job, micro_batches: int) -> None:
     size = -(-job.settings.batch // micro_batches)
     pipeline = f"pipeline, split size {size} ({micro_batches} micro-batches)"
     alone, all_cores = whole_models(job)
-    split = {"naive split": job.way(job.pipe, micro_batches=1, overlap=False), pipeline: job.cut(micro_batches)}
-    ways = {**alone, **split, **all_cores}
-    measured = in_turns(job, ways, "compare", job.settings.budget_s)
+    split = {"naive split": job.variant(job.pipe, micro_batches=1, overlap=False), pipeline: job.cut(micro_batches)}
+    measured = job.interleaved({**alone, **split, **all_cores}, "compare", budget_s=job.settings.budget_s)
     seconds = measured["seconds"]
     ratios = {
         name: stats.ratio_of_medians(seconds[pipeline], its, paired=True)
@@ -190,21 +253,19 @@ def compare(job: Job, micro_batches: int) -> None:
     print(f"\ncompare: seconds for {job.of}, {len(next(iter(seconds.values())))} repeats in turns")
     rows = [("", "mean", "standard deviation", "the pipeline takes, 95 %")]
     rows += [
-        (name, f"{mean(its):.3f}", f"{spread(its):.3f}", str(ratios.get(name, ""))) for name, its in seconds.items()
+        (name, f"{fmean(its):.3f}", f"{stats.spread(its):.3f}", str(ratios.get(name, "")))
+        for name, its in seconds.items()
     ]
     print(stats.table(rows))
-    tell_failed(measured["failed"])
+    print_failed(measured["failed"])
     print(plots.plot(plots.Bars(job.title(), seconds, job.of), job.out / "bars.png"), flush=True)
     if job.curve is not None:  # once more, with what there is to compare with
-        lines = {name: mean(its) for name, its in seconds.items() if name != pipeline}
+        lines = {name: fmean(its) for name, its in seconds.items() if name != pipeline}
         plots.plot(replace(job.curve, lines=lines), job.out / "split_size.png")
     draw_timeline(job, micro_batches)
 
 
-Ways = dict[str, Callable[..., None]]
-
-
-def whole_models(job: Job) -> tuple[Ways, Ways]:
+def whole_models(job: Job) -> tuple[Variants, Variants]:
     """The unsplit model: on the first stage's device, if it fits; on CPUs also on the cores of all stages."""
     import torch
 
@@ -213,11 +274,11 @@ def whole_models(job: Job) -> tuple[Ways, Ways]:
     try:
         single = unsplit.on_first_device(job.pipe)
     except torch.OutOfMemoryError as error:
-        tell_failed({f"single device ({job.pipe.devices[0]})": str(error)})
+        print_failed({f"single device ({job.pipe.devices[0]})": str(error)})
         return {}, {}
     every = unsplit.unsplit(job.pipe)[:1] if single.device.type == "cpu" else []
-    all_cores = {f"unsplit ({one})": job.way(one) for one in every if str(one) != str(single)}
-    return {f"single device ({single})": job.way(single)}, all_cores
+    all_cores = {f"unsplit ({one})": job.variant(one) for one in every if str(one) != str(single)}
+    return {f"single device ({single})": job.variant(single)}, all_cores
 
 
 def draw_timeline(job: Job, micro_batches: int) -> None:
@@ -248,9 +309,9 @@ def sweep(job: Job, sizes: Sequence[int]) -> int:
     prediction, update_s = predict(job.pipe, *job.batches[0], job.loss), job.update_s()
     predicting_s = time.perf_counter() - began
     predicted = {n: its.batches * (prediction(micro_batch_sizes(batch, n)) + update_s) for n in range(1, batch + 1)}
-    measured = in_turns(job, {n: job.cut(n) for n in counts}, "sweep", its.budget_s)
+    measured = job.interleaved({n: job.cut(n) for n in counts}, "sweep", budget_s=its.budget_s)
     seconds = measured["seconds"]
-    best = min(seconds, key=lambda n: mean(seconds[n]))
+    best = min(seconds, key=lambda n: fmean(seconds[n]))
     job.result["sweep"] = {
         "of": job.of, "batch": batch, "best": best, "spent_s": measured["spent_s"], "left_out": left_out,
         "predicting_s": predicting_s,
@@ -264,11 +325,11 @@ def sweep(job: Job, sizes: Sequence[int]) -> int:
     print(f"\nsweep: seconds for {job.of}, {repeats} repeats in turns{cut_short}, {measured['spent_s']:.0f} s in all")
     rows = [("split size", "micro-batches", "mean", "standard deviation", "predicted", "predicted/measured")]
     for n, its_seconds in sorted(seconds.items(), reverse=True):
-        cells = (f"{mean(its_seconds):.3f}", f"{spread(its_seconds):.3f}", f"{predicted[n]:.3f}")
+        cells = (f"{fmean(its_seconds):.3f}", f"{stats.spread(its_seconds):.3f}", f"{predicted[n]:.3f}")
         name = f"{counts[n]}{' *' if n == best else ''}"
-        rows.append((name, str(n), *cells, f"{predicted[n] / mean(its_seconds):.2f}"))
+        rows.append((name, str(n), *cells, f"{predicted[n] / fmean(its_seconds):.2f}"))
     print(stats.table(rows))
-    tell_failed({f"split size {counts[n]}": reason for n, reason in measured["failed"].items()})
+    print_failed({f"split size {counts[n]}": reason for n, reason in measured["failed"].items()})
     draw_sweep(job, counts, seconds, predicted, best)
     return best
 
@@ -323,34 +384,19 @@ def tune(job: Job) -> int:
         print(plots.plot(tuning, job.out / "split_size.png"), flush=True)
         return tuning.best.micro_batches
     ours, theirs = tuning.best.micro_batches, swept["best"]
-    ratio = stats.Ratio(1.0, 1.0, 1.0)
+    ratio = stats.Interval(1.0, 1.0, 1.0)
     if ours != theirs:
-        turns = in_turns(job, {ours: job.cut(ours), theirs: job.cut(theirs)}, "check", None)["seconds"]
+        turns = job.interleaved({n: job.cut(n) for n in (ours, theirs)}, "check", budget_s=None)["seconds"]
         ratio = stats.ratio_of_medians(turns[ours], turns[theirs], paired=True)
     share = tuning.spent_s / swept["spent_s"]
     job.result["tune"]["against_sweep"] = {"step_over_best": asdict(ratio), "share_of_time": share}
     print(f"  against the sweep's best ({theirs} micro-batches), in turns: {ratio} of its time"
-          f" ({kept(ratio.value <= WITHIN)}: at most {WITHIN}); in {share:.0%} of the sweep's time"
-          f" ({kept(share <= SHARE)}: at most {SHARE:.0%})", flush=True)  # fmt: skip
+          f" ({stats.kept(ratio.value <= WITHIN)}: at most {WITHIN}); in {share:.0%} of the sweep's time"
+          f" ({stats.kept(share <= SHARE)}: at most {SHARE:.0%})", flush=True)  # fmt: skip
     return ours
 
 
-def kept(it: bool) -> str:
-    """How a promise ended."""
-    return "kept" if it else "MISSED"
-
-
-def mean(samples: Sequence[float]) -> float:
-    """The mean."""
-    return statistics.fmean(samples)
-
-
-def spread(samples: Sequence[float]) -> float:
-    """The standard deviation; 0 of one sample."""
-    return statistics.stdev(samples) if len(samples) > 1 else 0.0
-
-
-def tell_failed(failed: Mapping[Any, str]) -> None:
+def print_failed(failed: Mapping[Any, str]) -> None:
     """What could not be run, and why."""
     for name, reason in failed.items():
         print(f"not run: {name}: {reason}", flush=True)

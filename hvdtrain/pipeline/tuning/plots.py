@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.core.errors import ConfigError, install_command
+from hvdtrain.core.stats import spread as spread_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,11 +28,11 @@ BLUE, ORANGE, GREEN, VERMILION, SKY, YELLOW, PURPLE = (
 
 @dataclass(frozen=True)
 class Bars:
-    """Seconds of several ways to do the same, as bars: their mean, with one standard deviation to each side.
+    """Seconds of several variants, as bars: their mean, with one standard deviation to each side.
 
     Attributes:
         title: what ran, on what.
-        seconds: the repeats of each way, in the order of the bars.
+        seconds: the repeats of each variant, in the order of the bars.
         of: what took the seconds, for the axis: "a batch", "3 batches".
     """
 
@@ -69,7 +70,7 @@ class Timeline:
 
     Attributes:
         title: what ran, on what.
-        blocks: (stage, "forward" or "backward", micro-batch, start, end) in seconds, as `Pipeline.last_timeline` or a
+        blocks: (stage, "forward" or "backward", micro-batch, start, end) in seconds, as `Pipeline.timeline` or a
             simulation has them.
         stages: a name for each stage, for the axis.
     """
@@ -144,10 +145,6 @@ def _new_figure(picture: Bars | SplitCurve | Timeline) -> Figure:
     return Figure(figsize=(wide, 5.0), layout="constrained")
 
 
-def _spread(seconds: Sequence[float]) -> float:
-    return statistics.stdev(seconds) if len(seconds) > 1 else 0.0
-
-
 def _repeats(every: Sequence[Sequence[float]]) -> str:
     """The caption's "of 10 repeats"."""
     counts = sorted({len(its) for its in every})
@@ -171,7 +168,7 @@ def _number(seconds: float) -> str:
 def _draw_bars(axes: Axes, picture: Bars) -> None:
     names = list(picture.seconds)
     means = [statistics.fmean(its) for its in picture.seconds.values()]
-    spreads = [_spread(its) for its in picture.seconds.values()]
+    spreads = [spread_of(its) for its in picture.seconds.values()]
     colours = [(BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION)[i % 6] for i in range(len(names))]
     axes.bar(range(len(names)), means, yerr=spreads, capsize=8, width=0.62, color=colours, edgecolor="black",
              linewidth=0.6, zorder=2)  # fmt: skip
@@ -201,7 +198,7 @@ def _wrapped(text: str, width: int) -> str:
 def _draw_split_curve(axes: Axes, picture: SplitCurve) -> None:
     sizes = sorted(picture.seconds)
     means = [statistics.fmean(picture.seconds[size]) for size in sizes]
-    spreads = [_spread(picture.seconds[size]) for size in sizes]
+    spreads = [spread_of(picture.seconds[size]) for size in sizes]
     axes.errorbar(sizes, means, yerr=spreads, marker="o", capsize=5, color=BLUE, linewidth=1.8, zorder=3,
                   label=f"measured (mean ± standard deviation {_repeats([*picture.seconds.values()])})")  # fmt: skip
     if picture.predicted:

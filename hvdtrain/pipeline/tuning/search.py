@@ -1,84 +1,19 @@
-"""Which of several ways is fastest, by as few runs as it takes: a prediction says where to look, short trials in turns
-say what is so. Nothing here knows what is run."""
+"""Which of several variants is fastest, by as few runs as it takes: a prediction says where to look, short trials in
+turns say what is so. Nothing here knows what is run."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from hvdtrain.core.stats import Interval, ratio_of_means, rotated
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 6  # with fewer than 3 runs an interval says nothing
 CLOSE_ENOUGH = 1.03  # times the fastest: what lies below may be chosen instead
 TRUSTED = 1.25  # a prediction whose errors differ by more says nothing about the order
 REFERENCE = 0  # the key of what the candidates are compared with; candidates are counts, from 1
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean, and where it lies with the wanted confidence; infinite from one sample."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        if self.high > 100 * self.value:
-            return f"{self.value:.3f} (too few rounds to say how sure)"
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-
-def student(confidence: float, freedom: int) -> float:
-    """How many standard errors a mean may be off: Student's t, two-sided (Abramowitz and Stegun 26.7.3, 26.7.4).
-
-    Args:
-        confidence: between 0 and 1.
-        freedom: degrees of freedom, at least 1.
-    """
-    low, high = 0.0, 1.0
-    while _within(high, freedom) < confidence:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
-    return high
-
-
-def _within(t: float, freedom: int) -> float:
-    """The probability that Student's t lies between -t and t."""
-    angle = math.atan(t / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
-    for power in range(odd, freedom - 1, 2):  # the power of the cosine in the term
-        total += term
-        term *= cosine**2 * (power + 1) / (power + 2)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
-
-
-def mean_of(samples: Sequence[float], confidence: float) -> Interval:
-    """The mean of samples, and Student's interval."""
-    mean = statistics.fmean(samples)
-    if len(samples) < 2:
-        return Interval(mean, -math.inf, math.inf)
-    half = student(confidence, len(samples) - 1) * statistics.stdev(samples) / math.sqrt(len(samples))
-    return Interval(mean, mean - half, mean + half)
-
-
-def ratio_of(above: Mapping[int, float], below: Mapping[int, float], confidence: float) -> Interval | None:
-    """The ratio of samples taken in the same rounds: the geometric mean, with Student's interval of the logarithms.
-
-    Args:
-        above, below: samples by round.
-
-    Returns:
-        None without a common round.
-    """
-    logs = [math.log(above[turn] / below[turn]) for turn in sorted(above.keys() & below.keys())]
-    if not logs:
-        return None
-    its = mean_of(logs, confidence)
-    return Interval(math.exp(its.value), math.exp(its.low), math.exp(its.high) if its.high < 100 else math.inf)
 
 
 @dataclass
@@ -151,7 +86,7 @@ class Search:
     def compared(self, one: int, other: int) -> Interval | None:
         """The time of one candidate (or the reference) over that of another."""
         its = [{turn: s for turn, s in self.seconds.get(key, {}).items() if s < math.inf} for key in (one, other)]
-        return ratio_of(its[0], its[1], self.confidence)
+        return ratio_of_means(its[0], its[1], self.confidence)
 
     def _estimate(self, one: int) -> float:
         """Seconds of a candidate, without how slow the machine was in the rounds it took part in."""
@@ -187,9 +122,7 @@ class Search:
         return [one for one in self._active if one not in self._slower] + [REFERENCE] * wanted
 
     def _round(self, turn: int) -> None:
-        keys = self._keys()
-        for place in range(len(keys)):
-            one = keys[(place + turn) % len(keys)]  # who comes first changes
+        for one in rotated(self._keys(), turn):
             seconds = self.run(one)
             self.seconds.setdefault(one, {})[turn] = seconds
             if seconds == math.inf:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.stats import Interval, mean_of
 from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
 from hvdtrain.pipeline.tuning.plots import SplitCurve
-from hvdtrain.pipeline.tuning.search import REFERENCE, Interval, Search, mean_of
+from hvdtrain.pipeline.tuning.search import REFERENCE, Search
 
 if TYPE_CHECKING:
     from torch import Tensor

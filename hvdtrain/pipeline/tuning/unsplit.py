@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Unsplit:
-    """A copy of a pipeline's model on one device, trained in the plain way.
+    """A copy of a pipeline's model on one device, trained by plain PyTorch.
 
     Attributes:
         model: the copy; its weights, buffers and gradients are its own.
@@ -43,6 +43,10 @@ class Unsplit:
             result = loss(self.model(*arguments), targets)
             result.backward()
         return result.detach()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The copy's."""
+        return self.model.parameters()
 
     def _bring(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
