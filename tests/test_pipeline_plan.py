@@ -21,7 +21,7 @@ from hvdtrain.pipeline.plan.schedule import (
     SegmentCost,
     actions,
     bubble,
-    held,
+    footprints,
     in_flight,
     micro_batch_sizes,
     recomputed,
@@ -322,6 +322,6 @@ def test_what_is_held_is_the_largest_of_all_moments(batch, micro_batches, weight
         found = max(
             sum(size * count * kept for size, count in moment.activations)
             + sum(size * count * received for size, count in moment.inputs)
-            for moment in held(order, sizes, remat)
+            for moment in footprints(order, sizes, remat)
         )
         assert found == most

@@ -31,7 +31,7 @@ from hvdtrain.pipeline.plan.schedule import (
     recomputed,
 )
 from hvdtrain.pipeline.plan.simulate import pool_speeds, simulate
-from hvdtrain.pipeline.turns import Turns
+from hvdtrain.pipeline.threads import FairSemaphore
 
 
 def stage(forward: float, backward: float, output: float = 0.0, pool: str = "") -> StageCost:
@@ -217,7 +217,7 @@ class StubPipeline:
 
     def __init__(self, stages, sizes, schedule, remat, link: Link, slots: int) -> None:
         self.stages, self.sizes, self.link = stages, sizes, link
-        self.turns = Turns(slots or len(stages))
+        self.turns = FairSemaphore(slots or len(stages))
         self.orders = [actions(schedule, k, len(stages), len(sizes)) for k in range(len(stages))]
         self.again = [recomputed(remat, order) for order in self.orders]
         self.arrived = {(k, action): threading.Event() for k, order in enumerate(self.orders) for action in order}

@@ -72,17 +72,17 @@ def run(args: argparse.Namespace) -> int:
     devices = described(args.devices, reserve_bytes=args.reserve_gib * 2**30)
     startup.find_modules(dict.fromkeys(("torch", "torchvision"), install_command("torch")))
     started = time.perf_counter()
-    basis = _given(args, devices) if devices else _real(args)
-    found = plans(basis.costs, batch=args.batch, cluster=basis.cluster)
-    print(_told(args, basis, found))
+    inputs = _given(args, devices) if devices else _real(args)
+    found = plans(inputs.costs, batch=args.batch, cluster=inputs.cluster)
+    print(_told(args, inputs, found))
     if args.json is not None:
-        _write(args, basis, found)
+        _write(args, inputs, found)
     print(f"planned in {time.perf_counter() - started:.0f} s", file=sys.stderr)
     return 0
 
 
 @dataclass
-class Basis:
+class PlanInputs:
     """What the plans are computed from, and where each number comes from."""
 
     costs: Sequence[SegmentCost]
@@ -96,7 +96,7 @@ class Basis:
         (self.given if is_given else self.assumed).append(text)
 
 
-def _given(args: argparse.Namespace, devices: tuple[Device, ...]) -> Basis:
+def _given(args: argparse.Namespace, devices: tuple[Device, ...]) -> PlanInputs:
     """Devices that are not here: the shares of the parts are those of this processor, the speed is given."""
     model, example = _model(args)
     profile = _profile(args, model, example, ["cpu"], [MEASURED_SAMPLES])
@@ -109,17 +109,17 @@ def _given(args: argparse.Namespace, devices: tuple[Device, ...]) -> Basis:
         what = f"{args.tflops:g} TFLOP/s on one device ({flops / 1e9:.1f} GFLOP a sample: {1 / sample_s:.0f} samples/s)"
     speed = Speed.of(profile.costs, sample_s, samples, args.launch_us * 1e-6)
     network, link = _network(args), Link(args.latency_us * 1e-6, (args.link_gbps or LINK_GBPS) * GIGABIT)
-    basis = Basis(speed.costs(profile.costs), Cluster(devices, args.nodes, link, network))
-    basis.measured.append(f"bytes, and each part's share of the time, of {len(profile.costs)} parts on this processor")
-    basis.note(what, is_given=bool(args.samples_per_s) or args.tflops != TFLOPS)
+    inputs = PlanInputs(speed.costs(profile.costs), Cluster(devices, args.nodes, link, network))
+    inputs.measured.append(f"bytes, and each part's share of the time, of {len(profile.costs)} parts on this processor")
+    inputs.note(what, is_given=bool(args.samples_per_s) or args.tflops != TFLOPS)
     if speed.launch_s:
-        basis.note(f"{args.launch_us:g} us to begin a pass of a part", is_given=args.launch_us != LAUNCH_US)
-    basis.note(f"{args.link_gbps or LINK_GBPS:g} Gbit/s within a node", is_given=args.link_gbps is not None)
-    basis.note(f"{args.reserve_gib:g} GiB of each device not for training", is_given=args.reserve_gib != RESERVE_GIB)
-    return _with_network(args, basis)
+        inputs.note(f"{args.launch_us:g} us to begin a pass of a part", is_given=args.launch_us != LAUNCH_US)
+    inputs.note(f"{args.link_gbps or LINK_GBPS:g} Gbit/s within a node", is_given=args.link_gbps is not None)
+    inputs.note(f"{args.reserve_gib:g} GiB of each device not for training", is_given=args.reserve_gib != RESERVE_GIB)
+    return _with_network(args, inputs)
 
 
-def _real(args: argparse.Namespace) -> Basis:
+def _real(args: argparse.Namespace) -> PlanInputs:
     """Devices of this machine: everything within a node is measured."""
     model, example = _model(args)
     names = [name.strip() for name in args.devices.split(",")]
@@ -128,23 +128,23 @@ def _real(args: argparse.Namespace) -> Basis:
     if args.link_gbps:
         links = Link(args.latency_us * 1e-6, args.link_gbps * GIGABIT)
     cluster = Cluster(profile.devices, args.nodes, links, _network(args), profile.pools)
-    basis = Basis(profile.costs, cluster)
-    basis.measured.append(f"times and bytes of {len(profile.costs)} parts, links and shared cores on {args.devices}")
+    inputs = PlanInputs(profile.costs, cluster)
+    inputs.measured.append(f"times and bytes of {len(profile.costs)} parts, links and shared cores on {args.devices}")
     if args.link_gbps:
-        basis.given.append(f"{args.link_gbps:g} Gbit/s within a node")
-    return _with_network(args, basis)
+        inputs.given.append(f"{args.link_gbps:g} Gbit/s within a node")
+    return _with_network(args, inputs)
 
 
 def _network(args: argparse.Namespace) -> Link:
     return Link(args.latency_us * 1e-6, args.all_reduce_gbps * GIGABIT)
 
 
-def _with_network(args: argparse.Namespace, basis: Basis) -> Basis:
+def _with_network(args: argparse.Namespace, inputs: PlanInputs) -> PlanInputs:
     if args.nodes > 1:
-        basis.note(f"{args.all_reduce_gbps:g} Gbit/s between nodes", is_given=args.all_reduce_gbps != NETWORK_GBPS)
-    if args.nodes > 1 or len(basis.cluster.devices) > 1:
-        basis.note(f"{args.latency_us:g} us a message", is_given=args.latency_us != LATENCY_US)
-    return basis
+        inputs.note(f"{args.all_reduce_gbps:g} Gbit/s between nodes", is_given=args.all_reduce_gbps != NETWORK_GBPS)
+    if args.nodes > 1 or len(inputs.cluster.devices) > 1:
+        inputs.note(f"{args.latency_us:g} us a message", is_given=args.latency_us != LATENCY_US)
+    return inputs
 
 
 def _model(args: argparse.Namespace) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -194,7 +194,7 @@ def _check_profile(path: Path, wanted: Mapping[str, Any]) -> None:
         raise ConfigError("--profile holds the costs of what is planned", f"{path}: {'; '.join(wrong)}", "name another")
 
 
-def _told(args: argparse.Namespace, basis: Basis, found: Sequence[Plan]) -> str:
+def _told(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[Plan]) -> str:
     """The tables, and where the numbers come from."""
     fitting, others = [plan for plan in found if not plan.reason], [plan for plan in found if plan.reason]
     nodes = f"{args.nodes} nodes of {args.devices}" if args.nodes > 1 else args.devices
@@ -210,7 +210,7 @@ def _told(args: argparse.Namespace, basis: Basis, found: Sequence[Plan]) -> str:
         parts.append("\ndoes not fit:\n" + "\n".join(f"  {plan}: {plan.reason}" for plan in others))
     parts.append("")
     for name in ("measured", "given", "assumed"):
-        if notes := getattr(basis, name):
+        if notes := getattr(inputs, name):
             parts.append(f"{name}: {'; '.join(notes)}")
     return "\n".join(parts)
 
@@ -233,11 +233,11 @@ def _rows(found: Sequence[Plan]) -> list[list[str]]:
     return rows
 
 
-def _write(args: argparse.Namespace, basis: Basis, found: Sequence[Plan]) -> None:
+def _write(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[Plan]) -> None:
     result = {
         "format": 1, "command": "plan", "machine": stats.machine(),
         "settings": {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str))},
-        "measured": basis.measured, "given": basis.given, "assumed": basis.assumed,
+        "measured": inputs.measured, "given": inputs.given, "assumed": inputs.assumed,
         "plans": [as_json(plan) for plan in found],
     }  # fmt: skip
     try:

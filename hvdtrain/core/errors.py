@@ -17,6 +17,8 @@ from typing import NoReturn
 EXIT_CODE = 2  # of what is refused
 FAULT_CODE = 1  # of what failed, as Python's own
 OUT_OF_STEP_CODE = 76  # of a rank blocked in a collective operation that others do not come to
+# what PyTorch's CPU allocator, and CUDA libraries that allocate for themselves, say in a plain RuntimeError
+OOM_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class HvdtrainError(RuntimeError):

@@ -26,11 +26,10 @@ from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.batchnorm import without_batch_statistics
-from hvdtrain.pipeline.microbatch import batch_size, cut, map_tensors, tensors_of
+from hvdtrain.pipeline.microbatch import Weight, batch_size, cut, map_tensors, shares, tensors_of
 from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
 from hvdtrain.pipeline.rng import Generators, differ
-from hvdtrain.pipeline.trace.restore import all_training, left_alone
-from hvdtrain.pipeline.weights import Weight, shares
+from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.worker import StageError, is_out_of_memory
 
 SAMPLES = 12  # that a loss is tried with
@@ -148,7 +147,7 @@ class Proof:
         pipe = self._pipe
         generators = Generators(pipe.devices[-1])
         bare = without_batch_statistics(module for stage in pipe.stages for module in stage.modules())
-        with left_alone(pipe.module, *pipe.devices), all_training(pipe.module, False), bare:
+        with preserved_state(pipe.module, *pipe.devices), all_training(pipe.module, False), bare:
             before = generators.everything()
             (whole,) = pipe._outputs(cut(arguments, (sum(sizes),)))
             drew = differ(before, generators.everything())
@@ -336,7 +335,7 @@ class _Comparison:
             for kind in ("cpu", "cuda"):
                 stack.enter_context(torch.autocast(kind, enabled=False))
             if isinstance(inner, nn.Module):
-                stack.enter_context(left_alone(inner))
+                stack.enter_context(preserved_state(inner))
                 if wide and sum(t.numel() for t in (*inner.parameters(), *inner.buffers())) < _LARGE:
                     inner = copy.deepcopy(inner).double()
             state = torch.get_rng_state()

@@ -13,9 +13,20 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import rng
 from hvdtrain.pipeline.batchnorm import Pooled, moves_once_a_batch
+from hvdtrain.pipeline.devices import stage_devices
 from hvdtrain.pipeline.fixed import Fixed
-from hvdtrain.pipeline.lanes import lanes
-from hvdtrain.pipeline.microbatch import Chunk, batch_size, cut, join, map_tensors, marked, tensors_of, unmarked
+from hvdtrain.pipeline.microbatch import (
+    Chunk,
+    Weight,
+    batch_size,
+    cut,
+    join,
+    map_tensors,
+    marked,
+    shares,
+    tensors_of,
+    unmarked,
+)
 from hvdtrain.pipeline.plan.schedule import (
     REMATS,
     SCHEDULES,
@@ -29,7 +40,6 @@ from hvdtrain.pipeline.plan.schedule import (
 from hvdtrain.pipeline.proof import Proof, loss_key
 from hvdtrain.pipeline.stage import Stage
 from hvdtrain.pipeline.trace.segments import Segment
-from hvdtrain.pipeline.weights import Weight, shares
 from hvdtrain.pipeline.worker import Call, Head, StageError
 
 __all__ = ["Pipeline", "StageError"]
@@ -214,7 +224,7 @@ class Pipeline(nn.Module):
         self.timeline = []
         call = Call(
             stages=self.stages,
-            lanes=lanes(self.devices),
+            stage_devices=stage_devices(self.devices),
             orders=orders,
             recompute=again,
             inputs=inputs,

@@ -76,8 +76,8 @@ def split(
     if any(place.type == "cpu" for place in places):
         keep_freed_memory()  # before there are threads
     parts = segments(model, example) if modules is None else from_modules(modules, model, example)
-    wishes = _Wishes(batch, micro_batches, balance, schedule, remat)
-    sizes, count, measured = wishes.settled(parts, example, places)
+    options = SplitOptions(batch, micro_batches, balance, schedule, remat)
+    sizes, count, measured = options.resolve(parts, example, places)
     stages = build_stages(model, parts, sizes, places)
     from hvdtrain.pipeline.runtime import Pipeline
 
@@ -90,7 +90,7 @@ def split(
 
 
 @dataclass(frozen=True)
-class _Wishes:
+class SplitOptions:
     """What the caller left open, and what not."""
 
     batch: int
@@ -99,7 +99,7 @@ class _Wishes:
     schedule: plan.Schedule
     remat: plan.Remat
 
-    def settled(
+    def resolve(
         self, parts: Sequence[Segment], example: Any, places: Sequence[torch.device]
     ) -> tuple[Sequence[int], int, Profile | None]:
         """Segments of each stage, micro-batches, and what was measured for it (None: nothing had to be)."""

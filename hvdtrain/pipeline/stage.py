@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.trace.facts import attribute, device_of, module_of
-from hvdtrain.pipeline.trace.segments import Chain, Segment, default_binder, label, span_name, tensors_used
+from hvdtrain.pipeline.trace.segments import Chain, Segment, default_binder, each_once, label, span_name, tensors_used
 
 
 class Stage:
@@ -60,38 +60,27 @@ class Stage:
 
     def modules(self) -> Iterator[nn.Module]:
         """The modules that it calls, and what is in them, each once."""
-        seen: set[nn.Module] = set()
-        for node in self._chain.used(self._first, self._end):
-            if node.op == "call_module":
-                for module in self._objects.bind(node)[0].modules():
-                    if module not in seen:
-                        seen.add(module)
-                        yield module
+        used = self._chain.used(self._first, self._end)
+        called = [self._objects.bind(node)[0] for node in used if node.op == "call_module"]
+        return each_once(part for module in called for part in module.modules())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Its own parameters, and its proxies of others'; each once."""
         proxy_of = {id(owner): proxy for owner, proxy in self.proxies}
-        seen: set[int] = set()
-        for tensor in tensors_used(self._chain, self._first, self._end):
-            if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield proxy_of.get(id(tensor), tensor)
+        used = each_once(tensors_used(self._chain, self._first, self._end))
+        return (proxy_of.get(id(tensor), tensor) for tensor in used if isinstance(tensor, nn.Parameter))
 
     def buffers(self) -> Iterator[Tensor]:
         """The buffers it uses, each once."""
-        seen: set[int] = set()
+        found: list[Tensor] = []
         for node in self._chain.used(self._first, self._end):
             target = str(node.target)
             if node.op == "call_module":
-                found = list(self._objects.bind(node)[0].buffers())
-            elif target in self._chain.program.attributes:
-                continue
-            else:
-                found = [t for t in [attribute(self._chain.program, target)] if not isinstance(t, nn.Parameter)]
-            for buffer in found:
-                if id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    yield buffer
+                found += self._objects.bind(node)[0].buffers()
+            elif target not in self._chain.program.attributes:
+                value = attribute(self._chain.program, target)
+                found += [value] * (not isinstance(value, nn.Parameter))
+        return each_once(found)
 
     def changing_buffers(self) -> list[Tensor]:
         """Those of its buffers that a pass in training mode changes, as the example's did: not masks and tables."""

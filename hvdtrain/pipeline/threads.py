@@ -1,10 +1,12 @@
-"""Threads that work side by side and are gone when the call returns, also after Ctrl-C at any moment."""
+"""Threads that work side by side and are gone when the call returns, also after Ctrl-C at any moment; pure."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 
@@ -40,7 +42,7 @@ def side_by_side(works: Sequence[Callable[[], None]], name: str, stop: Callable[
             while not crew.has_ended():
                 crew.news.get()  # not join(): interrupted, it takes its thread for ended (CPython issue 90882)
             for thread in crew.begun:
-                _see_off(thread)
+                join_thread(thread)
             break
         except BaseException as error:
             failure = failure or error
@@ -79,7 +81,7 @@ class _Crew:
             return self._ended == (len(self.begun) if self._closed else self._size)
 
 
-def _see_off(thread: threading.Thread) -> None:
+def join_thread(thread: threading.Thread) -> None:
     """Waits until a thread that has done its work is gone from the system as well.
 
     Before Python 3.13 `join` returns a moment earlier (CPython issue 110829). In that moment PyTorch takes the thread's
@@ -106,3 +108,33 @@ def surely(acts: Sequence[Callable[[], None]]) -> None:
             interrupted = error
     if interrupted is not None:
         raise interrupted
+
+
+class FairSemaphore:
+    """At most so many threads at once; the others wait in the order in which they came."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = slots
+        self._waiting: deque[threading.Lock] = deque()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Waits for a turn, and hands it on at the end."""
+        with self._lock:
+            mine = threading.Lock() if not self._free else None
+            if mine is None:
+                self._free -= 1
+            else:
+                mine.acquire()
+                self._waiting.append(mine)
+        if mine is not None:
+            mine.acquire()  # until who had the turn has handed it on
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._waiting:
+                    self._waiting.popleft().release()
+                else:
+                    self._free += 1

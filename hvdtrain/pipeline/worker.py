@@ -19,17 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.core.errors import ConfigError, HvdtrainError
+from hvdtrain.core.errors import OOM_MESSAGES, ConfigError, HvdtrainError
 from hvdtrain.pipeline.batchnorm import Pooled
 from hvdtrain.pipeline.context import Context
-from hvdtrain.pipeline.lanes import Lane
+from hvdtrain.pipeline.devices import StageDevice
 from hvdtrain.pipeline.microbatch import map_tensors, tensors_of
 from hvdtrain.pipeline.plan.schedule import Action
 from hvdtrain.pipeline.rng import Draws, Generators
 from hvdtrain.pipeline.stage import Stage
 from hvdtrain.pipeline.threads import side_by_side
-
-_SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class StageError(HvdtrainError):
@@ -53,12 +51,12 @@ class Head:
     factor: float | Tensor
     key: Hashable = "loss"  # which loss it is: the same in every step
 
-    def __call__(self, output: Any, micro: int, lane: Lane) -> tuple[Tensor, Tensor]:
+    def __call__(self, output: Any, micro: int, on: StageDevice) -> tuple[Tensor, Tensor]:
         """Returns the mean loss over the micro-batch, and what is differentiated."""
         if not self.weights[micro]:
-            nothing = torch.zeros((), device=lane.device)
+            nothing = torch.zeros((), device=on.device)
             return nothing, nothing
-        loss = self.loss(output, lane.bring(self.targets[micro], None))
+        loss = self.loss(output, on.bring(self.targets[micro], None))
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not (loss.requires_grad or not torch.is_grad_enabled()):
             came = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -89,7 +87,7 @@ class Call:
     """
 
     stages: Sequence[Stage]
-    lanes: Sequence[Lane]
+    stage_devices: Sequence[StageDevice]
     orders: Sequence[Sequence[Action]]
     recompute: Sequence[frozenset[int]]
     inputs: Sequence[tuple[Any, ...]]
@@ -144,7 +142,7 @@ class Call:
 
     def _work(self, worker: _Worker) -> None:
         try:
-            with self.lanes[worker.index].active():
+            with self.stage_devices[worker.index].active():
                 self.context.run(worker.run)
         except _Stopped:
             return
@@ -189,7 +187,7 @@ class Call:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether PyTorch, or a library below it, had no memory left."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(s in str(error) for s in _SAYINGS)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(s in str(error) for s in OOM_MESSAGES)
 
 
 @dataclass
@@ -208,7 +206,7 @@ class _Worker:
     def __init__(self, call: Call, index: int) -> None:
         self._call = call
         self.index = index
-        self._stage, self._lane = call.stages[index], call.lanes[index]
+        self._stage, self._device = call.stages[index], call.stage_devices[index]
         self._order, self._again = call.orders[index], call.recompute[index]
         self._last = index == len(call.stages) - 1
         self._generators = Generators(self._stage.device)
@@ -226,9 +224,9 @@ class _Worker:
             if call._stop.is_set():
                 raise _Stopped
             call.finishing[self.index] = bool(backward) and position == backward[-1]
-            with call.turn, self._lane.turn():
+            with call.turn, self._device.turn():
                 started = time.perf_counter()
-                values = self._lane.bring(values, mark)
+                values = self._device.bring(values, mark)
                 (self._forward if action.kind == "forward" else self._backward)(action.micro, values)
                 del values
                 if call.timeline is not None:
@@ -254,7 +252,7 @@ class _Worker:
         if not self._last:
             wants = again and torch.is_grad_enabled()
             sent = map_tensors(lambda tensor: _leaf(tensor, wants), outputs)
-            call.forwards[self.index + 1].put((sent, self._lane.mark()))
+            call.forwards[self.index + 1].put((sent, self._device.mark()))
 
     def _pass(self, values: Any, micro: int, *, again: bool) -> Any:
         call, stage = self._call, self._stage
@@ -290,7 +288,7 @@ class _Worker:
         head = self._call.head
         assert head is not None
         with self._call.context.autocast(), self._stream(head.key, micro, again=again):
-            return head(output, micro, self._lane)
+            return head(output, micro, self._device)
 
     def _remember(self, kept: _Kept) -> None:
         """What a pass depends on besides its inputs: the generators, and buffers that it may change."""
@@ -314,7 +312,7 @@ class _Worker:
             torch.autograd.backward(roots, given)
         if self.index:
             leaves = tensors_of(kept.inputs)
-            self._call.backwards[self.index - 1].put(([leaf.grad for leaf in leaves], self._lane.mark()))
+            self._call.backwards[self.index - 1].put(([leaf.grad for leaf in leaves], self._device.mark()))
             for leaf in leaves:
                 leaf.grad = None
 

@@ -23,7 +23,7 @@ from hvdtrain.pipeline import Profile, profile
 from hvdtrain.pipeline.stage import build_stages
 from hvdtrain.pipeline.trace.segments import segments
 from hvdtrain.pipeline.tuning import measure
-from hvdtrain.pipeline.tuning.measure import Subject
+from hvdtrain.pipeline.tuning.measure import SegmentBench
 
 CASES: dict[str, Callable[[], Any]] = {}
 LOCK = threading.Lock()
@@ -82,17 +82,17 @@ def seconds() -> Any:
 @case
 def scaled_to_the_whole() -> Any:
     """Segments that measure twice as slow as the model in one go are scaled to it."""
-    original = Subject.whole
+    original = SegmentBench.whole
 
     def half(self: Any, samples: int) -> tuple[float, float]:
         forward, backward = original(self, samples)
         return forward / 2, backward / 2
 
-    Subject.whole = half  # type: ignore[method-assign]
+    SegmentBench.whole = half  # type: ignore[method-assign]
     try:
         found = profile(nn.Sequential(Napper(0.018), Napper(0.006)), torch.randn(8, 4), "cpu", sizes=[1])
     finally:
-        Subject.whole = original  # type: ignore[method-assign]
+        SegmentBench.whole = original  # type: ignore[method-assign]
     return {"forward": [c.forward_s(1) for c in found.costs]}
 
 
@@ -183,7 +183,7 @@ def copies() -> Any:
     layers = [nn.Linear(16, 16), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 16)]
     parts = segments(nn.Sequential(*layers), x)
     here = profile(parts, x, "cpu", sizes=[4])
-    original, whole = measure.device_of, Subject.whole
+    original, whole = measure.device_of, SegmentBench.whole
     wholes: list[int] = []
 
     def too_large(self: Any, samples: int) -> tuple[float, float]:
@@ -193,10 +193,10 @@ def copies() -> Any:
     measure.device_of = lambda model: torch.device("meta")
     try:
         at_once = profile(parts, x, "cpu", sizes=[4])
-        Subject.whole = too_large  # type: ignore[method-assign]
+        SegmentBench.whole = too_large  # type: ignore[method-assign]
         in_turn = profile(parts, x, "cpu", sizes=[4])
     finally:
-        measure.device_of, Subject.whole = original, whole  # type: ignore[method-assign]
+        measure.device_of, SegmentBench.whole = original, whole  # type: ignore[method-assign]
     return {
         "kept": [[c.activation_bytes(4) for c in p.costs] for p in (here, at_once, in_turn)],
         "timed": [all(c.forward_s(4) > 0 < c.backward_s(4) for c in p.costs) for p in (here, at_once, in_turn)],

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hvdtrain.pipeline
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline import lanes, rng
+from hvdtrain.pipeline import devices, rng
 from hvdtrain.pipeline import worker as _worker
 from hvdtrain.pipeline.plan.schedule import actions
 from hvdtrain.pipeline.runtime import Pipeline, StageError
@@ -331,7 +331,7 @@ def turns() -> dict[str, Any]:
         finally:
             os.sched_setaffinity(0, cores)
         most[limit] = at_once([(start, end) for *_, start, end in pipe.timeline])
-    one = lanes.Turns(1)
+    one = devices.FairSemaphore(1)
     served: list[int] = []
 
     def come(number: int) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 import hvdtrain.pipeline
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline import lanes
+from hvdtrain.pipeline import devices
 from hvdtrain.pipeline.plan.schedule import Curve, Device, Remat, StageCost, micro_batch_sizes
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.tuning import predict, unsplit
@@ -99,7 +99,7 @@ def pays() -> dict[str, Any]:
     pipe, x, y = sleepers(24, stages=4)
     # who sleeps needs no core: on few cores the stages would take turns
     with (
-        mock.patch.object(lanes, "cpu_slots", return_value=0),
+        mock.patch.object(devices, "cpu_slots", return_value=0),
         mock.patch.object(predict, "cpu_slots", return_value=0),
     ):
         for _ in range(ATTEMPTS):

@@ -17,7 +17,7 @@ from hvdtrain.pipeline.plan.schedule import (
     Schedule,
     SegmentCost,
     actions,
-    held,
+    footprints,
     micro_batch_sizes,
     recomputed,
     stage_costs,
@@ -166,7 +166,7 @@ class _Chain:
         self._limits = [math.inf if device.memory_bytes is None else device.memory_bytes for device in devices]
         counts = Counter(sizes)
         orders = [actions(schedule, stage, self.stages, len(sizes)) for stage in range(self.stages)]
-        self._held = [held(order, sizes, remat) for order in orders]
+        self._footprints = [footprints(order, sizes, remat) for order in orders]
         self._work = [
             _running(_step_seconds(cost, sizes, order, remat) / device.speed for cost in costs)
             for order, device in zip(orders, devices, strict=True)
@@ -194,7 +194,7 @@ class _Chain:
         most = max(
             sum(count * (self._kept[size][end] - self._kept[size][begin]) for size, count in moment.activations)
             + sum(count * self._input[size][begin] for size, count in moment.inputs)
-            for moment in self._held[stage]
+            for moment in self._footprints[stage]
         )
         return self._fixed[end] - self._fixed[begin] + most + self._working[begin][end - begin - 1]
 

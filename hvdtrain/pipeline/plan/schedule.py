@@ -138,7 +138,7 @@ Counts = tuple[tuple[int, int], ...]  # (samples of a micro-batch, how many of t
 
 
 @dataclass(frozen=True)
-class Held:
+class Footprint:
     """The micro-batches that a stage holds at one moment: of some all activations, of others the stage's input only
     (they are recomputed). Each as (samples of a micro-batch, how many)."""
 
@@ -146,7 +146,7 @@ class Held:
     inputs: Counts = ()
 
 
-def held(order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never") -> tuple[Held, ...]:
+def footprints(order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never") -> tuple[Footprint, ...]:
     """The moments at which the stage holds most; one of them is its peak, whatever activations and inputs weigh.
 
     Activations are held from the forward to the end of the backward; of a recomputed micro-batch the input is, and
@@ -158,14 +158,14 @@ def held(order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never") 
     """
     again = recomputed(remat, order)
     whole, inputs = Counter[int](), Counter[int]()
-    moments: set[Held] = set()
+    moments: set[Footprint] = set()
     for action in order:
         size = sizes[action.micro]
         if action.kind == "forward":
             (inputs if action.micro in again else whole)[size] += 1
         elif action.micro in again:
             whole[size] += 1
-        moments.add(Held(_counts(whole), _counts(inputs)))
+        moments.add(Footprint(_counts(whole), _counts(inputs)))
         if action.kind == "backward":
             whole[size] -= 1
             if action.micro in again:
@@ -177,7 +177,7 @@ def _counts(counter: Counter[int]) -> Counts:
     return tuple(sorted((+counter).items()))
 
 
-def _covers(larger: Held, smaller: Held) -> bool:
+def _covers(larger: Footprint, smaller: Footprint) -> bool:
     """Whether the one holds at least what the other does."""
     pairs = ((larger.activations, smaller.activations), (larger.inputs, smaller.inputs))
     return all(dict(big).get(size, 0) >= count for big, small in pairs for size, count in small)
@@ -186,7 +186,7 @@ def _covers(larger: Held, smaller: Held) -> bool:
 def in_flight(order: Sequence[Action], remat: Remat = "never") -> int:
     """The most micro-batches whose activations the stage holds at a time."""
     ones = [1] * (max((action.micro for action in order), default=0) + 1)
-    return max((sum(count for _, count in moment.activations) for moment in held(order, ones, remat)), default=0)
+    return max((sum(count for _, count in moment.activations) for moment in footprints(order, ones, remat)), default=0)
 
 
 # ---- costs
@@ -364,7 +364,7 @@ class StageCost:
         most = max(
             sum(self.activation_bytes(size) * count for size, count in moment.activations)
             + sum(self.input_bytes(size) * count for size, count in moment.inputs)
-            for moment in held(order, sizes, remat)
+            for moment in footprints(order, sizes, remat)
         )
         return self.fixed_bytes + most + self.working_bytes(max(sizes))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +11,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.microbatch import unmarked
-from hvdtrain.pipeline.trace.restore import all_training, left_alone
+from hvdtrain.pipeline.microbatch import SIMPLE, batch_size, map_tensors, tensors_of, unmarked
+from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.tracer import Program
 
 FEW = 2  # samples: what an operation does it does to any number of them
-_SIMPLE = (int, float, bool, complex, str, torch.dtype)
 
 
 @dataclass
@@ -61,7 +60,7 @@ def look(program: Program, example: tuple[Any, ...]) -> Facts:
         first = error
     model, device = program.model, device_of(program.model)
     try:
-        with left_alone(model, device), torch.no_grad():
+        with preserved_state(model, device), torch.no_grad():
             model(*to_device(example, device))
     except Exception as error:
         raise ConfigError(
@@ -85,7 +84,7 @@ def _look(program: Program, example: tuple[Any, ...]) -> Facts:
     model = program.model
     device = device_of(model)
     modes = [True] if program.is_one else [True, False]
-    with left_alone(model, device), torch.no_grad():
+    with preserved_state(model, device), torch.no_grad():
         for training in modes:
             with all_training(model, training):
                 values = to_device(example, device)
@@ -100,34 +99,28 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def batch_of(example: Sequence[Any]) -> int:
-    """Samples of a batch: dim 0 of the first tensor; 1 without one."""
-    return next((leaf.shape[0] for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()), 1)
-
-
 def a_few(example: tuple[Any, ...]) -> tuple[Any, ...]:
     """The example, but of no more than `FEW` samples."""
-    return resized(example, min(FEW, batch_of(example)))
+    return resized(example, min(FEW, batch_size(example)))
 
 
 def resized(example: tuple[Any, ...], samples: int) -> tuple[Any, ...]:
     """The example with another number of samples, those that it has in turn."""
-    batch = batch_of(example)
+    batch = batch_size(example)
 
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch or batch == samples:
+    def resize(leaf: Tensor) -> Tensor:
+        if not leaf.dim() or len(leaf) != batch or batch == samples:
             return leaf
         if samples < batch:
             return leaf[:samples].clone()  # what is changed in place is no one's
         return leaf[torch.arange(samples, device=leaf.device) % batch]
 
-    return pytree.tree_map(resize, example)
+    return map_tensors(resize, example)
 
 
 def to_device(values: Any, device: torch.device) -> Any:
     """Copies, always: a pass may change its input in place. `Whole` arguments as they are given to the model."""
-    values = unmarked(values)
-    return pytree.tree_map(lambda v: v.detach().to(device, copy=True) if isinstance(v, Tensor) else v, values)
+    return map_tensors(lambda tensor: tensor.detach().to(device, copy=True), unmarked(values))
 
 
 class _Watch:
@@ -188,9 +181,10 @@ class _Watch:
             if _versions(self._values[other]) != before:
                 facts.changed_at[other] = place
                 self._versions[other] = _versions(self._values[other])
+        facts.tensors[node] = len(tensors_of(value))
         leaves = pytree.tree_leaves(value)
-        facts.tensors[node] = sum(isinstance(leaf, Tensor) for leaf in leaves)
-        if all(isinstance(leaf, (Tensor, *_SIMPLE)) or leaf is None for leaf in leaves):
+        # a device is another one in the next stage
+        if all(isinstance(leaf, (Tensor, *SIMPLE)) and not isinstance(leaf, torch.device) for leaf in leaves):
             facts.may_cross.add(node)
         self._values[node], self._versions[node] = value, _versions(value)
 
@@ -224,7 +218,7 @@ def plain(value: Any) -> Any:
 
 
 def _versions(value: Any) -> tuple[int, ...]:
-    return tuple(leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return tuple(tensor._version for tensor in tensors_of(value))
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

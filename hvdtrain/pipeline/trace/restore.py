@@ -96,7 +96,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 @contextmanager
-def left_alone(model: nn.Module, *devices: torch.device) -> Iterator[None]:
+def preserved_state(model: nn.Module, *devices: torch.device) -> Iterator[None]:
     """Whatever runs inside: buffers, modules' attributes, gradients and random state end as they were."""
     attributes = attributes_of(model)
     buffers = [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ from hvdtrain.pipeline.trace import code
 from hvdtrain.pipeline.trace.cuts import Cut, find_cuts
 from hvdtrain.pipeline.trace.facts import Different, Facts, attribute, device_of, look, module_of, to_device
 from hvdtrain.pipeline.trace.modes import innermost
-from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes, copied, left_alone
+from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes, copied, preserved_state
 from hvdtrain.pipeline.trace.tracer import Program, trace
 
+Object = TypeVar("Object")
 _DULL = {"getitem", "getattr", "_check_fixed", "size", "OrderedDict"}  # names that do not tell where a segment is
 
 
@@ -132,29 +133,19 @@ class Segment:
 
     def modules(self) -> Iterator[nn.Module]:
         """The modules that it calls, and what is in them; the user's own objects, each once."""
-        seen: set[nn.Module] = set()
-        for node in self.chain.used(self.index, self.index + 1):
-            if node.op == "call_module":
-                for module in module_of(self.chain.program, str(node.target)).modules():
-                    if module not in seen:
-                        seen.add(module)
-                        yield module
+        used = self.chain.used(self.index, self.index + 1)
+        called = [module_of(self.chain.program, str(node.target)) for node in used if node.op == "call_module"]
+        return each_once(part for module in called for part in module.modules())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that it uses, each once."""
-        seen: set[int] = set()
-        for tensor in tensors_used(self.chain, self.index, self.index + 1):
-            if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
+        used = tensors_used(self.chain, self.index, self.index + 1)
+        return each_once(tensor for tensor in used if isinstance(tensor, nn.Parameter))
 
     def buffers(self) -> Iterator[Tensor]:
         """The buffers and constants that it uses, each once."""
-        seen: set[int] = set()
-        for tensor in tensors_used(self.chain, self.index, self.index + 1):
-            if not isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
+        used = tensors_used(self.chain, self.index, self.index + 1)
+        return each_once(tensor for tensor in used if not isinstance(tensor, nn.Parameter))
 
     def __repr__(self) -> str:
         return f"<segment {self.index}: {self.name}>"
@@ -310,6 +301,11 @@ def default_binder(program: Program) -> code.Binder:
     return bind
 
 
+def each_once(objects: Iterable[Object]) -> Iterator[Object]:
+    """In the order in which they come first."""
+    return iter({id(one): one for one in objects}.values())
+
+
 def tensors_used(chain: Chain, first: int, last: int) -> Iterator[Tensor]:
     """Parameters, buffers and constants used between two cuts; a tensor may come more than once."""
     for node in chain.used(first, last):
@@ -348,14 +344,14 @@ def _check(chain: Chain) -> None:
     whole = chain.function(0, len(chain.cuts) - 1, default_binder(chain.program), type(model).__name__)
     for training in (True, False):
         with all_training(model, training), torch.no_grad():
-            with left_alone(model, device), torch.set_grad_enabled(training):
+            with preserved_state(model, device), torch.set_grad_enabled(training):
                 before = attributes_of(model)
                 wanted = map_tensors(torch.detach, model(*to_device(few, device)))
                 changed = [(module, name, copied(value)) for module, name, value in changes(before)]
                 _refuse_graphs(model, changed)
             if training:
                 chain.facts.counts = _counting(model, changed, lambda: model(*to_device(few, device)))
-            with left_alone(model, device):
+            with preserved_state(model, device):
                 came = whole(*to_device(few, device))[0]
         if not same(wanted, came):
             mode = "training" if training else "evaluation"
@@ -386,7 +382,7 @@ def _counting(
     containers, which grow, a warning tells."""
     if not changed:
         return []
-    with left_alone(model, device_of(model)), torch.no_grad():
+    with preserved_state(model, device_of(model)), torch.no_grad():
         for module, name, value in changed:
             module.__dict__[name] = copied(value)
         with all_training(model, True):

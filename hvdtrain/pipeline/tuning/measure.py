@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from hvdtrain.pipeline.context import Context
-from hvdtrain.pipeline.lanes import Lane
-from hvdtrain.pipeline.microbatch import map_tensors, tensors_of
+from hvdtrain.pipeline.devices import StageDevice
+from hvdtrain.pipeline.microbatch import batch_size, map_tensors, tensors_of
 from hvdtrain.pipeline.stage import Copies
 from hvdtrain.pipeline.threads import side_by_side
-from hvdtrain.pipeline.trace.facts import batch_of, device_of, resized, to_device
+from hvdtrain.pipeline.trace.facts import device_of, resized, to_device
 from hvdtrain.pipeline.trace.segments import Segment, default_binder
 from hvdtrain.pipeline.worker import is_out_of_memory
 
@@ -69,7 +69,7 @@ class Clock:
         return start.elapsed_time(end) / 1e3
 
 
-class Subject:
+class SegmentBench:
     """A chain on one device, to be measured there. A softmax over its outputs stands for the loss that will follow.
 
     Args:
@@ -110,7 +110,7 @@ class Subject:
     @property
     def samples(self) -> int:
         """Of the example."""
-        return batch_of(self._example)
+        return batch_size(self._example)
 
     def _call(self, index: int) -> Call:
         if self.stopped.is_set():
@@ -226,18 +226,18 @@ def saved_storages(alive: list[Any]) -> Iterator[dict[int, int]]:
         yield found
 
 
-def on_lane(lane: Lane, work: Callable[[], Any], stop: threading.Event) -> Any:
+def on_device(device: StageDevice, work: Callable[[], Any], stop: threading.Event) -> Any:
     """Runs `work` in a thread of its own that has what a stage's thread has; raises what it raises."""
-    return together([lane], [work], stop)[0]
+    return together([device], [work], stop)[0]
 
 
-def together(lanes: Sequence[Lane], works: Sequence[Callable[[], Any]], stop: threading.Event) -> list[Any]:
-    """Runs each in a thread on its lane, at the same time; no thread outlives the call.
+def together(devices: Sequence[StageDevice], works: Sequence[Callable[[], Any]], stop: threading.Event) -> list[Any]:
+    """Runs each in a thread on its device, at the same time; no thread outlives the call.
 
     Args:
         stop: set when one fails, or at Ctrl-C: then the works have to end.
     """
-    results: list[Any] = [None] * len(lanes)
+    results: list[Any] = [None] * len(devices)
     failures: list[BaseException] = []
     context = Context(threads=True)
 
@@ -247,7 +247,7 @@ def together(lanes: Sequence[Lane], works: Sequence[Callable[[], Any]], stop: th
                 results[index] = works[index]()
 
         try:
-            with lanes[index].active():
+            with devices[index].active():
                 context.run(work)
         except BaseException as error:
             failures.append(error)
@@ -255,7 +255,7 @@ def together(lanes: Sequence[Lane], works: Sequence[Callable[[], Any]], stop: th
 
     intra_op = torch.get_num_threads()
     try:
-        side_by_side([partial(run, index) for index in range(len(lanes))], "hvdtrain profile", stop.set)
+        side_by_side([partial(run, index) for index in range(len(devices))], "hvdtrain profile", stop.set)
     finally:
         torch.set_num_threads(intra_op)  # a thread's number is also what later ones start with
     if failures:

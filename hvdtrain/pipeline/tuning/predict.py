@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hvdtrain.pipeline.devices import CPU_POOL
-from hvdtrain.pipeline.lanes import cpu_slots
+from hvdtrain.pipeline.devices import CPU_POOL, cpu_slots
 from hvdtrain.pipeline.microbatch import batch_size, cut, marked
 from hvdtrain.pipeline.plan.schedule import (
     Curve,
@@ -29,6 +27,7 @@ from hvdtrain.pipeline.plan.schedule import (
 )
 from hvdtrain.pipeline.plan.simulate import pool_speeds, simulate
 from hvdtrain.pipeline.runtime import Pipeline
+from hvdtrain.pipeline.trace.restore import preserved_state
 from hvdtrain.pipeline.tuning.unsplit import seconds_of
 from hvdtrain.pipeline.worker import StageError
 
@@ -85,7 +84,7 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
     known = None if on_cpu else from_profile(pipe)
     if known is not None:
         return known
-    with left_as_it_is(pipe):
+    with preserved(pipe):
         # 1F1B whatever the steps will be: in fill-drain a backward pass finds little of its forward pass in a cache,
         # and takes longer than it does in a step of one micro-batch
         pipe.record, pipe.schedule = on_cpu, "1f1b"
@@ -245,22 +244,13 @@ def equal_seconds(stages: int, micro_batches: int, seconds: float, remat: Remat 
 
 
 @contextmanager
-def left_as_it_is(pipe: Pipeline) -> Iterator[None]:
-    """Gradients, buffers, random state and settings are afterwards what they were."""
-    gpus = sorted({device.index or 0 for device in pipe.devices if device.type == "cuda"})
+def preserved(pipe: Pipeline) -> Iterator[None]:
+    """Gradients, buffers, random state and settings are afterwards what they were; inside, no loss is proven."""
     settings = {name: getattr(pipe, name) for name in ("micro_batches", "schedule", "overlap", "record", "proofs")}
-    gradients = [(parameter, parameter.grad) for parameter in pipe.module.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in pipe.module.buffers()]
-    for parameter, _ in gradients:
-        parameter.grad = None
     pipe.proofs = False  # they take time; the first steps of training have them
     try:
-        with torch.random.fork_rng(gpus, device_type="cuda"):
+        with preserved_state(pipe.module, *pipe.devices):
             yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for buffer, value in buffers:
-            buffer.data.copy_(value)
         for name, setting in settings.items():
             setattr(pipe, name, setting)

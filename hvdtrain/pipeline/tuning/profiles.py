@@ -17,13 +17,12 @@ import torch
 from torch import nn
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.devices import CPU_POOL, kind_of, parse_devices, planned
-from hvdtrain.pipeline.lanes import cpu_slots, lanes
+from hvdtrain.pipeline.devices import CPU_POOL, cpu_slots, kind_of, parse_devices, planned, stage_devices
+from hvdtrain.pipeline.microbatch import batch_size
 from hvdtrain.pipeline.plan.schedule import ZERO, Curve, Device, Link, Pool, SegmentCost
-from hvdtrain.pipeline.trace.facts import batch_of
-from hvdtrain.pipeline.trace.restore import all_training, left_alone
+from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.segments import Segment, segments
-from hvdtrain.pipeline.tuning.measure import Bytes, Clock, Seconds, Subject, on_lane, together
+from hvdtrain.pipeline.tuning.measure import Bytes, Clock, Seconds, SegmentBench, on_device, together
 
 BUDGET_S = 5.0  # for the repeats of one size: one at least is always taken
 CONTENTION_S = 0.3  # how long several stages are watched at the same time
@@ -111,19 +110,18 @@ def profile(
     parts = segments(model, example) if isinstance(model, nn.Module) else list(model)
     places = parse_devices(devices)
     whole = parts[0].chain.program.model
-    batch = batch_of(arguments)
+    batch = batch_size(arguments)
     wanted = (
         sorted({max(1, math.ceil(batch / 16)), max(1, math.ceil(batch / 4))}) if sizes is None else sorted(set(sizes))
     )
-    with left_alone(whole, *places), all_training(whole, None if whole.training else True):
-        subject = Subject(parts, arguments, places[0])
-        lane = lanes(places)[0]
-        found = on_lane(lane, lambda: _by_size(subject, wanted, repeats, timed), subject.stopped)
+    with preserved_state(whole, *places), all_training(whole, None if whole.training else True):
+        bench = SegmentBench(parts, arguments, places[0])
+        found = on_device(stage_devices(places)[0], lambda: _by_size(bench, wanted, repeats, timed), bench.stopped)
         costs = _costs(parts, found, optimizer_copies)
         if not timed:
             return Profile(costs, tuple(map(planned, places)), (Link(),) * (len(places) - 1), {}, tuple(found))
-        speeds = _speeds(parts, arguments, places, subject, min(found))
-        pools = _pools(subject, places, min(found))
+        speeds = _speeds(parts, arguments, places, bench, min(found))
+        pools = _pools(bench, places, min(found))
         links = tuple(_link(a, b) for a, b in zip(places, places[1:], strict=False))
     known = tuple(planned(place, speeds[kind_of(place)]) for place in places)
     return Profile(costs, known, links, pools, tuple(found))
@@ -132,14 +130,14 @@ def profile(
 Found = dict[int, tuple[Bytes, list[Seconds]]]
 
 
-def _by_size(subject: Subject, sizes: Sequence[int], repeats: int, timed: bool) -> Found:
+def _by_size(bench: SegmentBench, sizes: Sequence[int], repeats: int, timed: bool) -> Found:
     """Measurements by micro-batch size; sizes that cannot be run (batch norm over one value, memory) are left out."""
     found: Found = {}
     failure: Exception | None = None
     for size in sizes:
         try:
-            kept = subject.bytes(size)  # and the layers have planned their work for this shape
-            found[size] = (kept, _repeated(subject, size, repeats) if timed else [])
+            kept = bench.bytes(size)  # and the layers have planned their work for this shape
+            found[size] = (kept, _repeated(bench, size, repeats) if timed else [])
         except (RuntimeError, ValueError) as error:  # what layers raise; the first also for memory
             failure = error
     if not found:
@@ -151,12 +149,12 @@ def _by_size(subject: Subject, sizes: Sequence[int], repeats: int, timed: bool) 
     return found
 
 
-def _repeated(subject: Subject, size: int, repeats: int) -> list[Seconds]:
+def _repeated(bench: SegmentBench, size: int, repeats: int) -> list[Seconds]:
     start = time.perf_counter()
     taken: list[Seconds] = []
-    subject.seconds(size)
+    bench.seconds(size)
     while len(taken) < repeats and (not taken or time.perf_counter() - start < BUDGET_S):
-        taken.append(subject.seconds(size))
+        taken.append(bench.seconds(size))
     return taken
 
 
@@ -202,59 +200,59 @@ def _scaled(repeats: Sequence[Seconds]) -> tuple[list[float], list[float]]:
 
 
 def _speeds(
-    parts: Sequence[Segment], arguments: tuple[Any, ...], places: Sequence[torch.device], first: Subject, size: int
+    parts: Sequence[Segment], arguments: tuple[Any, ...], places: Sequence[torch.device], first: SegmentBench, size: int
 ) -> dict[str, float]:
     """Each kind of device against the first, by the time of a pass."""
     speeds = {kind_of(places[0]): 1.0}
     for index, place in enumerate(places):
         if kind_of(place) in speeds:
             continue
-        subject, lane = Subject(parts, arguments, place), lanes(places)[index]
-        ours = on_lane(lanes(places)[0], lambda: _pass_seconds(first, size), first.stopped)
-        theirs = on_lane(lane, lambda s=subject: _pass_seconds(s, size), subject.stopped)  # type: ignore[misc]
+        bench, device = SegmentBench(parts, arguments, place), stage_devices(places)[index]
+        ours = on_device(stage_devices(places)[0], lambda: _pass_seconds(first, size), first.stopped)
+        theirs = on_device(device, lambda s=bench: _pass_seconds(s, size), bench.stopped)  # type: ignore[misc]
         speeds[kind_of(place)] = ours / theirs
     return speeds
 
 
-def _pass_seconds(subject: Subject, size: int) -> float:
-    subject.seconds(size)
-    taken = [subject.seconds(size) for _ in range(3)]
+def _pass_seconds(bench: SegmentBench, size: int) -> float:
+    bench.seconds(size)
+    taken = [bench.seconds(size) for _ in range(3)]
     return statistics.median(sum(t.forward) + sum(t.backward) for t in taken)
 
 
-def _pools(subject: Subject, places: Sequence[torch.device], size: int) -> dict[str, Pool]:
+def _pools(bench: SegmentBench, places: Sequence[torch.device], size: int) -> dict[str, Pool]:
     """How much slower a CPU stage is while others work."""
-    on_cpu = [lane for lane, place in zip(lanes(places), places, strict=True) if place.type == "cpu"]
+    on_cpu = [device for device, place in zip(stage_devices(places), places, strict=True) if place.type == "cpu"]
     if len(on_cpu) < 2 or places[0].type != "cpu":
         return {}
-    alone, slots = _seconds_together(subject, on_cpu[:1], size), cpu_slots(len(on_cpu))
+    alone, slots = _seconds_together(bench, on_cpu[:1], size), cpu_slots(len(on_cpu))
     speeds = [1.0] + [
-        min(1.0, alone / _seconds_together(subject, on_cpu[:count], size))
+        min(1.0, alone / _seconds_together(bench, on_cpu[:count], size))
         for count in range(2, (slots or len(on_cpu)) + 1)
     ]
     return {CPU_POOL: Pool(tuple(speeds), slots)}
 
 
-def _seconds_together(subject: Subject, some: Sequence[Any], size: int) -> float:
-    """Seconds of a pass while all of these lanes run one after the other: the lower quartile, as others may disturb."""
+def _seconds_together(bench: SegmentBench, some: Sequence[Any], size: int) -> float:
+    """Seconds of a pass while all of these run one after the other: the lower quartile, as others may disturb."""
     ready, enough = threading.Barrier(len(some)), threading.Event()
 
     def work() -> list[float]:
         taken: list[float] = []
         try:
-            subject.whole(size)
+            bench.whole(size)
         except BaseException:
             ready.abort()  # the others do not wait for this one
             raise
         ready.wait()
         start = time.perf_counter()
         while not enough.is_set():
-            taken.append(sum(subject.whole(size)))
+            taken.append(sum(bench.whole(size)))
             if time.perf_counter() - start > CONTENTION_S and len(taken) > 2:
                 enough.set()  # the others end as well: none goes on alone
         return taken
 
-    passes = sorted(seconds for taken in together(some, [work] * len(some), subject.stopped) for seconds in taken)
+    passes = sorted(seconds for taken in together(some, [work] * len(some), bench.stopped) for seconds in taken)
     return passes[len(passes) // 4]
 
 

@@ -174,7 +174,7 @@ def tune(
         StageError: nothing could be run.
     """
     from hvdtrain.pipeline.microbatch import batch_size
-    from hvdtrain.pipeline.tuning.predict import left_as_it_is, predict
+    from hvdtrain.pipeline.tuning.predict import predict, preserved
 
     started = time.perf_counter()
     batch = batch_size(x if type(x) is tuple else (x,))
@@ -182,7 +182,7 @@ def tune(
     if not 0 < confidence < 1:
         raise ConfigError("a confidence lies between 0 and 1", f"confidence={confidence}", "confidence=0.95")
     deadline = math.inf if budget_s is None else started + budget_s
-    with left_as_it_is(pipe):
+    with preserved(pipe):
         prediction = predict(pipe, x, y, loss)
         predicted = {count: prediction(micro_batch_sizes(batch, count)) for count in counts}
         runs = _Runs(pipe, x, y, loss, batch)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.pipeline.lanes import core_blocks
+from hvdtrain.pipeline.devices import core_blocks
 from hvdtrain.pipeline.microbatch import map_tensors
 from hvdtrain.pipeline.worker import is_out_of_memory
 

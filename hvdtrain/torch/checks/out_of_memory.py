@@ -7,11 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hvdtrain.core.errors import HvdtrainError
-
-# what PyTorch's CPU allocator, and CUDA libraries that allocate for themselves, say in a plain RuntimeError
-_SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
+from hvdtrain.core.errors import OOM_MESSAGES, HvdtrainError
 
 _REMEDY = (
     "halve per_rank_batch and double accumulate: the same updates in half the memory;"
@@ -50,4 +46,4 @@ def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, HvdtrainError):  # a stage's, which names the stage; or what has been explained already
         explained_already = error.rule.startswith("out of memory")
         return not explained_already and error.__cause__ is not None and _is_out_of_memory(error.__cause__)
-    return any(saying in str(error) for saying in _SAYINGS)
+    return any(text in str(error) for text in OOM_MESSAGES)
