@@ -11,6 +11,7 @@ import psutil
 import pytest
 from harness import clean_environment
 
+from hvdtrain.bench import turns
 from hvdtrain.bench.turns import Arm, InterleavedJobs
 from hvdtrain.core.errors import HvdtrainError
 
@@ -68,16 +69,16 @@ def stopped(pid: int) -> bool:
 
 
 def test_one_at_a_time() -> None:
-    with InterleavedJobs(clean_environment()) as turns:
-        turns.start("first", command("0"), 1)
-        turns.start("second", two_ranks(), 2)
-        arms = turns._arms
-        before = turns.turn("first", ticks=5)[0]["ticks"]
-        answers = turns.turn("second", ticks=50)  # meanwhile the first one's thread must stand still
+    with InterleavedJobs(clean_environment()) as jobs:
+        jobs.start("first", command("0"), 1)
+        jobs.start("second", two_ranks(), 2)
+        arms = jobs._arms
+        before = jobs.turn("first", ticks=5)[0]["ticks"]
+        answers = jobs.turn("second", ticks=50)  # meanwhile the first one's thread must stand still
         assert [answer["rank"] for answer in answers] == [0, 1]
         pids = [pid for arm in arms.values() for pid in arm_pids(arm)]
         assert len(pids) == 3 and all(stopped(pid) for pid in pids)
-        after = turns.turn("first", ticks=5)[0]["ticks"]
+        after = jobs.turn("first", ticks=5)[0]["ticks"]
         assert after - before < 45, "it ticked on while the other one had its turn of 50 ticks"
     assert not [pid for pid in pids if alive(pid)]
 
@@ -85,15 +86,22 @@ def test_one_at_a_time() -> None:
 @pytest.mark.parametrize("word", ["dies", "dies-later"])
 def test_a_job_that_dies_says_why(word: str) -> None:
     def run() -> None:
-        with InterleavedJobs(clean_environment()) as turns:
-            turns.start("arm", command("0", word), 1)
-            turns.turn("arm", ticks=1)
+        with InterleavedJobs(clean_environment()) as jobs:
+            jobs.start("arm", command("0", word), 1)
+            jobs.turn("arm", ticks=1)
 
     with pytest.raises(HvdtrainError, match="died"):
         run()
 
 
+def test_a_job_over_its_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That nothing is left behind is what the suite checks after every test."""
+    monkeypatch.setattr(turns, "READY_WITHIN_S", 0.3)
+    with InterleavedJobs(clean_environment()) as jobs, pytest.raises(HvdtrainError, match="it took too long"):
+        jobs.start("arm", [sys.executable, "-c", "import time; time.sleep(60)"], 1)
+
+
 def test_an_address_needs_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Orders are pickled: only the bench's own jobs may connect."""
-    with InterleavedJobs(clean_environment()) as turns:
-        assert oct(os.stat(turns._folder.name).st_mode & 0o777) == "0o700"
+    with InterleavedJobs(clean_environment()) as jobs:
+        assert oct(os.stat(jobs._folder.name).st_mode & 0o777) == "0o700"

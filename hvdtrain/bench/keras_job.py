@@ -1,51 +1,37 @@
-"""One rank of ``hvdtrain bench train --framework keras``: measures blocks of updates and writes them to a file."""
+"""One rank of ``hvdtrain bench train --framework keras``: measures blocks of updates, turn by turn."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import hvdtrain
+from hvdtrain.bench.turns import orders
 from hvdtrain.core import flags, startup
 from hvdtrain.core.launchers import Detected
-from hvdtrain.core.stats import rotated
 from hvdtrain.datasets import load_mnist
 from hvdtrain.keras_mnist import network
 
 PROGRAM = "hvdtrain.bench.keras_job"
+Block = Callable[[], tuple[float, float]]  # wall and CPU seconds of a step
 SKIPPED_STEPS = 3  # of each block: the input queue fills, and the checks at the start of fit have their say
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Seconds a step of every block, by clock and arm; the arms take turns, and who begins changes each time.
-
-    Clocks: "wall", and "cpu" (of all threads of this process), which a busy machine disturbs less.
-    """
+def pictures(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Those of a block of all ranks, and their labels."""
     import numpy as np
 
     images = load_mnist("digits")
     wanted = np.arange((args.steps + SKIPPED_STEPS) * args.per_rank_batch * hvdtrain.current().size)  # type: ignore[union-attr]
-    x = images.x_train[..., None].take(wanted, axis=0, mode="wrap")
-    y = images.y_train.take(wanted, mode="wrap")
-    arms: dict[str, Any] = {"prepared": prepared_arm(args, x, y)}
-    if args.task == "overhead":
-        arms["plain"] = plain_arm(args, x, y)
-    seconds: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in arms} for clock in ("wall", "cpu")}
-    for block in range(args.blocks + 1):
-        for name in rotated(arms, block):
-            wall_s, cpu_s = arms[name]()
-            if block > 0:  # the first one traces and compiles
-                seconds["wall"][name].append(wall_s)
-                seconds["cpu"][name].append(cpu_s)
-    return seconds
+    return images.x_train[..., None].take(wanted, axis=0, mode="wrap"), images.y_train.take(wanted, mode="wrap")
 
 
-def plain_arm(args: argparse.Namespace, x: Any, y: Any) -> Any:
+def plain_arm(args: argparse.Namespace, x: Any, y: Any) -> Block:
     """A block of plain Keras, as its documentation writes it."""
     model, timer = compiled(), make_timer()
 
@@ -56,7 +42,7 @@ def plain_arm(args: argparse.Namespace, x: Any, y: Any) -> Any:
     return block
 
 
-def prepared_arm(args: argparse.Namespace, x: Any, y: Any) -> Any:
+def prepared_arm(args: argparse.Namespace, x: Any, y: Any) -> Block:
     """The same block with hvdtrain, as its README writes it."""
     import hvdtrain.keras as hvk
 
@@ -104,16 +90,17 @@ def make_timer() -> Any:
     return Timer()
 
 
+ARMS = {"prepared": prepared_arm, "plain": plain_arm}
+
+
 def main() -> int:
-    """Pins this rank to a core of its own, joins the others, measures, writes ``rank-N.json``."""
+    """Pins this rank to a core of its own, joins the others, answers orders until the bench ends."""
 
     def work(detected: Detected) -> None:
         parser = flags.Parser(PROGRAM, description=(__doc__ or ""), epilog="")
-        parser.add_argument("task", choices=["overhead", "scaling"])
-        for flag in ("--per-rank-batch", "--steps", "--blocks"):
+        for flag in ("--per-rank-batch", "--steps"):
             parser.add_argument(flag, type=flags.whole(1), required=True)
         parser.add_argument("--backend", required=True)
-        parser.add_argument("--out", type=Path, required=True)
         args = parser.parse_args()
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[detected.local_rank % len(cores)]})
@@ -122,8 +109,13 @@ def main() -> int:
         startup.find_modules(needed)
         startup.import_modules(needed)
         with hvdtrain.init("keras", device="cpu") as world:
-            seconds = measure(args)
-            (args.out / f"rank-{world.rank}.json").write_text(json.dumps(seconds))
+            block_of = functools.cache(lambda arm: ARMS[arm](args, *pictures(args)))
+            with orders(world.rank) as each:
+                for order, connection in each:
+                    wall_s, cpu_s = block_of(order["arm"])()
+                    connection.send({"wall": wall_s, "cpu": cpu_s})
+            sys.stdout.flush()
+            os._exit(0)  # the others may be gone: no engine's goodbye waits for them
 
     return startup.run_program(PROGRAM, work)
 

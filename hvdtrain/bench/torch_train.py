@@ -28,8 +28,6 @@ TARGET, EFFICIENCY_GOAL, OVERHEAD_TARGET = 1.00, 0.95, 1.01
 ALONE = {"plain PyTorch, 1 process": "alone", "hvdtrain, 1 process": "hvdtrain"}
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
-Seconds = dict[str, dict[str, list[float]]]
-
 
 def add_arguments(add: Any, count: Any) -> None:
     """The flags that only PyTorch's part has."""
@@ -49,17 +47,11 @@ def _one_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
     for peer in set(PEERS) - set(peers) if args.ranks > 1 else ():
         progress(f"left out, not installed: {peer} ({install_command('dev')})")
     arms = {label: (arm, 1) for label, arm in ALONE.items()} | {peer: (peer, args.ranks) for peer in peers}
-    seconds: Seconds = {clock: {name: [] for name in arms} for clock in ("wall", "cpu")}
     with InterleavedJobs(os.environ | THREADS) as jobs:
         for name, (arm, ranks) in arms.items():
             progress(f"{model}: starting {name}")
             jobs.start(name, _command(args, model, arm, ranks), ranks)
-        for block in range(args.blocks):
-            progress(f"{model}: round {block + 1} of {args.blocks}")
-            for name in stats.rotated(arms, block):
-                answers = jobs.turn(name, steps=args.steps)
-                for clock, per_arm in seconds.items():
-                    per_arm[name].append(max(answer[clock] for answer in answers))
+        seconds = jobs.rounds({name: (name, {"steps": args.steps}) for name in arms}, args.blocks, model)
     return {"ranks": args.ranks, "seconds_per_step": seconds["wall"], "cpu_seconds_per_step": seconds["cpu"]} | _ratios(
         seconds["wall"]
     )

@@ -13,26 +13,20 @@ Prints a table and writes a JSON file with every sample. Give the machine nothin
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench import torch_train
 from hvdtrain.bench.report import begin, finish, measured_on, progress, versions
-from hvdtrain.bench.turns import launched
+from hvdtrain.bench.turns import CLOCKS, InterleavedJobs, Turns, launched
 from hvdtrain.core import stats
-from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.flags import whole
 
 OVERHEAD_TARGET = 1.02
-JOB_WITHIN_S, TERM_WITHIN_S = 900, 15
+SCALING_BLOCKS = 2  # of a round of part 2
 DEFAULTS = {"keras": {"per_rank_batch": 128, "steps": 20}, "torch": {"per_rank_batch": 16, "steps": 5}}
 ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
@@ -47,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=count, metavar="N", help="updates in a block (default: Keras 20, PyTorch 5)")
     add("--blocks", type=count, default=10, metavar="N", help="blocks of each arm (default: %(default)s)")
     add("--ranks", type=count, default=2, metavar="N", help="in part 2; 1 leaves it out (default: %(default)s)")
-    add("--rounds", type=count, default=3, metavar="N", help="jobs of each in part 2 (default: %(default)s)")
+    add("--rounds", type=count, default=3, metavar="N", help="of both in part 2 (default: %(default)s)")
     add("--launcher", choices=["horovodrun", "mpirun"], default="horovodrun", help="(default: %(default)s, on Gloo)")
     torch_train.add_arguments(add, count)
     add("--out", type=Path, default=Path("bench-train.json"), metavar="FILE", help="(default: %(default)s)")
@@ -61,43 +55,53 @@ def run(args: argparse.Namespace) -> int:
     if args.framework == "torch":
         result["models"] = torch_train.measure(args)
         return finish(args, result, torch_train.report)
-    backend = result["backend"] = args.backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
-    progress(f"1/2 prepared fit against plain Keras, one process, {args.blocks} blocks of {args.steps} updates each")
-    result["overhead"] = overhead(args, backend)
-    if args.ranks > 1:
-        progress(f"2/2 {args.ranks} ranks against 1, {args.rounds} jobs of each")
-        result["scaling"] = scaling(args, backend)
-    return finish(args, result, report)
+    result["backend"] = args.backend or os.environ.get("KERAS_BACKEND") or "tensorflow"
+    return finish(args, result | measure(args, result["backend"]), report)
 
 
-def overhead(args: argparse.Namespace, backend: str) -> dict[str, Any]:
+def measure(args: argparse.Namespace, backend: str) -> dict[str, Any]:
+    """Keras' two parts."""
+    command = [
+        sys.executable, "-m", "hvdtrain.bench.keras_job", f"--backend={backend}", f"--steps={args.steps}",
+        f"--per-rank-batch={args.per_rank_batch}",
+    ]  # fmt: skip
+    with InterleavedJobs(os.environ | dict.fromkeys(ONE_THREAD, "1")) as jobs:
+        progress(f"1/2 prepared fit against plain Keras, one process, blocks of {args.steps} updates")
+        jobs.start("1", command, 1)
+        found = {"overhead": overhead(jobs, args.blocks)}
+        if args.ranks > 1:
+            progress(f"2/2 {args.ranks} ranks against 1")
+            jobs.start(str(args.ranks), [*launched(args.ranks, args.launcher), *command], args.ranks)
+            found["scaling"] = scaling(jobs, args.ranks, args.rounds * SCALING_BLOCKS)
+    return found
+
+
+def overhead(jobs: InterleavedJobs, blocks: int) -> dict[str, Any]:
     """Part 1: seconds a step by block, of both, and the ratio of pairs; by wall clock and by CPU time."""
-    (clocks,) = job(1, args, backend, "overhead", blocks=args.blocks)
+    turns: Turns = {arm: ("1", {"arm": arm}) for arm in ("prepared", "plain")}
+    jobs.rounds(turns, 1, "warming up")  # traces and compiles
+    seconds = jobs.rounds(turns, blocks, "one process")
     wall, cpu = (
-        stats.ratio_of_medians(clocks[clock]["prepared"], clocks[clock]["plain"], paired=True)
-        for clock in ("wall", "cpu")
+        stats.ratio_of_medians(seconds[clock]["prepared"], seconds[clock]["plain"], paired=True) for clock in CLOCKS
     )
     return {
-        "seconds_per_step": clocks["wall"], "cpu_seconds_per_step": clocks["cpu"],
+        "seconds_per_step": seconds["wall"], "cpu_seconds_per_step": seconds["cpu"],
         "ratio": vars(wall), "cpu_ratio": vars(cpu), "target": OVERHEAD_TARGET,
     }  # fmt: skip
 
 
-def scaling(args: argparse.Namespace, backend: str) -> dict[str, Any]:
+def scaling(jobs: InterleavedJobs, ranks: int, blocks: int) -> dict[str, Any]:
     """Part 2: seconds a step by block, of one rank and of several, and how much faster the several are."""
-    alone: list[float] = []
-    together: list[float] = []
-    for _ in range(args.rounds):
-        alone += job(1, args, backend, "scaling", blocks=2)[0]["wall"]["prepared"]
-        ranks = job(args.ranks, args, backend, "scaling", blocks=2)
-        together += [max(block) for block in zip(*(rank["wall"]["prepared"] for rank in ranks), strict=True)]
-    speedup = stats.ratio_of_medians(alone, together, paired=False)
+    turns: Turns = {job: (job, {"arm": "prepared"}) for job in ("1", str(ranks))}
+    jobs.rounds(turns, 1, "warming up")
+    seconds = jobs.rounds(turns, blocks, f"1 and {ranks} ranks")["wall"]
+    speedup = stats.ratio_of_medians(seconds["1"], seconds[str(ranks)], paired=True)
     return {
-        "ranks": args.ranks,
-        "seconds_per_step": {"1": alone, str(args.ranks): together},
-        "oversubscribed": args.ranks > len(os.sched_getaffinity(0)),
+        "ranks": ranks,
+        "seconds_per_step": seconds,
+        "oversubscribed": ranks > len(os.sched_getaffinity(0)),
         "efficiency": vars(speedup),  # samples/s of N ranks / (N x samples/s of one)
-        "speedup": {key: value * args.ranks for key, value in vars(speedup).items()},
+        "speedup": {key: value * ranks for key, value in vars(speedup).items()},
     }
 
 
@@ -129,51 +133,3 @@ def report(result: Mapping[str, Any]) -> str:
         ]
         tables.append(stats.table(rows))
     return "\n\n".join(tables)
-
-
-# ---- jobs
-
-
-def job(
-    ranks: int, args: argparse.Namespace, backend: str, task: str, *, blocks: int
-) -> list[dict[str, dict[str, list[float]]]]:
-    """Runs one job to its end; returns what each rank measured.
-
-    Raises:
-        HvdtrainError: it failed; with the end of its output.
-    """
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
-        command = [
-            *launched(ranks, args.launcher), sys.executable, "-m", f"hvdtrain.bench.{args.framework}_job", task,
-            f"--backend={backend}", f"--per-rank-batch={args.per_rank_batch}", f"--steps={args.steps}",
-            f"--blocks={blocks}", f"--out={folder}",
-        ]  # fmt: skip
-        environment = {**os.environ, **dict.fromkeys(ONE_THREAD, "1")}
-        with (Path(folder) / "log").open("w+b") as log:
-            code = _run_to_end(command, environment, log)
-            if code != 0:
-                log.seek(0)
-                lines = log.read().decode(errors="replace").strip().splitlines()
-                what = "over its time" if code is None else f"ended with {code}"
-                raise HvdtrainError(
-                    f"a benchmark's job must end well: {task}, {ranks} rank(s)", f"{what}\n" + "\n".join(lines[-25:])
-                )
-        return [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-
-
-def _run_to_end(command: Sequence[str], environment: Mapping[str, str], log: Any) -> int | None:
-    """The exit code, or None if it had to be killed; nothing of the job outlives this call."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-    )  # fmt: skip
-    try:
-        return process.wait(JOB_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        # TERM first: the launcher ends its ranks, which live in sessions of their own
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):  # the usual case: all are gone
-                os.killpg(process.pid, sign)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(TERM_WITHIN_S)

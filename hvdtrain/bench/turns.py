@@ -24,9 +24,13 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.bench.report import progress
 from hvdtrain.core.errors import HvdtrainError, LauncherError, build_horovod_command, install_command
+from hvdtrain.core.stats import rotated
 
 ADDRESS, KEY = "HVDTRAIN_TURNS_ADDRESS", "HVDTRAIN_TURNS_KEY"
+CLOCKS = ("wall", "cpu")  # of all threads of a process, which a busy machine disturbs less
+Turns = Mapping[str, tuple[str, dict[str, Any]]]  # by name: which job's it is, and what it is told
 READY_WITHIN_S, TURN_WITHIN_S, END_WITHIN_S = 180.0, 300.0, 15.0
 # ranks that were stopped for minutes find that their peers have been silent for so long
 PATIENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600", "HOROVOD_STALL_CHECK_DISABLE": "1"}
@@ -110,6 +114,25 @@ class InterleavedJobs:
         answers = [self._receive(arm, arm.ranks[rank], deadline) for rank in sorted(arm.ranks)]
         arm.send_signal(signal.SIGSTOP)
         return answers
+
+    def rounds(self, turns: Turns, count: int, what: str) -> dict[str, dict[str, list[float]]]:
+        """Rounds in which every turn comes once, another one first each time.
+
+        Args:
+            what: for the progress.
+
+        Returns:
+            For each clock the seconds of each turn, round by round: those of its slowest rank.
+        """
+        seconds: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in turns} for clock in CLOCKS}
+        for number in range(count):
+            progress(f"{what}: round {number + 1} of {count}")
+            for name in rotated(turns, number):
+                job, order = turns[name]
+                answers = self.turn(job, **order)
+                for clock in CLOCKS:
+                    seconds[clock][name].append(max(answer[clock] for answer in answers))
+        return seconds
 
     def _receive(self, arm: Arm, connection: Connection, deadline: float) -> Any:
         while not connection.poll(1.0):
