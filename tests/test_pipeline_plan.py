@@ -18,21 +18,58 @@ from hvdtrain.pipeline.plan.schedule import (
     Device,
     Link,
     Pool,
+    Remat,
+    Schedule,
     SegmentCost,
     actions,
-    bubble,
     footprints,
-    in_flight,
     micro_batch_sizes,
     recomputed,
     stage_costs,
-    table,
 )
 
 Ticks = Sequence[Sequence[Action | None]]
 SHAPES = list(itertools.product(SCHEDULES, range(1, 7), range(1, 13)))
 
 # ---- schedules
+
+
+def table(schedule: Schedule, stages: int, micro_batches: int) -> list[list[Action | None]]:
+    """The schedule as ticks x stages, where every pass takes one tick and transfers take none; None: idle.
+
+    A stage takes its next action as soon as what it needs was ready before the tick.
+    """
+    orders = [actions(schedule, stage, stages, micro_batches) for stage in range(stages)]
+    position = [0] * stages
+    done: set[tuple[int, Action]] = set()
+    ticks: list[list[Action | None]] = []
+    while any(at < len(order) for at, order in zip(position, orders, strict=True)):
+        tick = [
+            order[at] if at < len(order) and is_ready(stage, order[at], stages, done) else None
+            for stage, (at, order) in enumerate(zip(position, orders, strict=True))
+        ]
+        assert any(tick), f"{schedule} waits for itself: {stages} stages, {micro_batches} micro-batches"
+        for stage, action in enumerate(tick):
+            if action is not None:
+                done.add((stage, action))
+                position[stage] += 1
+        ticks.append(tick)
+    return ticks
+
+
+def is_ready(stage: int, action: Action, stages: int, done: set[tuple[int, Action]]) -> bool:
+    """A forward needs the stage before; a backward its own forward and the stage after."""
+    if action.kind == "forward":
+        return stage == 0 or (stage - 1, action) in done
+    own = (stage, Action("forward", action.micro)) in done
+    return own and (stage == stages - 1 or (stage + 1, action) in done)
+
+
+def bubble(schedule: Schedule, stages: int, micro_batches: int) -> float:
+    """The share of its time that a stage is idle, all stages alike: (stages - 1) / (micro_batches + stages - 1)
+    (arXiv 1811.06965, section 2.3); counted in `table`."""
+    ticks = table(schedule, stages, micro_batches)
+    return sum(action is None for tick in ticks for action in tick) / (len(ticks) * stages)
 
 
 def broken_rules(ticks: Ticks, stages: int, micro_batches: int) -> list[str]:
@@ -83,6 +120,12 @@ def test_gpipe_by_hand():
         [f(0), None], [f(1), f(0)], [None, f(1)], [None, b(1)], [b(1), b(0)], [b(0), None],
     ]  # fmt: skip
     assert table("1f1b", 2, 2) == [[f(0), None], [f(1), f(0)], [None, b(0)], [b(0), f(1)], [None, b(1)], [b(1), None]]
+
+
+def in_flight(order: Sequence[Action], remat: Remat = "never") -> int:
+    """The most micro-batches whose activations the stage holds at a time."""
+    ones = [1] * (max((action.micro for action in order), default=0) + 1)
+    return max((sum(count for _, count in moment.activations) for moment in footprints(order, ones, remat)), default=0)
 
 
 def test_in_flight():

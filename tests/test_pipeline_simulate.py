@@ -26,7 +26,6 @@ from hvdtrain.pipeline.plan.schedule import (
     Pool,
     StageCost,
     actions,
-    bubble,
     micro_batch_sizes,
     recomputed,
 )
@@ -51,7 +50,7 @@ def test_equal_stages_have_the_bubble_of_the_table():
     for schedule, stages, micro_batches in itertools.product(SCHEDULES, range(1, 5), (1, 2, 5, 8)):
         found = simulate([stage(1, 1)] * stages, sizes=[1] * micro_batches, schedule=schedule)
         assert found.step_s == pytest.approx(2 * (micro_batches + stages - 1))
-        assert found.bubble == pytest.approx(bubble(schedule, stages, micro_batches))
+        assert found.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
         assert found.efficiency == pytest.approx(micro_batches / (micro_batches + stages - 1))
         assert len(found.timeline) == 2 * stages * micro_batches
 

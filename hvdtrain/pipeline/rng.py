@@ -5,7 +5,7 @@ chance. Here each segment of the model, and the loss, has its own stream of numb
 state of the global generator when the step began: the same for any cut, schedule and recomputation. Around each
 function that draws, and around nothing else, the global generator is lent to that stream. What draws where PyTorch's
 functions do not tell (a script, Python's and NumPy's random numbers) is found out in the first pass: such a segment
-runs alone, with all generators lent.
+runs alone, with all generators swapped.
 
 With one micro-batch nothing runs at the same time, and the draws are those of the unsplit model.
 """
@@ -84,7 +84,7 @@ class Generators:
         np.random.set_state(numpy)
 
     @contextmanager
-    def lent(self, state: tuple[Any, ...] | int) -> Iterator[None]:
+    def swapped(self, state: tuple[Any, ...] | int) -> Iterator[None]:
         """Puts all generators into this state, or seeds them, and puts them back at the end."""
         before = self.everything()
         if isinstance(state, int):
@@ -154,7 +154,7 @@ class Stream(TorchFunctionMode):
         with _LOCK:
             before = self._generators.get()
             call = self._calls.get(name, 0)
-            self._generators.seed(mixed(self._seed, name, call))
+            self._generators.seed(combined_seed(self._seed, name, call))
             lent = self._generators.get()
             try:
                 return func(*args, **kwargs)
@@ -192,12 +192,12 @@ class Draws:
         """
         watch = segment not in self._seen and not again
         seen = self._seen.get(segment) or Seen()
-        seed = mixed(self._step_seed, segment if isinstance(segment, int) else "loss", micro)
+        seed = combined_seed(self._step_seed, segment if isinstance(segment, int) else "loss", micro)
         stream = Stream(generators, seed, seen, watch=watch)
         with ExitStack() as stack:
             if watch or seen.elsewhere:
                 stack.enter_context(_LOCK)
-                stack.enter_context(generators.lent(seed))
+                stack.enter_context(generators.swapped(seed))
                 before = generators.everything()
                 stack.callback(lambda: self._note(seen, before, generators.everything()))
             with stream:
@@ -244,7 +244,7 @@ def step_seed() -> str:
     return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def mixed(*numbers: Any) -> int:
+def combined_seed(*numbers: Any) -> int:
     """A seed that depends on all of them."""
     text = " ".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

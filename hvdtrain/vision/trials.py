@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import stats
 from hvdtrain.pipeline.tuning import plots
+from hvdtrain.pipeline.tuning.search_size import micro_batches_for, split_size
 
 if TYPE_CHECKING:
     import torch
@@ -201,7 +202,7 @@ def interleaved(
     with Bar(total=(repeats + 1) * len(variants), desc=what, unit="turn", leave=False, disable=None) as bar:
         for name, train in variants.items():
             bar.set_postfix_str(f"warming up {name}")
-            failed |= warm_up(name, train)
+            failed |= warm_up(name, train, devices)
             bar.update()
         seconds: dict[Any, list[float]] = {name: [] for name in variants if name not in failed}
         for turn in range(repeats):
@@ -217,14 +218,15 @@ def interleaved(
     return {"seconds": seconds, "failed": failed, "spent_s": time.perf_counter() - started}
 
 
-def warm_up(name: Any, train: Variant) -> dict[Any, str]:
+def warm_up(name: Any, train: Variant, devices: Sequence[torch.device]) -> dict[Any, str]:
     """Trains one batch; returns the reason if it cannot be done (memory, batch-norm over a single value)."""
     import torch
 
     from hvdtrain.pipeline import StageError
+    from hvdtrain.pipeline.tuning.unsplit import seconds_of
 
     try:
-        train(1)
+        seconds_of(lambda: train(1), devices)  # until the devices are done: what fails there is seen
     except (StageError, torch.OutOfMemoryError) as error:
         return {name: str(error)}
     return {}
@@ -235,7 +237,7 @@ def warm_up(name: Any, train: Variant) -> dict[Any, str]:
 
 def compare(job: Job, micro_batches: int) -> None:
     """One device, the naive split, the pipeline; on CPUs also the unsplit model on all their cores."""
-    size = -(-job.settings.batch // micro_batches)
+    size = split_size(job.settings.batch, micro_batches)
     pipeline = f"pipeline, split size {size} ({micro_batches} micro-batches)"
     alone, all_cores = whole_models(job)
     split = {"naive split": job.variant(job.pipe, micro_batches=1, overlap=False), pipeline: job.cut(micro_batches)}
@@ -340,13 +342,13 @@ def counts_of(sizes: Sequence[int], batch: int) -> tuple[dict[int, int], list[st
     counts: dict[int, int] = {}
     left_out = []
     for size in sorted(set(sizes)):
-        count = -(-batch // size)
+        count = micro_batches_for(batch, size)
         if size > batch:
             left_out.append(f"{size} (more than the batch of {batch})")
         elif count in counts:
             left_out.append(f"{size} (makes {count} micro-batches, as a smaller one)")
         else:
-            counts[count] = -(-batch // count)
+            counts[count] = split_size(batch, count)
     return counts, left_out
 
 
@@ -359,7 +361,7 @@ def draw_sweep(
 ) -> None:
     """Measured and predicted, over the split size."""
     batch, largest = job.settings.batch, max(counts[n] for n in seconds)
-    every = {-(-batch // n): s for n, s in sorted(predicted.items(), reverse=True)}
+    every = {split_size(batch, n): s for n, s in sorted(predicted.items(), reverse=True)}
     job.curve = plots.SplitCurve(
         job.title(), batch, {counts[n]: its for n, its in seconds.items()},
         {size: s for size, s in every.items() if size <= largest}, counts[best], of=job.of,

@@ -1,7 +1,7 @@
 """Schedules as data: what each stage of a pipeline does, in which order, what it holds meanwhile, what it costs; pure.
 
-`plan_simulate` runs a schedule with these costs, `plan_partition` cuts a chain of segments into stages,
-`plan_search` ranks whole plans.
+`simulate` runs a schedule with these costs, `partition` cuts a chain of segments into stages, `search` ranks whole
+plans.
 """
 
 from __future__ import annotations
@@ -94,44 +94,6 @@ def recomputed(remat: Remat, order: Sequence[Action]) -> frozenset[int]:
     return frozenset(everyone)
 
 
-def table(schedule: Schedule, stages: int, micro_batches: int) -> list[list[Action | None]]:
-    """The schedule as ticks x stages, where every pass takes one tick and transfers take none; None: idle.
-
-    A stage takes its next action as soon as what it needs was ready before the tick.
-    """
-    orders = [actions(schedule, stage, stages, micro_batches) for stage in range(stages)]
-    position = [0] * stages
-    done: set[tuple[int, Action]] = set()
-    ticks: list[list[Action | None]] = []
-    while any(at < len(order) for at, order in zip(position, orders, strict=True)):
-        tick = [
-            order[at] if at < len(order) and _is_ready(stage, order[at], stages, done) else None
-            for stage, (at, order) in enumerate(zip(position, orders, strict=True))
-        ]
-        assert any(tick), f"{schedule} waits for itself: {stages} stages, {micro_batches} micro-batches"
-        for stage, action in enumerate(tick):
-            if action is not None:
-                done.add((stage, action))
-                position[stage] += 1
-        ticks.append(tick)
-    return ticks
-
-
-def _is_ready(stage: int, action: Action, stages: int, done: set[tuple[int, Action]]) -> bool:
-    """A forward needs the stage before; a backward its own forward and the stage after."""
-    if action.kind == "forward":
-        return stage == 0 or (stage - 1, action) in done
-    own = (stage, Action("forward", action.micro)) in done
-    return own and (stage == stages - 1 or (stage + 1, action) in done)
-
-
-def bubble(schedule: Schedule, stages: int, micro_batches: int) -> float:
-    """The share of its time that a stage is idle, all stages alike: (stages - 1) / (micro_batches + stages - 1)
-    (arXiv 1811.06965, section 2.3); counted in `table`."""
-    ticks = table(schedule, stages, micro_batches)
-    return sum(action is None for tick in ticks for action in tick) / (len(ticks) * stages)
-
-
 # ---- what a stage holds
 
 Counts = tuple[tuple[int, int], ...]  # (samples of a micro-batch, how many of them), ascending
@@ -181,12 +143,6 @@ def _covers(larger: Footprint, smaller: Footprint) -> bool:
     """Whether the one holds at least what the other does."""
     pairs = ((larger.activations, smaller.activations), (larger.inputs, smaller.inputs))
     return all(dict(big).get(size, 0) >= count for big, small in pairs for size, count in small)
-
-
-def in_flight(order: Sequence[Action], remat: Remat = "never") -> int:
-    """The most micro-batches whose activations the stage holds at a time."""
-    ones = [1] * (max((action.micro for action in order), default=0) + 1)
-    return max((sum(count for _, count in moment.activations) for moment in footprints(order, ones, remat)), default=0)
 
 
 # ---- costs

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.microbatch import SIMPLE, batch_size, map_tensors, tensors_of, unmarked
+from hvdtrain.pipeline.rng import Generators
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.tracer import Program
 
@@ -131,22 +132,19 @@ class _Watch:
         self._values: dict[fx.Node, Any] = {}
         self._versions: dict[fx.Node, tuple[int, ...]] = {}
         self._modules = dict(program.model.named_modules(remove_duplicate=False))
-        self._generators = [torch.get_rng_state]
-        device = device_of(program.model)
-        if device.type == "cuda":
-            self._generators.append(lambda: torch.cuda.get_rng_state(device))
+        self._generators = Generators(device_of(program.model))
 
     def run(self, *inputs: Any) -> None:
         last = _last_uses(self._graph)
         given = iter(inputs)
         # by value as well: batch norm's own function does not count its changes of the running statistics
         buffers = [(b, b._version, b.clone()) for b in self._program.model.buffers()]
-        state = [get() for get in self._generators]
+        state = self._generators.get()
         for place, node in enumerate(self._graph.nodes):
             if node.op == "output":
                 break
             value = next(given) if node.op == "placeholder" else self._call(node)
-            now = [get() for get in self._generators]
+            now = self._generators.get()
             if not all(map(torch.equal, now, state)):
                 self._facts.draws.add(node)
                 state = now

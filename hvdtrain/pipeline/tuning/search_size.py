@@ -155,8 +155,8 @@ def tune(
     """Finds the micro-batch count that makes a step fastest, and sets ``pipe.micro_batches`` to it.
 
     A few short steps of parts of the batch give what each stage takes over the samples of a micro-batch; from these
-    the step time of every candidate is predicted (`plan_simulate.simulate`). Around the predicted minimum candidates
-    are then run in turns, with the unsplit model on one device among them, until intervals tell them apart.
+    the step time of every candidate is predicted (`hvdtrain.pipeline.plan.simulate`). Around the predicted minimum
+    candidates are then run in turns, with the unsplit model on one device among them, until intervals tell them apart.
 
     Weights are not changed; gradients, buffers and random state are left as they were.
 
