@@ -322,9 +322,9 @@ class _Worker:
         now = [buffer.detach().clone() for buffer in buffers]
         assert kept.buffers is not None
         _put(buffers, kept.buffers)
-        lent = nullcontext() if kept.random is None else self._generators.swapped(kept.random)
+        swapped = nullcontext() if kept.random is None else self._generators.swapped(kept.random)
         try:
-            with lent, torch.enable_grad():
+            with swapped, torch.enable_grad():
                 outputs = self._pass(kept.inputs, micro, again=True)
                 if not self._last:
                     return outputs
