@@ -91,10 +91,10 @@ def draws() -> dict[str, Any]:
     torch.manual_seed(5)
     MSE(net(X), Y).backward()
     plain = [*gradients(net), torch.get_rng_state()]
-    mixed, counter = rng.mixed, itertools.count()
-    rng.mixed = lambda *numbers: next(counter)  # numbers as they come: by the order of the stages' work
+    mixed, counter = rng.combined_seed, itertools.count()
+    rng.combined_seed = lambda *numbers: next(counter)  # numbers as they come: by the order of the stages' work
     twin = [one(balance, micro_batches=4, **options) for balance, options in ways]
-    rng.mixed = mixed
+    rng.combined_seed = mixed
     return {
         "several": all(same(several[0], other) for other in several),
         "alone": all(same(plain, other) for other in alone),
