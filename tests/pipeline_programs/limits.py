@@ -146,7 +146,7 @@ def draws() -> dict[str, Any]:
         "gpipe": inconsistent(half, schedule="gpipe"),
     }
     other = random.Random(0)
-    with mock.patch.object(rng, "mixed", lambda *numbers: other.getrandbits(62)):
+    with mock.patch.object(rng, "combined_seed", lambda *numbers: other.getrandbits(62)):
         found["twin"] = inconsistent(half)
     return found
 
