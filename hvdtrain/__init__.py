@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "core.errors": "CheckpointError ConfigError HvdtrainError LauncherError MainRankError NonFiniteError ReplicaError "
         "exit_with",
     "core.lr": "LR",
-    "core.sharding": "Plan Share contiguous",
+    "core.sharding": "Plan Step contiguous",
     "core.world": "Detected World current detect gpus_for init",
     "runs.checkpoint": "Checkpointer Progress",
     "runs.log": "RunLog",
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.errors import exit_with as exit_with
     from hvdtrain.core.lr import LR as LR
     from hvdtrain.core.sharding import Plan as Plan
-    from hvdtrain.core.sharding import Share as Share
+    from hvdtrain.core.sharding import Step as Step
     from hvdtrain.core.sharding import contiguous as contiguous
     from hvdtrain.core.world import Detected as Detected
     from hvdtrain.core.world import World as World

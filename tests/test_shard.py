@@ -16,31 +16,31 @@ from hypothesis import strategies as st
 from limits import Limit
 
 from hvdtrain import ConfigError, Plan, contiguous
-from hvdtrain.core.sharding import ROUNDS, SMALL, Share, _feistel, _words
+from hvdtrain.core.sharding import ROUNDS, SMALL, Step, _feistel, _words
 
 GRID = list(itertools.product(range(41), range(1, 5), range(1, 6)))
 
 
-def deal(plan: Plan, epoch: int, consumed: int = 0) -> list[list[Share]]:
-    """Return shares by step, then rank."""
+def deal(plan: Plan, epoch: int, consumed: int = 0) -> list[list[Step]]:
+    """Return parts by step, then rank."""
     by_rank = [plan.step_slices(epoch, consumed, rank=rank) for rank in range(plan.size)]
-    assert len({len(shares) for shares in by_rank}) == 1, "ranks would take different numbers of steps and hang"
+    assert len({len(parts) for parts in by_rank}) == 1, "ranks would take different numbers of steps and hang"
     return [list(step) for step in zip(*by_rank, strict=True)]
 
 
-def seen(steps: list[list[Share]]) -> list[int]:
-    return [int(index) for step in steps for share in step for index in share.indices]
+def seen(steps: list[list[Step]]) -> list[int]:
+    return [int(index) for step in steps for part in step for index in part.indices]
 
 
-def padded(plan: Plan, epoch: int, consumed: int = 0) -> list[list[Share]]:
+def padded(plan: Plan, epoch: int, consumed: int = 0) -> list[list[Step]]:
     """Negative twin: what PyTorch's DistributedSampler does, repeat samples to fill the last step."""
     steps = deal(plan, epoch, consumed)
-    short = [share for step in steps for share in step if len(share.indices) < plan.per_rank_batch]
-    extra = plan.order(epoch)[: sum(plan.per_rank_batch - len(share.indices) for share in short)]
-    return [*steps, [Share(extra, len(extra))]]
+    short = [part for step in steps for part in step if len(part.indices) < plan.per_rank_batch]
+    extra = min(plan.samples, sum(plan.per_rank_batch - len(part.indices) for part in short))
+    return [*steps, [Step(plan, epoch, consumed, len(steps), 0, extra, extra)]]
 
 
-def exactly_once(dealer: Callable[..., list[list[Share]]]) -> None:
+def exactly_once(dealer: Callable[..., list[list[Step]]]) -> None:
     for samples, size, batch in GRID:
         plan = Plan(samples, size, batch, seed=1)
         steps = dealer(plan, epoch=2)
@@ -82,23 +82,23 @@ def test_n_ranks_take_the_samples_of_one_process_step_by_step() -> None:
     for samples, size, batch in GRID:
         many = deal(Plan(samples, size, batch, seed=2), 1)
         one = deal(Plan(samples, 1, size * batch, seed=2), 1)
-        assert [[i for share in step for i in share.indices] for step in many] == [
+        assert [[i for part in step for i in part.indices] for step in many] == [
             step[0].indices.tolist() for step in one
         ]
-        assert all(share.global_count == step[0].global_count for step, other in zip(one, many, strict=True)
-                   for share in other)  # fmt: skip
+        assert all(part.global_samples == step[0].global_samples for step, other in zip(one, many, strict=True)
+                   for part in other)  # fmt: skip
 
 
 def test_negative_twin_another_seed_takes_other_samples() -> None:
     assert seen(deal(Plan(40, 2, 5, seed=2), 1))[:10] != seen(deal(Plan(40, 2, 5, seed=3), 1))[:10]
 
 
-def test_shares_are_full_but_for_the_tail_which_is_even() -> None:
+def test_parts_are_full_but_for_the_tail_which_is_even() -> None:
     for samples, size, batch in GRID:
         steps = deal(Plan(samples, size, batch), 0)
         for number, step in enumerate(steps):
-            counts = [len(share.indices) for share in step]
-            assert {share.global_count for share in step} == {sum(counts)}
+            counts = [len(part.indices) for part in step]
+            assert {part.global_samples for part in step} == {sum(counts)}
             if number < len(steps) - 1:
                 assert counts == [batch] * size
             assert max(counts) - min(counts) <= 1
@@ -224,17 +224,17 @@ class TestComputedOrder:
         plan, after = Plan(samples, 4, 64, seed=1), Plan(samples, 3, 64, seed=1)
         tracemalloc.start()
         start = time.perf_counter()
-        shares = plan.step_slices(2, rank=3)
-        first, last = shares[0], shares[-1]
+        parts = plan.step_slices(2, rank=3)
+        first, last = parts[0], parts[-1]
         seconds = time.perf_counter() - start
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert seconds < 0.5 and peak < 50 * 2**20
-        assert len(shares) == 390_625 and first.global_count == last.global_count == 256
+        assert len(parts) == 390_625 and first.global_samples == last.global_samples == 256
         consumed = 390_000 * 256
         rest = [
-            np.concatenate([share.indices for share in shares])
-            for shares in (
+            np.concatenate([part.indices for part in parts])
+            for parts in (
                 [again.step_slices(2, consumed, rank=rank)[0] for rank in range(again.size)] for again in (plan, after)
             )
         ]
@@ -244,12 +244,12 @@ class TestComputedOrder:
         )
 
 
-def test_shares_are_a_sequence() -> None:
-    shares = Plan(10, 2, 2, shuffle=False).step_slices(0, rank=1)
-    assert [share.indices.tolist() for share in shares[::2]] == [[2, 3], [9]]
-    assert shares[-1].indices.tolist() == [9] and len(shares) == len(list(shares)) == 3
+def test_parts_are_a_sequence() -> None:
+    parts = Plan(10, 2, 2, shuffle=False).step_slices(0, rank=1)
+    assert [part.indices.tolist() for part in parts[::2]] == [[2, 3], [9]]
+    assert parts[-1].indices.tolist() == [9] and len(parts) == len(list(parts)) == 3
     with pytest.raises(IndexError):
-        shares[3]
+        parts[3]
 
 
 FROZEN_00 = [0, 9, 7, 5, 4, 6, 1, 8, 3, 2]

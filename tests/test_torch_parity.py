@@ -28,8 +28,8 @@ OTHERS = [
     "shared", "shared_accumulate2", "frozen", "frozen_in_optimizer", "groups", "groups_lr", "lr", "sometimes",
     "sometimes_accumulate2", "sometimes_accumulate3_clip", "forgets_zero_grad", "forgets_zero_grad_accumulate2",
     "zeroes_in_every_form", "two_losses", "two_losses_accumulate2", "clips_with_torch", "clips_itself",
-    "channels_last", "nan_in_ghosts", "nan_in_ghosts_accumulate2", "17_samples", "1_sample", "watched",
-    "sync_batchnorm", "sync_batchnorm_nan_in_ghosts", "no_loader", "no_loader_accumulate2",
+    "channels_last", "nan_in_padding", "nan_in_padding_accumulate2", "17_samples", "1_sample", "watched",
+    "sync_batchnorm", "sync_batchnorm_nan_in_padding", "no_loader", "no_loader_accumulate2",
 ]  # fmt: skip
 # gradients rounded for the way; and Horovod has no bfloat16 sum
 COMPRESSED = {"horovod": ["fp16"], "ddp": ["fp16", "bf16"]}
@@ -40,7 +40,7 @@ OFF = {
         "off_new_update", "off_sync_batchnorm",
     ],
     4: [
-        "off_averaging", "off_averaging_accumulate2", "off_weights", "off_weights_17", "off_ghosts", "off_clip_order",
+        "off_averaging", "off_averaging_accumulate2", "off_weights", "off_weights_17", "off_padding", "off_clip_order",
         "off_broadcast", "off_sync_batchnorm",
     ],
 }  # fmt: skip

@@ -31,19 +31,6 @@ SMALL = 2**16
 ROUNDS = 8  # of the Feistel network; with 4 independent rounds it passes as random to whoever sees the output only
 
 
-@dataclass(frozen=True, eq=False)
-class Share:
-    """One rank's part of one global step.
-
-    Attributes:
-        indices: int64 [n], this rank's samples; n is `per_rank_batch`, or less (even 0) in a tail.
-        global_count: samples of all ranks in this step; gradients are weighted by n / global_count.
-    """
-
-    indices: np.ndarray
-    global_count: int
-
-
 @dataclass(frozen=True)
 class Plan:
     """How an epoch of `samples` samples is dealt to `size` ranks.
@@ -116,20 +103,20 @@ class Plan:
         keys = _words(self.samples, self.seed, epoch, ROUNDS)
         return _feistel(np.arange(start, stop, dtype=np.uint64), self.samples, keys).astype(np.int64)
 
-    def step_slices(self, epoch: int, consumed: int = 0, *, rank: int) -> Shares:
-        """Return rank's share of every step that is left in the epoch, as a sequence; a share is made when it is read.
+    def step_slices(self, epoch: int, consumed: int = 0, *, rank: int) -> Steps:
+        """Return rank's part of every step that is left in the epoch, as a sequence; a step is made when it is read.
 
         Args:
             epoch: counted from 0.
             consumed: samples of all ranks already done in this epoch.
-            rank: whose shares.
+            rank: whose steps.
 
         Raises:
             ConfigError: `rank` or `consumed` out of range.
         """
         if not 0 <= rank < self.size:
             raise ConfigError(f"rank must be below {self.size}", f"rank={rank}")
-        return Shares(self, epoch, consumed, rank)
+        return Steps(self, epoch, consumed, rank)
 
     def span(self, number: int, consumed: int, rank: int) -> tuple[slice, int]:
         """Return the positions of rank's samples in the epoch's order, and the samples of all ranks, in one step.
@@ -144,21 +131,9 @@ class Plan:
         mine = contiguous(count, rank, self.size)
         return slice(start + mine.start, start + mine.stop), count
 
-    def update(self, number: int, begin: int, accumulate: int) -> tuple[int, bool]:
-        """Return the samples of all ranks in the update that a step belongs to, and whether the step completes it.
-
-        An update takes `accumulate` steps, counted from where the loop began; the last of an epoch maybe fewer.
-
-        Args:
-            number: of the step, counted from 0 after `begin` samples.
-            begin: samples of all ranks done in the epoch when the loop over it began.
-            accumulate: steps of an update.
-        """
-        steps = self.steps(begin)
-        left = min(self.samples - begin, steps * self.global_batch)
-        window = accumulate * self.global_batch
-        samples = min(window, left - number // accumulate * window)
-        return samples, (number + 1) % accumulate == 0 or number + 1 == steps
+    def place_after(self, epoch: int, consumed: int) -> tuple[int, int]:
+        """Return (epoch, samples done in it) to go on with when `consumed` samples of an epoch are done."""
+        return (epoch + 1, 0) if self.steps(consumed) == 0 else (epoch, consumed)
 
     def _checked(self, consumed: int) -> int:
         if not 0 <= consumed <= self.samples:
@@ -169,27 +144,83 @@ class Plan:
         return consumed
 
 
-class Shares(Sequence[Share]):
-    """One rank's shares of the steps that are left in an epoch; made by `Plan.step_slices`."""
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One rank's part of one global step. Compared by identity: the same object means the same batch.
 
-    def __init__(self, plan: Plan, epoch: int, consumed: int, rank: int) -> None:
-        self._plan, self._epoch, self._consumed, self._rank = plan, epoch, consumed, rank
-        self._steps = plan.steps(consumed)
+    Attributes:
+        plan: what deals the samples.
+        epoch: counted from 0.
+        begin: samples of all ranks that were done in the epoch when the loop over it began.
+        number: of the step in that loop, counted from 0.
+        first: where in the epoch's order this rank's samples begin.
+        dealt: this rank's samples; `per_rank_batch`, or less (even 0) in a tail.
+        global_samples: samples of all ranks in this step, as planned.
+        unreadable: those of this rank that could not be read, and are left out.
+    """
+
+    plan: Plan
+    epoch: int
+    begin: int
+    number: int
+    first: int
+    dealt: int
+    global_samples: int
+    unreadable: int = 0
+
+    @property
+    def samples(self) -> int:
+        """This rank's samples that count: gradients are weighted by `samples` / `global_samples`."""
+        return self.dealt - self.unreadable
+
+    @property
+    def padding(self) -> bool:
+        """Whether this rank has no sample left: its batch keeps the ranks in step, and counts nothing."""
+        return self.samples == 0
+
+    @property
+    def indices(self) -> np.ndarray:
+        """The samples dealt to this rank, int64 [dealt]; computed each time."""
+        return self.plan.order(self.epoch, self.first, self.first + self.dealt)
+
+    @property
+    def samples_done(self) -> int:
+        """Samples of all ranks that are done in the epoch after this step."""
+        return self.begin + self.number * self.plan.global_batch + self.global_samples
+
+    def update(self, accumulate: int) -> tuple[int, bool]:
+        """Return the samples of all ranks in the update that this step belongs to, and whether it is its last.
+
+        An update takes `accumulate` steps, counted from where the loop began; the last of an epoch maybe fewer.
+        """
+        steps = self.plan.steps(self.begin)
+        left = min(self.plan.samples - self.begin, steps * self.plan.global_batch)
+        window = accumulate * self.plan.global_batch
+        samples = min(window, left - self.number // accumulate * window)
+        return samples, (self.number + 1) % accumulate == 0 or self.number + 1 == steps
+
+
+class Steps(Sequence[Step]):
+    """One rank's steps that are left in an epoch; made by `Plan.step_slices`."""
+
+    def __init__(self, plan: Plan, epoch: int, begin: int, rank: int) -> None:
+        self._plan, self._epoch, self._begin, self._rank = plan, epoch, begin, rank
+        self._count = plan.steps(begin)
         plan.order(epoch, 0, 0)  # an epoch that is none is refused here
 
     def __len__(self) -> int:
-        return self._steps
+        return self._count
 
     @overload
-    def __getitem__(self, index: int) -> Share: ...
+    def __getitem__(self, index: int) -> Step: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Share]: ...
-    def __getitem__(self, index: int | slice) -> Share | list[Share]:
+    def __getitem__(self, index: slice) -> list[Step]: ...
+    def __getitem__(self, index: int | slice) -> Step | list[Step]:
         if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(self._steps))]
-        number = range(self._steps)[index]  # counts from the end, and refuses, as any sequence does
-        mine, count = self._plan.span(number, self._consumed, self._rank)
-        return Share(self._plan.order(self._epoch, mine.start, mine.stop), count)
+            return [self[number] for number in range(*index.indices(self._count))]
+        number = range(self._count)[index]  # counts from the end, and refuses, as any sequence does
+        mine, samples = self._plan.span(number, self._begin, self._rank)
+        return Step(self._plan, self._epoch, self._begin, number, mine.start, mine.stop - mine.start, samples)
 
 
 def _words(samples: int, seed: int, epoch: int, count: int) -> np.ndarray:

@@ -53,14 +53,14 @@ class Batches(keras.utils.PyDataset, DataAdapter):
         self._consumed = consumed
         self._begun = False
         self._adapter = PyDatasetAdapter(self, shuffle=False)
-        # one share without a sample makes Keras expect weights in every batch, on every rank
+        # one step without a sample makes Keras expect weights in every batch, on every rank
         tail = plan.samples % plan.global_batch if plan.tail == "weighted" else 0
         self._weighted = weights is not None or 0 < tail < plan.size
         self._read(epoch)
 
     def _read(self, epoch: int) -> None:
         consumed = self._consumed if epoch == self._first else 0
-        self._shares = self.plan.step_slices(epoch, consumed, rank=self.rank)
+        self._steps = self.plan.step_slices(epoch, consumed, rank=self.rank)
         self.epoch = epoch
 
     def done(self, epoch: int) -> int:
@@ -68,13 +68,13 @@ class Batches(keras.utils.PyDataset, DataAdapter):
         return self._consumed if epoch == self._first else 0
 
     def __len__(self) -> int:
-        return len(self._shares)
+        return len(self._steps)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        share = self._shares[index]
-        live = len(share.indices) > 0
+        step = self._steps[index]
+        live = not step.padding
         # no sample left for this rank: any sample keeps the shapes, and the step in step; its weight says it is none
-        chosen = share.indices if live else np.zeros(1, np.int64)
+        chosen = step.indices if live else np.zeros(1, np.int64)
         batch = (_take(self._x, chosen), _take(self._y, chosen))
         if not self._weighted:
             return batch[:1] if self._y is None else batch
@@ -101,7 +101,7 @@ class Batches(keras.utils.PyDataset, DataAdapter):
     @property
     def samples(self) -> int:
         """This rank's samples in the epoch."""
-        return sum(len(share.indices) for share in self._shares)
+        return sum(step.samples for step in self._steps)
 
     @property
     def batch_size(self) -> int | None:

@@ -29,11 +29,9 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "checks.averaging": "Proof verify",
     "checks.pieces": "Check check",
     "checks.replicas": "fingerprint",
-    "clock": "CLOCK",
     "data.augment": "CIFAR10_MEAN CIFAR10_STD IMAGENET_MEAN IMAGENET_STD crop_flip normalise",
     "data.create": "loader",
     "data.images": "ImageFiles",
-    "data.live": "Live",
     "data.loader": "Loader",
     "data.workers": "Unreadable",
     "evaluation": "classification evaluate",
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
     from hvdtrain.torch.checks.pieces import Check as Check
     from hvdtrain.torch.checks.pieces import check as check
     from hvdtrain.torch.checks.replicas import fingerprint as fingerprint
-    from hvdtrain.torch.clock import CLOCK as CLOCK
     from hvdtrain.torch.data.augment import CIFAR10_MEAN as CIFAR10_MEAN
     from hvdtrain.torch.data.augment import CIFAR10_STD as CIFAR10_STD
     from hvdtrain.torch.data.augment import IMAGENET_MEAN as IMAGENET_MEAN
@@ -60,7 +57,6 @@ if TYPE_CHECKING:
     from hvdtrain.torch.data.augment import normalise as normalise
     from hvdtrain.torch.data.create import loader as loader
     from hvdtrain.torch.data.images import ImageFiles as ImageFiles
-    from hvdtrain.torch.data.live import Live as Live
     from hvdtrain.torch.data.loader import Loader as Loader
     from hvdtrain.torch.data.workers import Unreadable as Unreadable
     from hvdtrain.torch.evaluation import classification as classification

@@ -1,4 +1,4 @@
-"""How much the batch at hand counts, and whether it closes its update."""
+"""How much the batch at hand counts, and whether it is the last of its update."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.sharding import Step
 
 if TYPE_CHECKING:
-    from hvdtrain.torch.data.live import Live
     from hvdtrain.torch.data.loader import Loader
 
 
@@ -17,31 +17,39 @@ class Batch:
     """What `backward` must know about a batch. Compared by identity: the same object means the same batch.
 
     Attributes:
-        weight: of its mean loss in the update; over all ranks and micro-batches of an update they sum to 1.
-        samples: live ones of this rank.
-        update_samples: planned for the update, of all ranks; 0 when nobody counts them.
-        global_samples: planned for this batch, of all ranks.
-        closes: it is the last micro-batch of its update.
-        ghost: this rank has no samples left, and takes part with weight 0.
-        epoch: counted from 0.
-        consumed: samples of all ranks done in the epoch after this batch.
         planned: what the update's weights are expected to sum to: its samples; where nobody counts them, its batches.
+        is_last_micro_batch: of its update.
+        step: of the loader; None where samples are not counted.
     """
 
-    weight: float
-    samples: int
-    update_samples: int
-    global_samples: int
-    closes: bool
-    ghost: bool
-    epoch: int
-    consumed: int
     planned: float
+    is_last_micro_batch: bool
+    step: Step | None = None
 
     @property
     def amount(self) -> float:
         """What the batch weighs if the caller does not say."""
-        return float(self.samples) if self.update_samples else float(not self.ghost)
+        return 1.0 if self.step is None else float(self.step.samples)
+
+    @property
+    def weight(self) -> float:
+        """Of its mean loss in the update; over all ranks and micro-batches of an update they sum to 1."""
+        return self.amount / self.planned
+
+    @property
+    def padding(self) -> bool:
+        """This rank has no samples left, and takes part with weight 0."""
+        return self.step is not None and self.step.padding
+
+    @property
+    def update_samples(self) -> int:
+        """Planned for the update, of all ranks; 0 when nobody counts them."""
+        return 0 if self.step is None else int(self.planned)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epoch, samples of all ranks done in it after this batch)."""
+        return (0, 0) if self.step is None else (self.step.epoch, self.step.samples_done)
 
 
 class Batches(Protocol):
@@ -70,45 +78,32 @@ class FromLoader:
     def __init__(self, data: Loader, accumulate: int) -> None:
         self.data = data
         self._accumulate = accumulate
-        self._live: Live | None = None
         self._batch: Batch | None = None
-        self._applied: Live | None = None
+        self._applied: Step | None = None
 
     def now(self) -> Batch | None:
-        live = self.data.live
-        if live is not self._live:
-            self._live, self._batch = live, None if live is None else self._of_live(live)
+        step = self.data.step
+        if step is None:
+            self._batch = None
+        elif self._batch is None or self._batch.step is not step:
+            samples, is_last = step.update(self._accumulate)
+            self._batch = Batch(float(samples), is_last, step)
         return self._batch
 
     def done(self) -> None:
-        self.data.differentiated(self._live)
+        self.data.differentiated(None if self._batch is None else self._batch.step)
 
     def applied(self, batch: Batch) -> tuple[int, int]:
         if batch is self._batch:
-            self._applied = self._live
-        over = self.data.plan.steps(batch.consumed) == 0
-        return (batch.epoch + 1, 0) if over else (batch.epoch, batch.consumed)
+            self._applied = batch.step
+        return self.data.plan.place_after(*batch.place)
 
     def restart(self) -> None:
-        self._live = self._batch = self._applied = None
+        self._batch = self._applied = None
 
     def place(self) -> tuple[int, int]:
         """(epoch, samples done in it) where a run goes on that has the weights of now."""
         return self.data.position_after(self._applied)
-
-    def _of_live(self, live: Live) -> Batch:
-        update_samples, closes = self.data.plan.update(live.number, live.begin, self._accumulate)
-        return Batch(
-            weight=live.samples / update_samples,
-            samples=live.samples,
-            update_samples=update_samples,
-            global_samples=live.global_samples,
-            closes=closes,
-            ghost=live.ghost,
-            epoch=live.epoch,
-            consumed=live.consumed,
-            planned=float(update_samples),
-        )
 
 
 class Counted:
@@ -121,9 +116,7 @@ class Counted:
         self._batch = self._next()
 
     def _next(self) -> Batch:
-        closes = (self._done + 1) % self._accumulate == 0
-        weight = 1.0 / self._planned
-        return Batch(weight, 0, 0, 0, closes, ghost=False, epoch=0, consumed=0, planned=self._planned)
+        return Batch(self._planned, (self._done + 1) % self._accumulate == 0)
 
     def now(self) -> Batch:
         return self._batch

@@ -76,7 +76,7 @@ def _sums(model: nn.Module, batches: Loader, metrics: Metrics) -> tuple[dict[str
     """This rank's sums of each metric, in float64, and its number of samples."""
     totals: dict[str, Tensor] = {}
     count = 0
-    for batch, live in batches.one_pass():
+    for batch, step in batches.one_pass():
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise ConfigError(
                 "a batch for evaluation is (inputs ..., targets)",
@@ -85,16 +85,16 @@ def _sums(model: nn.Module, batches: Loader, metrics: Metrics) -> tuple[dict[str
             )
         values = metrics(model(*batch[:-1]), batch[-1])
         for name, value in values.items():
-            if not isinstance(value, Tensor) or value.shape != (live.samples,):
+            if not isinstance(value, Tensor) or value.shape != (step.samples,):
                 came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ConfigError(
                     "a metric is a tensor with one value a sample",
-                    f"{name}: {came} for {live.samples} samples",
+                    f"{name}: {came} for {step.samples} samples",
                     'without a mean: reduction="none", or (outputs.argmax(1) == targets)',
                 )
             total = value.detach().to(torch.float64).sum()
             totals[name] = totals[name] + total if name in totals else total
-        count += live.samples
+        count += step.samples
     return {name: float(total) for name, total in totals.items()}, count
 
 

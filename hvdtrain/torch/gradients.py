@@ -21,7 +21,7 @@ from hvdtrain.torch.batches import Batch
 from hvdtrain.torch.checks.tally import Number, Tally, double
 
 # idle: backward() is next. more: another backward() for the same batch was announced. partial: a micro-batch is done
-# that does not close its update. ready: p.grad is the gradient of the global batch, and step() is next.
+# that is not the last of its update. ready: p.grad is the gradient of the global batch, and step() is next.
 State = Literal["idle", "more", "partial", "ready"]
 _running: list[Gradients] = []  # whose backward pass is under way; hooks run in threads of autograd's
 
@@ -86,9 +86,9 @@ class Gradients:
                 "give weight= in every backward() of the update, or in none",
             )
         tally.given = given
-        amount: Number = 0.0 if batch.ghost else batch.amount if weight is None else weight
+        amount: Number = batch.amount if weight is None or batch.padding else weight
         if new:
-            self._samples_seen += batch.global_samples
+            self._samples_seen += 0 if batch.step is None else batch.step.global_samples
             tally.weight = tally.weight + amount
             self._weight = amount
         elif isinstance(amount, Tensor) or isinstance(self._weight, Tensor):
@@ -100,10 +100,10 @@ class Gradients:
                 "divide both losses by the same count, and give it as weight= to both",
             )
         self.batch = batch
-        return amount, batch.weight if not given or batch.ghost else amount / (batch.planned * unit)
+        return amount, batch.weight if not given or batch.padding else amount / (batch.planned * unit)
 
     def _open_update(self, batch: Batch) -> None:
-        if self._open and self.batch is not None and batch.epoch != self.batch.epoch:
+        if self._open and self.batch is not None and batch.place[0] != self.batch.place[0]:
             self.drop()  # the user left the epoch in the middle of an update
         for parameter in self._parameters:
             # a new update starts from nothing, even if zero_grad was forgotten; nor does what another model's loss left

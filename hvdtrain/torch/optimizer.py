@@ -85,7 +85,7 @@ class Optimizer(torch.optim.Optimizer):
         """On the first batch: whether model and loss can be put together of two pieces of it."""
         session, proof = self.session, self.session.proof
         batch = session.batches.now()
-        if proof.outputs is None or batch is None or batch.ghost or isinstance(weight, (int, float, Tensor)):
+        if proof.outputs is None or batch is None or batch.padding or isinstance(weight, (int, float, Tensor)):
             return
         from hvdtrain.torch.checks.pieces import pieces_differ
 
@@ -101,12 +101,13 @@ class Optimizer(torch.optim.Optimizer):
         amount, coefficient = gradients.begin(batch, given, session.precision.unit)
         session.last_call, session.last_method = (args, {}), None
         CLOCK.enter("backward")  # and forward, in turns
-        sums = torch.zeros(SIZE, dtype=torch.float64, device=session.engine.device) if batch.closes else None
-        mean = torch.zeros((), device=session.engine.device)
+        device = session.engine.device
+        sums = torch.zeros(SIZE, dtype=torch.float64, device=device) if batch.is_last_micro_batch else None
+        mean = torch.zeros((), device=device)
 
         def passes() -> None:
             nonlocal mean
-            if not batch.ghost:  # else nothing counts, and no other rank waits within the passes
+            if not batch.padding:  # else nothing counts, and no other rank waits within the passes
                 try:
                     mean = run_step(session, args, y, loss, coefficient, weight)
                 except ConfigError as error:  # seen in this rank's own samples: the others are in the reduction
@@ -158,19 +159,19 @@ class Optimizer(torch.optim.Optimizer):
         given = None if weight is None else weight_of(weight, session.engine.device)
         amount, coefficient = gradients.begin(batch, given, session.precision.unit)
         gradients.add_loss(loss, amount, coefficient)
-        if not batch.ghost:
-            samples = batch.samples or session.samples_called()
+        if not batch.padding:
+            samples = batch.step.samples if batch.step is not None else session.samples_called()
             session.proof.look_once(loss, samples, gradients.tally)
             session.proof.read(loss, amount, samples, gradients.tally)
         CLOCK.enter("backward")
-        sums = gradients.sums() if batch.closes and not more else None
+        sums = gradients.sums() if batch.is_last_micro_batch and not more else None
         self._differentiate(loss, amount, coefficient, sums)
         self._conclude(batch, loss, sums, more=more)
 
     def _conclude(self, batch: Batch, loss: Tensor, sums: Tensor | None, *, more: bool = False) -> None:
-        """What follows on the passes of a batch; `sums`, if it closes an update, are under way."""
+        """What follows on the passes of a batch; `sums`, if it is the last of an update, are under way."""
         session, gradients = self.session, self.session.gradients
-        if not batch.ghost:
+        if not batch.padding:
             self._find_layer(loss)
         if sums is not None:
             CLOCK.enter("communication")
@@ -220,7 +221,7 @@ class Optimizer(torch.optim.Optimizer):
             every = every * factor
         layer, self._layer = self._layer, ""
         session.losses.add(
-            self.progress.step + 1, batch.epoch, every, tally.loss, layer,
+            self.progress.step + 1, batch.place[0], every, tally.loss, layer,
             wrong(sums, session.world.size), session.proof.explain(tally, sums, lambda: self.lr),
         )  # fmt: skip
         if tally.given:
@@ -273,7 +274,7 @@ class Optimizer(torch.optim.Optimizer):
             session.precision.step(self._stepper)
         gradients.stepped()
         if isinstance(session.batches, FromLoader):
-            session.handed_out(session.batches.data.live)  # what was saved of buffers is put back, and kept on
+            session.handed_out(session.batches.data.step)  # what was saved of buffers is put back, and kept on
         self._advance()
         every = session.options.watch_every
         due = bool(every and self.progress.step % every == 0) or not self._compared
@@ -339,7 +340,7 @@ class Optimizer(torch.optim.Optimizer):
         batch, self._updated = self._updated, None
         return {
             "step": self.progress.step,
-            "epoch": batch.epoch if batch is not None else self.progress.epoch,
+            "epoch": batch.place[0] if batch is not None else self.progress.epoch,
             "samples_seen": self.progress.samples_seen,
             "loss": self.session.losses.last if batch is not None else None,
             "lr": self.lr,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
+from hvdtrain.core.sharding import Step
 from hvdtrain.core.world import World
 from hvdtrain.torch.amp import Precision
 from hvdtrain.torch.batches import Batches, FromLoader
@@ -24,10 +25,6 @@ from hvdtrain.torch.engines.sync_batchnorm import uncounting
 from hvdtrain.torch.gradients import Gradients
 from hvdtrain.torch.rate import Rates
 from hvdtrain.torch.shell import Inner
-
-if TYPE_CHECKING:
-    from hvdtrain.torch.data.live import Live
-
 
 # by its model, so that preparing a model again, with another optimizer or other options, first takes off what the last
 # one put on; held weakly on both sides: an optimizer refers to its model, and what the user drops is to be freed
@@ -94,14 +91,14 @@ class Session:
     def engine(self) -> TorchEngine:
         return engine_of(self.world)
 
-    def handed_out(self, live: Live | None) -> None:
+    def handed_out(self, step: Step | None) -> None:
         """A batch has come from the loader: one that does not count leaves no trace in buffers, whoever runs what part
         of the model on it. None: there are no more."""
         self._empty_batch.close()
-        if live is not None and live.ghost:
+        if step is not None and step.padding:
             self._empty_batch.enter_context(buffers.kept(self.module))
             self._empty_batch.enter_context(uncounting(self.module))
-        if live is not None and self.options.accumulate > 1 and (live.number == 0 or not self.gradients.gathering):
+        if step is not None and self.options.accumulate > 1 and (step.number == 0 or not self.gradients.gathering):
             self._begun_with = random_streams(self.world.devices)
 
     def streams(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Job:
         """Goes on until so many updates are done."""
         while self.optimizer.progress.step < until:
             ids, x, y = next(self.batches)
-            if not self.data.live.ghost:
+            if not self.data.step.padding:
                 self.seen += ids.tolist()
             self.model.train(len(ids) > 1)  # batch norm needs two samples
             self.model[2].train()

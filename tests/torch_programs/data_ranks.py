@@ -60,17 +60,17 @@ def model() -> nn.Module:
 
 
 def training_order(world: World, where: Any, **options: Any) -> list[list[float]]:
-    """Two epochs of what all ranks got, step by step, in rank order; ghosts left out."""
+    """Two epochs of what all ranks got, step by step, in rank order; padding left out."""
     steps: list[list[float]] = []
     batches = hvt.loader(where, GLOBAL_BATCH // world.size, seed=7, **options)
     for _ in batches.epochs(2):
         for values, labels in batches:
-            assert batches.live is not None
+            assert batches.step is not None
             assert [int(value) for value in values] == labels.tolist()
-            mine = [] if batches.live.ghost else values.tolist()
-            assert len(mine) == batches.live.samples
+            mine = [] if batches.step.padding else values.tolist()
+            assert len(mine) == batches.step.samples
             got = [value for part in world.gather(mine) for value in part]
-            assert len(got) == batches.live.global_samples
+            assert len(got) == batches.step.global_samples
             steps.append(got)
     batches.close()
     return steps
@@ -231,11 +231,11 @@ def images(world: World) -> Any:
     batches = hvt.loader(hvt.ImageFiles(train, train=True, size=16), 12 // world.size, workers=1)
     counted, planned, labels = 0, 0, []
     for pictures, classes in batches:
-        live = batches.live
-        assert live is not None and pictures.shape[1:] == (3, 16, 16) and pictures.dtype == torch.float32
-        assert not live.ghost and len(pictures) == live.samples > 0
-        counted += live.samples
-        planned += live.global_samples
+        step = batches.step
+        assert step is not None and pictures.shape[1:] == (3, 16, 16) and pictures.dtype == torch.float32
+        assert not step.padding and len(pictures) == step.samples > 0
+        counted += step.samples
+        planned += step.global_samples
         labels += classes.tolist()
     skipped = batches.all_skipped()
     batches.close()

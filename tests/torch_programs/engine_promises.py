@@ -170,15 +170,15 @@ def case_methods_and_parts_leave_no_trace_of_an_empty_batch(world: hvdtrain.Worl
     for way in ("method", "parts"):
         model, optimizer, train = prepared(world, Methods())
         for x, y in train:
-            few = train.live.global_samples < 8
+            few = train.step.global_samples < 8
             before = model.backbone[1].running_mean.clone()
-            if few and not train.live.ghost:
+            if few and not train.step.padding:
                 model.eval()  # one sample has no statistics of its own
             optimizer.backward(model.training_step(x, y) if way == "method" else parts(model, x, y))
             optimizer.step()
             model.train()
             assert torch.equal(model.backbone[1].running_mean, before) == few, way
-        assert world.size == 1 or any(world.gather(train.live.ghost)), "nobody had an empty batch"
+        assert world.size == 1 or any(world.gather(train.step.padding)), "nobody had an empty batch"
 
 
 def parts(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def case_synchronised_statistics_through_a_method_with_an_empty_rank(world: hvdt
     model = Methods()
     model.load_state_dict(whole.state_dict())
     optimizer = sgd(whole)
-    ghosts = []
+    paddings = []
     sizes = [8] + ([] if world.size == 1 else [world.size])
     for start, size in zip((0, 8), sizes, strict=False):
         optimizer.zero_grad()
@@ -204,7 +204,7 @@ def case_synchronised_statistics_through_a_method_with_an_empty_rank(world: hvdt
     x, y = x[: sum(sizes)], y[: sum(sizes)]
     model, optimizer, train = prepared(world, model, (x, y), sync_batchnorm=True)
     for a, b in train:
-        ghosts.append(train.live.ghost)
+        paddings.append(train.step.padding)
         optimizer.backward(model.training_step(a, b))
         optimizer.step()
     same(model, whole)

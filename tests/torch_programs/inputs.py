@@ -20,6 +20,7 @@ from torchvision.transforms.v2 import functional as TF
 import hvdtrain.torch as hvt
 from hvdtrain.core.world import World
 from hvdtrain.datasets import load_folder
+from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data import augment, images
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -175,7 +176,7 @@ def case_evaluation_refuses() -> None:
     refused(lambda: run(data=dropping), "drop")
     net.train()
     refused(lambda: run(metrics=lambda outputs, targets: 1 / 0), kind=ZeroDivisionError)
-    assert net.training and torch.is_grad_enabled() and hvt.CLOCK.phase == "other"
+    assert net.training and torch.is_grad_enabled() and CLOCK.phase == "other"
 
 
 def case_evaluation_leaves_training_alone() -> None:
@@ -185,12 +186,12 @@ def case_evaluation_leaves_training_alone() -> None:
     train = hvt.loader(numbers(10), 3, world=World.solo(seed=4), augment=None)
     batches = iter(train)
     first = next(batches)[1].tolist()
-    live, position = train.live, train.position
+    step, position = train.step, train.position
     assert hvt.evaluate(net, train, error_of, world=World.solo()) == {"error": 0.0, "ones": 1.0}
-    assert train.live is live and train.position == position and hvt.CLOCK.phase == "forward"
+    assert train.step is step and train.position == position and CLOCK.phase == "forward"
     rest = [value for _, labels in batches for value in labels.tolist()]
     assert sorted(first + rest) == list(range(10)) and net.training
-    assert hvt.CLOCK.take()["evaluation"] > 0
+    assert CLOCK.take()["evaluation"] > 0
 
 
 def case_evaluation_counts_readable_samples() -> None:

@@ -21,8 +21,9 @@ import hvdtrain.torch as hvt
 from hvdtrain.core import sharding
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.world import World
+from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data import forks, prefetch
-from hvdtrain.torch.data import steps as _steps
+from hvdtrain.torch.data.words import uniforms, words
 
 
 class Acted:
@@ -44,7 +45,7 @@ def acted(rank: int, size: int, seed: int = 0) -> World:
 class Training:
     """Stands for a prepared model."""
 
-    def handed_out(self, live: Any) -> None:
+    def handed_out(self, step: Any) -> None:
         pass
 
 
@@ -110,17 +111,17 @@ def case_windows_and_what_a_batch_counts() -> None:
         for rank in range(size):
             train = hvt.loader(arrays(samples), batch, world=acted(rank, size), seed=1)
             train.followers.add(TRAINING)
-            lives = [train.live for _ in all_batches(train)]
-            assert len(set(map(id, lives))) == len(lives)
+            handed = [train.step for _ in all_batches(train)]
+            assert len(set(map(id, handed))) == len(handed)
             steps = -(-samples // (size * batch))
-            assert len(lives) == steps == train.plan.steps(0)
-            assert sum(live.global_samples for live in lives) == lives[-1].consumed == samples
-            found = [train.plan.update(live.number, live.begin, accumulate) for live in lives]
-            assert [closes for _, closes in found] == [
+            assert len(handed) == steps == train.plan.steps(0)
+            assert sum(step.global_samples for step in handed) == handed[-1].samples_done == samples
+            found = [step.update(accumulate) for step in handed]
+            assert [is_last for _, is_last in found] == [
                 (n + 1) % accumulate == 0 or n + 1 == steps for n in range(steps)
             ]
             for start in range(0, steps, accumulate):
-                planned = sum(live.global_samples for live in lives[start : start + accumulate])
+                planned = sum(step.global_samples for step in handed[start : start + accumulate])
                 assert all(its == planned for its, _ in found[start : start + accumulate]), (samples, size, start)
 
 
@@ -128,11 +129,11 @@ def all_batches(train: Any) -> Any:
     """As a loop that trains reads them: batches that count nothing are differentiated too."""
     for batch in train:
         yield batch
-        train.differentiated(train.live)
+        train.differentiated(train.step)
 
 
 def counted(train: Any) -> list[tuple[Any, int]]:
-    return [(train.live, len(x)) for x, _ in all_batches(train)]
+    return [(train.step, len(x)) for x, _ in all_batches(train)]
 
 
 def case_ranks_shares_make_up_every_step() -> None:
@@ -144,17 +145,17 @@ def case_ranks_shares_make_up_every_step() -> None:
             assert [len(its) for its in read] == [len(train) for train in loaders]
             for train in loaders:
                 train.followers.add(TRAINING)
-            lives = [
+            handed = [
                 [
-                    (train.live.samples, train.live.global_samples, train.live.ghost, len(x))
+                    (train.step.samples, train.step.global_samples, train.step.padding, len(x))
                     for x, _ in all_batches(train)
                 ]
                 for train in loaders
             ]
-            assert [len(its) for its in lives] == [len(train) for train in loaders] == [train.plan.steps()] * size
-            for step in zip(*lives, strict=True):
+            assert [len(its) for its in handed] == [len(train) for train in loaders] == [train.plan.steps()] * size
+            for step in zip(*handed, strict=True):
                 assert sum(own for own, *_ in step) == step[0][1]
-                assert all(ghost == (own == 0) for own, _, ghost, _ in step)
+                assert all(padding == (own == 0) for own, _, padding, _ in step)
                 assert all(length == (own or min(2, samples)) for own, _, _, length in step)
 
 
@@ -187,7 +188,7 @@ def case_random_numbers_belong_to_samples() -> None:
             int(y): float(x)
             for train in loaders
             for xs, ys in train
-            if not train.live.ghost
+            if not train.step.padding
             for x, y in zip(xs, ys, strict=True)
         }
 
@@ -202,15 +203,15 @@ def case_loops_that_end_early() -> None:
     seen = []
     for epoch in train.epochs(4):
         for number, _ in enumerate(train):
-            seen.append((epoch, train.live.epoch, number))
+            seen.append((epoch, train.step.epoch, number))
             if epoch in (1, 2) and number == epoch - 1:
                 break
     assert seen == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 1, 0), (2, 2, 0), (2, 2, 1), (3, 3, 0), (3, 3, 1), (3, 3, 2)]
     assert [epoch for epoch in train.epochs(6)] == [4, 5]  # bodies that do not read
     next(iter(train))
-    assert train.live.epoch == 6
+    assert train.step.epoch == 6
     first, second = iter(train), iter(train)  # none is begun: both stand at the next epoch
-    assert next(second) is not None and train.live.epoch == 7
+    assert next(second) is not None and train.step.epoch == 7
     refused(lambda: next(first), "one loop at a time")
     assert len(list(second)) == 2 and train.position == (8, 0)
     third = iter(train)
@@ -223,7 +224,7 @@ def case_going_back_inside_an_epoch() -> None:
     seen: list[tuple[int, int]] = []
     for epoch in train.epochs(2):
         for _ in train:
-            seen.append((epoch, train.live.consumed))
+            seen.append((epoch, train.step.samples_done))
         if len(seen) == 6:
             train.go_on(1, 8)
     assert seen == [(0, 4), (0, 8), (0, 12), (1, 4), (1, 8), (1, 12), (1, 12)]
@@ -317,10 +318,10 @@ def case_samples_that_cannot_be_read() -> None:
         counted = 0
         for _ in train.epochs(2):
             for x, y in train:
-                if not train.live.ghost:
+                if not train.step.padding:
                     got.update(zip(y.tolist(), x.tolist(), strict=True))
-                    assert len(x) == train.live.samples
-                counted += train.live.samples
+                    assert len(x) == train.step.samples
+                counted += train.step.samples
         train.close()
         assert counted == 2 * (40 - len(bad))
         return got, sorted(train.skipped)
@@ -340,11 +341,11 @@ def case_a_batch_without_a_readable_sample_counts_nothing() -> None:
         ((0, 1), 3, [(0, True, [2]), (1, False, [2])]),
     ):
         train = hvt.loader(Numbers(samples, bad), 2, world=World.solo(), workers=0, shuffle=False)
-        assert [y.tolist() for _, y in train] == [y for _, ghost, y in found if not ghost]
+        assert [y.tolist() for _, y in train] == [y for _, padding, y in found if not padding]
         train.followers.add(TRAINING)
-        assert [(train.live.samples, train.live.ghost, y.tolist()) for _, y in all_batches(train)] == found
+        assert [(train.step.samples, train.step.padding, y.tolist()) for _, y in all_batches(train)] == found
         with torch.no_grad():
-            assert [y.tolist() for _, y in train] == [y for _, ghost, y in found if not ghost]
+            assert [y.tolist() for _, y in train] == [y for _, padding, y in found if not padding]
         refused(lambda train=train: list(train), "not over list(train)", "no_grad()", "did not train on them")
     refused(lambda: list(hvt.loader(Numbers(3, (0, 1, 2)), 2, world=World.solo(), workers=0)), "none of 3")
 
@@ -515,18 +516,18 @@ def case_two_loaders_side_by_side_must_differ() -> None:
 
 def case_random_words_by_position() -> None:
     plan, larger = (sharding.Plan(samples, 1, 1, seed=5) for samples in (4000, 4001))
-    whole = _steps.words(plan, 2, 0, 100, 6, stream=1)
-    parts = [_steps.words(plan, 2, first, count, 6, stream=1) for first, count in ((0, 7), (7, 50), (57, 43))]
+    whole = words(plan, 2, 0, 100, 6, stream=1)
+    parts = [words(plan, 2, first, count, 6, stream=1) for first, count in ((0, 7), (7, 50), (57, 43))]
     assert (np.concatenate(parts) == whole).all()
     others = [
-        _steps.words(plan, 2, 0, 100, 6, stream=2),
-        _steps.words(plan, 3, 0, 100, 6, stream=1),
-        _steps.words(larger, 2, 0, 100, 6, stream=1),
+        words(plan, 2, 0, 100, 6, stream=2),
+        words(plan, 3, 0, 100, 6, stream=1),
+        words(larger, 2, 0, 100, 6, stream=1),
     ]
     assert all(not np.intersect1d(whole, other).size for other in others)
     order = sharding._words(4000, 5, 2, 4000)
     assert not np.intersect1d(whole, order).size
-    drawn = _steps.uniforms(plan, 0, 0, 10000, 3)
+    drawn = uniforms(plan, 0, 0, 10000, 3)
     assert drawn.min() >= 0 and drawn.max() < 1 and abs(drawn.mean() - 0.5) < 0.01
 
 
@@ -535,13 +536,13 @@ def case_the_clock_follows() -> None:
 
     class Watch(Numbers):
         def __getitem__(self, index: int) -> Any:
-            phases.append(hvt.CLOCK.phase)
+            phases.append(CLOCK.phase)
             return index
 
     train = hvt.loader(Watch(2), 1, world=World.solo(), workers=0)
     for _ in train:
-        phases.append(hvt.CLOCK.phase)
-    assert [*phases, hvt.CLOCK.phase] == ["input", "forward", "input", "forward", "other"], phases
+        phases.append(CLOCK.phase)
+    assert [*phases, CLOCK.phase] == ["input", "forward", "input", "forward", "other"], phases
 
 
 def case_reading_ahead() -> None:

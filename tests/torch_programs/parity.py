@@ -162,12 +162,12 @@ def clips_itself(model: nn.Module, optimizer: Any, batch: Any) -> None:
     optimizer.step()
 
 
-def nan_in_ghosts(model: nn.Module, optimizer: Any, batch: Any) -> None:
+def nan_in_padding(model: nn.Module, optimizer: Any, batch: Any) -> None:
     """A rank without samples has a loss of NaN: it must not count at all."""
     x, y = batch
     loss = nn.functional.cross_entropy(model(x), y)
-    ghost = optimizer.session.batches.now().ghost
-    optimizer.backward(loss * float("nan") if ghost else loss)
+    padding = optimizer.session.batches.now().padding
+    optimizer.backward(loss * float("nan") if padding else loss)
     optimizer.step()
 
 
@@ -188,14 +188,8 @@ def no_averaging(optimizer: Optimizer) -> Iterator[None]:
 @contextmanager
 def equal_weights(optimizer: Optimizer) -> Iterator[None]:
     """Every rank and micro-batch counts the same, whatever its samples: the mean of means."""
-    real = batches.FromLoader._of_live
-
-    def of_live(self: Any, live: Any) -> Any:
-        batch = real(self, live)
-        weight = 1 / (optimizer.session.world.size * optimizer.session.options.accumulate)
-        return batches.Batch(**{**vars(batch), "weight": weight})
-
-    with mock.patch.object(batches.FromLoader, "_of_live", of_live):
+    weight = 1 / (optimizer.session.world.size * optimizer.session.options.accumulate)
+    with mock.patch.object(batches.Batch, "weight", property(lambda _: weight)):
         yield
 
 
@@ -215,7 +209,7 @@ def clip_before_average(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def ghosts_count(optimizer: Optimizer) -> Iterator[None]:
+def padding_counts(optimizer: Optimizer) -> Iterator[None]:
     """A weight of 0, and nothing else, for ranks without samples."""
     with mock.patch.object(_optimizer, "uncounted", lambda *_: nullcontext()):
         yield
@@ -276,15 +270,15 @@ CASES |= {
     "clips_with_torch": Case(loop=clips_with_torch, prepare={"accumulate": 2}),
     "clips_itself": Case(loop=clips_itself, prepare={"accumulate": 2}),
     "channels_last": Case(model=Image, data=pictures, prepare={"channels_last": True}),
-    "nan_in_ghosts": Case(loop=nan_in_ghosts),
-    "nan_in_ghosts_accumulate2": Case(loop=nan_in_ghosts, prepare={"accumulate": 2}),
+    "nan_in_padding": Case(loop=nan_in_padding),
+    "nan_in_padding_accumulate2": Case(loop=nan_in_padding, prepare={"accumulate": 2}),
     "17_samples": Case(samples=17),
     "1_sample": Case(samples=1),
     "watched": Case(prepare={"watch_every": 1}),
     "fp16": Case(prepare={"compression": "fp16"}),
     "bf16": Case(prepare={"compression": "bf16"}, engines=("solo", "ddp")),
     "sync_batchnorm": Case(model=normalised, prepare={"sync_batchnorm": True}),
-    "sync_batchnorm_nan_in_ghosts": Case(model=normalised, loop=nan_in_ghosts, prepare={"sync_batchnorm": True}),
+    "sync_batchnorm_nan_in_padding": Case(model=normalised, loop=nan_in_padding, prepare={"sync_batchnorm": True}),
     # without a loader every rank's batch counts the same
     "no_loader": Case(samples=24, loader=False),
     "no_loader_accumulate2": Case(samples=24, loader=False, prepare={"accumulate": 2, "clip": 0.2}),
@@ -294,7 +288,7 @@ CASES |= {
     "off_weights": Case(off=equal_weights),
     "off_weights_17": Case(samples=17, off=equal_weights),
     "off_clip_order": Case(off=clip_before_average),
-    "off_ghosts": Case(loop=nan_in_ghosts, off=ghosts_count),
+    "off_padding": Case(loop=nan_in_padding, off=padding_counts),
     "off_sync_batchnorm": Case(model=normalised, samples=24),
     "off_broadcast": Case(broadcast=False, prepare={"verify": False}),
     "off_new_update": Case(loop=forgets_zero_grad, off=keeps_old_gradients),

@@ -81,17 +81,17 @@ def case_a_rank_without_samples_does_not_count(world: hvdtrain.World) -> None:
     pipe = cut(model, 2)
     _, optimizer = quietly(pipe, sgd(pipe), data)
     reference = sgd(whole)
-    ghosts = 0
+    paddings = 0
     for (inputs, labels), window in zip(data, (slice(0, 8), slice(8, 9)), strict=True):
-        ghost = optimizer.session.batches.now().ghost
-        ghosts += ghost
-        loss = optimizer.forward_backward(inputs * float("nan") if ghost else inputs, labels, cross_entropy)
-        assert not ghost or loss == 0
+        padding = optimizer.session.batches.now().padding
+        paddings += padding
+        loss = optimizer.forward_backward(inputs * float("nan") if padding else inputs, labels, cross_entropy)
+        assert not padding or loss == 0
         optimizer.step()
         reference.zero_grad()
         cross_entropy(whole(x[window]), y[window]).backward()
         reference.step()
-    assert sum(world.gather(ghosts)) == world.size - 1
+    assert sum(world.gather(paddings)) == world.size - 1
     assert gap(model, whole) <= 1e-10
 
 

@@ -140,17 +140,17 @@ def case_a_loop_of_ones_own_has_each_sample_once(world: hvdtrain.World) -> None:
         error = abs(sums["total"] / 9 - wanted)
         assert error < 1e-12, error
     shown(world, "T10a", error)
-    ghosts = 0
+    paddings = 0
     assert training
     try:  # the training loader, read with gradients: its last batch counts nothing on rank 1
         for _ in train:
-            ghosts += train.live.ghost
+            paddings += train.step.padding
     except ConfigError as error:
         assert "no_grad()" in str(error)
         text = str(error)
     else:
         text = ""
-    found = world.gather((ghosts, text))
+    found = world.gather((paddings, text))
     assert [bool(its) for _, its in found] == [its > 0 for its, _ in found] == [rank > 0 for rank in range(world.size)]
     shown(world, "T10b", next((its for _, its in found if its), "no rank had none"))
 
@@ -284,14 +284,14 @@ def case_stand_ins_leave_running_statistics_alone(world: hvdtrain.World) -> None
     train = hvt.loader((x, y), 8 // world.size, shuffle=False)
     model = Rows()
     model, optimizer = hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), train, verify=False)
-    ghosts = 0
+    paddings = 0
     for inputs, targets in train:
-        ghosts += train.live.ghost
+        paddings += train.step.padding
         before = [buffer.clone() for buffer in model.buffers()]
         update(model, optimizer, inputs, targets)
         same = all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
-        assert same == train.live.ghost
-    assert world.gather(ghosts) == [0] + [1] * (world.size - 1)
+        assert same == train.step.padding
+    assert world.gather(paddings) == [0] + [1] * (world.size - 1)
 
 
 # -- where a run goes on ------------------------------------------------------------------------------------------

@@ -278,19 +278,19 @@ def case_bf16_trains_on_all_ranks(world: hvdtrain.World) -> None:
 
 
 # -- batches that do not count as planned -------------------------------------------------------------------------
-def case_a_ghost_leaves_running_statistics_alone(world: hvdtrain.World) -> None:
+def case_a_padding_batch_leaves_running_statistics_alone(world: hvdtrain.World) -> None:
     model, optimizer, train = prepared(mlp(norm=True), samples=4 * world.size + 1)  # only rank 0 has one of the last
-    ghosts = 0
+    paddings = 0
     for batch in train:
-        ghosts += train.live.ghost
-        few, before = train.live.consumed > 4 * world.size, model[1].running_mean.clone()
-        if few and not train.live.ghost:
+        paddings += train.step.padding
+        few, before = train.step.samples_done > 4 * world.size, model[1].running_mean.clone()
+        if few and not train.step.padding:
             model.eval()  # one sample is too few for batch norm: as a loop with frozen statistics would
         optimizer.backward(cross_entropy(model(batch[0]), batch[1]))
         optimizer.step()
         model.train()
         assert torch.equal(model[1].running_mean, before) == few
-    assert ghosts == (not world.is_main), "a case without a stand-in batch cannot fail"
+    assert paddings == (not world.is_main), "a case without a stand-in batch cannot fail"
     assert optimizer.progress.samples_seen == 4 * world.size + 1
     assert len(set(world.gather([p.tolist().__repr__() for p in model.parameters()][0]))) == 1
 

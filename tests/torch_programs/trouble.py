@@ -16,7 +16,7 @@ import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError
 from hvdtrain.torch.checks.nonfinite import Losses
-from hvdtrain.torch.clock import Clock
+from hvdtrain.torch.clock import CLOCK, Clock
 
 
 # -- precision ----------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def case_phases_sum_to_the_wall_time(world: hvdtrain.World) -> None:
 def case_a_loops_phases_sum_to_its_wall_time(world: hvdtrain.World) -> None:
     model, optimizer, train = prepared(accumulate=2)
     seconds: dict[str, float] = {}
-    hvt.CLOCK.take()
+    CLOCK.take()
     started = time.perf_counter()
     for batch in train:
         optimizer.zero_grad()
@@ -158,7 +158,7 @@ def case_a_loops_phases_sum_to_its_wall_time(world: hvdtrain.World) -> None:
     hvt.evaluate(model, data(), hvt.classification(top=(1,)), per_rank_batch=8)
     for part in hvt.model_state(model, optimizer, train).values():
         part.collect()
-    for phase, value in hvt.CLOCK.take().items():
+    for phase, value in CLOCK.take().items():
         seconds[phase] = seconds.get(phase, 0.0) + value
     wall = time.perf_counter() - started
     assert abs(sum(seconds.values()) - wall) < 0.02 * wall, (seconds, wall)
@@ -219,7 +219,7 @@ def case_on_a_gpu_losses_are_read_two_updates_later(world: hvdtrain.World) -> No
         for step, loss in enumerate((3.0, 2.0, 1.0, float("nan")), start=1):
             Event.now, Event.done = float(step), max(step - 2.0, 1.0)  # the GPU is two updates behind
             value = torch.tensor(loss, dtype=torch.float64)
-            mine = value if step > 1 else 0.0  # of a rank that has only ghosts
+            mine = value if step > 1 else 0.0  # of a rank that has only padding
             losses.add(step, 0, value, mine, "", torch.zeros_like(value), AssertionError)
         assert losses.last == 2.0
         Event.done = 9.0

@@ -28,10 +28,10 @@ class _Place(NamedTuple):
 
     model: int
     epoch: int
-    consumed: int
+    samples_done: int
 
     def __str__(self) -> str:
-        at = f", sample {self.consumed} of epoch {self.epoch}" if self.consumed else ""
+        at = f", sample {self.samples_done} of epoch {self.epoch}" if self.samples_done else ""
         return f"of model {self.model}{at}"
 
 
@@ -62,7 +62,7 @@ class Noted:
             yield extras
             return
         batch = self._batches.now()
-        self._place = _Place(self._model, *((0, 0) if batch is None else (batch.epoch, batch.consumed)))
+        self._place = _Place(self._model, *((0, 0) if batch is None else batch.place))
         own = zlib.crc32(struct.pack("3q", *self._place)) & _BITS
         sent = torch.cat([extras, torch.tensor([own, own * own], dtype=extras.dtype, device=extras.device)])
         self._extras = extras, sent

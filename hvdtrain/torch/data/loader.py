@@ -5,38 +5,44 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.sharding import ORDER_RULE, Plan
+from hvdtrain.core.sharding import ORDER_RULE, Plan, Step
 from hvdtrain.core.world import World
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.data.live import Follower, Live
 from hvdtrain.torch.data.prefetch import Ahead
 from hvdtrain.torch.data.source import Augment, Fetched, Source, tensors_of, to_device
-from hvdtrain.torch.data.steps import Step, Steps, uniforms
+from hvdtrain.torch.data.words import uniforms
 from hvdtrain.torch.engine import device_of
 
 WARNED_FILES = 3  # unreadable files that are named as they come; all are in `Loader.skipped`
 TOGETHER = 2  # batches in a row that two loaders of one order may serve in turns
 
-Items = Generator[tuple[Any, Live], None, None] | Ahead[tuple[Any, Live]]
+Items = Generator[tuple[Any, Step], None, None] | Ahead[tuple[Any, Step]]
+
+
+class Follower(Protocol):
+    """Is told the step of each batch as it is handed out; None at the end."""
+
+    def handed_out(self, step: Step | None) -> None: ...
 
 
 class Loader:
     """One rank's batches; made by `loader`. A loop over it is one epoch, and the next loop the next epoch.
 
     Each sample comes once. In the last step of an epoch some ranks may have no sample: a loop that trains the model
-    which `prepare` was given this loader for gets a batch of others there, which count nothing (`live.ghost`) and keep
-    the ranks in step. Any other loop, and one under ``torch.no_grad()``, is over one batch earlier on these ranks.
+    which `prepare` was given this loader for gets a batch of others there, which count nothing (`step.padding`) and
+    keep the ranks in step. Any other loop, and one under ``torch.no_grad()``, is over one batch earlier on these ranks.
 
     Attributes:
         plan: the `hvdtrain.Plan` that deals the samples.
-        live: what the batch last handed out counts; None before the first.
+        step: of the batch last handed out: what it counts; None before the first.
         skipped: files of this rank that could not be read, with the reason, each once.
         device: where batches are handed out.
         followers: prepared models that train on these batches.
@@ -44,7 +50,7 @@ class Loader:
 
     def __init__(self, source: Source, plan: Plan, world: World, *, augment: Augment | None) -> None:
         self.plan = plan
-        self.live: Live | None = None
+        self.step: Step | None = None
         self.skipped: list[tuple[str, str]] = []
         self.device = device_of(world)
         self.followers: WeakSet[Follower] = WeakSet()
@@ -59,7 +65,7 @@ class Loader:
         self._moves = 0
         self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
         self._left_told = False
-        self._differentiated: Live | None = None
+        self._differentiated: Step | None = None
         self._start = 0, 0  # where training begins: what is only looked at before does not count
 
     @property
@@ -99,19 +105,19 @@ class Loader:
         self._notice_end()
         return self._begun
 
-    def position_after(self, live: Live | None) -> tuple[int, int]:
-        """Returns where a restored run goes on if `live` is the last batch that is in the weights."""
+    def position_after(self, step: Step | None) -> tuple[int, int]:
+        """Returns where a restored run goes on if the batch of `step` is the last that is in the weights."""
         self._notice_end()
         if not self._begun:
             return self.position
-        of_this_loop = live is not None and (live.epoch, live.begin) == (self._epoch, self._begin)
-        return self._place(live.consumed if live is not None and of_this_loop else self._begin)
+        of_this_loop = step is not None and (step.epoch, step.begin) == (self._epoch, self._begin)
+        return self._place(step.samples_done if step is not None and of_this_loop else self._begin)
 
     def _only_looked_at(self) -> bool:
         return bool(self.followers) and self._differentiated is None
 
     def _place(self, done: int) -> tuple[int, int]:
-        return (self._epoch + 1, 0) if self.plan.steps(done) == 0 else (self._epoch, done)
+        return self.plan.place_after(self._epoch, done)
 
     def _notice_end(self) -> None:
         """A loop that was left (by ``break``, say) is gone: as anywhere, a new loop is a new epoch."""
@@ -138,10 +144,10 @@ class Loader:
         """
         if epoch < 0:
             raise ConfigError("an epoch is counted from 0", f"epoch={epoch}")
-        over = self.plan.steps(samples_in_epoch) == 0
+        place = self.plan.place_after(epoch, samples_in_epoch)
         self._stop()
-        self._end_of_loop(epoch + over, 0 if over else samples_in_epoch)
-        self._left = self.live = self._differentiated = None
+        self._end_of_loop(*place)
+        self._left = self.step = self._differentiated = None
         self._start = self._epoch, self._done
         self._moves += 1
 
@@ -187,7 +193,7 @@ class Loader:
         done = self.position[1]
         steps = self.plan.steps(done)
         last, _ = self.plan.span(steps - 1, done, self._world.rank)
-        return steps - (last.start == last.stop and not self.stands_in())
+        return steps - (last.start == last.stop and not self.pads())
 
     def __iter__(self) -> Iterator[Any]:
         epoch, done = self.position
@@ -196,7 +202,7 @@ class Loader:
         self._stop()
         self._end_of_loop(epoch, done)
         loop = Epoch(self, epoch)
-        self._items = self._ready(Steps(self.plan, epoch, done, rank=self._world.rank))
+        self._items = self._ready(epoch, done)
         self._loop = ref(loop)
         return loop
 
@@ -206,20 +212,20 @@ class Loader:
             self._items.close()
             self._items = None
 
-    def stands_in(self) -> bool:
+    def pads(self) -> bool:
         """Returns whether the loop of now trains: then it gets a batch in every step, on every rank."""
         return bool(self.followers) and torch.is_grad_enabled()
 
-    def differentiated(self, live: Live | None) -> None:
-        """The batch had its backward pass."""
-        self._differentiated = live
+    def differentiated(self, step: Step | None) -> None:
+        """The step's batch had its backward pass."""
+        self._differentiated = step
 
-    def one_pass(self) -> Generator[tuple[Any, Live], None, None]:
-        """Yields every batch of an epoch once, apart from training: position, `live` and the clock stay as they are."""
-        with closing(self._ready(Steps(self.plan, 0, 0, rank=self._world.rank))) as items:
-            for batch, live in items:
-                if not live.ghost:
-                    yield batch, live
+    def one_pass(self) -> Generator[tuple[Any, Step], None, None]:
+        """Yields every batch of an epoch once, apart from training: position, `step` and the clock stay as they are."""
+        with closing(self._ready(0, 0)) as items:
+            for batch, step in items:
+                if not step.padding:
+                    yield batch, step
 
     def all_skipped(self) -> list[tuple[str, str]]:
         """Returns the unreadable files of all ranks, each once, with the reason; collective."""
@@ -231,37 +237,28 @@ class Loader:
         self._stop()
         self._source.close()
 
-    def _ready(self, steps: Sequence[Step]) -> Items:
+    def _ready(self, epoch: int, done: int) -> Items:
         """Batches on the device, each with what it counts; made ahead where there is something to hide."""
-        made = self._made(steps)
+        made = self._made(self.plan.step_slices(epoch, done, rank=self._world.rank))
         if self.device.type != "cuda" or not self._source.worth_a_thread:
             return made
         return Ahead(made, self.device, lambda item: tensors_of(item[0]))
 
-    def _made(self, steps: Sequence[Step]) -> Generator[tuple[Any, Live], None, None]:
+    def _made(self, steps: Sequence[Step]) -> Generator[tuple[Any, Step], None, None]:
         with closing(self._source.read(steps)) as answers:
             for step, fetched in zip(steps, answers, strict=True):
                 yield self._make(step, fetched)
 
-    def _make(self, step: Step, fetched: Fetched) -> tuple[Any, Live]:
+    def _make(self, step: Step, fetched: Fetched) -> tuple[Any, Step]:
         self._note(fetched.bad)
-        count = step.samples if fetched.kept is None else len(fetched.kept)
-        ghost = count == 0
+        if fetched.kept is not None:
+            step = replace(step, unreadable=step.dealt - len(fetched.kept))
         batch = to_device(fetched.batch, self.device)
         if self._augment is not None:
-            batch = self._augmented(batch, step, fetched.kept, ghost)
-        live = Live(
-            samples=count,
-            ghost=ghost,
-            epoch=step.epoch,
-            begin=step.begin,
-            number=step.number,
-            consumed=step.consumed,
-            global_samples=step.global_samples,
-        )
-        return batch, live
+            batch = self._augmented(batch, step, fetched.kept)
+        return batch, step
 
-    def _augmented(self, batch: Any, step: Step, kept: list[int] | None, ghost: bool) -> Any:
+    def _augmented(self, batch: Any, step: Step, kept: list[int] | None) -> Any:
         if type(batch) not in (Tensor, tuple, list):
             raise ConfigError(
                 "augment changes the first part of a batch that is a tensor, tuple or list",
@@ -270,11 +267,10 @@ class Loader:
             )
         images = batch if isinstance(batch, Tensor) else batch[0]
         draws = getattr(self._augment, "draws", 0)
-        drawn = uniforms(self.plan, step.epoch, step.first, step.samples, draws)
-        if kept is not None:
+        first, samples = (0, len(images)) if step.padding else (step.first, step.dealt)
+        drawn = uniforms(self.plan, step.epoch, first, samples, draws)
+        if kept:
             drawn = drawn[kept]
-        if ghost:
-            drawn = uniforms(self.plan, step.epoch, 0, len(images), draws)
         assert self._augment is not None
         images = self._augment(images, torch.from_numpy(drawn).to(self.device, non_blocking=True))
         return images if isinstance(batch, Tensor) else type(batch)((images, *batch[1:]))
@@ -297,7 +293,7 @@ class Epoch:
         self.epoch = epoch
         self._loader = loader
         self._over = False
-        self._stand_in: Live | None = None
+        self._padding: Step | None = None
         self._count = 0
         self._others: dict[int, tuple[int, int]] = {}  # of each twin: batches it had served, how often it went along
 
@@ -314,7 +310,7 @@ class Epoch:
                 f"a second loop was begun while this one was in epoch {self.epoch}",
                 "make a second loader for a second loop",
             )
-        self._check_stand_in()
+        self._check_padding()
         self._refuse_twins()
         CLOCK.enter("input")
         item = self._next()
@@ -325,25 +321,25 @@ class Epoch:
             CLOCK.enter("other")
             _tell(loader, None)
             raise StopIteration
-        batch, live = item
-        self._stand_in = live if live.ghost else None
+        batch, step = item
+        self._padding = step if step.padding else None
         self._count += 1
-        loader.live, loader._begun = live, True
-        _tell(loader, live)
+        loader.step, loader._begun = step, True
+        _tell(loader, step)
         CLOCK.enter("forward")
         return batch
 
-    def _next(self) -> tuple[Any, Live] | None:
+    def _next(self) -> tuple[Any, Step] | None:
         assert self._loader._items is not None
-        for batch, live in self._loader._items:
-            self._loader._done = live.consumed
-            if not live.ghost or self._loader.stands_in():
-                return batch, live
+        for batch, step in self._loader._items:
+            self._loader._done = step.samples_done
+            if not step.padding or self._loader.pads():
+                return batch, step
         return None
 
-    def _check_stand_in(self) -> None:
+    def _check_padding(self) -> None:
         """A batch that counts nothing must go where that is known."""
-        if self._stand_in is not None and self._stand_in is not self._loader._differentiated:
+        if self._padding is not None and self._padding is not self._loader._differentiated:
             raise ConfigError(
                 "the training loader's batches go to optimizer.backward, which knows that some count nothing",
                 f"rank {self._loader._world.rank} had no sample left in the last step of epoch {self.epoch}, got others"
@@ -376,6 +372,6 @@ class Epoch:
                 )
 
 
-def _tell(loader: Loader, live: Live | None) -> None:
+def _tell(loader: Loader, step: Step | None) -> None:
     for follower in loader.followers:
-        follower.handed_out(live)
+        follower.handed_out(step)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.same_data import Digest, of_arrays
+from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.source import Fetched
-from hvdtrain.torch.data.steps import Step
 
 FREE_PART = 0.25  # of a GPU's free memory that data may take; the rest is the training's
 
@@ -61,8 +61,8 @@ class Memory:
 
     def read(self, steps: Sequence[Step]) -> Generator[Fetched, None, None]:
         for step in steps:
-            if step.samples:
-                yield Fetched(self._take(step.indices()), None, [])
+            if step.dealt:
+                yield Fetched(self._take(step.indices), None, [])
             else:
                 yield Fetched(self._take(np.arange(min(2, self.samples))), [], [])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.core.same_data import Digest
-from hvdtrain.torch.data.steps import Step
+from hvdtrain.core.sharding import Step
 
 # (batch [n, ...], uniforms float64 [n, augment.draws]) -> batch; for example `hvdtrain.torch.crop_flip`
 Augment = Callable[[Tensor, Tensor], Tensor]

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.same_data import Digest, of_items
+from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.forks import worker_context
 from hvdtrain.torch.data.source import Fetched
-from hvdtrain.torch.data.steps import SEED_STREAM, Step, words
+from hvdtrain.torch.data.words import SEED_STREAM, words
 
 # More than this many unreadable samples, and more than this part of what was read: the data is broken, not a file.
 BAD_SAMPLES, BAD_PART = 8, 0.1
@@ -60,9 +61,9 @@ class BatchReader(torch.utils.data.Dataset[Fetched]):
             return self._read(step)
 
     def _read(self, step: Step) -> Fetched:
-        seeds = words(step.plan, step.epoch, step.first, step.samples, 1, stream=SEED_STREAM)[:, 0].tolist()
+        seeds = words(step.plan, step.epoch, step.first, step.dealt, 1, stream=SEED_STREAM)[:, 0].tolist()
         samples, kept, bad = [], [], []
-        indices = step.indices().tolist()
+        indices = step.indices.tolist()
         for number, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
             sample = self._sample(index, seed)
             if isinstance(sample, Unreadable):
@@ -241,7 +242,7 @@ class Workers:
             )  # fmt: skip
         if isinstance(fetched.batch, str) and fetched.batch == NOTHING:
             raise ConfigError("a data set has samples that can be read", f"none of {self.samples} can")
-        self._read_samples += step.samples
+        self._read_samples += step.dealt
         self._bad.update(fetched.bad)  # each file once: a later epoch meets it again
         read = min(self._read_samples, self.samples)
         if len(self._bad) > max(BAD_SAMPLES, BAD_PART * read):

@@ -96,7 +96,7 @@ class Bound(Protocol):
 
         Args:
             loss: a scalar.
-            reduce: this pass closes the update: start to sum the gradients. Else they add up in ``p.grad``, locally.
+            reduce: the update's last pass: start to sum the gradients. Else they add up in ``p.grad``, locally.
             extras: float64 [k] on the engine's device, with `reduce`: summed over ranks in place; ready after `finish`.
         """
         ...

@@ -41,9 +41,9 @@ class DdpBound:
 
     The user's forward pass goes through the model itself; the loss goes through DDP, just before its backward pass. So
     DDP learns which parameters take part from the loss's graph (those whose outputs the loss does not use are not
-    waited for), a forward pass that is followed by no backward pass does no harm, and whether a pass closes the update
-    is decided when it is known, not before the forward pass as with `no_sync`. The price: a model compiled as a whole
-    gets no graph breaks at DDP's buckets.
+    waited for), a forward pass that is followed by no backward pass does no harm, and whether a pass is the update's
+    last is decided when it is known, not before the forward pass as with `no_sync`. The price: a model compiled as a
+    whole gets no graph breaks at DDP's buckets.
     """
 
     def __init__(
