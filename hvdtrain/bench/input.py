@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     import hvdtrain
 
     with hvdtrain.init("torch", engine="solo", device=args.device) as world:
-        result["device"] = str(world.comm.device)  # type: ignore[attr-defined]
+        result["device"] = str(world.comm.device)
         progress(f"1/2 pictures in memory, {args.rounds} rounds")
         result["memory"] = {"images_per_s": interleaved(memory_variants(args, world), args, args.per_rank_batch)}
         progress(f"2/2 JPEG files, {args.rounds} rounds")
@@ -215,7 +215,7 @@ def _plain(dataset: Any, batch: int, workers: int, world: World) -> Start:
     """The loader that PyTorch's examples use."""
     from torch.utils.data import DataLoader
 
-    device = world.comm.device  # type: ignore[attr-defined]
+    device = world.comm.device
 
     def batches(loader: Any) -> Iterator[Any]:
         for _ in range(EPOCHS):

@@ -106,7 +106,7 @@ def hvdtrain_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     import hvdtrain.torch as hvt
 
     world = hvdtrain.init("torch", device=args.device)
-    device = world.comm.device  # type: ignore[attr-defined]
+    device = world.comm.device
     module, inner, loss_of, x, y = _parts(args, device)
     model, optimizer = hvt.prepare(module, inner)
     return world.rank, device, _loop(model, optimizer, loss_of, x, y, optimizer.backward)

@@ -5,12 +5,21 @@ Adapters bring the others.
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.in_step.arrival import start_horovod
 from hvdtrain.core.launchers import Detected
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Horovod counts bytes in places with 32 bits, and every engine needs a second copy of each piece while it travels.
+CHUNK_BYTES = 1 << 28
 
 
 @runtime_checkable
@@ -76,6 +85,101 @@ class SoloEngine:
 
     def shutdown(self) -> None:
         """Nothing to end."""
+
+
+@dataclass(kw_only=True)
+class HostCollectives:
+    """The `Engine` of several ranks; adapters bring three operations on writable numpy arrays in main memory."""
+
+    name: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    devices: tuple[int, ...]
+
+    def host_sum(self, array: np.ndarray) -> np.ndarray:
+        """Return the sum over ranks of int64 or float64 [n]."""
+        raise NotImplementedError
+
+    def host_broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
+        """Return root's array, of the same type and shape on every rank."""
+        raise NotImplementedError
+
+    def host_gather(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Return the ranks' uint8 arrays end to end; rank r's has `counts[r]` elements, at least one."""
+        raise NotImplementedError
+
+    def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
+        import numpy as np
+
+        mine = self.rank == root
+        if mine and data is None:
+            raise ValueError("the root of a broadcast must give the data")
+        content = data if mine and data is not None else b""
+        length = int(self.host_broadcast(np.array([len(content)], np.int64), root)[0])
+        buffer = np.frombuffer(bytearray(content or bytes(length)), np.uint8)
+        starts = range(0, length, CHUNK_BYTES)
+        return b"".join(self.host_broadcast(buffer[at : at + CHUNK_BYTES], root).tobytes() for at in starts)
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        import numpy as np
+
+        lengths = np.zeros(self.size, np.int64)
+        lengths[self.rank] = len(data)
+        lengths = self.host_sum(lengths)
+        # a rank with nothing to say sends one byte: Horovod refuses to gather nothing but empty tensors
+        counts = np.maximum(lengths, 1)
+        joined = self.host_gather(np.frombuffer(bytearray(data or b"\0"), np.uint8), counts.tolist()).tobytes()
+        starts = np.cumsum(counts) - counts
+        return [joined[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+    def sum_floats(self, values: Sequence[float]) -> list[float]:
+        import numpy as np
+
+        return self.host_sum(np.array(values, np.float64)).tolist() if len(values) else []
+
+    def barrier(self) -> None:
+        self.sum_floats([0.0])
+
+
+@dataclass(kw_only=True)
+class HorovodCollectives(HostCollectives):
+    """Horovod's ranks (over Gloo, MPI or NCCL, as built and launched), whichever framework's Horovod it is."""
+
+    hvd: Any = field(repr=False)
+    name: str = "horovod"
+
+    def __post_init__(self) -> None:
+        # One counter for all kinds of calls: ranks out of step get Horovod's "mismatched operations" error under the
+        # same name, where different names would leave each waiting for the other.
+        self._calls = itertools.count()
+
+    @classmethod
+    def join(cls, hvd: Any, detected: Detected, devices: tuple[int, ...]) -> Self:
+        """Return the engine when all ranks have come.
+
+        Args:
+            hvd: `horovod.torch`, or another framework's.
+            detected: what the launcher says about this process.
+            devices: GPUs of this rank.
+
+        Raises:
+            ConfigError, LauncherError: of `start_horovod`.
+        """
+        start_horovod(hvd.init, detected, os.environ)
+        return cls(
+            rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size(),
+            node=hvd.cross_rank(), devices=devices, hvd=hvd,
+        )  # fmt: skip
+
+    def next_name(self) -> str:
+        """Return a name that the next collective has on every rank."""
+        return f"hvdtrain.host.{next(self._calls)}"
+
+    def shutdown(self) -> None:
+        self.hvd.shutdown()
 
 
 @dataclass(frozen=True)

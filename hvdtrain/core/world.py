@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from hvdtrain.core.engines import Engine, SoloEngine, choose_engine
 from hvdtrain.core.errors import (
@@ -38,10 +38,11 @@ from hvdtrain.core.version import __version__
 __all__ = ["Detected", "Engine", "SoloEngine", "World", "current", "detect", "gpus_for", "init"]
 
 T = TypeVar("T")
+EngineT = TypeVar("EngineT", bound=Engine, covariant=True)  # an adapter's own, which carries tensors
 
 
 @dataclass(frozen=True)
-class World:
+class World(Generic[EngineT]):
     """The ranks of one job, seen from this process.
 
     Attributes:
@@ -63,7 +64,7 @@ class World:
     engine: str
     devices: tuple[int, ...]
     seed: int
-    comm: Engine = field(repr=False, compare=False)
+    comm: EngineT = field(repr=False, compare=False)
     tracker: Tracker = field(default=OFF, repr=False, compare=False)
 
     @property

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import keras
 import numpy as np
 
+from hvdtrain.core.engines import Engine, HorovodCollectives, SoloEngine
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step.arrival import start_horovod
-from hvdtrain.core.world import Detected, Engine, SoloEngine, gpus_for
+from hvdtrain.core.launchers import Detected, gpus_for
 from hvdtrain.keras.backends.chosen import BACKEND
-
-# Horovod counts bytes in places with 32 bits, and needs a second copy of each message while it travels.
-CHUNK_BYTES = 1 << 28
 
 
 def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, seed: int) -> Engine:
@@ -41,12 +35,7 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
     keras.utils.set_random_seed(seed)
     if engine == "solo":
         return SoloEngine(devices=devices)
-    hvd = BACKEND.hvd  # type: ignore[attr-defined]
-    start_horovod(hvd.init, detected, os.environ)
-    return HorovodEngine(
-        rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size(),
-        node=hvd.cross_rank(), devices=devices, hvd=hvd,
-    )  # fmt: skip
+    return HorovodEngine.join(BACKEND.hvd, detected, devices)
 
 
 def _pin(detected: Detected, device: str, gpus_per_rank: int) -> tuple[int, ...]:
@@ -62,57 +51,14 @@ def _pin(detected: Detected, device: str, gpus_per_rank: int) -> tuple[int, ...]
     return devices
 
 
-@dataclass
-class HorovodEngine:
-    """``hvdtrain.core.world.Engine`` on Horovod (Gloo, MPI or NCCL, as built and launched)."""
+class HorovodEngine(HorovodCollectives):
+    """``hvdtrain.core.engines.Engine`` on the Horovod of Keras' backend."""
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: int
-    devices: tuple[int, ...]
-    hvd: Any = field(repr=False)
-    name: str = "horovod"
+    def host_sum(self, array: np.ndarray) -> np.ndarray:
+        return BACKEND.host_allreduce(array, "sum", self.next_name())
 
-    def __post_init__(self) -> None:
-        # One counter for all kinds of calls: ranks out of step get Horovod's "mismatched operations" error
-        # under the same name, where different names would leave each waiting for the other.
-        self._calls = itertools.count()
+    def host_broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
+        return BACKEND.host_broadcast(array, root, self.next_name())
 
-    def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
-        """Returns root's ``data`` on every rank."""
-        mine = self.rank == root
-        if mine and data is None:
-            raise ValueError("the root of a broadcast must give the data")
-        length = np.array([len(data) if mine and data is not None else 0], np.int64)
-        size = int(BACKEND.host_broadcast(length, root, self._next())[0])
-        source = np.frombuffer(data, np.uint8) if mine and data is not None else np.zeros(size, np.uint8)
-        pieces = [
-            BACKEND.host_broadcast(source[start : start + CHUNK_BYTES].copy(), root, self._next()).tobytes()
-            for start in range(0, size, CHUNK_BYTES)
-        ]
-        return b"".join(pieces)
-
-    def allgather_bytes(self, data: bytes) -> list[bytes]:
-        """Returns every rank's ``data``, in rank order."""
-        lengths = BACKEND.host_allgather(np.array([len(data)], np.int64), self._next())
-        # a rank with nothing to say sends one byte: an allgather of nothing but empty tensors is not
-        # supported
-        joined = BACKEND.host_allgather(np.frombuffer(data or b"\0", np.uint8).copy(), self._next()).tobytes()
-        starts = np.concatenate([[0], np.cumsum(np.maximum(lengths, 1))])
-        return [joined[start : start + length] for start, length in zip(starts, lengths, strict=False)]
-
-    def sum_floats(self, values: Sequence[float]) -> list[float]:
-        """Returns the element-wise sums over ranks, in float64."""
-        array = np.asarray(values, np.float64)
-        return BACKEND.host_allreduce(array, "sum", self._next()).tolist() if array.size else []
-
-    def barrier(self) -> None:
-        self.sum_floats([0.0])
-
-    def shutdown(self) -> None:
-        self.hvd.shutdown()
-
-    def _next(self) -> str:
-        return f"hvdtrain.host.{next(self._calls)}"
+    def host_gather(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        return BACKEND.host_allgather(array, self.next_name())

@@ -34,7 +34,7 @@ def check_staged(staged: Staged, options: Options, engine: TorchEngine) -> None:
     if not engine.runs_stages:
         raise ConfigError(
             "a pipeline is trained by engines that leave the passes to it: horovod, solo",
-            f"engine={engine.name!r}",  # type: ignore[attr-defined]
+            f"engine={engine.name!r}",
             'hvdtrain.init("torch", engine="horovod"), started with horovodrun, mpirun or srun',
         )
     if options.compile:

@@ -19,8 +19,9 @@ from common import L, images, numpy_of, weights_of
 from jobs import RANK, SIZE, compiled, fit, hvk, world
 
 import hvdtrain
+from hvdtrain.core import engines
 from hvdtrain.core.errors import HvdtrainError, NonFiniteError
-from hvdtrain.keras import engine, rng
+from hvdtrain.keras import rng
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas
 
@@ -315,7 +316,7 @@ def case_m_another_world_size_gives_every_rank_a_stream_of_its_own() -> None:
 @case
 def case_m_what_is_longer_than_a_message_arrives_whole() -> None:
     content = np.random.default_rng(RANK).integers(0, 256, 10_007, np.uint8).tobytes()
-    with mock.patch.object(engine, "CHUNK_BYTES", 1000), mock.patch.object(replicas, "CHUNK_BYTES", 1000):
+    with mock.patch.object(engines, "CHUNK_BYTES", 1000), mock.patch.object(replicas, "CHUNK_BYTES", 1000):
         for root in range(SIZE):
             wanted = np.random.default_rng(root).integers(0, 256, 10_007, np.uint8).tobytes()
             assert world.comm.broadcast_bytes(content if root == RANK else None, root) == wanted

@@ -23,9 +23,10 @@ from torch.nn.functional import cross_entropy, normalize
 
 import hvdtrain
 import hvdtrain.torch as hvt
+from hvdtrain.core import engines
 from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError, ReplicaError
 from hvdtrain.torch.checks import replicas
-from hvdtrain.torch.engines import base, buffers
+from hvdtrain.torch.engines import buffers
 
 SAMPLES, BATCH = 24, 8  # of all ranks: 3 updates an epoch
 
@@ -474,7 +475,7 @@ def case_m_another_world_size_gives_every_rank_a_stream_of_its_own(world: hvdtra
 
 
 def case_m_what_is_longer_than_a_message_arrives_whole(world: hvdtrain.World) -> None:
-    with mock.patch.object(base, "_CHUNK_BYTES", 1000), mock.patch.object(buffers, "_CHUNK_BYTES", 1000):
+    with mock.patch.object(engines, "CHUNK_BYTES", 1000), mock.patch.object(buffers, "_CHUNK_BYTES", 1000):
         for root in range(world.size):
             wanted = np.random.default_rng(root).integers(0, 256, 10_007, np.uint8).tobytes()
             given = wanted if world.rank == root else None

@@ -9,11 +9,11 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.core.engines import CHUNK_BYTES
 from hvdtrain.core.errors import NonFiniteError, ReplicaError
 from hvdtrain.core.same_data import is_statistic
 from hvdtrain.core.world import World
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.engine import CHUNK_BYTES
 from hvdtrain.keras.session import leaves_of, optimizers_of
 
 

@@ -11,15 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.core.engines import Engine
+from hvdtrain.core.engines import Engine, HostCollectives
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected, gpus_for
-
-# A second copy of each piece is needed while it travels.
-_CHUNK_BYTES = 1 << 28
 
 
 class Staged(Protocol):
@@ -150,11 +148,12 @@ class TorchEngine(Engine, Protocol):
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> Bound: ...
 
 
-class ByteCollectives:
-    """Collectives on bytes and floats, made of `sum_` and `broadcast_` on tensors in main memory."""
+class TensorCollectives(HostCollectives):
+    """What ranks have that carry tensors, by `sum_` and `broadcast_`; engines add `bind`."""
 
-    rank: int
-    size: int
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.devices)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         raise NotImplementedError
@@ -162,40 +161,18 @@ class ByteCollectives:
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
         raise NotImplementedError
 
-    def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
-        """Returns root's ``data`` on every rank; the others' is ignored."""
-        mine = self.rank == root
-        if mine and data is None:
-            raise ValueError("the root of a broadcast must give the data")
-        content = data if mine and data is not None else b""
-        length = int(self.broadcast_(torch.tensor([len(content)]), root).item())
-        buffer = torch.frombuffer(bytearray(content or bytes(length)), dtype=torch.uint8) if length else None
-        for start in range(0, length, _CHUNK_BYTES):
-            assert buffer is not None
-            self.broadcast_(buffer[start : start + _CHUNK_BYTES], root)
-        return b"" if buffer is None else buffer.numpy().tobytes()
+    def host_sum(self, array: np.ndarray) -> np.ndarray:
+        return self.sum_(torch.from_numpy(array)).numpy()
 
-    def allgather_bytes(self, data: bytes) -> list[bytes]:
-        """Returns every rank's ``data``, in rank order.
+    def host_broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
+        return self.broadcast_(torch.from_numpy(array), root).numpy()
 
-        Every rank adds its own bytes to zeros: twice the traffic of a gather, one kind of collective fewer.
-        """
-        lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = len(data)
-        counts = self.sum_(lengths).tolist()
-        starts = [sum(counts[:rank]) for rank in range(self.size + 1)]
-        joined = torch.zeros(max(starts[-1], 1), dtype=torch.uint8)
-        if data:
-            joined[starts[self.rank] : starts[self.rank + 1]] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        everything = self.sum_(joined).numpy().tobytes()
-        return [everything[starts[rank] : starts[rank + 1]] for rank in range(self.size)]
-
-    def sum_floats(self, values: Sequence[float]) -> list[float]:
-        """Returns the element-wise sums over ranks, in float64."""
-        return self.sum_(torch.tensor(list(values), dtype=torch.float64)).tolist() if values else []
-
-    def barrier(self) -> None:
-        self.sum_floats([0.0])
+    def host_gather(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """See `HostCollectives`. Every rank adds its own to zeros: twice the traffic of a gather, one kind fewer."""
+        joined = torch.zeros(sum(counts), dtype=torch.uint8)
+        start = sum(counts[: self.rank])
+        joined[start : start + len(array)] = torch.from_numpy(array)
+        return self.sum_(joined).numpy()
 
 
 def pick_devices(detected: Detected, device: str, gpus_per_rank: int) -> tuple[int, ...]:

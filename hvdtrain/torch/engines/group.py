@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import HvdtrainError, LauncherError
 from hvdtrain.core.in_step.arrival import attempts, timeout_s, wait_for_all
 from hvdtrain.core.launchers import Detected, meeting_point
-from hvdtrain.torch.engines.base import Bound, ByteCollectives, Settings, device_of, pick_devices
+from hvdtrain.torch.engines.base import Bound, Settings, TensorCollectives, pick_devices
 
 # what Gloo cannot add up
 _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
@@ -27,26 +27,15 @@ BoundT = TypeVar("BoundT", bound=Bound)
 _joins = itertools.count()  # of this process; every rank joins as often, so the numbers match
 
 
-@dataclass
-class GroupEngine(ByteCollectives):
+@dataclass(kw_only=True)
+class GroupEngine(TensorCollectives):
     """The collectives of `TorchEngine` on torch.distributed; engines add `bind`."""
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: int
-    devices: tuple[int, ...]
     # Gradients travel on the default group. What is in main memory has one of its own: in a backward pass the two kinds
     # may start in different orders on different ranks, where a branch of the model gives a rank no gradient.
     host_group: Any = field(repr=False)
-    name: str = "torch.distributed"
     runs_stages = False
     _bounds: WeakSet[Bound] = field(default_factory=WeakSet, repr=False)
-
-    @property
-    def device(self) -> torch.device:
-        return device_of(self.devices)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums a contiguous tensor over ranks, in place; bool as "any"."""

@@ -6,20 +6,19 @@ parameter by itself (see `hvdtrain.torch.engines.reducer` for what is done inste
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.core.engines import HorovodCollectives
 from hvdtrain.core.errors import ConfigError, HvdtrainError
-from hvdtrain.core.in_step.arrival import start_horovod
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.engines.base import ByteCollectives, Settings, device_of, pick_devices
+from hvdtrain.torch.engines.base import Settings, TensorCollectives, pick_devices
 from hvdtrain.torch.engines.reducer import Reducer, Wait
 
 _BUCKET_BYTES = {"cpu": 5 << 20, "cuda": 25 << 20}  # on a CPU: sent while it is still in a cache
@@ -31,11 +30,7 @@ def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> HorovodEng
 
     devices = pick_devices(detected, device, gpus_per_rank)
     _tune()
-    start_horovod(hvd.init, detected, os.environ)
-    return HorovodEngine(
-        rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size(),
-        node=hvd.cross_rank(), devices=devices, hvd=hvd,
-    )  # fmt: skip
+    return HorovodEngine.join(hvd, detected, devices)
 
 
 def _tune() -> None:
@@ -52,32 +47,14 @@ _SUMMABLE = (torch.int32, torch.int64, torch.float16, torch.float32, torch.float
 _SENT_AS = {torch.bfloat16: torch.float32}
 
 
-@dataclass
-class HorovodEngine(ByteCollectives):
-    """`TorchEngine` on Horovod (Gloo, MPI or NCCL, as built and launched)."""
+class HorovodEngine(TensorCollectives, HorovodCollectives):
+    """`TorchEngine` on Horovod."""
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: int
-    devices: tuple[int, ...]
-    hvd: Any = field(repr=False)
-    name: str = "horovod"
     runs_stages = True
-
-    def __post_init__(self) -> None:
-        # One counter for all kinds of calls: ranks out of step get Horovod's "mismatched operations" error under the
-        # same name, where different names would leave each waiting for the other.
-        self._calls = itertools.count()
-
-    @property
-    def device(self) -> torch.device:
-        return device_of(self.devices)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums a contiguous tensor over ranks, in place."""
-        self.sum_async(tensor, self._next())()
+        self.sum_async(tensor, self.next_name())()
         return tensor
 
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
@@ -85,7 +62,7 @@ class HorovodEngine(ByteCollectives):
         if tensor.numel():
             sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             with rank_losses():
-                self.hvd.synchronize(self.hvd.broadcast_async_(sent, root, name=self._next()))
+                self.hvd.synchronize(self.hvd.broadcast_async_(sent, root, name=self.next_name()))
         return tensor
 
     def sum_async(self, tensor: Tensor, name: str) -> Wait:
@@ -106,24 +83,15 @@ class HorovodEngine(ByteCollectives):
 
         return wait
 
-    def allgather_bytes(self, data: bytes) -> list[bytes]:
-        """Returns every rank's ``data``, in rank order."""
-        counts = self.sum_(torch.nn.functional.one_hot(torch.tensor(self.rank), self.size) * len(data)).tolist()
-        # a rank with nothing to say sends one byte: Horovod refuses to gather nothing but empty tensors
-        mine = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+    def host_gather(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """See `HostCollectives`; bytes are not among what Horovod adds up."""
         with rank_losses():
-            joined = self.hvd.synchronize(self.hvd.allgather_async(mine, name=self._next()))
-        pieces = joined.split([max(count, 1) for count in counts])
-        return [piece[:count].numpy().tobytes() for piece, count in zip(pieces, counts, strict=True)]
-
-    def _next(self) -> str:
-        return f"hvdtrain.sum.{next(self._calls)}"
+            return self.hvd.synchronize(
+                self.hvd.allgather_async(torch.from_numpy(array), name=self.next_name())
+            ).numpy()
 
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> HorovodBound:
         return HorovodBound(self, module, optimizer, settings)
-
-    def shutdown(self) -> None:
-        self.hvd.shutdown()
 
 
 @contextmanager

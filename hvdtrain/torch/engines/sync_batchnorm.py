@@ -39,10 +39,11 @@ def convert(model: nn.Module, engine: TorchEngine) -> nn.Module:
     Raises:
         ConfigError: batch-norm layers of a kind that is not known, or an engine that cuts batches into pieces.
     """
-    if getattr(engine, "pieces", 1) > 1:
+    pieces = getattr(engine, "pieces", 1)
+    if pieces > 1:
         raise ConfigError(
             "sync_batchnorm synchronises ranks, not the devices of one process",
-            f"{engine.name} with {engine.pieces} devices",  # type: ignore[attr-defined]
+            f"{engine.name} with {pieces} devices",
             'use engine="ddp" or "horovod" with a rank per device, or leave sync_batchnorm out',
         )
     for name, layer in model.named_modules():
