@@ -14,9 +14,11 @@ from hvdtrain.core.version import __version__ as __version__
 __getattr__, __dir__, __all__ = public(__name__, {
     "core.errors": "CheckpointError ConfigError HvdtrainError LauncherError MainRankError NonFiniteError ReplicaError "
         "exit_with",
+    "core.join": "init",
+    "core.launchers": "Detected detect gpus_for",
     "core.lr": "LR",
     "core.sharding": "Plan Step contiguous",
-    "core.world": "Detected World current detect gpus_for init",
+    "core.world": "World current",
     "runs.checkpoint": "Checkpointer Progress",
     "runs.log": "RunLog",
 })  # fmt: skip
@@ -32,16 +34,16 @@ if TYPE_CHECKING:
     from hvdtrain.core.errors import NonFiniteError as NonFiniteError
     from hvdtrain.core.errors import ReplicaError as ReplicaError
     from hvdtrain.core.errors import exit_with as exit_with
+    from hvdtrain.core.join import init as init
+    from hvdtrain.core.launchers import Detected as Detected
+    from hvdtrain.core.launchers import detect as detect
+    from hvdtrain.core.launchers import gpus_for as gpus_for
     from hvdtrain.core.lr import LR as LR
     from hvdtrain.core.sharding import Plan as Plan
     from hvdtrain.core.sharding import Step as Step
     from hvdtrain.core.sharding import contiguous as contiguous
-    from hvdtrain.core.world import Detected as Detected
     from hvdtrain.core.world import World as World
     from hvdtrain.core.world import current as current
-    from hvdtrain.core.world import detect as detect
-    from hvdtrain.core.world import gpus_for as gpus_for
-    from hvdtrain.core.world import init as init
     from hvdtrain.runs.checkpoint import Checkpointer as Checkpointer
     from hvdtrain.runs.checkpoint import Progress as Progress
     from hvdtrain.runs.log import RunLog as RunLog

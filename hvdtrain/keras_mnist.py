@@ -18,7 +18,8 @@ from typing import Any
 
 import hvdtrain
 from hvdtrain.core import flags, startup
-from hvdtrain.core.world import Detected, World
+from hvdtrain.core.launchers import Detected
+from hvdtrain.core.world import World
 from hvdtrain.datasets import load_mnist
 from hvdtrain.runs import folder
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import hvdtrain  # +
 from hvdtrain.core import flags, startup
-from hvdtrain.core.world import Detected, World
+from hvdtrain.core.launchers import Detected
+from hvdtrain.core.world import World
 from hvdtrain.datasets import load_cifar10, load_digits
 from hvdtrain.runs import folder
 

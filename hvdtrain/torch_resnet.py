@@ -18,8 +18,9 @@ import hvdtrain
 from hvdtrain.core import flags, startup
 from hvdtrain.core.engines import ENGINES
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.launchers import Detected
 from hvdtrain.core.resources import usable_cores
-from hvdtrain.core.world import Detected, World
+from hvdtrain.core.world import World
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
 from hvdtrain.runs import folder
 from hvdtrain.runs.bottleneck import Facts, phases_per_rank, verdict

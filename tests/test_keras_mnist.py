@@ -119,7 +119,7 @@ def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
     text = "\n".join(result.ranks_output.values())
     assert f"weights: bit-equal on {keras_mnist.plural(ranks)}" in text
     if ranks > 1:
-        assert re.search(rf"averaging proven: {ranks} ranks, 8 variables", text)
+        assert re.search(rf"averaging proven: {ranks} ranks, 8 parameters", text)
         talkers = [rank for rank, its_text in result.ranks_output.items() if its_text.strip()]
         assert talkers == [0]
     assert "oneDNN" not in result.err and "absl" not in result.err

@@ -107,7 +107,7 @@ def test_every_case_is_judged(outcomes: Outcomes) -> None:
 
 
 def test_the_proof_is_exact(outcomes: Outcomes) -> None:
-    assert "max |update - update of the mean| = 0, replicas equal (sha256 " in outcomes[0]["right"]
+    assert "max |gradient - mean| = 0 of the largest, replicas equal (sha256 " in outcomes[0]["right"]
 
 
 @pytest.mark.parametrize("case", ["inf_on_one_rank", "inf_while_accumulating"])

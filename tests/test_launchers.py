@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from launcher_variables import HOROVODRUN, HYDRA, MPIJOB, OPEN_MPI, OPENPAI, SBATCH, SRUN, TORCHRUN
 
 from hvdtrain.core.errors import ConfigError, LauncherError
-from hvdtrain.core.launchers import LAUNCHERS, meeting_point
+from hvdtrain.core.launchers import LAUNCHERS, Detected, detect, gpus_for, meeting_point
 from hvdtrain.core.slurm import first_host, port_of, tasks_per_node
-from hvdtrain.core.world import Detected, detect, gpus_for
 
 
 class TestDetect:

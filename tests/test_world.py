@@ -14,9 +14,10 @@ import pytest
 from harness import REPOSITORY, Result, clean_environment, run_ranks
 from launcher_variables import HOROVODRUN, TORCHRUN
 
-from hvdtrain.core import errors, world
+from hvdtrain.core import errors
+from hvdtrain.core.engines import Engine, SoloEngine
 from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, ReplicaError
-from hvdtrain.core.world import SoloEngine, World
+from hvdtrain.core.world import World
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -50,7 +51,7 @@ class TestSolo:
             World.solo().broadcast(1, root=1)
 
     def test_engine_protocol(self) -> None:
-        assert isinstance(SoloEngine(), world.Engine)
+        assert isinstance(SoloEngine(), Engine)
         assert SoloEngine().sum_floats([1, 2]) == [1.0, 2.0]
         with pytest.raises(ValueError, match="root"):
             SoloEngine().broadcast_bytes(None, 0)
@@ -77,6 +78,21 @@ def test_every_rank_is_asked_whether_it_agrees(odd: int) -> None:
     with pytest.raises(ReplicaError, match="batch must be the same") as caught:
         many.agree("batch", 7)
     assert f"rank {odd}: 8" in caught.value.came
+
+
+@pytest.mark.parametrize("odd", range(1, 5))
+def test_of_all_that_ranks_must_have_alike_the_first_that_differs_is_named(
+    odd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = {"lr": 0.1, "seed": 3, "batch": 8}
+    everybody: list[dict[str, object]] = [mine] * 5
+    monkeypatch.setattr(World, "gather", lambda _, obj: [type(obj)(its) for its in everybody])
+    World.solo().agree_all(mine, "{} differs", str)
+    everybody[odd] = {"seed": 4, "lr": 0.1, "more": 1}
+    with pytest.raises(ReplicaError, match="seed differs") as caught:
+        World.solo().agree_all(mine, "{} differs", lambda name: f"the same {name}")
+    assert caught.value.came.splitlines() == [f"rank {rank}: {4 if rank == odd else 3}" for rank in range(5)]
+    assert caught.value.remedy == "the same seed" and caught.value.shared
 
 
 class TestErrors:

@@ -1,44 +1,26 @@
-"""Who am I among the ranks: `init()` joins them, `World` is what programs hold and talk through.
+"""Who am I among the ranks: `World` is what programs hold and talk through.
 
 One process is a world of one (`SoloEngine`): programs never ask whether they are distributed.
 """
 
 from __future__ import annotations
 
-import atexit
-import importlib
+import hashlib
 import math
-import os
 import pickle
-import random
-import socket
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
-from hvdtrain.core.engines import Engine, SoloEngine, choose_engine
-from hvdtrain.core.errors import (
-    ConfigError,
-    HvdtrainError,
-    LauncherError,
-    MainRankError,
-    ReplicaError,
-    build_horovod_command,
-    exit_with,
-    install_command,
-)
+from hvdtrain.core.engines import Engine, SoloEngine
+from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, ReplicaError
 from hvdtrain.core.in_step.meeting import BARRIER, END, OFF, Tracker
-from hvdtrain.core.in_step.watch import after_s, listen, start
-from hvdtrain.core.launchers import ALONE, Detected, detect, gpus_for
-from hvdtrain.core.version import __version__
-
-__all__ = ["Detected", "Engine", "SoloEngine", "World", "current", "detect", "gpus_for", "init"]
+from hvdtrain.core.launchers import ALONE, Detected
 
 T = TypeVar("T")
-EngineT = TypeVar("EngineT", bound=Engine, covariant=True)  # an adapter's own, which carries tensors
+EngineT = TypeVar("EngineT", bound=Engine)  # an adapter's own, which carries tensors
 
 
 @dataclass(frozen=True)
@@ -75,7 +57,24 @@ class World(Generic[EngineT]):
     @classmethod
     def solo(cls, *, seed: int = 0) -> World:
         """Return a world of one that needs no framework; for tools and tests."""
-        return _world_of(SoloEngine(), ALONE, seed=seed, node=0)
+        return World.on(SoloEngine(), ALONE, seed=seed, node=0)
+
+    @classmethod
+    def on(cls, comm: EngineT, detected: Detected, *, seed: int, node: int, tracker: Tracker = OFF) -> World[EngineT]:
+        """Return the world of an engine whose ranks have met, by `node`, the index of this host."""
+        return World(
+            rank=comm.rank,
+            size=comm.size,
+            local_rank=comm.local_rank,
+            local_size=comm.local_size,
+            node=node,
+            launcher=detected.launcher,
+            engine=comm.name,
+            devices=tuple(comm.devices),
+            seed=seed,
+            comm=comm,
+            tracker=tracker,
+        )
 
     def in_step(self, kind: str, key: object = "", *, value: float | None = None) -> AbstractContextManager[float]:
         """Return a context that every rank enters together, for what is collective; entering it is collective.
@@ -130,7 +129,7 @@ class World(Generic[EngineT]):
         reports = self.gather(({name: float(value) for name, value in values.items()}, float(weight)))
         if not all(math.isfinite(its_weight) and its_weight >= 0 for _, its_weight in reports):
             raise ReplicaError(
-                "weights of a mean must be finite and >= 0", _per_rank([w for _, w in reports]), shared=True
+                "weights of a mean must be finite and >= 0", per_rank([w for _, w in reports]), shared=True
             )
         live = [(its_values, its_weight) for its_values, its_weight in reports if its_weight > 0]
         names = _same_names([its_values for its_values, its_weight in reports if its_values or its_weight])
@@ -158,10 +157,35 @@ class World(Generic[EngineT]):
         if any(other != values[0] for other in values[1:]):
             raise ReplicaError(
                 f"{name} must be the same on every rank",
-                _per_rank(values),
+                per_rank(values),
                 f"give every rank the same {name}: same flags, same files, same seed",
                 shared=True,
             )
+
+    def agree_all(self, mine: Mapping[str, object], rule: str, remedy: Callable[[str], str]) -> None:
+        """Check that every rank has an equal mapping, of which only a digest travels where it has.
+
+        Args:
+            mine: what must be the same, by name, the most telling first.
+            rule: of the error, with {} for the name.
+            remedy: of the error, given the name.
+
+        Raises:
+            ReplicaError: on every rank, naming the first that differs, with each rank's value.
+        """
+        digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
+        if len(set(self.gather(digest))) == 1:
+            return
+        reports = self.gather(dict(mine))
+        for name in dict.fromkeys(name for report in reports for name in report):
+            values = [report.get(name, "absent") for report in reports]
+            if any(value != values[0] for value in values):
+                raise ReplicaError(
+                    rule.format(name),
+                    "\n".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
+                    remedy(name),
+                    shared=True,
+                )
 
     def on_main(self, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
         """Run `fn(*args, **kw)` on rank 0 and return its (picklable) result on every rank.
@@ -202,13 +226,12 @@ class World(Generic[EngineT]):
 
     def _leave(self) -> None:
         """Leave the ranks when all have come to their end."""
-        global _current
         with self.in_step(END):
             pass
         self.tracker.leave()
         self.comm.shutdown()
         if _current is self:
-            _current = None
+            set_current(None)
 
 
 @dataclass(frozen=True)
@@ -248,11 +271,11 @@ def _fsum(values: Any) -> float:
 def _same_names(reports: Sequence[Mapping[str, float]]) -> list[str]:
     names = [sorted(report) for report in reports]
     if any(other != names[0] for other in names[1:]):
-        raise ReplicaError("every rank must report the same names", _per_rank(names), shared=True)
+        raise ReplicaError("every rank must report the same names", per_rank(names), shared=True)
     return list(reports[0]) if reports else []
 
 
-def _per_rank(values: Sequence[Any]) -> str:
+def per_rank(values: Sequence[Any]) -> str:
     """List values per rank, equal neighbours folded: "ranks 0-2: 0.1" / "rank 3: 0.2"."""
     lines = []
     start = 0
@@ -277,6 +300,12 @@ def current() -> World | None:
     return _current
 
 
+def set_current(world: World | None) -> None:
+    """Note the world that `init()` has joined; None: it was left."""
+    global _current
+    _current = world
+
+
 def given_or_current(world: World | None, framework: str) -> World:
     """Return the world given to an adapter, or that of the last `init()`.
 
@@ -291,169 +320,3 @@ def given_or_current(world: World | None, framework: str) -> World:
             f'with hvdtrain.init("{framework}") as world: ... around the program',
         )
     return found
-
-
-def init(
-    framework: Literal["torch", "keras"],
-    *,
-    engine: str = "auto",
-    device: str = "auto",
-    gpus_per_rank: int = 1,
-    seed: int = 0,
-) -> World:
-    """Join the ranks the launcher started; pin this rank's GPU(s); seed Python, numpy and the framework.
-
-    Args:
-        framework: whose adapter carries the data.
-        engine: "auto" is "solo" for one process without a launcher, else "horovod", or "ddp" where the launcher cannot
-            start Horovod (torchrun, OpenPAI). `hvdtrain.core.engines.ENGINES` lists them all.
-        device: "auto" takes GPUs where there are any, "cpu" none, "cuda" insists.
-        gpus_per_rank: how many GPUs a rank uses (with "dataparallel" on a CPU: into how many pieces it cuts a batch).
-        seed: the same on every rank.
-
-    Returns:
-        The world; use it as a context manager, so that a clean end shuts the engine down.
-
-    Raises:
-        LauncherError: launcher variables are incomplete, the launcher cannot drive the engine, Horovod is
-            missing, or the engine sees another world than the launcher.
-        ConfigError: an argument is wrong, the framework has no such engine, or is not installed.
-        ReplicaError: ranks run different versions of hvdtrain, or with different seeds.
-    """
-    global _current
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError('device must be "auto", "cpu" or "cuda"', f"device={device!r}")
-    if isinstance(gpus_per_rank, bool) or not isinstance(gpus_per_rank, int) or gpus_per_rank < 1:
-        raise ConfigError("gpus_per_rank must be a whole number >= 1", f"gpus_per_rank={gpus_per_rank!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
-    detected = detect(os.environ)
-    after_s(os.environ)  # a variable that rank 0 alone reads later is refused on all ranks
-    _check_framework(framework)
-    chosen = choose_engine(engine, detected, framework)
-    attach = _adapter(framework)
-    if _current is not None:  # all ranks come again, or none
-        with _current.in_step("hvdtrain.init"):
-            pass
-    _seed_everything(seed)
-    try:
-        comm = attach(detected, engine=chosen, device=device, gpus_per_rank=gpus_per_rank, seed=seed)
-    except ImportError as error:
-        raise _import_error(error, framework) from error
-    _check_engine(detected, comm)
-    if _current is not None:
-        _current.tracker.close()
-    node, tracker = _meet(comm, framework, seed, detected)
-    _current = _world_of(comm, detected, seed=seed, node=node, tracker=tracker)
-    if comm.size > 1:
-        atexit.register(_leave_at_exit, _current, os.getpid())
-    return _current
-
-
-def _leave_at_exit(world: World, pid: int) -> None:
-    """At the end of a program that has not left its world: wait for the other ranks, or tell that they are elsewhere.
-
-    Without it the engine would go down under ranks that still talk. A program that failed has said why.
-    """
-    if _current is not world or os.getpid() != pid or getattr(sys, "last_value", None) is not None:
-        return
-    try:
-        with world.in_step(END):
-            pass
-        world.tracker.leave()
-    except ReplicaError as error:
-        exit_with("hvdtrain", error, world.rank)
-    except HvdtrainError:
-        return  # the engine is down, which the rank that ended first has explained
-
-
-def _check_framework(framework: str) -> None:
-    if framework not in ("torch", "keras"):
-        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
-
-
-def _adapter(framework: str) -> Callable[..., Engine]:
-    """Return `attach` of the framework's adapter; the only place where a framework's name is looked up."""
-    try:
-        return importlib.import_module(f"hvdtrain.{framework}.engine").attach
-    except Exception as error:
-        raise _import_error(error, framework) from error
-
-
-def _import_error(error: Exception, framework: str) -> Exception:
-    """Return the error to raise instead: with the remedy where the cause is a package; else `error` itself."""
-    missing = (error.name or str(error)) if isinstance(error, ModuleNotFoundError) else ""
-    what = f"no module {missing!r}" if missing else f"{type(error).__name__}: {error}"
-    came = f"{what} in {sys.executable} on {socket.gethostname()}"
-    if missing.startswith("hvdtrain."):
-        return ConfigError(f"this hvdtrain {__version__} must have an adapter for {framework}", what)
-    if missing and missing.split(".")[0] != "horovod":
-        return ConfigError(f"the {framework} adapter needs {missing}", came, install_command(framework))
-    # an extension that was not built, or for other frameworks: ImportError, OSError or TensorFlow's NotFoundError
-    if missing or (not isinstance(error, HvdtrainError) and "horovod" in str(error).lower()):
-        return LauncherError(
-            "Horovod must be installed on every rank, built for this Python and its frameworks",
-            came,
-            build_horovod_command(),
-        )
-    return error
-
-
-def _seed_everything(seed: int) -> None:
-    import numpy
-
-    random.seed(seed)
-    numpy.random.seed(seed)
-
-
-def _check_engine(detected: Detected, comm: Engine) -> None:
-    """Refuse a world in which launcher and engine disagree: each rank training alone looks just like training."""
-    if (comm.rank, comm.size) == (detected.rank, detected.size):
-        return
-    remedy = {
-        "srun": "start the ranks with `srun --mpi=pmix` (or pmi2), with a Horovod built with that MPI",
-        "mpirun": f"rebuild Horovod with the MPI of this mpirun: {build_horovod_command()}",
-        "mpijob": f"rebuild Horovod with the MPI of this image: {build_horovod_command()}",
-    }.get(
-        detected.launcher,
-        "unset variables left over from another launcher, and start again through one launcher",
-    )
-    raise LauncherError(
-        "the launcher and the engine must see the same world",
-        f"{detected.launcher} says rank {detected.rank} of {detected.size},"
-        f" {comm.name} says rank {comm.rank} of {comm.size}",
-        remedy,
-    )
-
-
-def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[int, Tracker]:
-    """Have every rank introduce itself; return the index of this rank's host, and what keeps the ranks in step.
-
-    The first collective of the job: what must not differ is compared before anything is trained. Hosts are numbered
-    in the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.
-    """
-    listener, where = listen(detected, os.environ) if comm.rank == 0 and comm.size > 1 else (None, None)
-    card = (socket.gethostname(), __version__, framework, seed, where)
-    cards = [pickle.loads(data) for data in comm.allgather_bytes(pickle.dumps(card))]
-    for position, name in ((1, "version of hvdtrain"), (2, "framework"), (3, "seed")):
-        values = [card[position] for card in cards]
-        if any(value != values[0] for value in values):
-            raise ReplicaError(f"the {name} must be the same on every rank", _per_rank(values), shared=True)
-    hosts = list(dict.fromkeys(card[0] for card in cards))
-    return hosts.index(socket.gethostname()), start(comm.rank, comm.size, cards[0][4], listener)
-
-
-def _world_of(comm: Engine, detected: Detected, *, seed: int, node: int, tracker: Tracker = OFF) -> World:
-    return World(
-        rank=comm.rank,
-        size=comm.size,
-        local_rank=comm.local_rank,
-        local_size=comm.local_size,
-        node=node,
-        launcher=detected.launcher,
-        engine=comm.name,
-        devices=tuple(comm.devices),
-        seed=seed,
-        comm=comm,
-        tracker=tracker,
-    )

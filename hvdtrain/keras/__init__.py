@@ -23,12 +23,12 @@ import keras
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
+from hvdtrain.core.proof import Proof
 from hvdtrain.core.sharding import Plan
 from hvdtrain.core.world import World
 from hvdtrain.keras import averaging, fit, fit_callbacks, reduce, start
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import model_state
-from hvdtrain.keras.checks.average import Proof
 from hvdtrain.keras.checks.replicas import fingerprint
 from hvdtrain.keras.data import Batches, batches, evaluate
 from hvdtrain.keras.session import (
@@ -201,7 +201,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     found = session_of(model) or session_of(model.optimizer)
     session = found if found is not None else Session(world_or_current(world))
     if session.alone:
-        return Proof(1, len(model.trainable_variables), 0.0, 0.0, None, 0.0)
+        return Proof(1, len(model.trainable_variables))
     with BACKEND.eager():
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras import rng
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas
@@ -67,22 +67,16 @@ def check_agreement(model: keras.Model, session: Session) -> None:
     Raises:
         ReplicaError: on every rank, naming the first setting that differs, with each rank's value.
     """
-    reports = [flatten(report) for report in session.world.gather(_settings(model, session))]
-    for key in sorted({key for report in reports for key in report}, key=_importance):
-        values = [report.get(key, "absent") for report in reports]
-        if any(value != values[0] for value in values):
-            raise ReplicaError(
-                f"every rank must train with the same {key}",
-                "\n".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
-                "scale the learning rate by the number of ranks, not by the rank; hvdtrain.LR does it for you"
-                if "learning_rate" in key
-                else "give all ranks the same value: same flags, same code path",
-                shared=True,
-            )
-
-
-def _importance(key: str) -> tuple[int, str]:
-    return (0 if "learning_rate" in key else 1, key)
+    settings = flatten(_settings(model, session))
+    session.world.agree_all(
+        {key: settings[key] for key in sorted(settings, key=lambda key: ("learning_rate" not in key, key))},
+        "every rank must train with the same {}",
+        lambda key: (
+            "scale the learning rate by the number of ranks, not by the rank; hvdtrain.LR does it for you"
+            if "learning_rate" in key
+            else "give all ranks the same value: same flags, same code path"
+        ),
+    )
 
 
 def _settings(model: keras.Model, session: Session) -> dict[str, Any]:

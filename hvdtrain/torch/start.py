@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.core.errors import ReplicaError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World
-from hvdtrain.torch import staged as _staged
+from hvdtrain.torch import staged as stages
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.base import Staged
 from hvdtrain.torch.session import Options
@@ -44,7 +43,7 @@ def signature(
     for name, buffer in module.named_buffers():
         found[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     if staged is not None:
-        found |= _staged.signature(staged)
+        found |= stages.signature(staged)
     found["loader"] = "none" if data is None else f"{data.samples} samples, per_rank_batch {data.per_rank_batch}"
     found["torch"] = torch.__version__
     return found
@@ -65,19 +64,11 @@ def check_agreement(mine: Mapping[str, str], world: World) -> None:
     Raises:
         ReplicaError: on every rank, naming the first thing that differs, with each rank's value.
     """
-    digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
-    if len(set(world.gather(digest))) == 1:
-        return
-    reports = world.gather(dict(mine))
-    for key in dict.fromkeys(key for report in reports for key in report):
-        values = [report.get(key, "absent") for report in reports]
-        if any(value != values[0] for value in values):
-            raise ReplicaError(
-                f"every rank must train the same: {key} differs",
-                "\n".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
-                next((remedy for end, remedy in _REMEDIES.items() if key.endswith(end)), _REMEDY),
-                shared=True,
-            )
+    world.agree_all(
+        mine,
+        "every rank must train the same: {} differs",
+        lambda name: next((remedy for end, remedy in _REMEDIES.items() if name.endswith(end)), _REMEDY),
+    )
 
 
 def broadcast_state(module: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:

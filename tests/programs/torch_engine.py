@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.core.engines import SoloEngine
-from hvdtrain.core.world import Detected, Engine
+from hvdtrain.core.engines import Engine, SoloEngine
+from hvdtrain.core.launchers import Detected
 
 BLIND = False
 

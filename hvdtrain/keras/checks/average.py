@@ -12,13 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 
 from hvdtrain.core.errors import ReplicaError
+from hvdtrain.core.proof import Proof
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.reduce import overwrites
@@ -27,35 +27,6 @@ from hvdtrain.keras.session import HOOKS, Session, is_hooked, is_stock, leaves_o
 # A power of two, so that a step along a coarse gradient is exact in every dtype.
 _RATE = 2.0**-6
 _TOLERANCE = 1e-6  # of the largest step: an optimizer's own averaging may round differently than Horovod's
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What ``verify`` found.
-
-    Attributes:
-        ranks, variables: how many took part.
-        largest_difference: max over variables and ranks of |update - update of the mean gradient|.
-        largest_step: max |update| itself, for scale.
-        sha256: fingerprint of the weights, equal on all ranks (None in a world of one).
-        seconds: wall time.
-    """
-
-    ranks: int
-    variables: int
-    largest_difference: float
-    largest_step: float
-    sha256: str | None
-    seconds: float
-
-    def __str__(self) -> str:
-        if self.ranks == 1:
-            return "averaging: nothing to prove, 1 rank"
-        return (
-            f"averaging proven: {self.ranks} ranks, {self.variables} variables, "
-            f"max |update - update of the mean| = {self.largest_difference:.3g}, "
-            f"replicas equal (sha256 {str(self.sha256)[:12]}), {self.seconds:.2f} s"
-        )
 
 
 def prove(model: keras.Model, session: Session) -> Proof:
@@ -84,7 +55,8 @@ def prove(model: keras.Model, session: Session) -> Proof:
     difference = _largest(averaged, mean)
     own = _largest(averaged, alone)
     reports = world.gather((step, difference, own))
-    tolerance = _TOLERANCE * max(max(step for step, _, _ in reports), np.finfo(np.float64).tiny)
+    largest = max(max(step for step, _, _ in reports), np.finfo(np.float64).tiny)
+    tolerance = _TOLERANCE * largest
     if not all(np.isfinite(d) and d <= tolerance for _, d, _ in reports):
         raise _not_averaged(model, [d for _, d, _ in reports], [o for _, _, o in reports], tolerance)
     if max(_largest_gap(mean, alone, world), 0.0) <= tolerance:
@@ -94,10 +66,8 @@ def prove(model: keras.Model, session: Session) -> Proof:
             "prepare(model, verify=False) if that is meant",
             shared=True,
         )
-    return Proof(
-        world.size, len(variables), max(d for _, d, _ in reports), max(s for s, _, _ in reports),
-        replicas.fingerprint(model), time.perf_counter() - started,
-    )  # fmt: skip
+    difference = max(gap for _, gap, _ in reports) / largest
+    return Proof(world.size, len(variables), difference, replicas.fingerprint(model), time.perf_counter() - started)
 
 
 @contextmanager

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.proof import Proof
 from hvdtrain.core.world import World
 from hvdtrain.torch.checks import replicas
 from hvdtrain.torch.model import Model
@@ -24,33 +24,6 @@ from hvdtrain.torch.shell import LARGEST, Probe, pattern, trainable
 
 # of the mean's largest value; the patterns are exact in every type, their products with weights are rounded once
 _TOLERANCE = {None: 1e-5, "fp16": 4e-3, "bf16": 4e-2}
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What `verify` found.
-
-    Attributes:
-        ranks, parameters: how many took part.
-        largest_difference: max over parameters and ranks of |gradient - mean gradient|, as part of the largest mean.
-        sha256: fingerprint of the model, equal on all ranks (None in a world of one).
-        seconds: wall time.
-    """
-
-    ranks: int
-    parameters: int
-    largest_difference: float
-    sha256: str | None
-    seconds: float
-
-    def __str__(self) -> str:
-        if self.ranks == 1:
-            return "averaging: nothing to prove, 1 rank"
-        return (
-            f"averaging proven: {self.ranks} ranks, {self.parameters} parameters, max |gradient - mean| ="
-            f" {self.largest_difference:.3g} of the largest, replicas equal (sha256 {str(self.sha256)[:12]}),"
-            f" {self.seconds:.2f} s"
-        )
 
 
 def verify(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | None = None) -> Proof:
@@ -90,7 +63,7 @@ def prove(session: Session) -> Proof:
     started, world = time.perf_counter(), session.world
     parameters = trainable(session.module)
     if world.size == 1:
-        return Proof(1, len(parameters), 0.0, None, 0.0)
+        return Proof(1, len(parameters))
     session.gradients.refuse_in_update()
     for parameter in parameters:  # of the last update
         parameter.grad = None

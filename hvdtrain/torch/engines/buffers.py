@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.core.errors import ReplicaError
 from hvdtrain.core.same_data import is_statistic
 from hvdtrain.core.world import World
 from hvdtrain.torch.checks.replicas import checksums
@@ -33,18 +32,11 @@ def synchronize(model: nn.Module, world: World) -> None:
         return
     buffers = dict(unwrap(model).named_buffers())
     kinds = {name: f"{tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()}
-    reports = world.gather((kinds, checksums(buffers)))
-    for name in dict.fromkeys(name for kinds, _ in reports for name in kinds):
-        found = [kinds.get(name, "absent") for kinds, _ in reports]
-        if len(set(found)) > 1:
-            raise ReplicaError(
-                f"every rank must have the same buffers: {name} differs",
-                "\n".join(f"rank {rank}: {kind}" for rank, kind in enumerate(found)),
-                "give buffers a shape that does not depend on the rank's own samples",
-                shared=True,
-            )
+    remedy = "give buffers a shape that does not depend on the rank's own samples"
+    world.agree_all(kinds, "every rank must have the same buffers: {} differs", lambda _: remedy)
+    reports = world.gather(checksums(buffers))
     # the mean of equal values can be off by a rounding, so what is equal is left alone
-    differ = [name for name in buffers if any(sums[name] != reports[0][1][name] for _, sums in reports)]
+    differ = [name for name in buffers if any(sums[name] != reports[0][name] for sums in reports)]
     statistics = [name for name in differ if is_statistic(name) and buffers[name].is_floating_point()]
     with torch.no_grad():
         average_([buffers[name] for name in statistics], world)

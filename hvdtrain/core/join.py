@@ -1,0 +1,180 @@
+"""`init()` joins the ranks that a launcher started: who they are is read, the engine started, and all meet."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import pickle
+import random
+import socket
+import sys
+from collections.abc import Callable
+from typing import Literal
+
+from hvdtrain.core.engines import Engine, choose_engine
+from hvdtrain.core.errors import (
+    ConfigError,
+    HvdtrainError,
+    LauncherError,
+    ReplicaError,
+    build_horovod_command,
+    exit_with,
+    install_command,
+)
+from hvdtrain.core.in_step.meeting import END, Tracker
+from hvdtrain.core.in_step.watch import after_s, listen, start
+from hvdtrain.core.launchers import Detected, detect
+from hvdtrain.core.version import __version__
+from hvdtrain.core.world import World, current, per_rank, set_current
+
+
+def init(
+    framework: Literal["torch", "keras"],
+    *,
+    engine: str = "auto",
+    device: str = "auto",
+    gpus_per_rank: int = 1,
+    seed: int = 0,
+) -> World:
+    """Join the ranks the launcher started; pin this rank's GPU(s); seed Python, numpy and the framework.
+
+    Args:
+        framework: whose adapter carries the data.
+        engine: "auto" is "solo" for one process without a launcher, else "horovod", or "ddp" where the launcher cannot
+            start Horovod (torchrun, OpenPAI). `hvdtrain.core.engines.ENGINES` lists them all.
+        device: "auto" takes GPUs where there are any, "cpu" none, "cuda" insists.
+        gpus_per_rank: how many GPUs a rank uses (with "dataparallel" on a CPU: into how many pieces it cuts a batch).
+        seed: the same on every rank.
+
+    Returns:
+        The world; use it as a context manager, so that a clean end shuts the engine down.
+
+    Raises:
+        LauncherError: launcher variables are incomplete, the launcher cannot drive the engine, Horovod is
+            missing, or the engine sees another world than the launcher.
+        ConfigError: an argument is wrong, the framework has no such engine, or is not installed.
+        ReplicaError: ranks run different versions of hvdtrain, or with different seeds.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError('device must be "auto", "cpu" or "cuda"', f"device={device!r}")
+    if isinstance(gpus_per_rank, bool) or not isinstance(gpus_per_rank, int) or gpus_per_rank < 1:
+        raise ConfigError("gpus_per_rank must be a whole number >= 1", f"gpus_per_rank={gpus_per_rank!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
+    detected = detect(os.environ)
+    after_s(os.environ)  # a variable that rank 0 alone reads later is refused on all ranks
+    _check_framework(framework)
+    chosen = choose_engine(engine, detected, framework)
+    attach = _adapter(framework)
+    earlier = current()
+    if earlier is not None:  # all ranks come again, or none
+        with earlier.in_step("hvdtrain.init"):
+            pass
+    _seed_everything(seed)
+    try:
+        comm = attach(detected, engine=chosen, device=device, gpus_per_rank=gpus_per_rank, seed=seed)
+    except ImportError as error:
+        raise _import_error(error, framework) from error
+    _check_engine(detected, comm)
+    if earlier is not None:
+        earlier.tracker.close()
+    node, tracker = _meet(comm, framework, seed, detected)
+    world = World.on(comm, detected, seed=seed, node=node, tracker=tracker)
+    set_current(world)
+    if comm.size > 1:
+        atexit.register(_leave_at_exit, world, os.getpid())
+    return world
+
+
+def _leave_at_exit(world: World, pid: int) -> None:
+    """At the end of a program that has not left its world: wait for the other ranks, or tell that they are elsewhere.
+
+    Without it the engine would go down under ranks that still talk. A program that failed has said why.
+    """
+    if current() is not world or os.getpid() != pid or getattr(sys, "last_value", None) is not None:
+        return
+    try:
+        with world.in_step(END):
+            pass
+        world.tracker.leave()
+    except ReplicaError as error:
+        exit_with("hvdtrain", error, world.rank)
+    except HvdtrainError:
+        return  # the engine is down, which the rank that ended first has explained
+
+
+def _check_framework(framework: str) -> None:
+    if framework not in ("torch", "keras"):
+        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
+
+
+def _adapter(framework: str) -> Callable[..., Engine]:
+    """Return `attach` of the framework's adapter; the only place where a framework's name is looked up."""
+    try:
+        return importlib.import_module(f"hvdtrain.{framework}.engine").attach
+    except Exception as error:
+        raise _import_error(error, framework) from error
+
+
+def _import_error(error: Exception, framework: str) -> Exception:
+    """Return the error to raise instead: with the remedy where the cause is a package; else `error` itself."""
+    missing = (error.name or str(error)) if isinstance(error, ModuleNotFoundError) else ""
+    what = f"no module {missing!r}" if missing else f"{type(error).__name__}: {error}"
+    came = f"{what} in {sys.executable} on {socket.gethostname()}"
+    if missing.startswith("hvdtrain."):
+        return ConfigError(f"this hvdtrain {__version__} must have an adapter for {framework}", what)
+    if missing and missing.split(".")[0] != "horovod":
+        return ConfigError(f"the {framework} adapter needs {missing}", came, install_command(framework))
+    # an extension that was not built, or for other frameworks: ImportError, OSError or TensorFlow's NotFoundError
+    if missing or (not isinstance(error, HvdtrainError) and "horovod" in str(error).lower()):
+        return LauncherError(
+            "Horovod must be installed on every rank, built for this Python and its frameworks",
+            came,
+            build_horovod_command(),
+        )
+    return error
+
+
+def _seed_everything(seed: int) -> None:
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def _check_engine(detected: Detected, comm: Engine) -> None:
+    """Refuse a world in which launcher and engine disagree: each rank training alone looks just like training."""
+    if (comm.rank, comm.size) == (detected.rank, detected.size):
+        return
+    remedy = {
+        "srun": "start the ranks with `srun --mpi=pmix` (or pmi2), with a Horovod built with that MPI",
+        "mpirun": f"rebuild Horovod with the MPI of this mpirun: {build_horovod_command()}",
+        "mpijob": f"rebuild Horovod with the MPI of this image: {build_horovod_command()}",
+    }.get(
+        detected.launcher,
+        "unset variables left over from another launcher, and start again through one launcher",
+    )
+    raise LauncherError(
+        "the launcher and the engine must see the same world",
+        f"{detected.launcher} says rank {detected.rank} of {detected.size},"
+        f" {comm.name} says rank {comm.rank} of {comm.size}",
+        remedy,
+    )
+
+
+def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[int, Tracker]:
+    """Have every rank introduce itself; return the index of this rank's host, and what keeps the ranks in step.
+
+    The first collective of the job: what must not differ is compared before anything is trained. Hosts are numbered
+    in the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.
+    """
+    listener, where = listen(detected, os.environ) if comm.rank == 0 and comm.size > 1 else (None, None)
+    card = (socket.gethostname(), __version__, framework, seed, where)
+    cards = [pickle.loads(data) for data in comm.allgather_bytes(pickle.dumps(card))]
+    for position, name in ((1, "version of hvdtrain"), (2, "framework"), (3, "seed")):
+        values = [card[position] for card in cards]
+        if any(value != values[0] for value in values):
+            raise ReplicaError(f"the {name} must be the same on every rank", per_rank(values), shared=True)
+    hosts = list(dict.fromkeys(card[0] for card in cards))
+    return hosts.index(socket.gethostname()), start(comm.rank, comm.size, cards[0][4], listener)
