@@ -21,8 +21,8 @@ from harness import REPOSITORY, clean_environment, run_ranks
 from limits import Limit
 
 from hvdtrain import LR, ConfigError, RunLog, World
-from hvdtrain.runs.log import EVENT_EVERY_S, _Window, read_events, read_run, run_status
-from hvdtrain.runs.log_files import plain, to_json, write_json
+from hvdtrain.runs.log import read_events, read_run, run_status
+from hvdtrain.runs.log_files import EVENT_EVERY_S, Window, plain, to_json, write_json
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -441,7 +441,7 @@ class TestRanks:
 
 
 def test_throughput_counts_the_steps_and_not_what_lies_between_them():
-    window = _Window()
+    window = Window()
     window._since -= 1000.0  # a long validation before this step
     window.add({"step": 1}, 0.5, 64, {"between": 0.5, "step": 1.5})
     assert window.take()["samples_per_s"] == 32.0
@@ -451,7 +451,7 @@ def test_throughput_counts_the_steps_and_not_what_lies_between_them():
 
 
 def test_micro_batches_of_an_update_are_one_step_and_their_time_counts():
-    window = _Window()
+    window = Window()
     position = {"step": 1, "epoch": 0, "samples_seen": 64, "lr": 0.1}
     window._due = 0.0  # an event would be due at once
     assert not window.add(position, None, 0, {"forward": 0.5}), "no update is complete"

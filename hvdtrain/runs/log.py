@@ -12,19 +12,40 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
+import socket
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.restart import job_of
 from hvdtrain.core.world import World
-from hvdtrain.runs.log_files import RunWriter, read_events, read_run
+from hvdtrain.runs.log_files import (
+    Line,
+    ScalarWriter,
+    Window,
+    available,
+    effective_batch,
+    end_last_line,
+    fate,
+    lock,
+    now,
+    plain,
+    read_events,
+    read_run,
+    to_json,
+    write_json,
+)
 
 __all__ = ["RunLog", "read_events", "read_run", "run_status"]
 
-# steps that end within this time share one event and one refresh of the progress line
-EVENT_EVERY_S = 0.1
+# what reached the operating system survives a killed process
+FLUSH_EVERY_S = 1.0
+_TOLD_VERSIONS = ("hvdtrain", "horovod", "numpy", "torch", "tensorflow", "tensorflow-cpu", "keras")
 
 
 class RunLog:
@@ -56,30 +77,78 @@ class RunLog:
     ) -> None:
         self.run_dir = Path(run_dir)
         self.world = world
-        self._writer: RunWriter | None = None
-        self._window = _Window()
+        self._run: dict[str, Any] = {}  # what run.json holds; on rank 0, as are all files
+        self._lock: TextIO | None = None
+        self._events: TextIO | None = None
+        self._board: ScalarWriter | None = None
+        self._line: Line | None = None
+        self._last_flush = 0.0
+        self._warned = False
+        self._window = Window()
         self._phase_totals: dict[str, float] = {}
         world.on_main(self._open, dict(config), resume, progress, tensorboard)
 
     def _open(self, config: dict[str, Any], resume: bool, progress: bool, tensorboard: bool) -> None:
         try:
-            self._writer = RunWriter(self.run_dir, resume)
-            self._writer.start(self.world, config, progress=progress, tensorboard=tensorboard)
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.run_dir)
+            self._begin(config, self._earlier(resume))
+            self._line = Line(config.get("total_samples")) if progress else None
+            if tensorboard and available():
+                self._board = ScalarWriter(self.run_dir / "tensorboard")
+            elif tensorboard and progress:
+                print("no TensorBoard scalars: the package tensorboard is not installed", flush=True)
         except OSError as error:
-            self._abandon()
+            self._close()
             raise ConfigError(
                 "the run directory must be a directory that this user can write",
                 f"{self.run_dir}: {error.strerror or error}",
                 "give another run directory, or make room and rights for this one",
             ) from error
         except BaseException:
-            self._abandon()
+            self._close()
             raise
 
-    def _abandon(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def _earlier(self, resume: bool) -> dict[str, Any]:
+        earlier = read_run(self.run_dir)
+        if earlier is not None and not resume:
+            raise ConfigError(
+                "a run directory holds one run",
+                f"{self.run_dir} holds a run from {earlier.get('started')}, {fate(earlier)}",
+                "give another run directory, or resume this run (--resume)",
+            )
+        return earlier or {}
+
+    def _begin(self, config: dict[str, Any], earlier: dict[str, Any]) -> None:
+        world = self.world
+        attempts = list(earlier.get("attempts", []))
+        attempts.append(
+            {"started": now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname(),
+             "job": job_of(os.environ)}
+        )  # fmt: skip
+        self._run = plain(
+            {
+                "format": 1,
+                "status": "running",
+                "started": earlier.get("started", attempts[-1]["started"]),
+                "ended": None,
+                "versions": {"python": platform.python_version()} | stats.versions(*_TOLD_VERSIONS),
+                "launcher": world.launcher,
+                "world": {"size": world.size, "local_size": world.local_size, "engine": world.engine,
+                          "devices": world.devices, "seed": world.seed},
+                "effective_batch": effective_batch(config, world.size),
+                "lr": config.get("lr"),
+                "config": config,
+                "result": earlier.get("result", {}),
+                "error": None,
+                "attempts": attempts,
+            }
+        )  # fmt: skip
+        write_json(self.run_dir / "run.json", self._run)
+        end_last_line(self.run_dir / "events.jsonl")
+        self._events = open(self.run_dir / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
+        was = {"earlier_status": fate(earlier)} if earlier else {}
+        self.event("resume" if earlier else "start", size=world.size, config=config, **was)
 
     def path(self, *parts: str) -> Path:
         """Return a path within the run directory (the same on every rank; made by whoever writes there)."""
@@ -87,8 +156,18 @@ class RunLog:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one event; rank 0 only, a no-op elsewhere."""
-        if self._writer is not None:
-            self._writer.event(kind, fields)
+        if self._events is not None:
+            self._guarded(self._write_event, kind, fields)
+
+    def _write_event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        assert self._events is not None
+        self._events.write(to_json({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n")
+        since = time.monotonic()
+        if kind != "step" or since - self._last_flush >= FLUSH_EVERY_S:
+            self._events.flush()
+            if self._board is not None:
+                self._board.flush()
+            self._last_flush = since
 
     def step(
         self,
@@ -113,11 +192,9 @@ class RunLog:
         """
         for phase, value in seconds.items():
             self._phase_totals[phase] = self._phase_totals.get(phase, 0.0) + value
-        if self._writer is None:
-            return
         position = {"step": step, "epoch": epoch, "samples_seen": samples_seen, "lr": lr}
-        if self._window.add(position, loss, samples, seconds):
-            self._writer.progress(self._window.take())
+        if self._events is not None and self._window.add(position, loss, samples, seconds):
+            self._end_window()
 
     def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:
         """Note the end of an epoch, with every rank's seconds by phase; collective: call it on every rank.
@@ -129,26 +206,61 @@ class RunLog:
         """
         per_rank = self.world.gather(self._phase_totals)
         self._phase_totals = {}
-        if self._writer is not None:
-            self._end_window()
-            self._writer.epoch(epoch, metrics, seconds, per_rank)
+        self._end_window()
+        self.event("epoch", epoch=epoch, metrics=dict(metrics), seconds=seconds, ranks=per_rank)
+        if self._line is not None:
+            self._line.epoch(epoch, metrics, seconds)
+        self._add_scalars({f"epoch/{name}": value for name, value in metrics.items()}, epoch)
 
     def _end_window(self) -> None:
         """Write the steps that no event has told of yet."""
-        if self._writer is not None and self._window.steps:
-            self._writer.progress(self._window.take())
+        if self._events is None or not self._window.steps:
+            return
+        fields = self._window.take()
+        self.event("step", **fields)
+        if self._line is not None:
+            self._line.show(fields)
+        self._add_scalars({f"train/{name}": fields[name] for name in ("loss", "lr", "samples_per_s")}, fields["step"])
+
+    def _add_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
+        if self._board is not None:
+            known = {name: float(value) for name, value in scalars.items() if value is not None}
+            self._guarded(self._board.add, known, step)
 
     def result(self, **fields: Any) -> None:
         """Merge `fields` into the result in run.json; rank 0 only, a no-op elsewhere."""
-        if self._writer is not None:
-            self._writer.update(result={**self._writer.run["result"], **fields})
+        if self._events is not None:
+            self._update(result={**self._run["result"], **fields})
+
+    def _update(self, **fields: Any) -> None:
+        self._run.update(plain(fields))
+        self._guarded(write_json, self.run_dir / "run.json", self._run)
 
     def finish(self, status: str = "finished", error: str | None = None) -> None:
         """Write how the run ended and let go of the directory; the second call does nothing."""
-        if self._writer is not None:
+        if self._events is not None:
             self._end_window()
-            self._writer.finish(status, error)
-            self._abandon()
+            self.event("end", status=status, error=error)
+            self._update(status=status, error=error, ended=now())
+            self._close()
+
+    def _guarded(self, write: Any, *args: Any) -> None:
+        """Write; what cannot be written (disk full, file server gone) is told once and does not end the training."""
+        try:
+            write(*args)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                print(f"hvdtrain: the run log in {self.run_dir} is incomplete: {error}", file=sys.stderr, flush=True)
+
+    def _close(self) -> None:
+        """Release files and lock; the lock last, so that the next run finds everything written."""
+        if self._line is not None:
+            self._line.close()
+        for resource in (self._board, self._events, self._lock):
+            if resource is not None:
+                self._guarded(resource.close)
+        self._line = self._board = self._events = self._lock = None
 
     def __enter__(self) -> RunLog:
         return self
@@ -160,50 +272,6 @@ class RunLog:
         else:
             assert exc_type is not None
             self.finish("failed", f"{exc_type.__name__}: {exc}")
-
-
-class _Window:
-    """Adds up steps until an event is due: always for a step that took EVENT_EVERY_S or more."""
-
-    def __init__(self) -> None:
-        self._since = self._due = time.perf_counter()
-        self._reset()
-
-    def _reset(self) -> None:
-        self.steps = 0
-        self._position: dict[str, Any] = {}
-        self._samples = 0
-        self._losses: list[float] = []
-        self._seconds: dict[str, float] = {}
-
-    def add(self, position: dict[str, Any], loss: float | None, samples: int, seconds: Mapping[str, float]) -> bool:
-        """Add one step; return whether an event is due. A micro-batch that completes no update has no samples, and
-        only its seconds count."""
-        self.steps += samples > 0 or loss is not None
-        self._position = position
-        self._samples += samples
-        if loss is not None:
-            self._losses.append(float(loss))
-        for phase, value in seconds.items():
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + float(value)
-        return self.steps > 0 and time.perf_counter() >= self._due
-
-    def take(self) -> dict[str, Any]:
-        """Return the fields of one event over the steps since the last, and begin anew."""
-        now = time.perf_counter()
-        # the steps' own time, where the caller measures it: validation and checkpoints lie between two windows
-        elapsed = sum(self._seconds.values()) or now - self._since
-        fields = {
-            **self._position,
-            "steps": self.steps,
-            "loss": sum(self._losses) / len(self._losses) if self._losses else None,
-            "samples": self._samples,
-            "samples_per_s": self._samples / max(elapsed, 1e-9),
-            "seconds": self._seconds,
-        }
-        self._since, self._due = now, now + EVENT_EVERY_S
-        self._reset()
-        return fields
 
 
 def run_status(run_dir: str | os.PathLike[str]) -> str | None:

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import math
 import os
-import platform
 import socket
 import sys
 import time
@@ -18,10 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.restart import job_of
-from hvdtrain.core.world import World
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -109,149 +105,56 @@ def plain(value: Any) -> Any:
 
 # without a terminal the progress is a line in a log: rarer
 LINE_EVERY_S = 5.0
-# what reached the operating system survives a killed process
-FLUSH_EVERY_S = 1.0
+# steps that end within this time share one event and one refresh of the progress line
+EVENT_EVERY_S = 0.1
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-_TOLD_VERSIONS = ("hvdtrain", "horovod", "numpy", "torch", "tensorflow", "tensorflow-cpu", "keras")
 
 
-class RunWriter:
-    """Holds a run directory and writes into it.
+class Window:
+    """Adds up steps until an event is due: always for a step that took EVENT_EVERY_S or more."""
 
-    Args:
-        run_dir: made if missing, and locked.
-        resume: whether a run may be there already.
+    def __init__(self) -> None:
+        self._since = self._due = time.perf_counter()
+        self._reset()
 
-    Raises:
-        ConfigError: in use, or another run is there.
-        OSError: cannot be written.
-    """
+    def _reset(self) -> None:
+        self.steps = 0
+        self._position: dict[str, Any] = {}
+        self._samples = 0
+        self._losses: list[float] = []
+        self._seconds: dict[str, float] = {}
 
-    def __init__(self, run_dir: Path, resume: bool) -> None:
-        self.run: dict[str, Any] = {}
-        self._dir = run_dir
-        self._lock: TextIO | None = None
-        self._events: TextIO | None = None
-        self._board: ScalarWriter | None = None
-        self._line: _Line | None = None
-        self._last_flush = 0.0
-        self._warned = False
-        run_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock = _lock(run_dir)
-            self._earlier = self._check_earlier(resume)
-        except BaseException:
-            self.close()
-            raise
+    def add(self, position: dict[str, Any], loss: float | None, samples: int, seconds: Mapping[str, float]) -> bool:
+        """Add one step; return whether an event is due. A micro-batch that completes no update has no samples, and
+        only its seconds count."""
+        self.steps += samples > 0 or loss is not None
+        self._position = position
+        self._samples += samples
+        if loss is not None:
+            self._losses.append(float(loss))
+        for phase, value in seconds.items():
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + float(value)
+        return self.steps > 0 and time.perf_counter() >= self._due
 
-    def _check_earlier(self, resume: bool) -> dict[str, Any] | None:
-        earlier = read_run(self._dir)
-        if earlier is not None and not resume:
-            raise ConfigError(
-                "a run directory holds one run",
-                f"{self._dir} holds a run from {earlier.get('started')}, {_fate(earlier)}",
-                "give another run directory, or resume this run (--resume)",
-            )
-        return earlier
-
-    def start(self, world: World, config: dict[str, Any], *, progress: bool, tensorboard: bool) -> None:
-        earlier = self._earlier or {}
-        attempts = list(earlier.get("attempts", []))
-        attempts.append(
-            {"started": _now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname(),
-             "job": job_of(os.environ)}
-        )  # fmt: skip
-        self.run = plain(
-            {
-                "format": 1,
-                "status": "running",
-                "started": earlier.get("started", attempts[-1]["started"]),
-                "ended": None,
-                "versions": {"python": platform.python_version()} | stats.versions(*_TOLD_VERSIONS),
-                "launcher": world.launcher,
-                "world": {"size": world.size, "local_size": world.local_size, "engine": world.engine,
-                          "devices": world.devices, "seed": world.seed},
-                "effective_batch": _effective_batch(config, world.size),
-                "lr": config.get("lr"),
-                "config": config,
-                "result": earlier.get("result", {}),
-                "error": None,
-                "attempts": attempts,
-            }
-        )  # fmt: skip
-        write_json(self._dir / "run.json", self.run)
-        end_last_line(self._dir / "events.jsonl")
-        self._events = open(self._dir / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
-        was = {"earlier_status": _fate(earlier)} if earlier else {}
-        self.event("resume" if earlier else "start", {"size": world.size, "config": config, **was})
-        self._line = _Line(config.get("total_samples")) if progress else None
-        if tensorboard and available():
-            self._board = ScalarWriter(self._dir / "tensorboard")
-        elif tensorboard and progress:
-            print("no TensorBoard scalars: the package tensorboard is not installed", flush=True)
-
-    def event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        self._guarded(self._write_event, kind, fields)
-
-    def _write_event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        assert self._events is not None
-        self._events.write(to_json({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n")
-        now = time.monotonic()
-        if kind != "step" or now - self._last_flush >= FLUSH_EVERY_S:
-            self._events.flush()
-            if self._board is not None:
-                self._board.flush()
-            self._last_flush = now
-
-    def progress(self, fields: dict[str, Any]) -> None:
-        self.event("step", fields)
-        if self._line is not None:
-            self._line.show(fields)
-        scalars = {f"train/{name}": fields[name] for name in ("loss", "lr", "samples_per_s")}
-        self._guarded(self._scalars, scalars, fields["step"])
-
-    def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float, per_rank: list[dict[str, float]]) -> None:
-        self.event("epoch", {"epoch": epoch, "metrics": dict(metrics), "seconds": seconds, "ranks": per_rank})
-        if self._line is not None:
-            self._line.epoch(epoch, metrics, seconds)
-        self._guarded(self._scalars, {f"epoch/{name}": value for name, value in metrics.items()}, epoch)
-
-    def _scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
-        if self._board is not None:
-            self._board.add({name: float(value) for name, value in scalars.items() if value is not None}, step)
-
-    def update(self, **fields: Any) -> None:
-        self.run.update(plain(fields))
-        self._guarded(write_json, self._dir / "run.json", self.run)
-
-    def finish(self, status: str, error: str | None) -> None:
-        self.event("end", {"status": status, "error": error})
-        self.update(status=status, error=error, ended=_now())
-
-    def _guarded(self, write: Any, *args: Any) -> None:
-        """Write; what cannot be written (disk full, file server gone) is told once and does not end the training."""
-        try:
-            write(*args)
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                print(
-                    f"hvdtrain: the run log in {self._dir} is incomplete: {error}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-    def close(self) -> None:
-        """Release files and lock; the lock last, so that the next run finds everything written."""
-        if self._line is not None:
-            self._line.close()
-        for resource in (self._board, self._events, self._lock):
-            if resource is not None:
-                self._guarded(resource.close)
-        self._line = self._board = self._events = self._lock = None
+    def take(self) -> dict[str, Any]:
+        """Return the fields of one event over the steps since the last, and begin anew."""
+        ended = time.perf_counter()
+        # the steps' own time, where the caller measures it: validation and checkpoints lie between two windows
+        elapsed = sum(self._seconds.values()) or ended - self._since
+        fields = {
+            **self._position,
+            "steps": self.steps,
+            "loss": sum(self._losses) / len(self._losses) if self._losses else None,
+            "samples": self._samples,
+            "samples_per_s": self._samples / max(elapsed, 1e-9),
+            "seconds": self._seconds,
+        }
+        self._since, self._due = ended, ended + EVENT_EVERY_S
+        self._reset()
+        return fields
 
 
-class _Line:
+class Line:
     """The progress line: tqdm on a terminal, else now and then a plain line."""
 
     def __init__(self, total_samples: int | None) -> None:
@@ -287,7 +190,7 @@ class _Line:
             self._bar.close()
 
 
-def _lock(run_dir: Path) -> TextIO:
+def lock(run_dir: Path) -> TextIO:
     """Take the run directory for this process; the kernel gives it back however the process ends."""
     descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     file = open(descriptor, "r+", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
@@ -306,17 +209,17 @@ def _lock(run_dir: Path) -> TextIO:
             file.close()
             raise
     file.truncate(0)
-    file.write(f"pid {os.getpid()} on {socket.gethostname()} since {_now()}\n")
+    file.write(f"pid {os.getpid()} on {socket.gethostname()} since {now()}\n")
     file.flush()
     return file
 
 
-def _fate(earlier: Mapping[str, Any]) -> str:
+def fate(earlier: Mapping[str, Any]) -> str:
     """Return how a run ended whose directory is locked by this process: if it says "running", it was killed."""
     return "killed" if earlier.get("status") == "running" else str(earlier.get("status"))
 
 
-def _effective_batch(config: Mapping[str, Any], size: int) -> int | None:
+def effective_batch(config: Mapping[str, Any], size: int) -> int | None:
     if "global_batch" in config:
         return config["global_batch"]
     if "per_rank_batch" in config:
@@ -324,7 +227,7 @@ def _effective_batch(config: Mapping[str, Any], size: int) -> int | None:
     return None
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
