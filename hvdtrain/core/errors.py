@@ -47,6 +47,12 @@ class HvdtrainError(RuntimeError):
         return "\n".join(lines)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a framework, or a library below it, had no memory left."""
+    by_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
+    return by_type or any(message in str(error) for message in OOM_MESSAGES)
+
+
 def install_command(*extras: str) -> str:
     """Return the command that installs the packages of these extras for the Python that runs this.
 

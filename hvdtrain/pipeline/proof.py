@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import ConfigError, is_out_of_memory
 from hvdtrain.pipeline.batchnorm import without_batch_statistics
 from hvdtrain.pipeline.comparison import Comparison, agrees, inner_loss, tolerance_of
 from hvdtrain.pipeline.microbatch import Weight, batch_size, cut, map_tensors, tensors_of
 from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
 from hvdtrain.pipeline.rng import Generators, differ
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
-from hvdtrain.pipeline.worker import StageError, is_out_of_memory
+from hvdtrain.pipeline.worker import StageError
 
 SAMPLES = 12  # that a loss is tried with
 _SPREAD = 5  # of them wherever they are; the others by their targets

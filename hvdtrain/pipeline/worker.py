@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.core.errors import OOM_MESSAGES, ConfigError, HvdtrainError
+from hvdtrain.core.errors import ConfigError, HvdtrainError, is_out_of_memory
 from hvdtrain.pipeline.batchnorm import Pooled
 from hvdtrain.pipeline.context import Context
 from hvdtrain.pipeline.devices import StageDevice
@@ -183,11 +183,6 @@ class Call:
             if is_out_of_memory(error)
             else "mend the model there, or the batch; this step's gradients are dropped, those of earlier steps kept",
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch, or a library below it, had no memory left."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(s in str(error) for s in OOM_MESSAGES)
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.torch.nested import map_tensors
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,7 +53,7 @@ class Precision:
 
     def outputs(self, out: Any) -> Any:
         """Gives the outputs of the model in float32: a loss is computed outside of autocast."""
-        return out if self.amp is None else _widened(out)
+        return out if self.amp is None else map_tensors(_widened, out)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to differentiate."""
@@ -120,11 +121,5 @@ def check_amp(amp: str | None) -> None:
         raise ConfigError('amp must be None, "bf16" or "fp16"', f"amp={amp!r}")
 
 
-def _widened(out: Any) -> Any:
-    if isinstance(out, Tensor):
-        return out.float() if out.dtype in (torch.bfloat16, torch.float16) else out
-    if isinstance(out, dict):
-        return type(out)({name: _widened(value) for name, value in out.items()})
-    if isinstance(out, tuple) and hasattr(out, "_fields"):
-        return type(out)(*map(_widened, out))
-    return type(out)(map(_widened, out)) if isinstance(out, (list, tuple)) else out
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

@@ -17,6 +17,7 @@ from hvdtrain.core.world import World
 from hvdtrain.torch import staged as stages
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.base import Staged
+from hvdtrain.torch.nested import map_tensors
 from hvdtrain.torch.session import Options
 
 
@@ -83,7 +84,12 @@ def broadcast_state(module: nn.Module, optimizer: torch.optim.Optimizer, world: 
 def _broadcast_optimizer(optimizer: torch.optim.Optimizer, world: World) -> None:
     """The structure as bytes, then the tensors: ranks need not have any state of their own yet."""
     tensors: list[Tensor] = []
-    skeleton = _without_tensors(optimizer.state_dict(), tensors) if world.is_main else None
+
+    def slot(tensor: Tensor) -> _Slot:
+        tensors.append(tensor)
+        return _Slot(len(tensors) - 1)
+
+    skeleton = map_tensors(slot, optimizer.state_dict()) if world.is_main else None
     shapes = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
     skeleton, shapes = world.broadcast((skeleton, shapes))
     if not shapes:
@@ -95,28 +101,11 @@ def _broadcast_optimizer(optimizer: torch.optim.Optimizer, world: World) -> None
         tensors = [torch.empty(s, dtype=t, device="cpu" if d == "cpu" else device) for s, t, d in shapes]
     buffers.broadcast_(tensors, world)
     if not world.is_main:
-        optimizer.load_state_dict(_with_tensors(skeleton, tensors))
+        optimizer.load_state_dict(map_tensors(tensors.__getitem__, skeleton, _Slot))
 
 
 class _Slot(int):
     """The place of a tensor, by its number."""
-
-
-def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _Slot(len(tensors) - 1)
-    if isinstance(value, dict):
-        return {key: _without_tensors(item, tensors) for key, item in value.items()}
-    return type(value)(_without_tensors(v, tensors) for v in value) if type(value) in (list, tuple) else value
-
-
-def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, _Slot):
-        return tensors[value]
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    return type(value)(_with_tensors(v, tensors) for v in value) if type(value) in (list, tuple) else value
 
 
 def split_streams(world: World, *words: object) -> None:

@@ -33,18 +33,23 @@ class Store(Protocol):
 
 
 def timeout_s(environ: Mapping[str, str]) -> float:
-    """Returns how long ranks wait for the last one; pure.
+    """Returns how long ranks wait for the last one; see `seconds_of`."""
+    return seconds_of(environ, TIMEOUT_VARIABLE, _TIMEOUT_S)
+
+
+def seconds_of(environ: Mapping[str, str], variable: str, default: float, *, never: bool = False) -> float:
+    """Returns the seconds that a variable asks for, of which 0 may stand for never; pure.
 
     Raises:
         ConfigError: no such number.
     """
-    text = environ.get(TIMEOUT_VARIABLE) or str(_TIMEOUT_S)
+    text = environ.get(variable) or str(default)
     try:
         seconds = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"{TIMEOUT_VARIABLE} is a number of seconds", repr(text))
+        seconds = -1.0
+    if not 0 <= seconds < float("inf") or (seconds == 0 and not never):
+        raise ConfigError(f"{variable} is a number of seconds{', 0 for never' * never}", repr(text))
     return seconds
 
 

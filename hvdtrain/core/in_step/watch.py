@@ -26,7 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.core.errors import OUT_OF_STEP_CODE, ConfigError, ReplicaError, describe
+from hvdtrain.core.errors import OUT_OF_STEP_CODE, ReplicaError, describe
+from hvdtrain.core.in_step.arrival import seconds_of
 from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step, waiting
 from hvdtrain.core.launchers import Detected
 
@@ -58,19 +59,8 @@ class Meeting:
 
 
 def after_s(environ: Mapping[str, str]) -> float:
-    """Returns how long a rank may be in one place before the others are asked; 0 for never; pure.
-
-    Raises:
-        ConfigError: no such number.
-    """
-    text = environ.get(AFTER_VARIABLE) or str(_AFTER_S)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise ConfigError(f"{AFTER_VARIABLE} is a number of seconds, 0 for never", repr(text))
-    return seconds
+    """Returns how long a rank may be in one place before the others are asked; 0 for never; see `seconds_of`."""
+    return seconds_of(environ, AFTER_VARIABLE, _AFTER_S, never=True)
 
 
 def listen(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socket | None, Meeting]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdtrain.core.errors import is_out_of_memory
 from hvdtrain.pipeline.context import Context
 from hvdtrain.pipeline.devices import StageDevice
 from hvdtrain.pipeline.microbatch import batch_size, map_tensors, tensors_of
@@ -20,7 +21,6 @@ from hvdtrain.pipeline.stage import Copies
 from hvdtrain.pipeline.threads import side_by_side
 from hvdtrain.pipeline.trace.facts import device_of, resized, to_device
 from hvdtrain.pipeline.trace.segments import Segment, default_binder
-from hvdtrain.pipeline.worker import is_out_of_memory
 
 Call = Callable[..., tuple[Any, ...]]
 

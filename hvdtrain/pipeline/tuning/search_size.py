@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import ConfigError, is_out_of_memory
 from hvdtrain.core.stats import Interval, mean_of
 from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
 from hvdtrain.pipeline.tuning.plots import SplitCurve
@@ -284,7 +284,7 @@ class _Runs:
     def _seconds(self, count: int, one: Unsplit | None) -> float:
         """Infinite for what cannot be run: too little memory, a layer that cannot take so few samples."""
         from hvdtrain.pipeline.tuning.unsplit import seconds_of
-        from hvdtrain.pipeline.worker import StageError, is_out_of_memory
+        from hvdtrain.pipeline.worker import StageError
 
         model: Any = self.pipe if one is None else one
         if one is None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.core.errors import is_out_of_memory
 from hvdtrain.pipeline.devices import core_blocks
 from hvdtrain.pipeline.microbatch import map_tensors
-from hvdtrain.pipeline.worker import is_out_of_memory
 
 if TYPE_CHECKING:
     from hvdtrain.pipeline.runtime import Pipeline

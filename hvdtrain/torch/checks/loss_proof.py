@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.world import World
 from hvdtrain.torch.checks.loss_graph import UNNAMED, Reader, couples
 from hvdtrain.torch.checks.tally import Number, Tally, refusal
+from hvdtrain.torch.nested import tensors_of
 
 _COUPLED = (
     "samples are compared with each other: the loss is no sum over samples (contrastive, the hardest of the batch, a"
@@ -49,17 +49,8 @@ class LossProof:
 
     def saw(self, out: Any) -> None:
         """Takes note of what the model gave, until the first loss has been looked at."""
-        if self.outputs is None:
-            return
-        if isinstance(out, Tensor):
-            self.outputs.append(out)
-        elif dataclasses.is_dataclass(out):
-            self.saw(list(vars(out).values()))
-        elif isinstance(out, dict):
-            self.saw(list(out.values()))
-        elif isinstance(out, (list, tuple)):
-            for item in out:
-                self.saw(item)
+        if self.outputs is not None:
+            self.outputs += tensors_of(out)
 
     @contextmanager
     def seeing_parts(self) -> Iterator[None]:

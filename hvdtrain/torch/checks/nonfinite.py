@@ -22,6 +22,7 @@ from hvdtrain.core.errors import NonFiniteError
 from hvdtrain.core.same_data import is_statistic
 from hvdtrain.core.world import World
 from hvdtrain.torch.engines.sync_batchnorm import acting
+from hvdtrain.torch.nested import tensors_of
 
 _LAG = 2
 _EVERY_STEP = "HVDTRAIN_CHECK_EVERY_STEP"
@@ -211,8 +212,5 @@ def first_bad_layer(
 
 
 def _finite(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not (value.is_floating_point() or value.is_complex()) or bool(torch.isfinite(value).all())
-    if isinstance(value, Mapping):
-        return all(map(_finite, value.values()))
-    return all(map(_finite, value)) if isinstance(value, (list, tuple)) else True
+    tensors = [tensor for tensor in tensors_of(value) if tensor.is_floating_point() or tensor.is_complex()]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

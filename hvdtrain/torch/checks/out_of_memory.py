@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-
-from hvdtrain.core.errors import OOM_MESSAGES, HvdtrainError
+from hvdtrain.core.errors import HvdtrainError, is_out_of_memory
 
 _REMEDY = (
     "halve per_rank_batch and double accumulate: the same updates in half the memory;"
@@ -30,7 +28,7 @@ def explained(where: str, sizes: Callable[[], str], remedy: str = _REMEDY) -> It
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not _to_be_explained(error):
             raise
         text = f"{error.rule}: {error.came}" if isinstance(error, HvdtrainError) else str(error).strip()
         raise HvdtrainError(
@@ -40,10 +38,8 @@ def explained(where: str, sizes: Callable[[], str], remedy: str = _REMEDY) -> It
         ) from error
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
+def _to_be_explained(error: BaseException) -> bool:
     if isinstance(error, HvdtrainError):  # a stage's, which names the stage; or what has been explained already
         explained_already = error.rule.startswith("out of memory")
-        return not explained_already and error.__cause__ is not None and _is_out_of_memory(error.__cause__)
-    return any(text in str(error) for text in OOM_MESSAGES)
+        return not explained_already and error.__cause__ is not None and _to_be_explained(error.__cause__)
+    return is_out_of_memory(error)

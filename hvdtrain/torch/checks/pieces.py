@@ -24,6 +24,7 @@ from hvdtrain.torch.checks.loss_graph import Reader
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.sync_batchnorm import acting
 from hvdtrain.torch.gradients import check_loss
+from hvdtrain.torch.nested import batch_size, cut
 from hvdtrain.torch.session import session_of
 from hvdtrain.torch.shell import unwrap
 
@@ -85,7 +86,7 @@ def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -
     Raises:
         ConfigError: a batch of fewer than two samples, or a step that gives no scalar.
     """
-    samples = _samples(batch)
+    samples = batch_size(batch)
     if samples < 2:
         raise ConfigError(
             "a check cuts a batch in two", f"a batch of {samples} samples", "give it a batch of two samples or more"
@@ -124,11 +125,11 @@ def _compare(
     words: str, *, read: bool = False,
 ) -> Check:  # fmt: skip
     """Whole against pieces of two thirds and one third."""
-    cut = samples - max(samples // 3, 1)
+    first = samples - max(samples // 3, 1)
     whole, wanted, _ = _run(step, batch, 1)
     total, loss, sums = 0.0, 0.0, dict[nn.Parameter, Tensor]()
-    for start, stop in ((0, cut), (cut, samples)):
-        piece = _cut(batch, samples, start, stop)
+    for start, stop in ((0, first), (first, samples)):
+        piece = cut(batch, samples, start, stop)
         value, gradients, terms = _run(step, piece, 1)
         amount = float(weight(piece)) if weight is not None else float(stop - start)
         if read:
@@ -216,25 +217,6 @@ def _amp(modules: list[nn.Module]) -> bool:
     return any((session := session_of(module)) is not None and session.options.amp is not None for module in modules)
 
 
-def _samples(batch: Any) -> int:
-    """The length of the first tensor in a batch."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 0
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((found for found in map(_samples, parts) if found), 0)
-
-
-def _cut(batch: Any, samples: int, start: int, stop: int) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[start:stop] if batch.dim() and len(batch) == samples else batch
-    if isinstance(batch, Mapping):
-        return {name: _cut(value, samples, start, stop) for name, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        parts = [_cut(value, samples, start, stop) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
 def _modules(step: Any, depth: int = 3) -> Iterator[nn.Module]:
     """The models that a function refers to: in its closure, its globals, its defaults, or as its object."""
     if isinstance(step, nn.Module):
@@ -307,8 +289,8 @@ def pieces_differ(session: Session, model: Any, args: Any, y: Any, loss: Any, we
         args, y: of its first batch.
         loss, weight: as of `Optimizer.forward_backward`.
     """
-    samples = _samples(args)
-    if samples < 2 or _samples(y) != samples:
+    samples = batch_size(args)
+    if samples < 2 or batch_size(y) != samples:
         return ""
     ofs = None if weight is None else lambda batch: weight(batch[1])  # type: ignore[operator]
     modules = [session.module]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from hvdtrain.core.same_data import Digest
@@ -52,35 +50,3 @@ class Source(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Returns `batch` with every tensor in it changed; tuples (named ones too), lists and dictionaries are walked."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(change, part) for part in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(map_tensors(change, part) for part in batch)
-    if isinstance(batch, dict):
-        changed = copy.copy(batch)  # what else it has (a default, an order, attributes) stays
-        changed.update((key, map_tensors(change, part)) for key, part in batch.items())
-        return changed
-    return batch
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns `batch` on `device`; the copy from pinned memory does not wait."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    """Returns the tensors in a batch, however it is nested."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, batch)
-    return found

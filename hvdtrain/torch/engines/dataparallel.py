@@ -8,6 +8,7 @@ pieces follow one another, so that what is tested there is what GPUs run.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Settings, pick_devices
 from hvdtrain.torch.engines.solo import Solo, SoloBound
+from hvdtrain.torch.nested import batch_size, cut, to_device
 
 CPU_DEVICES_VARIABLE = "HVDTRAIN_CPU_DEVICES"
 
@@ -87,11 +89,15 @@ class Pieces:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         samples = batch_size((args, kwargs))
-        if samples is None or samples < 2 or len(self._devices) < 2:
+        if samples < 2 or len(self._devices) < 2:
             return self._module(*args, **kwargs)
         sizes = piece_sizes(samples, len(self._devices))
         devices = self._devices[: len(sizes)]
-        pieces = cut((args, kwargs), samples, sizes, devices)
+        starts = itertools.accumulate(sizes, initial=0)
+        pieces = [
+            to_device(cut((args, kwargs), samples, start, start + size), device)
+            for start, size, device in zip(starts, sizes, devices, strict=False)
+        ]
         outputs = self._on_gpus(pieces, devices) if devices[0].type == "cuda" else self._in_turn(pieces)
         return join(outputs, sizes, devices[0])
 
@@ -110,34 +116,6 @@ def piece_sizes(samples: int, pieces: int) -> list[int]:
     """Returns the samples of each piece: as even as possible, the larger first, none empty."""
     least, more = divmod(samples, pieces)
     return [size for size in ([least + 1] * more + [least] * (pieces - more)) if size]
-
-
-def batch_size(inputs: Any) -> int | None:
-    """Returns the samples in nested inputs: the length of the first tensor that has one; None without."""
-    if isinstance(inputs, Tensor):
-        return inputs.shape[0] if inputs.dim() else None
-    if isinstance(inputs, Mapping):
-        inputs = list(inputs.values())
-    if isinstance(inputs, list | tuple):
-        return next((size for size in map(batch_size, inputs) if size is not None), None)
-    return None
-
-
-def cut(inputs: Any, samples: int, sizes: Sequence[int], devices: Sequence[torch.device]) -> list[Any]:
-    """Returns nested inputs, once a piece: tensors of `samples` cut into contiguous pieces on their devices.
-
-    Tensors of another length, and what is no tensor, go to every piece whole.
-    """
-    if isinstance(inputs, Tensor):
-        parts = inputs.split(list(sizes)) if inputs.dim() and inputs.shape[0] == samples else [inputs] * len(sizes)
-        return [part.to(device, non_blocking=True) for part, device in zip(parts, devices, strict=True)]
-    if isinstance(inputs, Mapping):
-        columns = [cut(value, samples, sizes, devices) for value in inputs.values()]
-        return [dict(zip(inputs, row, strict=True)) for row in _rows(columns, len(sizes))]
-    if isinstance(inputs, list | tuple):
-        columns = [cut(value, samples, sizes, devices) for value in inputs]
-        return [_like(inputs, row) for row in _rows(columns, len(sizes))]
-    return [inputs] * len(sizes)
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
@@ -164,10 +142,6 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> 
         f"{type(first).__name__}: {', '.join(map(repr, outputs))}",
         'return tensors, or use engine="ddp", which runs the model whole',
     )
-
-
-def _rows(columns: Sequence[Sequence[Any]], count: int) -> list[tuple[Any, ...]]:
-    return list(zip(*columns, strict=True)) if columns else [()] * count
 
 
 def _like(example: Any, values: Sequence[Any]) -> Any:
