@@ -270,7 +270,7 @@ def _srun_rendezvous(environ: Environ) -> str | None:
 
 # -- launchers nobody has tested with hvdtrain ---------------------------------------------------------------
 # rank and size variables of PMIx (prterun), Cray PALS and ALPS, Flux, IBM's jsrun, MVAPICH2
-_STRANGERS = {
+_UNKNOWN_LAUNCHERS = {
     "PMIX_RANK": "PMIX_SIZE",
     "PALS_RANKID": "PALS_SIZE",
     "ALPS_APP_PE": "ALPS_APP_SIZE",
@@ -282,13 +282,13 @@ _STRANGERS = {
 
 def _stranger(environ: Environ) -> Detected:
     """Refuse: as a world of one, each of its ranks would train alone, and that looks just like training."""
-    rank = next(name for name in _STRANGERS if name in environ)
-    size = environ.get(_STRANGERS[rank])
+    rank = next(name for name in _UNKNOWN_LAUNCHERS if name in environ)
+    size = environ.get(_UNKNOWN_LAUNCHERS[rank])
     if size == "1":
         return ALONE
     raise LauncherError(
         "the program must be started by a launcher hvdtrain knows: horovodrun, mpirun, srun, torchrun",
-        f"{rank}={environ[rank]!r}, {_STRANGERS[rank]}={size!r}",
+        f"{rank}={environ[rank]!r}, {_UNKNOWN_LAUNCHERS[rank]}={size!r}",
         f"start it through one of them (mpirun works inside most others), or unset {rank} to train in one process",
     )
 
@@ -303,7 +303,7 @@ _TABLE = (
     _Row("openpai", _any_of("PAI_TASK_INDEX", "PAI_CURRENT_TASK_ROLE_CURRENT_TASK_INDEX"), _openpai),
     # set by hand or by DeepSpeed: the names are common words, so everything more specific comes first
     _Row("torchrun", _any_of("RANK", "WORLD_SIZE", "LOCAL_RANK"), _torchrun),
-    _Row("none", _any_of(*_STRANGERS), _stranger),
+    _Row("none", _any_of(*_UNKNOWN_LAUNCHERS), _stranger),
 )
 LAUNCHERS = tuple(dict.fromkeys(row.launcher for row in _TABLE))
 

@@ -67,12 +67,12 @@ class Precision:
         """
         return weight if self._scaler is None else self._scaler.scale(torch.as_tensor(weight, device=device))
 
-    def unscale(self, stepper: Stepper) -> None:
+    def unscale(self, stepper: ScalerAdapter) -> None:
         """Divides the (averaged) gradients by the scale, and looks for infinities."""
         if self._scaler is not None and stepper.has_gradients():
             self._scaler.unscale_(stepper)  # type: ignore[arg-type]
 
-    def step(self, stepper: Stepper) -> None:
+    def step(self, stepper: ScalerAdapter) -> None:
         """Steps, unless the scaler found an infinity; adapts the scale."""
         if self._scaler is None or not stepper.has_gradients():
             stepper.step()
@@ -95,7 +95,7 @@ class Precision:
             self._scaler.load_state_dict(state["scaler"])
 
 
-class Stepper:
+class ScalerAdapter:
     """What the gradient scaler takes for an optimizer: the real one's parameters, and the engine's step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> None:

@@ -260,7 +260,7 @@ def _on_gradient(of: ref[Gradients], parameter: Tensor) -> None:
 
 
 @contextmanager
-def uncounted(parameters: Sequence[nn.Parameter], weight: Number) -> Iterator[None]:
+def zero_gradients(parameters: Sequence[nn.Parameter], weight: Number) -> Iterator[None]:
     """While it lasts, and `weight` is 0, gradients are exactly 0: a weight of 0 does not undo a loss that is NaN."""
     keep = partial(_where_counted, weight) if isinstance(weight, Tensor) else torch.zeros_like
     asked = isinstance(weight, Tensor) or not weight

@@ -64,7 +64,7 @@ class Model(nn.Module):
             args = tuple(map(channels_last, args))
         seeing = session.proof.seeing_parts() if trains and not session.options.compile else nullcontext()
         with explained("forward pass", session.sizes), session.precision.autocast(), seeing:
-            out = session.precision.outputs((call or session.bound.call)(*args, **kwargs))
+            out = session.precision.outputs((call or session.engine_model.call)(*args, **kwargs))
         if trains:
             session.entered = True
             session.proof.saw(out)

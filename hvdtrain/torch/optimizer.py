@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 from weakref import finalize, ref
 
 import torch
@@ -14,15 +14,16 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.checkpoint import Progress
-from hvdtrain.torch.amp import Stepper
+from hvdtrain.torch.amp import ScalerAdapter
 from hvdtrain.torch.batches import Batch, FromLoader, require_batch
 from hvdtrain.torch.checks import replicas
 from hvdtrain.torch.checks.nonfinite import first_bad_layer, gradient_error
 from hvdtrain.torch.checks.out_of_memory import explained
+from hvdtrain.torch.checks.pieces import pieces_differ
 from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.engines.base import Bound, StagedBound
-from hvdtrain.torch.gradients import Gradients, check_loss, uncounted
+from hvdtrain.torch.engines.base import EngineModel
+from hvdtrain.torch.gradients import Gradients, check_loss, zero_gradients
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.rate import rates_of
 from hvdtrain.torch.session import Session
@@ -43,13 +44,13 @@ class Optimizer(torch.optim.Optimizer):
         self.session = session
         self.progress = Progress()
         self._model = Model(session)
-        self._stepper = Stepper(self.wrapped, partial(_step_engine, session))
+        self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session))
         self._layer = ""
         self._updated: Batch | None = None
         self._compared = session.world.size == 1
         # nothing that stays on model and optimizer may refer to this one: when it is dropped, they are plain again
         guard = self.wrapped.register_step_pre_hook(partial(_refuse_bare_step, ref(session)))
-        self._closing = finalize(self, _close, guard, session.gradients, session.bound)
+        self._closing = finalize(self, _close, guard, session.gradients, session.engine_model)
         self._closing.atexit = False
 
     # -- one update ------------------------------------------------------------------------------------------
@@ -87,8 +88,6 @@ class Optimizer(torch.optim.Optimizer):
         batch = session.batches.now()
         if proof.outputs is None or batch is None or batch.padding or isinstance(weight, (int, float, Tensor)):
             return
-        from hvdtrain.torch.checks.pieces import pieces_differ
-
         with session.gradients.differentiating():
             proof.suspicion = pieces_differ(session, self._model, args, y, loss, weight)
 
@@ -120,9 +119,8 @@ class Optimizer(torch.optim.Optimizer):
             if sums is not None:
                 sums.copy_(gradients.sums())
 
-        bound = cast(StagedBound, session.bound)
         with explained("passes of the pipeline", session.sizes, SMALLER_STAGES), gradients.differentiating():
-            bound.run(passes, reduce=sums is not None, extras=sums)
+            session.engine_model.run(passes, reduce=sums is not None, extras=sums)
         self._conclude(batch, mean, sums)
         return mean
 
@@ -175,7 +173,7 @@ class Optimizer(torch.optim.Optimizer):
             self._find_layer(loss)
         if sums is not None:
             CLOCK.enter("communication")
-            session.bound.finish()
+            session.engine_model.finish()
             CLOCK.enter("optimizer")
             gradients.complete()
             self._settle_update(batch, sums)
@@ -193,9 +191,9 @@ class Optimizer(torch.optim.Optimizer):
         with (
             explained("backward pass", session.sizes),
             gradients.differentiating(),
-            uncounted(gradients.parameters(), weight),
+            zero_gradients(gradients.parameters(), weight),
         ):
-            session.bound.backward(scaled, reduce=sums is not None, extras=sums)
+            session.engine_model.backward(scaled, reduce=sums is not None, extras=sums)
 
     def _find_layer(self, loss: Tensor) -> None:
         """Looks for the layer while the batch and the parameters are still those that gave a bad loss."""
@@ -398,16 +396,16 @@ class Optimizer(torch.optim.Optimizer):
         self._closing()
 
 
-def _close(guard: RemovableHandle, gradients: Gradients, bound: Bound) -> None:
+def _close(guard: RemovableHandle, gradients: Gradients, model: EngineModel) -> None:
     guard.remove()
     gradients.close()
-    bound.close()
+    model.close()
 
 
 def _step_engine(session: Session) -> None:
     session.stepping = True
     try:
-        session.bound.step()
+        session.engine_model.step()
     finally:
         session.stepping = False
 

@@ -15,6 +15,7 @@ from hvdtrain.core.world import World
 from hvdtrain.torch import start
 from hvdtrain.torch.amp import Precision, check_amp
 from hvdtrain.torch.batches import Batches, Counted, FromLoader
+from hvdtrain.torch.checks.averaging import prove
 from hvdtrain.torch.checks.in_step import Noted
 from hvdtrain.torch.checks.loss_proof import LossProof
 from hvdtrain.torch.checks.nonfinite import Losses
@@ -28,7 +29,7 @@ from hvdtrain.torch.model import Model
 from hvdtrain.torch.optimizer import Optimizer
 from hvdtrain.torch.rate import Rates
 from hvdtrain.torch.session import Options, Session, prepared_optimizers
-from hvdtrain.torch.shell import Inner, unwrap
+from hvdtrain.torch.shell import ModelShell, unwrap
 from hvdtrain.torch.staged import check_staged
 
 if TYPE_CHECKING:
@@ -109,8 +110,6 @@ def prepare(
     wrapped_model, wrapped_optimizer = Model(session), Optimizer(session)
     prepared_optimizers[model] = ref(wrapped_optimizer)
     if verify:
-        from hvdtrain.torch.checks.averaging import prove
-
         proof = prove(session)
         if world.is_main and world.size > 1:
             print(f"hvdtrain: {proof}", flush=True)
@@ -170,16 +169,15 @@ def _bind(
 ) -> Session:
     engine = engine_of(world)
     pieces = world.size * options.accumulate * (1 if staged is None else max(staged.micro_batches, 2))
-    inner = Inner(model, torch.compile(model) if options.compile else staged)  # type: ignore[arg-type]
+    shell = ModelShell(model, torch.compile(model) if options.compile else staged)  # type: ignore[arg-type]
     batches: Batches = Counted(world.size, options.accumulate) if data is None else FromLoader(data, options.accumulate)
     return Session(
         world=world,
         module=model,
         optimizer=optimizer,
         options=options,
-        inner=inner,
-        bound=Noted(
-            engine.bind(inner, optimizer, Settings(options.compression, options.accumulate, staged=staged)),
+        engine_model=Noted(
+            engine.bind(shell, optimizer, Settings(options.compression, options.accumulate, staged=staged)),
             world,
             batches,
         ),

@@ -15,16 +15,16 @@ from hvdtrain.core.sharding import Step
 from hvdtrain.core.world import World
 from hvdtrain.torch.amp import Precision
 from hvdtrain.torch.batches import Batches, FromLoader
+from hvdtrain.torch.checks.in_step import Noted
 from hvdtrain.torch.checks.loss_proof import LossProof
 from hvdtrain.torch.checks.nonfinite import Losses
 from hvdtrain.torch.data.random_state import random_streams
 from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines import buffers
-from hvdtrain.torch.engines.base import Bound, Staged, TorchEngine
+from hvdtrain.torch.engines.base import Staged, TorchEngine
 from hvdtrain.torch.engines.sync_batchnorm import uncounting
 from hvdtrain.torch.gradients import Gradients
 from hvdtrain.torch.rate import Rates
-from hvdtrain.torch.shell import Inner
 
 # by its model, so that preparing a model again, with another optimizer or other options, first takes off what the last
 # one put on; held weakly on both sides: an optimizer refers to its model, and what the user drops is to be freed
@@ -53,7 +53,7 @@ class Session:
     Attributes:
         world: the ranks.
         module, optimizer: the user's; of a pipeline, the module that it was made of.
-        inner, bound: the shell around the module, on the engine.
+        engine_model: the module on the engine.
         batches: how much each batch counts.
         per_rank_batch: samples; None without a loader.
         gradients: of the update being gathered.
@@ -70,8 +70,7 @@ class Session:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     options: Options
-    inner: Inner
-    bound: Bound
+    engine_model: Noted
     batches: Batches
     per_rank_batch: int | None
     precision: Precision
@@ -96,7 +95,7 @@ class Session:
         of the model on it. None: there are no more."""
         self._empty_batch.close()
         if step is not None and step.padding:
-            self._empty_batch.enter_context(buffers.kept(self.module))
+            self._empty_batch.enter_context(buffers.preserved(self.module))
             self._empty_batch.enter_context(uncounting(self.module))
         if step is not None and self.options.accumulate > 1 and (step.number == 0 or not self.gradients.gathering):
             self._begun_with = random_streams(self.world.devices)

@@ -47,7 +47,7 @@ def pattern(index: int, parameter: Tensor) -> Tensor:
     return eight.to(parameter.dtype).view(parameter.shape)
 
 
-class Inner(nn.Module):
+class ModelShell(nn.Module):
     """The shell; the engine binds it, calls it and never knows.
 
     Args:

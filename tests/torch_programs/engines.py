@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import hvdtrain
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.engines.base import Settings, TorchEngine
-from hvdtrain.torch.engines.sync_batchnorm import acting, convert, is_synchronized
+from hvdtrain.torch.engines.sync_batchnorm import convert, is_synchronized, sync_batchnorm_mode
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64")
 
@@ -191,7 +191,7 @@ def batchnorm(engine: TorchEngine, dtype: torch.dtype) -> Any:
         (expected * y).sum().backward()
         start, count = sum(counts[: engine.rank]), counts[engine.rank]
         mine = slice(start, start + count) if count else slice(0, 2)
-        with acting("alone" if kind == "alone" else "counted" if count else "uncounted"):
+        with sync_batchnorm_mode("alone" if kind == "alone" else "counted" if count else "uncounted"):
             output = module(x[mine])
         # a batch that does not count has no part in the total, even if its loss is NaN
         ((output * y[mine]).sum() if count else output.sum() * float("nan")).backward()

@@ -175,7 +175,7 @@ def nan_in_padding(model: nn.Module, optimizer: Any, batch: Any) -> None:
 @contextmanager
 def no_averaging(optimizer: Optimizer) -> Iterator[None]:
     """Every rank keeps its own gradient, times the number of ranks: what forgotten averaging looks like."""
-    bound, size = optimizer.session.bound, optimizer.session.world.size
+    bound, size = optimizer.session.engine_model, optimizer.session.world.size
 
     def local(loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
         type(bound).backward(bound, loss * size, reduce=False)
@@ -197,21 +197,21 @@ def equal_weights(optimizer: Optimizer) -> Iterator[None]:
 def clip_before_average(optimizer: Optimizer) -> Iterator[None]:
     """Each rank clips its own gradient, then they are averaged: clipping at the wrong place."""
     session = optimizer.session
-    real, limit = session.bound.backward, 0.2
+    real, limit = session.engine_model.backward, 0.2
 
     def backward(loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
         own = torch.autograd.grad(loss, session.gradients.parameters(), retain_graph=True)
         norm = torch.sqrt(sum((g**2).sum() for g in own)) * session.world.size
         real(loss * min(1.0, limit / max(float(norm), 1e-9)), reduce=reduce, extras=extras)
 
-    with mock.patch.object(session.bound, "backward", backward):
+    with mock.patch.object(session.engine_model, "backward", backward):
         yield
 
 
 @contextmanager
 def padding_counts(optimizer: Optimizer) -> Iterator[None]:
     """A weight of 0, and nothing else, for ranks without samples."""
-    with mock.patch.object(_optimizer, "uncounted", lambda *_: nullcontext()):
+    with mock.patch.object(_optimizer, "zero_gradients", lambda *_: nullcontext()):
         yield
 
 

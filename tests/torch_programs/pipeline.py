@@ -181,7 +181,8 @@ def sends_and_gradients(world: hvdtrain.World, gate: Callable[[int], bool] | Non
             optimizer.forward_backward(x, y, cross_entropy)
             optimizer.step()
         optimizer.close()
-    return [event for event in events if event != "other"], len(optimizer.session.bound._bound._reducer.buckets)
+    buckets = optimizer.session.engine_model._engine_model._reducer.buckets
+    return [event for event in events if event != "other"], len(buckets)
 
 
 def case_the_last_stage_sends_while_the_first_computes(world: hvdtrain.World) -> None:

@@ -137,7 +137,7 @@ def case_the_proof_leaves_no_trace(world: hvdtrain.World) -> None:
 @contextmanager
 def spoiled_bound(optimizer: Any, how: str) -> Iterator[None]:
     """An engine that does something else than summing gradients."""
-    bound, parameters = optimizer.session.bound, optimizer.session.gradients.parameters()
+    bound, parameters = optimizer.session.engine_model, optimizer.session.gradients.parameters()
     real_backward, real_finish = bound.backward, bound.finish
     own: list[Tensor] = []
 
@@ -165,7 +165,7 @@ def case_the_proof_catches_engines_that_do_not_average(world: hvdtrain.World) ->
 
 def case_the_proof_catches_a_layer_left_out(world: hvdtrain.World) -> None:
     model, optimizer, _ = prepared()
-    bound = optimizer.session.bound
+    bound = optimizer.session.engine_model
     real = bound.finish
 
     def finish() -> None:

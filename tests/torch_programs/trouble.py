@@ -114,7 +114,7 @@ def case_out_of_memory_says_batch_and_remedy(world: hvdtrain.World) -> None:
     loss = loss_of(model, next(iter(train)))
     with (
         mock.patch.object(
-            optimizer.session.bound, "backward", side_effect=torch.OutOfMemoryError("CUDA out of memory")
+            optimizer.session.engine_model, "backward", side_effect=torch.OutOfMemoryError("CUDA out of memory")
         ),
         refused("out of memory in the backward pass", "CUDA out of memory"),
     ):

@@ -74,9 +74,9 @@ def prove(session: Session) -> Proof:
     weight = (world.rank + 1) / total
     extras = torch.tensor([weight, world.rank + 1.0], dtype=torch.float64, device=session.engine.device)
     with session.gradients.differentiating():
-        loss = session.bound.call(Probe(world.rank + 1.0))
-        session.bound.backward(loss * weight, reduce=True, extras=extras)
-        session.bound.finish()
+        loss = session.engine_model.call(Probe(world.rank + 1.0))
+        session.engine_model.backward(loss * weight, reduce=True, extras=extras)
+        session.engine_model.finish()
     largest = mean * LARGEST
     off = _largest_gap(parameters, mean) / largest
     own = _largest_gap(parameters, (world.rank + 1.0) * weight) / largest

@@ -16,11 +16,11 @@ from torch import Tensor
 from hvdtrain.core.in_step.meeting import out_of_step
 from hvdtrain.core.world import World
 from hvdtrain.torch.batches import Batches
-from hvdtrain.torch.engines.base import Bound, StagedBound
+from hvdtrain.torch.engines.base import EngineModel, StagedEngineModel
 
 _LAG = 2  # updates, on a GPU, so that none waits for the answer
 _BITS = (1 << 20) - 1  # of a digest: their squares, added up over 8192 ranks, are exact in a float64
-_bound = itertools.count(1)  # of this process; ranks prepare their models in the same order
+_numbers = itertools.count(1)  # of this process; ranks prepare their models in the same order
 
 
 class _Place(NamedTuple):
@@ -36,24 +36,24 @@ class _Place(NamedTuple):
 
 
 class Noted:
-    """A `Bound` (and `StagedBound`) whose ranks are in the same update, or raise.
+    """An `EngineModel` (and `StagedEngineModel`) whose ranks are in the same update, or raise.
 
     Ranks that reduce the gradients of different models, or of different batches of the loader (after one rank's
     `continue` or `break`), would add up what does not belong together.
 
     Args:
-        bound: the engine's.
+        model: the engine's.
         world: the ranks.
         batches: which batch training is at.
     """
 
-    def __init__(self, bound: Bound, world: World, batches: Batches) -> None:
-        self._bound, self._world, self._batches = bound, world, batches
-        self._model = next(_bound)
+    def __init__(self, model: EngineModel, world: World, batches: Batches) -> None:
+        self._engine_model, self._world, self._batches = model, world, batches
+        self._number = next(_numbers)
         self._extras: tuple[Tensor, Tensor] | None = None  # the caller's; with two numbers more
         self._under_way: deque[tuple[_Place, Tensor, Any]] = deque()
         self._place = _Place(0, 0, 0)
-        self.call: Callable[..., Any] = bound.call
+        self.call: Callable[..., Any] = model.call
 
     @contextmanager
     def _starting(self, extras: Tensor | None) -> Iterator[Tensor | None]:
@@ -62,7 +62,7 @@ class Noted:
             yield extras
             return
         batch = self._batches.now()
-        self._place = _Place(self._model, *((0, 0) if batch is None else batch.place))
+        self._place = _Place(self._number, *((0, 0) if batch is None else batch.place))
         own = zlib.crc32(struct.pack("3q", *self._place)) & _BITS
         sent = torch.cat([extras, torch.tensor([own, own * own], dtype=extras.dtype, device=extras.device)])
         self._extras = extras, sent
@@ -74,12 +74,12 @@ class Noted:
             raise
 
     def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
-        """See `Bound.backward`."""
+        """See `EngineModel.backward`."""
         with self._starting(extras) as sent:
-            self._bound.backward(loss, reduce=reduce, extras=sent)
+            self._engine_model.backward(loss, reduce=reduce, extras=sent)
 
     def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
-        """See `StagedBound.run`."""
+        """See `StagedEngineModel.run`."""
         with self._starting(extras) as sent:
 
             def then_extras() -> None:
@@ -87,15 +87,15 @@ class Noted:
                 if extras is not None and sent is not extras:
                     cast(Tensor, sent)[:-2] = extras
 
-            cast(StagedBound, self._bound).run(then_extras, reduce=reduce, extras=sent)
+            cast(StagedEngineModel, self._engine_model).run(then_extras, reduce=reduce, extras=sent)
 
     def finish(self) -> None:
-        """See `Bound.finish`.
+        """See `EngineModel.finish`.
 
         Raises:
             ReplicaError: on every rank, when they were not in the same update (on a GPU, some updates later).
         """
-        self._bound.finish()
+        self._engine_model.finish()
         self._world.tracker.end_update()
         if self._extras is None:
             return
@@ -119,9 +119,9 @@ class Noted:
         raise out_of_step(self._world.gather(self._world.tracker.state_of_update(place)))
 
     def step(self) -> None:
-        """See `Bound.step`."""
-        self._bound.step()
+        """See `EngineModel.step`."""
+        self._engine_model.step()
 
     def close(self) -> None:
-        """See `Bound.close`."""
-        self._bound.close()
+        """See `EngineModel.close`."""
+        self._engine_model.close()

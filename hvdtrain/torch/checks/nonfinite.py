@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import NonFiniteError
 from hvdtrain.core.same_data import is_statistic
 from hvdtrain.core.world import World
-from hvdtrain.torch.engines.sync_batchnorm import acting
+from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
 from hvdtrain.torch.nested import tensors_of
 
 _LAG = 2
@@ -203,7 +203,7 @@ def first_bad_layer(
 
     hooks = [child.register_forward_hook(look, with_kwargs=True) for child in module.modules()]
     try:
-        with torch.no_grad(), acting("alone"):  # the other ranks do not take part in this
+        with torch.no_grad(), sync_batchnorm_mode("alone"):  # the other ranks do not take part in this
             (module if call is None else call)(*args, **kwargs)
     finally:
         for hook in hooks:

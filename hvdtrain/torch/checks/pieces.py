@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.checks.loss_graph import Reader
 from hvdtrain.torch.engines import buffers
-from hvdtrain.torch.engines.sync_batchnorm import acting
+from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
 from hvdtrain.torch.gradients import check_loss
 from hvdtrain.torch.nested import batch_size, cut
 from hvdtrain.torch.session import session_of
@@ -263,9 +263,9 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(acting("alone"))  # the other ranks do not take part in this
+        stack.enter_context(sync_batchnorm_mode("alone"))  # the other ranks do not take part in this
         for module in modules:
-            stack.enter_context(buffers.kept(module))
+            stack.enter_context(buffers.preserved(module))
         try:
             for session in sessions:
                 session.proof.outputs = None

@@ -57,7 +57,7 @@ class BatchReader(torch.utils.data.Dataset[Fetched]):
     def __getitem__(self, step: Step) -> Fetched:
         if get_worker_info() is not None:  # a worker's generators are nobody else's
             return self._read(step)
-        with kept_generators():
+        with preserved_rng():
             return self._read(step)
 
     def _read(self, step: Step) -> Fetched:
@@ -131,7 +131,7 @@ class _DigestReader(torch.utils.data.Dataset[Any]):
         self._dataset = dataset
 
     def __getitem__(self, _: int) -> tuple[Any, Any]:
-        with kept_generators():
+        with preserved_rng():
             digest = of_items(_Samples(self._dataset))
         return digest.card, digest.sketch()
 
@@ -143,7 +143,7 @@ def _seed_all(seed: int) -> None:
 
 
 @contextmanager
-def kept_generators() -> Iterator[None]:
+def preserved_rng() -> Iterator[None]:
     """Puts the generators of Python, numpy and PyTorch (CPU) back at the end."""
     python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

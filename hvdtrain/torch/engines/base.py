@@ -71,7 +71,7 @@ class Settings:
         compression: "fp16" or "bf16": gradients are cast for the way, and summed in that type.
         accumulate: micro-batches of an update.
         bucket_bytes: gradients are sent in pieces of about this size; None: what is right on the device.
-        staged: the model, where it runs its own passes (see `StagedBound`).
+        staged: the model, where it runs its own passes (see `StagedEngineModel`).
     """
 
     compression: Literal["fp16", "bf16"] | None = None
@@ -80,7 +80,7 @@ class Settings:
     staged: Staged | None = None
 
 
-class Bound(Protocol):
+class EngineModel(Protocol):
     """One model and its optimizer on an engine.
 
     The module and the optimizer given to `bind` stay the ones that are saved, loaded and read; `call` is what the
@@ -112,7 +112,7 @@ class Bound(Protocol):
         ...
 
 
-class StagedBound(Bound, Protocol):
+class StagedEngineModel(EngineModel, Protocol):
     """A model that may run its own passes, on an engine that `runs_stages`."""
 
     def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
@@ -145,7 +145,7 @@ class TorchEngine(Engine, Protocol):
         """Gives every rank root's contiguous tensor, in place, and returns it."""
         ...
 
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> Bound: ...
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> EngineModel: ...
 
 
 class TensorCollectives(HostCollectives):

@@ -83,7 +83,7 @@ def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def kept(module: nn.Module, keep: bool = True) -> Iterator[None]:
+def preserved(module: nn.Module, keep: bool = True) -> Iterator[None]:
     """Puts the buffers back at the end: a batch that does not count must leave no trace in running statistics.
 
     Those of synchronised batch norm are left: they follow all ranks' samples, on every rank.

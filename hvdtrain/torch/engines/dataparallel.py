@@ -21,7 +21,7 @@ from torch.nn.parallel import parallel_apply, replicate
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Settings, pick_devices
-from hvdtrain.torch.engines.solo import Solo, SoloBound
+from hvdtrain.torch.engines.solo import Solo, SoloModel
 from hvdtrain.torch.nested import batch_size, cut, to_device
 
 CPU_DEVICES_VARIABLE = "HVDTRAIN_CPU_DEVICES"
@@ -55,17 +55,17 @@ class DataParallelEngine(Solo):
     runs_stages = False
     pieces: int = 1
 
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> SoloBound:
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> SoloModel:
         if _compiled(module):
             raise ConfigError(
                 "under dataparallel a model is not compiled",
                 "its copies would all run the code compiled for the first one",
                 'leave compile out, or use engine="ddp"',
             )
-        bound = SoloBound(module, optimizer)
+        tied = SoloModel(module, optimizer)
         devices = [torch.device("cuda", index) for index in self.devices] or [self.device] * self.pieces
-        bound.call = Pieces(module, devices)
-        return bound
+        tied.call = Pieces(module, devices)
+        return tied
 
 
 def _compiled(module: nn.Module) -> bool:

@@ -32,11 +32,11 @@ def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> DdpEngine:
 class DdpEngine(GroupEngine):
     """`TorchEngine` on DistributedDataParallel."""
 
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> DdpBound:
-        return self.opened(DdpBound(self, module, optimizer, settings))
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> DdpModel:
+        return self.opened(DdpModel(self, module, optimizer, settings))
 
 
-class DdpBound:
+class DdpModel:
     """A model whose gradients DistributedDataParallel reduces.
 
     The user's forward pass goes through the model itself; the loss goes through DDP, just before its backward pass. So
@@ -54,7 +54,7 @@ class DdpBound:
         self._optimizer = optimizer
         self._settings = settings
         self._extras_work: dist.Work | None = None
-        _spend_the_warning()
+        _silence_ddp_warning()
         self._wrap()
 
     def _wrap(self) -> None:
@@ -76,7 +76,7 @@ class DdpBound:
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
     def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
-        """See `Bound.backward`."""
+        """See `EngineModel.backward`."""
         if not reduce:
             loss.backward()  # DDP's hooks expect nothing: gradients add up here
             return
@@ -92,7 +92,7 @@ class DdpBound:
             _once(carried)
 
     def finish(self) -> None:
-        """See `Bound.finish`; gradients are there already, DDP's backward pass waits for them."""
+        """See `EngineModel.finish`; gradients are there already, DDP's backward pass waits for them."""
         if self._extras_work is not None:
             with rank_losses():
                 self._extras_work.wait()
@@ -157,7 +157,7 @@ class _LossCarrier(nn.Module):
 
 
 @functools.cache
-def _spend_the_warning() -> None:
+def _silence_ddp_warning() -> None:
     """Has DDP say once, unheard, what it says once in a process: that it looked for unused parameters and found none.
 
     It comes from C++, past Python's filters. (A parameter that is never used would keep it silent as well, but then

@@ -63,11 +63,11 @@ def _import() -> Any:
 class DeepSpeedEngine(GroupEngine):
     """`TorchEngine` on DeepSpeed."""
 
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> DeepSpeedBound:
-        return self.opened(DeepSpeedBound(self, module, optimizer, settings))
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> DeepSpeedModel:
+        return self.opened(DeepSpeedModel(self, module, optimizer, settings))
 
 
-class DeepSpeedBound:
+class DeepSpeedModel:
     """A model and its optimizer in DeepSpeed's hands.
 
     DeepSpeed reduces gradients after the backward pass, not during it, so that is what `finish` does.
@@ -86,13 +86,13 @@ class DeepSpeedBound:
         self._extras: Tensor | None = None
 
     def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
-        """See `Bound.backward`."""
+        """See `EngineModel.backward`."""
         with self._engine.no_sync():
             self._engine.backward(loss)
         self._extras = extras if reduce else None
 
     def finish(self) -> None:
-        """See `Bound.finish`."""
+        """See `EngineModel.finish`."""
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         used = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64)
         used = used.to(self._device)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import HvdtrainError, LauncherError
 from hvdtrain.core.in_step.arrival import attempts, timeout_s, wait_for_all
 from hvdtrain.core.launchers import Detected, meeting_point
-from hvdtrain.torch.engines.base import Bound, Settings, TensorCollectives, pick_devices
+from hvdtrain.torch.engines.base import EngineModel, Settings, TensorCollectives, pick_devices
 
 # what Gloo cannot add up
 _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-BoundT = TypeVar("BoundT", bound=Bound)
+ModelT = TypeVar("ModelT", bound=EngineModel)
 _joins = itertools.count()  # of this process; every rank joins as often, so the numbers match
 
 
@@ -35,7 +35,7 @@ class GroupEngine(TensorCollectives):
     # may start in different orders on different ranks, where a branch of the model gives a rank no gradient.
     host_group: Any = field(repr=False)
     runs_stages = False
-    _bounds: WeakSet[Bound] = field(default_factory=WeakSet, repr=False)
+    _models: WeakSet[EngineModel] = field(default_factory=WeakSet, repr=False)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums a contiguous tensor over ranks, in place; bool as "any"."""
@@ -56,20 +56,20 @@ class GroupEngine(TensorCollectives):
     def _group_of(self, tensor: Tensor) -> Any:
         return self.host_group if tensor.device.type == "cpu" else None
 
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> Bound:
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> EngineModel:
         raise NotImplementedError
 
-    def opened(self, bound: BoundT) -> BoundT:
+    def opened(self, model: ModelT) -> ModelT:
         """Remembers what has to be closed before the group ends, as long as it is in use, and returns it."""
-        self._bounds.add(bound)
-        return bound
+        self._models.add(model)
+        return model
 
     def shutdown(self) -> None:
         self.barrier()  # rank 0 holds the store that the others still use
         # whatever still refers to the group when the interpreter ends would end its threads too late, in an abort
-        for bound in list(self._bounds):
-            bound.close()
-        self._bounds.clear()
+        for model in list(self._models):
+            model.close()
+        self._models.clear()
         self.host_group = None
         dist.destroy_process_group()
 

@@ -90,8 +90,8 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
                 self.hvd.allgather_async(torch.from_numpy(array), name=self.next_name())
             ).numpy()
 
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> HorovodBound:
-        return HorovodBound(self, module, optimizer, settings)
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> HorovodModel:
+        return HorovodModel(self, module, optimizer, settings)
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def rank_losses() -> Iterator[None]:
         ) from error
 
 
-class HorovodBound:
+class HorovodModel:
     """A model whose gradients are summed over Horovod's ranks."""
 
     def __init__(

@@ -155,11 +155,11 @@ class Reducer:
 
     # -- one backward pass -----------------------------------------------------------------------------------
     def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
-        """See `Bound.backward`."""
+        """See `EngineModel.backward`."""
         self._run(loss.backward, "reducing", reduce=reduce, extras=extras)
 
     def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
-        """See `StagedBound.run`."""
+        """See `StagedEngineModel.run`."""
         self._run(passes, "reducing stages", reduce=reduce, extras=extras)
 
     def _run(self, passes: Callable[[], object], state: str, *, reduce: bool, extras: Tensor | None) -> None:
@@ -214,7 +214,7 @@ class Reducer:
         self._wait_tail = self._sum_async(self._tail, f"hvdtrain.tail.{self._generation}")
 
     def finish(self) -> None:
-        """See `Bound.finish`."""
+        """See `EngineModel.finish`."""
         assert self._tail is not None, "finish() follows backward(reduce=True)"
         for bucket in self.buckets:
             bucket.receive()

@@ -35,11 +35,11 @@ class Solo(SoloEngine):
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Tensor:
         return tensor
 
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> SoloBound:
-        return SoloBound(module, optimizer)
+    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> SoloModel:
+        return SoloModel(module, optimizer)
 
 
-class SoloBound:
+class SoloModel:
     """A model and its optimizer as they are."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -68,7 +68,7 @@ def revert(model: nn.Module) -> None:
 
 
 @contextmanager
-def acting(mode: Mode) -> Iterator[None]:
+def sync_batchnorm_mode(mode: Mode) -> Iterator[None]:
     """How the layers treat forward passes while it lasts, see `Mode`."""
     global _mode
     before, _mode = _mode, mode
