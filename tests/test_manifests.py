@@ -19,8 +19,7 @@ import pytest
 import yaml
 
 from hvdtrain import keras_mnist, torch_resnet
-from hvdtrain.core.launchers import detect
-from hvdtrain.core.restart import job_of, restarts
+from hvdtrain.core.launchers import detect, job_of, restarts
 from tests import cluster_hosts
 from tests.harness import REPOSITORY, clean_environment
 from tests.manifest_schemas import MPIJOB, OPENPAI
@@ -30,7 +29,7 @@ Job = dict[str, Any]
 RANK = """\
 import os, socket, sys
 import hvdtrain
-from hvdtrain.core.restart import job_of, restarts
+from hvdtrain.core.launchers import job_of, restarts
 with hvdtrain.init("torch") as world:
     told = (world.rank, world.local_rank, socket.gethostname(), restarts(os.environ), job_of(os.environ), sys.argv[1:])
     for line in world.gather(told):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.core import flags, restart, startup
+from hvdtrain.core import flags, launchers, startup
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.launchers import ALONE, Detected
 from hvdtrain.runs import folder
@@ -285,13 +285,13 @@ def test_a_restarted_job_on_other_data_is_refused(started_again: pytest.MonkeyPa
     ],
 )
 def test_what_the_environment_says_of_restarts(environ: dict[str, str], count: int, job: str | None) -> None:
-    assert (restart.restarts(environ), restart.job_of(environ)) == (count, job)
+    assert (launchers.restarts(environ), launchers.job_of(environ)) == (count, job)
 
 
 @pytest.mark.parametrize("text", ["-1", "x", "1.5", "\u0663"])
 def test_a_restart_count_that_is_no_number_is_refused(text: str) -> None:
     with pytest.raises(LauncherError, match="HVDTRAIN_RESTART"):
-        restart.restarts({"HVDTRAIN_RESTART": text})
+        launchers.restarts({"HVDTRAIN_RESTART": text})
 
 
 @pytest.mark.ranks

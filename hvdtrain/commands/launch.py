@@ -22,7 +22,7 @@ from hvdtrain.cluster.launch.launcher import Failure, Job, Outcome, Plan, Timeou
 from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report
 from hvdtrain.cluster.protocol import BEAT_S
 from hvdtrain.commands import command_lines, host_flags
-from hvdtrain.core import flags, restart
+from hvdtrain.core import flags, launchers
 from hvdtrain.core.errors import EXIT_CODE, OUT_OF_STEP_CODE, ConfigError, LauncherError
 
 EPILOG = """\
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     logs = Logs(args.log_dir)
     attempts: list[dict[str, Any]] = []
     facts = {"format": 1, "command": "launch", "argv": list(job.argv), "hosts": [str(host) for host in job.hosts],
-             "np": job.np, "job": job.env[restart.JOB], "attempts": attempts}  # fmt: skip
+             "np": job.np, "job": job.env[launchers.JOB], "attempts": attempts}  # fmt: skip
     try:
         failed: Failure | None = None
         while True:
@@ -131,15 +131,15 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not argv:
         raise ConfigError("hvdtrain launch runs a command", "none", "hvdtrain launch -np 4 -- python train.py")
-    ours = {restart.JOB: restart.job_of(environ) or uuid.uuid4().hex[:12]}
+    ours = {launchers.JOB: launchers.job_of(environ) or uuid.uuid4().hex[:12]}
     env = environment.passed(environ, args.variables, args.env_file) | ours
     timeouts = Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace)
     return host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts)
 
 
 def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> Outcome:
-    if number := restart.restarts(os.environ) + attempt:  # by which programs go on with the run they had begun
-        job = dataclasses.replace(job, env={**job.env, restart.RESTART: str(number)})
+    if number := launchers.restarts(os.environ) + attempt:  # by which programs go on with the run they had begun
+        job = dataclasses.replace(job, env={**job.env, launchers.RESTART: str(number)})
     display: list[Display] = []
     times: list[int] = []
 

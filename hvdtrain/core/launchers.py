@@ -1,4 +1,4 @@
-"""Which launcher started this process, which rank it gave, which GPUs go with it: read from the environment only.
+"""Which launcher started this process, as which rank, with which GPUs, and how often: read from the environment.
 
 Launchers nest: `mpirun` inside a Slurm allocation, `horovodrun` inside `srun`, `torchrun` inside OpenPAI. Variables of
 the outer one stay visible, so the table is ordered from the one that is always innermost to the outermost, and the
@@ -16,6 +16,7 @@ from hvdtrain.core.slurm import first_host, port_of, tasks_per_node
 
 Environ = Mapping[str, str]
 UNKNOWN_NODE = -1
+RESTART, JOB = "HVDTRAIN_RESTART", "HVDTRAIN_JOB"  # what hvdtrain's own launcher sets
 
 
 @dataclass(frozen=True)
@@ -380,3 +381,31 @@ def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) 
         f"start at most {max(visible // per_rank, 1)} rank(s) on this host, show more GPUs"
         " (CUDA_VISIBLE_DEVICES), or train with device='cpu'",
     )
+
+
+# A job that Slurm requeues after a preemption, or that `hvdtrain launch --max-restarts` starts again after a failure,
+# runs the same command line as before: the programs go on with the job's own run without being told to.
+def restarts(environ: Environ) -> int:
+    """Return how often this job was started again, 0 for the first time; pure.
+
+    HVDTRAIN_RESTART counts where it is set, else SLURM_RESTART_COUNT, which sbatch sets from the first requeue on.
+
+    Raises:
+        LauncherError: not a whole number.
+    """
+    name = next((name for name in (RESTART, "SLURM_RESTART_COUNT") if environ.get(name, "") != ""), None)
+    if name is None:
+        return 0
+    if not (environ[name].isascii() and environ[name].isdigit()):
+        raise LauncherError(
+            f"{name} tells how often a job was started again: a whole number", repr(environ[name]), f"unset {name}"
+        )
+    return int(environ[name])
+
+
+def job_of(environ: Environ) -> str | None:
+    """Return what names this job, the same each time it is started; None where nothing does; pure."""
+    if environ.get(JOB):
+        return environ[JOB]
+    job = environ.get("SLURM_JOB_ID")
+    return f"slurm-{environ.get('SLURM_CLUSTER_NAME') or 'cluster'}-{job}" if job else None

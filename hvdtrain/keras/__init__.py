@@ -22,8 +22,8 @@ import hvdtrain.keras.backends.supported  # noqa: F401  # isort: skip  (before K
 import keras
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.lr import LR
-from hvdtrain.core.proof import Proof
 from hvdtrain.core.sharding import Plan
 from hvdtrain.core.world import World
 from hvdtrain.keras import averaging, fit, fit_callbacks, reduce, start

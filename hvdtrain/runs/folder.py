@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.restart import job_of, restarts
+from hvdtrain.core.launchers import job_of, restarts
 from hvdtrain.runs.log_files import read_run
 
 
@@ -54,8 +54,8 @@ def _numbered(stem: str) -> list[Path]:
 def choose_run(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str) -> tuple[Path, bool]:
     """The directory of this run, and whether to go on with what is in it; call it on rank 0.
 
-    As `choose_run_dir`; and a job that was started again (`hvdtrain.core.restart`) goes on with the run that it made
-    earlier, without `resume`. If it had not come so far as to make one, it starts.
+    As `choose_run_dir`; and a job that was started again (`hvdtrain.core.launchers.restarts`) goes on with the run that
+    it made earlier, without `resume`. If it had not come so far as to make one, it starts.
 
     Raises:
         ConfigError: as `choose_run_dir`; or the job has made several runs, so that it takes a name to tell which.

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.restart import job_of
+from hvdtrain.core.launchers import job_of
 from hvdtrain.core.world import World
 from hvdtrain.runs.log_files import (
     Line,

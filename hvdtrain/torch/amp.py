@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.torch.nested import map_tensors
+from hvdtrain.torch.data.nested import map_tensors
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -25,8 +25,7 @@ from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.engines.base import EngineModel
 from hvdtrain.torch.gradients import Gradients, check_loss, zero_gradients
 from hvdtrain.torch.model import Model
-from hvdtrain.torch.rate import rates_of
-from hvdtrain.torch.session import Session
+from hvdtrain.torch.session import Session, rates_of
 from hvdtrain.torch.staged import SMALLER_STAGES, Loss, refuse_backward, run_step
 
 

@@ -27,8 +27,7 @@ from hvdtrain.torch.engines.sync_batchnorm import convert, revert
 from hvdtrain.torch.gradients import Gradients
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.optimizer import Optimizer
-from hvdtrain.torch.rate import Rates
-from hvdtrain.torch.session import Options, Session, prepared_optimizers
+from hvdtrain.torch.session import Options, Rates, Session, prepared_optimizers
 from hvdtrain.torch.shell import ModelShell, unwrap
 from hvdtrain.torch.staged import check_staged
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World
 from hvdtrain.torch import staged as stages
+from hvdtrain.torch.data.nested import map_tensors
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.base import Staged
-from hvdtrain.torch.nested import map_tensors
 from hvdtrain.torch.session import Options
 
 

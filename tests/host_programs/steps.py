@@ -14,7 +14,7 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 
-from hvdtrain.core import restart
+from hvdtrain.core import launchers
 
 PACE_S = 0.02
 
@@ -29,7 +29,7 @@ def main(folder: Path, fault_step: int) -> None:
     hvd.init()
     rank, saved, finish = hvd.rank(), folder / "saved", folder / "finish"
     first = int(saved.read_text()) if saved.exists() else 0
-    attempt = restart.restarts(os.environ)
+    attempt = launchers.restarts(os.environ)
     print(f"rank {rank} of {hvd.size()} begins at step {first}, restarts {attempt}", flush=True)
     step = first
     while True:

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 from hvdtrain.core.errors import ReplicaError
-from hvdtrain.core.proof import Proof
+from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.reduce import overwrites

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.core.proof import Proof
+from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.world import World
 from hvdtrain.torch.checks import replicas
 from hvdtrain.torch.model import Model

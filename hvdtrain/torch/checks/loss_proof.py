@@ -15,7 +15,7 @@ from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.world import World
 from hvdtrain.torch.checks.loss_graph import UNNAMED, Reader, couples
 from hvdtrain.torch.checks.tally import Number, Tally, refusal
-from hvdtrain.torch.nested import tensors_of
+from hvdtrain.torch.data.nested import tensors_of
 
 _COUPLED = (
     "samples are compared with each other: the loss is no sum over samples (contrastive, the hardest of the batch, a"

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import NonFiniteError
 from hvdtrain.core.same_data import is_statistic
 from hvdtrain.core.world import World
+from hvdtrain.torch.data.nested import tensors_of
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
-from hvdtrain.torch.nested import tensors_of
 
 _LAG = 2
 _EVERY_STEP = "HVDTRAIN_CHECK_EVERY_STEP"

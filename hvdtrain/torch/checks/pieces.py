@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.checks.loss_graph import Reader
+from hvdtrain.torch.data.nested import batch_size, cut
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
 from hvdtrain.torch.gradients import check_loss
-from hvdtrain.torch.nested import batch_size, cut
 from hvdtrain.torch.session import session_of
 from hvdtrain.torch.shell import unwrap
 

@@ -20,9 +20,9 @@ from torch.nn.parallel import parallel_apply, replicate
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
+from hvdtrain.torch.data.nested import batch_size, cut, to_device
 from hvdtrain.torch.engines.base import Settings, pick_devices
 from hvdtrain.torch.engines.solo import Solo, SoloModel
-from hvdtrain.torch.nested import batch_size, cut, to_device
 
 CPU_DEVICES_VARIABLE = "HVDTRAIN_CPU_DEVICES"
 

@@ -1,0 +1,116 @@
+"""What can be read again without running code: training state and what users keep, as numbers, text and tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.runs.parts import ExtraPart
+
+_SCALARS = (bool, int, float, str)
+_ARRAY, _NUMBER = "numpy.ndarray", "numpy.generic"  # the key of the dict that stands for one
+_TOO_WIDE = ("float96", "float128", "longdouble", "complex192", "complex256", "clongdouble")  # for a tensor
+
+
+class Extra(ExtraPart):
+    """`extra.pt`: objects of the user's own."""
+
+    def save(self, path: Path) -> None:
+        write(self.states(), path, "extra")
+
+    def load(self, path: Path) -> None:
+        self.restore(revived(read(path)))
+
+    def put_back(self, value: Any, saved: Any) -> Any:
+        if not isinstance(value, (Tensor, np.ndarray)):
+            return super().put_back(value, _like(value, saved))
+        if value.shape != saved.shape:
+            raise ValueError(f"shape {tuple(saved.shape)} in the checkpoint, {tuple(value.shape)} here")
+        with torch.no_grad():
+            if isinstance(value, np.ndarray):
+                value[...] = np.asarray(saved)
+            else:
+                value.copy_(torch.as_tensor(saved))
+        return value
+
+
+def _like(example: Any, saved: Any) -> Any:
+    """Gives dicts the kind that `example` has (a `Counter`, say); and arrays, which older files hold as tensors."""
+    if isinstance(example, np.ndarray) and isinstance(saved, Tensor):
+        return saved.numpy()
+    if isinstance(saved, dict) and isinstance(example, Mapping):
+        items = {key: _like(example.get(key), value) for key, value in saved.items()}
+        if not isinstance(example, dict) or type(example) is dict:
+            return items
+        of_its_kind = copy.copy(example)
+        of_its_kind.clear()
+        of_its_kind.update(items)
+        return of_its_kind
+    if type(saved) in (list, tuple) and isinstance(example, (list, tuple)) and len(saved) == len(example):
+        return type(saved)(map(_like, example, saved))
+    return saved
+
+
+def write(content: Mapping[str, Any], path: Path, what: str) -> None:
+    """Saves what ``weights_only=True`` reads, and has it read."""
+    torch.save(_plain(content, what), path)
+    torch.load(path, weights_only=True, mmap=True)  # the structure; tensors stay on the disk
+
+
+def read(path: Path) -> Any:
+    """Loads what `_write` saved, without running code."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def revived(value: Any, number: Callable[[np.generic], Any] = lambda found: found) -> Any:
+    """Returns what `_plain` was given; `number` is called with numbers of numpy."""
+    if isinstance(value, dict):
+        if value.keys() == {_ARRAY}:
+            return value[_ARRAY].numpy()
+        if value.keys() == {_NUMBER}:
+            return number(value[_NUMBER].numpy()[()])
+        return {key: revived(item, number) for key, item in value.items()}
+    return type(value)(revived(item, number) for item in value) if type(value) in (list, tuple) else value
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Returns `value` as the types that can be read without running code; refuses others while there is time."""
+    if value is None or type(value) in (*_SCALARS, Tensor, nn.Parameter):
+        return value
+    if (
+        isinstance(value, (np.ndarray, np.generic))
+        and value.dtype.kind in "biufc"
+        and value.dtype.name not in _TOO_WIDE
+    ):
+        # what went through numpy is what it was when it is loaded: an array, or a number such as a learning rate
+        kind = _ARRAY if isinstance(value, np.ndarray) else _NUMBER
+        return {kind: torch.from_numpy(np.array(value, value.dtype.newbyteorder("=")))}
+    if isinstance(value, np.str_):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {_plain_key(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, (torch.dtype, torch.device, complex)):
+        return value
+    for scalar in _SCALARS:
+        if isinstance(value, scalar):  # an enumeration that is a number, say
+            return scalar(value)
+    raise ConfigError(
+        "a checkpoint holds numbers, text and tensors, so that loading it runs no code",
+        f"{where} is a {type(value).__name__}",
+        "keep such objects out of the optimizer's groups and state; give them state_dict() and load_state_dict() to"
+        " save them with extra=",
+    )
+
+
+def _plain_key(key: Any, where: str) -> Any:
+    return _plain(key.item() if isinstance(key, np.generic) else key, where)
