@@ -136,7 +136,7 @@ class World(Generic[EngineT]):
         total = math.fsum(its_weight for _, its_weight in live)
         if total == 0:
             return dict.fromkeys(names, math.nan)
-        return {name: _fsum(v[name] * w for v, w in live) / total for name in names}
+        return {name: fsum(v[name] * w for v, w in live) / total for name in names}
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the sum of each value over ranks; bit-equal on every rank.
@@ -145,7 +145,7 @@ class World(Generic[EngineT]):
             ReplicaError: on every rank, when names differ.
         """
         reports = self.gather({name: float(value) for name, value in values.items()})
-        return {name: _fsum(its_values[name] for its_values in reports) for name in _same_names(reports)}
+        return {name: fsum(its_values[name] for its_values in reports) for name in _same_names(reports)}
 
     def agree(self, name: str, value: Any) -> None:
         """Check that every rank has an equal `value` (picklable).
@@ -262,7 +262,7 @@ class _Failure:
         )
 
 
-def _fsum(values: Any) -> float:
+def fsum(values: Any) -> float:
     """Sum without rounding on the way, so the order of ranks does not matter; inf and nan pass as in IEEE."""
     terms = list(values)
     return math.fsum(terms) if all(math.isfinite(term) for term in terms) else float(sum(terms))

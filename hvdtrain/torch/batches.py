@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Step
@@ -52,38 +52,29 @@ class Batch:
         return (0, 0) if self.step is None else (self.step.epoch, self.step.samples_done)
 
 
-class Batches(Protocol):
-    """Where batches come from."""
+class Batches:
+    """Where batches come from: a loader, which knows every rank's share; or anything else, where each counts the same.
 
-    def now(self) -> Batch | None:
-        """The batch that training is at; None before the first."""
-        ...
+    Args:
+        data: an `hvdtrain.torch.loader`; without one samples are not counted.
+        size: ranks.
+        accumulate: micro-batches of an update.
+    """
 
-    def done(self) -> None:
-        """The backward pass of the batch is complete."""
-        ...
-
-    def applied(self, batch: Batch) -> tuple[int, int]:
-        """The update that `batch` completes is in the weights; returns (epoch, samples done in it) to go on with."""
-        ...
-
-    def restart(self) -> None:
-        """A checkpoint was restored: no batch is in the weights but those of the checkpoint."""
-        ...
-
-
-class FromLoader:
-    """Batches of an `hvdtrain.torch.loader`, which knows every rank's share."""
-
-    def __init__(self, data: Loader, accumulate: int) -> None:
+    def __init__(self, data: Loader | None, size: int, accumulate: int) -> None:
         self.data = data
         self._accumulate = accumulate
+        self._planned = float(size * accumulate)
+        self._done = 0
         self._batch: Batch | None = None
         self._applied: Step | None = None
 
     def now(self) -> Batch | None:
-        step = self.data.step
-        if step is None:
+        """The batch that training is at; None before the first."""
+        step = None if self.data is None else self.data.step
+        if self.data is None:
+            self._batch = self._batch or Batch(self._planned, (self._done + 1) % self._accumulate == 0)
+        elif step is None:
             self._batch = None
         elif self._batch is None or self._batch.step is not step:
             samples, is_last = step.update(self._accumulate)
@@ -91,45 +82,26 @@ class FromLoader:
         return self._batch
 
     def done(self) -> None:
-        self.data.differentiated(None if self._batch is None else self._batch.step)
+        """The backward pass of the batch is complete."""
+        if self.data is not None:
+            self.data.differentiated(None if self._batch is None else self._batch.step)
+        else:
+            self._done, self._batch = self._done + 1, None
 
     def applied(self, batch: Batch) -> tuple[int, int]:
+        """The update that `batch` completes is in the weights; returns (epoch, samples done in it) to go on with."""
         if batch is self._batch:
             self._applied = batch.step
-        return self.data.plan.place_after(*batch.place)
+        return (0, 0) if self.data is None else self.data.plan.place_after(*batch.place)
 
     def restart(self) -> None:
-        self._batch = self._applied = None
+        """A checkpoint was restored: no batch is in the weights but those of the checkpoint."""
+        if self.data is not None:
+            self._batch = self._applied = None
 
     def place(self) -> tuple[int, int]:
-        """(epoch, samples done in it) where a run goes on that has the weights of now."""
-        return self.data.position_after(self._applied)
-
-
-class Counted:
-    """Batches of anything else: every rank's count the same, and samples are not counted."""
-
-    def __init__(self, size: int, accumulate: int) -> None:
-        self._planned = float(size * accumulate)
-        self._accumulate = accumulate
-        self._done = 0
-        self._batch = self._next()
-
-    def _next(self) -> Batch:
-        return Batch(self._planned, (self._done + 1) % self._accumulate == 0)
-
-    def now(self) -> Batch:
-        return self._batch
-
-    def done(self) -> None:
-        self._done += 1
-        self._batch = self._next()
-
-    def applied(self, batch: Batch) -> tuple[int, int]:
-        return 0, 0
-
-    def restart(self) -> None:
-        """Nothing to forget."""
+        """Where a run goes on that has the weights of now: (epoch, samples done in it)."""
+        return (0, 0) if self.data is None else self.data.position_after(self._applied)
 
 
 def require_batch(batch: Batch | None) -> Batch:

@@ -24,13 +24,13 @@ from hvdtrain.core.world import World, current
 from hvdtrain.runs.checkpoint import Progress
 from hvdtrain.runs.parts import Part
 from hvdtrain.torch import start
-from hvdtrain.torch.batches import FromLoader
 from hvdtrain.torch.checks import nonfinite
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.random_state import restore_streams
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.optimizer import Optimizer
 from hvdtrain.torch.plain_files import Extra, read, revived, write
+from hvdtrain.torch.session import Session
 from hvdtrain.torch.shell import unwrap
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def model_state(
 
 def _loader_of(optimizer: Optimizer, data: Loader | None) -> Loader | None:
     """The loader whose place is known exactly: what its batches went into, `prepare` was told."""
-    batches = optimizer.session.batches
-    own = batches.data if isinstance(batches, FromLoader) else None
+    own = optimizer.session.batches.data
     if data is not None and data is not own:
         raise ConfigError(
             "a checkpoint knows the place in the data from the loader that prepare() was given",
@@ -245,17 +244,14 @@ class TrainingPart(Part):
 
     def save(self, path: Path) -> None:
         optimizer = self.optimizer
-        batches = optimizer.session.batches
-        loader = None
-        if isinstance(batches, FromLoader):
-            loader = {**batches.data.state_dict(), **_place(batches, optimizer.session.world)}
+        data = optimizer.session.batches.data
         content = {
             "format": 1,
             "optimizer": optimizer.state_dict(),
             "optimizer_class": type(optimizer.wrapped).__name__,
             "precision": optimizer.session.precision.state_dict(),
             "progress": asdict(optimizer.progress),
-            "loader": loader,
+            "loader": None if data is None else {**data.state_dict(), **_place(optimizer.session, data)},
             "parameters": _described(optimizer),
             "streams": self.streams,
         }
@@ -290,13 +286,13 @@ class TrainingPart(Part):
             start.split_streams(world, "resumed", saved["progress"]["samples_seen"])
 
 
-def _place(batches: FromLoader, world: World) -> dict[str, int]:
+def _place(session: Session, data: Loader) -> dict[str, int]:
     """Where the loader goes on: after the last batch that is in the weights, however many were handed out since."""
-    epoch, samples = batches.place()
-    left = batches.data.left_early()  # told once
-    if left is not None and world.is_main:
+    epoch, samples = session.batches.place()
+    left = data.left_early()  # told once
+    if left is not None and session.world.is_main:
         print(
-            f"hvdtrain: epoch {left[0]} was left after {left[1]} of {batches.data.samples} samples: a run restored from"
+            f"hvdtrain: epoch {left[0]} was left after {left[1]} of {data.samples} samples: a run restored from"
             f" this checkpoint begins epoch {left[0] + 1}, as this one would (to go on there, save within the loop)",
             flush=True,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.core.world import World
+from hvdtrain.core.world import World, fsum
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.create import Augment, loader
 from hvdtrain.torch.data.loader import Loader
@@ -109,12 +108,7 @@ def _joined(sums: dict[str, float], count: int, world: World) -> dict[str, float
         raise ReplicaError(
             "every rank must report the same metrics", "\n".join(", ".join(other) for other in named), shared=True
         )
-    return {name: _sum([its_sums[name] for its_sums in named]) / samples for name in named[0]}
-
-
-def _sum(terms: list[float]) -> float:
-    """Without rounding on the way, so that the result does not depend on the ranks' order; NaN and infinity pass."""
-    return math.fsum(terms) if all(map(math.isfinite, terms)) else float(sum(terms))
+    return {name: fsum([its_sums[name] for its_sums in named]) / samples for name in named[0]}
 
 
 @contextmanager

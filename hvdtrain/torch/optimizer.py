@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.checkpoint import Progress
 from hvdtrain.torch.amp import ScalerAdapter
-from hvdtrain.torch.batches import Batch, FromLoader, require_batch
+from hvdtrain.torch.batches import Batch, require_batch
 from hvdtrain.torch.checks import replicas
 from hvdtrain.torch.checks.nonfinite import first_bad_layer, gradient_error
 from hvdtrain.torch.checks.out_of_memory import explained
@@ -270,7 +270,7 @@ class Optimizer(torch.optim.Optimizer):
         with explained("optimizer's step", session.sizes):
             session.precision.step(self._stepper)
         gradients.stepped()
-        if isinstance(session.batches, FromLoader):
+        if session.batches.data is not None:
             session.handed_out(session.batches.data.step)  # what was saved of buffers is put back, and kept on
         self._advance()
         every = session.options.watch_every

@@ -14,7 +14,7 @@ from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World
 from hvdtrain.torch import start
 from hvdtrain.torch.amp import Precision, check_amp
-from hvdtrain.torch.batches import Batches, Counted, FromLoader
+from hvdtrain.torch.batches import Batches
 from hvdtrain.torch.checks.averaging import prove
 from hvdtrain.torch.checks.in_step import Noted
 from hvdtrain.torch.checks.loss_proof import LossProof
@@ -169,7 +169,7 @@ def _bind(
     engine = engine_of(world)
     pieces = world.size * options.accumulate * (1 if staged is None else max(staged.micro_batches, 2))
     shell = ModelShell(model, torch.compile(model) if options.compile else staged)  # type: ignore[arg-type]
-    batches: Batches = Counted(world.size, options.accumulate) if data is None else FromLoader(data, options.accumulate)
+    batches = Batches(data, world.size, options.accumulate)
     return Session(
         world=world,
         module=model,

@@ -17,7 +17,7 @@ from hvdtrain.core.lr import LR
 from hvdtrain.core.sharding import Step
 from hvdtrain.core.world import World
 from hvdtrain.torch.amp import Precision
-from hvdtrain.torch.batches import Batches, FromLoader
+from hvdtrain.torch.batches import Batches
 from hvdtrain.torch.checks.in_step import Noted
 from hvdtrain.torch.checks.loss_proof import LossProof
 from hvdtrain.torch.checks.nonfinite import Losses
@@ -104,7 +104,8 @@ class Session:
 
     def streams(self) -> dict[str, Any]:
         """Random numbers where a run goes on that has the weights of now: within an update, those it began with."""
-        within = self.gradients.gathering and isinstance(self.batches, FromLoader) and self.batches.data.running
+        data = self.batches.data
+        within = self.gradients.gathering and data is not None and data.running
         return (self._begun_with if within else None) or random_streams(self.world.devices)
 
     def samples_called(self) -> int:
