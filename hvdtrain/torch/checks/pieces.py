@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.checks.loss_graph import Reader
 from hvdtrain.torch.data.nested import batch_size, cut
+from hvdtrain.torch.data.random_state import preserved_rng
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
 from hvdtrain.torch.gradients import check_loss
@@ -258,10 +259,9 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
     sessions = [session for module in modules if (session := session_of(module)) is not None]
     noted = [(s, s.last_call, s.last_method, s.proof.outputs) for s in sessions]
     modes = [(layer, layer.training) for module in modules for layer in module.modules()]
-    numpy = sys.modules.get("numpy")
-    streams = (random.getstate(), None if numpy is None else numpy.random.get_state())
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(preserved_rng())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sync_batchnorm_mode("alone"))  # the other ranks do not take part in this
         for module in modules:
@@ -275,9 +275,6 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
                 session.last_call, session.last_method, session.proof.outputs = call, method, outputs
             for layer, mode in modes:
                 layer.training = mode
-            random.setstate(streams[0])
-            if numpy is not None:
-                numpy.random.set_state(streams[1])
 
 
 def pieces_differ(session: Session, model: Any, args: Any, y: Any, loss: Any, weight: Weight) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,3 +40,15 @@ def restore_streams(saved: Mapping[str, Any], gpus: Sequence[int]) -> None:
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = saved["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Puts the generators of Python, numpy and PyTorch (CPU) back at the end."""
+    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(pytorch)

@@ -22,6 +22,7 @@ from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.same_data import Digest, of_items
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.forks import worker_context
+from hvdtrain.torch.data.random_state import preserved_rng
 from hvdtrain.torch.data.source import Fetched
 from hvdtrain.torch.data.words import SEED_STREAM, words
 
@@ -140,18 +141,6 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Puts the generators of Python, numpy and PyTorch (CPU) back at the end."""
-    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(pytorch)
 
 
 def _as_it_is(fetched: Fetched) -> Fetched:
