@@ -25,7 +25,7 @@ def test_the_documented_tree_is_the_one_that_is_there() -> None:
 
 def test_no_circles_few_floors_few_rooms() -> None:
     assert structure.circles(GRAPH) == []
-    assert len(set(structure.floors(GRAPH, FOUND).values())) <= 7
+    assert len(set(structure.floors(GRAPH).values())) <= 7
     folders = {path.parent for path in FOUND.values()}
     assert len(folders) < 25
     assert {
