@@ -144,9 +144,8 @@ def _own_ranks(framework: str, args: argparse.Namespace) -> dict[str, Any]:
         raise KeyboardInterrupt
     found = launcher.result_in(outcome.outputs.get(0, ""), MARK)
     if outcome.failed is not None and (found is None or found["ok"]):
-        why, lines = outcome.failed.in_words(args.limit), list(outcome.failed.lines[-_LINES:])
-        return _nothing(time.perf_counter() - started, why, lines)
-    return _complete(found, time.perf_counter() - started)
+        return _timed(started, None, outcome.failed.in_words(args.limit), outcome.failed.lines)
+    return _timed(started, found)
 
 
 def _ranks_here(args: argparse.Namespace) -> int:
@@ -169,29 +168,23 @@ def _as_rank(framework: str, args: argparse.Namespace, detected: Detected) -> di
     started = time.perf_counter()
     command = [sys.executable, "-m", _RANK, framework, f"{args.limit:g}"]
     env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-    try:
-        out, _ = child.communicate()  # ends itself after the limit
-    finally:
-        child.kill()
-        child.wait()
-    seconds = time.perf_counter() - started
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)  # ends itself after the limit
     if child.returncode not in (0, FAILED):
         why = f"not done in {args.limit:g} s" if child.returncode == TOO_LATE else f"exit code {child.returncode}"
-        return _nothing(seconds, f"rank {detected.rank}: {why}", out.splitlines()[-_LINES:])
+        return _timed(started, None, f"rank {detected.rank}: {why}", child.stdout.splitlines())
     if detected.rank != 0:
-        return {"ok": child.returncode == 0, "seconds": round(seconds, 3), "checks": []}
-    return _complete(launcher.result_in(out, MARK), seconds)
+        return _timed(started, {"ok": child.returncode == 0, "checks": []})
+    return _timed(started, launcher.result_in(child.stdout, MARK))
 
 
-def _complete(found: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+def _timed(
+    started: float, found: dict[str, Any] | None, why: str = "rank 0 ended without a result", lines: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What was found, with its seconds; or why there is nothing, and the last lines."""
+    seconds = {"seconds": round(time.perf_counter() - started, 3)}
     if found is None:
-        return _nothing(seconds, "rank 0 ended without a result", [])
-    return found | {"seconds": round(seconds, 3)}
-
-
-def _nothing(seconds: float, why: str, lines: list[str]) -> dict[str, Any]:
-    return {"ok": False, "seconds": round(seconds, 3), "failed": why, "lines": lines, "checks": []}
+        return {"ok": False, **seconds, "failed": why, "lines": list(lines[-_LINES:]), "checks": []}
+    return found | seconds
 
 
 # ---- the report
