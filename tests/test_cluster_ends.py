@@ -182,7 +182,7 @@ def test_a_silence_shorter_than_the_signs_of_life_is_refused(limit):
 def test_names_are_looked_up_at_the_same_time(monkeypatch, limit):
     """One after the other they took 91 s with a dead resolver, and the first agents gave the launcher up."""
     names = [f"h{number}" for number in range(40)]
-    monkeypatch.setattr("hvdtrain.cluster.launch.agents.is_this_machine", lambda name: time.sleep(0.25) or True)
+    monkeypatch.setattr("hvdtrain.cluster.ssh.is_this_machine", lambda name: time.sleep(0.25) or True)
     started = time.monotonic()
     agents = Agents(Job(["true"], parse_hosts(",".join(names)), 40, python="/bin/true"), None)
     seconds = time.monotonic() - started

@@ -12,6 +12,7 @@ import re
 import shlex
 import socket
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,7 @@ from hvdtrain.cluster.addresses import interfaces
 from hvdtrain.core.errors import ConfigError
 
 ALIVE_INTERVAL_S, ALIVE_COUNT = 5, 3  # ssh itself ends a session whose other end says nothing for 15 s
+_LOOK_UPS = 64  # of names at the same time
 
 Kind = Literal[
     "unreachable", "refused", "unknown_name", "unknown_host_key", "changed_host_key", "denied", "timeout",
@@ -104,6 +106,19 @@ def is_this_machine(name: str) -> bool:
         came = f"{host} is {address} here ({own}): ranks meant for it would run on this machine"
         raise ConfigError(rule, came, f"correct /etc/hosts: getent hosts {host}; this machine itself is localhost")
     return address.is_loopback or any(found.ip == address for its in interfaces().values() for found in its)
+
+
+def are_this_machine(names: Sequence[str]) -> dict[str, bool | ConfigError]:
+    """Return of each name what `is_this_machine` says, or raises: all at once, as a name server may be slow."""
+
+    def look_up(name: str) -> bool | ConfigError:
+        try:
+            return is_this_machine(name)
+        except ConfigError as error:
+            return error
+
+    with ThreadPoolExecutor(min(len(names), _LOOK_UPS)) as pool:
+        return dict(zip(names, pool.map(look_up, names), strict=True))
 
 
 def explain(host: str, returncode: int | None, said: str, ssh: Ssh | None = None, *, python: str = "") -> SshProblem:

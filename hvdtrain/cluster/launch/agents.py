@@ -11,7 +11,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.launch.failures import Tracebacks
 from hvdtrain.cluster.launch.job import Job
 from hvdtrain.cluster.protocol import BEAT_S, Message, encode
-from hvdtrain.cluster.ssh import SshProblem, is_this_machine, not_started
-from hvdtrain.core.errors import LauncherError
+from hvdtrain.cluster.ssh import SshProblem, are_this_machine, not_started
+from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.version import __version__
 
 AGENT = "hvdtrain.cluster.launch.agent"
@@ -91,7 +90,6 @@ class Connection(Channel):
 OnLine = Callable[[int, str, str], None]  # rank, "stdout" or "stderr", line
 Event = tuple[Connection | None, Message | None]  # None, None: nobody reads the output any more
 TAIL_LINES = 40  # of each rank, kept for when it fails
-_LOOK_UPS = 64  # of names at the same time
 
 
 class Agents:
@@ -122,15 +120,17 @@ class Agents:
         )
         self.tracebacks = Tracebacks()
         # all names first and at once: an agent that is there already would take a launcher that still asks for dead
-        with ThreadPoolExecutor(min(len(hosts), _LOOK_UPS)) as pool:
-            local = list(pool.map(is_this_machine, [host.name for host in hosts]))
+        local = are_this_machine([host.name for host in hosts])
+        for its in local.values():
+            if isinstance(its, ConfigError):
+                raise its
         self._job, self._beaten_s = job, 0.0
         self.connections: list[Connection] = []
         self._relay = threading.Thread(target=self._pass_lines_on, name="ranks' output", daemon=True)
         self._relay.start()
-        for host, is_local in zip(hosts, local, strict=True):
+        for host in hosts:
             try:
-                self.connections.append(Connection(host, job, self._take, local=is_local))
+                self.connections.append(Connection(host, job, self._take, local=local[host.name] is True))
             except OSError as error:
                 self.close()
                 raise _unreached([(host, not_started(error, host.name))]) from error
