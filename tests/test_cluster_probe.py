@@ -199,6 +199,20 @@ def test_a_host_that_hangs_costs_its_time_and_leaves_nothing(tmp_path: Path) -> 
     assert not psutil.Process().children()
 
 
+def test_a_host_that_hangs_does_not_cost_the_others_their_answers(tmp_path: Path) -> None:
+    text = f'mkdir {tmp_path}/first 2>/dev/null && exec sleep 1000\nexec {sys.executable} "$@"'
+    names = ["localhost", "127.0.0.1"]  # one of them is the first
+    sessions = Sessions(names, script(tmp_path, text), Ssh())
+    try:
+        answers = sessions.ask(dict.fromkeys(names, {"do": "clock"}), 5)
+        (name,) = answers
+        assert [problem.kind for problem in sessions.lost.values()] == ["timeout"] and name not in sessions.lost
+        assert sessions.ask(dict.fromkeys(names, {"do": "clock"}), 5).keys() == {name}
+    finally:
+        sessions.close()
+    assert not psutil.Process().children()
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "what"),
     [
