@@ -184,6 +184,13 @@ def test_a_request_that_fails_is_answered(session: Session) -> None:
     assert session.answer({"do": "clock"}, 5).keys() == {"time"}
 
 
+def test_a_probe_that_is_gone_is_lost(session: Session) -> None:
+    assert session.answer({"do": "clock"}, 5)
+    psutil.Process().children()[0].kill()
+    assert session.ask({"localhost": {"do": "clock"}}, 10) == {}
+    assert "ended with -9" in session.lost["localhost"].what
+
+
 def script(tmp_path: Path, text: str) -> str:
     path = tmp_path / "python"
     path.write_text(f"#!/bin/sh\n{text}\n")

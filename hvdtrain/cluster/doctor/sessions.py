@@ -97,7 +97,8 @@ class Sessions:
             waiting = [other for other in waiting if other != name]
         for name in waiting:
             self.give_up(name, self.alive[name].problem())
-        return {name: replies[name] for name in requests if name in replies}
+        # one may have answered, and ended while others were waited for
+        return {name: replies[name] for name in requests if name in replies and name in self.alive}
 
     def give_up(self, name: str, problem: SshProblem) -> None:
         """End one host's session: the host is lost."""
