@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.bench.report import begin, finish, measured_on, progress
@@ -102,7 +103,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any], cores: Sequence[in
     def predict_all() -> None:
         """A prediction is of the machine as it is then."""
         prediction = predict(pipe, *batches[0], loss)
-        for name, change in ours(args).items():
+        for name, change in settings_of_ours(args).items():
             pipe.schedule, sizes = change["schedule"], micro_batch_sizes(args.batch, change["micro_batches"])
             result["predicted_s"].setdefault(name, []).append(prediction(sizes))
             if by_profile:
@@ -114,7 +115,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any], cores: Sequence[in
     result["seconds"] = measured["seconds"]
 
 
-def ours(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def settings_of_ours(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The pipelines of hvdtrain: what is set for each."""
     return {
         f"hvdtrain, {schedule}, {count} micro-batches": {"schedule": schedule, "micro_batches": count, "overlap": True}
@@ -143,10 +144,12 @@ def all_variants(
         found[ONE_STAGE] = variant(one, cores=cores[:1])
         found[ALL_CORES] = variant(Unsplit(pipe.module, "cpu", cores=cores))
     found[NAIVE] = variant(pipe, micro_batches=1, overlap=False)
-    found |= {name: variant(pipe, **change) for name, change in ours(args).items()}
+    found |= {name: variant(pipe, **change) for name, change in settings_of_ours(args).items()}
     for balance in args.against:
         other, cut = split(["cpu"] * args.stages, balance), "|".join(map(str, balance))
-        found |= {f"{name}, {BY_HAND} {cut}": variant(other, **change) for name, change in ours(args).items()}
+        found |= {
+            f"{name}, {BY_HAND} {cut}": variant(other, **change) for name, change in settings_of_ours(args).items()
+        }
     for count in () if args.ours else args.micro_batches:
         for name, rival in rivals(pipe, count).items():
             found[f"{name}, {count} micro-batches"] = variant(rival, cores=cores, threads=1)
@@ -235,8 +238,8 @@ def report(result: Mapping[str, Any]) -> str:
         predicted, by_profile = (result[key].get(name) for key in ("predicted_s", "predicted_by_profile_s"))
         rows.append((
             name, stats.milliseconds(samples), str(ratio) if name != NAIVE else "1",
-            f"{stats.median(predicted) / stats.median(samples):.2f} x" if predicted else "",
-            f"{stats.median(by_profile) / stats.median(samples):.2f} x" if by_profile else "",
+            f"{median(predicted) / median(samples):.2f} x" if predicted else "",
+            f"{median(by_profile) / median(samples):.2f} x" if by_profile else "",
             f"{efficiency(result, name):.3f}" if predicted else "",
         ))  # fmt: skip
     return "\n\n".join(
@@ -273,7 +276,7 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
         return stats.judged(f"{above} / {below}", ratio, target)
 
     ours = {name: its for name, its in seconds.items() if name.startswith("hvdtrain") and BY_HAND not in name}
-    best = min(ours, key=lambda name: stats.median(ours[name]))
+    best = min(ours, key=lambda name: median(ours[name]))
     lines = []
     if not result["settings"].get("ours"):
         lines.append(judged(best, NAIVE, NAIVE_TARGET))
@@ -284,7 +287,7 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
             lines.append(judged(mine, name, CUT_TARGET))
         if name.startswith(("torchgpipe", "tutorial")):
             same = [n for n in ours if count_of(n) == count_of(name)]
-            mine = min(same, key=lambda n: stats.median(ours[n]))
+            mine = min(same, key=lambda n: median(ours[n]))
             lines.append(judged(mine, name, RIVAL_TARGET))
     if not result["settings"].get("ours"):
         reached = max(efficiency(result, name) for name in ours)
@@ -292,7 +295,7 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
         lines.append(f"efficiency: {reached:.3f} (target >= {EFFICIENCY_TARGET}: {told})")
     for key, what in (("predicted_s", "from a few short steps"), ("predicted_by_profile_s", "from the profile")):
         if result[key]:
-            off = max(abs(stats.median(its) / stats.median(seconds[name]) - 1) for name, its in result[key].items())
+            off = max(abs(median(its) / median(seconds[name]) - 1) for name, its in result[key].items())
             told = stats.kept(off <= PREDICTION_TARGET)
             lines.append(f"prediction {what}: at most {off:.1%} off (target <= {PREDICTION_TARGET:.0%}: {told})")
     if ALL_CORES in seconds:

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 from hvdtrain.bench.report import measured_on, progress, versions
@@ -107,7 +108,7 @@ def _rows(model: str, part: Mapping[str, Any], per_rank_batch: int) -> list[tupl
     ]
     for name in wall:
         ranks = 1 if name in ALONE else part["ranks"]
-        step_s = stats.median(wall[name])
+        step_s = median(wall[name])
         against = part.get("against", {}).get(name)
         if name == next(iter(ALONE)):
             against = part["overhead"]

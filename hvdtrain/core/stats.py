@@ -127,11 +127,6 @@ def kept(it: bool) -> str:
     return "kept" if it else "MISSED"
 
 
-def median(samples: Sequence[float]) -> float:
-    """The median."""
-    return statistics.median(samples)
-
-
 def milliseconds(samples: Sequence[float]) -> str:
     """The median of seconds, told in milliseconds."""
     return f"{statistics.median(samples) * 1e3:.2f} ms"

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import stats
+from hvdtrain.core.errors import is_out_of_memory
 from hvdtrain.pipeline.tuning import plots
 from hvdtrain.pipeline.tuning.search_size import micro_batches_for, split_size
 
@@ -220,14 +221,14 @@ def interleaved(
 
 def warm_up(name: Any, train: Variant, devices: Sequence[torch.device]) -> dict[Any, str]:
     """Trains one batch; returns the reason if it cannot be done (memory, batch-norm over a single value)."""
-    import torch
-
     from hvdtrain.pipeline import StageError
     from hvdtrain.pipeline.tuning.unsplit import seconds_of
 
     try:
         seconds_of(lambda: train(1), devices)  # until the devices are done: what fails there is seen
-    except (StageError, torch.OutOfMemoryError) as error:
+    except Exception as error:
+        if not isinstance(error, StageError) and not is_out_of_memory(error):
+            raise
         return {name: str(error)}
     return {}
 

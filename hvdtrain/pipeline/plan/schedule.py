@@ -49,6 +49,11 @@ def micro_batch_sizes(batch: int, micro_batches: int) -> tuple[int, ...]:
     return (small + 1,) * larger + (small,) * (micro_batches - larger)
 
 
+def usual_counts(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16 and so on: between neighbours the step time differs by little."""
+    return sorted(n for power in range(most.bit_length()) for n in {2**power, 3 * 2**power // 2} if n <= most)
+
+
 def actions(schedule: Schedule, stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
     """What one stage does, in order.
 

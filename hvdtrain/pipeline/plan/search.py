@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hvdtrain.core.errors import ConfigError
@@ -19,6 +19,7 @@ from hvdtrain.pipeline.plan.schedule import (
     micro_batch_sizes,
     stage_costs,
     total,
+    usual_counts,
 )
 from hvdtrain.pipeline.plan.simulate import Simulation, simulate
 
@@ -334,6 +335,5 @@ def _overflow(plan: Plan) -> float:
 
 
 def _counts(samples: int, most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16 and so on, and one sample each."""
-    steps: Iterable[int] = (n for power in range(12) for n in (2**power, 3 * 2**power))
-    return sorted({n for n in steps if n <= min(samples, most)} | {min(samples, most)})
+    """The usual ones, and the largest."""
+    return sorted({*usual_counts(min(samples, most)), min(samples, most)})

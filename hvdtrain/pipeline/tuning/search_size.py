@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError, is_out_of_memory
 from hvdtrain.core.stats import Interval, mean_of
-from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
+from hvdtrain.pipeline.plan.schedule import micro_batch_sizes, usual_counts
 from hvdtrain.pipeline.tuning.plots import SplitCurve
 from hvdtrain.pipeline.tuning.search import REFERENCE, Search
 
@@ -217,9 +217,8 @@ def micro_batches_for(batch: int, size: int) -> int:
 
 
 def _counts(candidates: Sequence[int] | None, batch: int) -> list[int]:
-    if candidates is None:  # between neighbours the step time differs by little, and the overlap by less each time
-        doubled = [2**power for power in range(batch.bit_length())]
-        return sorted({count for one in doubled for count in (one, one * 3 // 2) if count <= batch})
+    if candidates is None:
+        return usual_counts(batch)
     wrong = [count for count in candidates if isinstance(count, bool) or not 1 <= count <= batch]
     if wrong or not candidates:
         came = f"{', '.join(map(str, wrong)) or 'none'} for a batch of {batch}"
