@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from tests.limits import PAGE, VARIABLE, Row, missing, render  # noqa: E402
+from limits import PAGE, VARIABLE, Row, missing, render  # noqa: E402
 
 
 def main() -> int:

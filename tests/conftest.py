@@ -17,25 +17,50 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import settings
+from limits import limit  # noqa: F401  (a fixture)
 
-from tests.limits import limit  # noqa: F401  (a fixture)
-
+HERE = Path(__file__).parent
 FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod")
 # the machine may be busy, and a test that fails must fail again
 settings.register_profile("hvdtrain", deadline=None, derandomize=True, database=None)
 settings.load_profile("hvdtrain")
 # a shell that starts the tests in its background has them ignore Ctrl-C, and every program that they start as well
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# what starts a process, as Python tells it (docs.python.org/3/library/audit_events.html)
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
+in_unit = False
 # pytest's own
 IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
 
 
+def _tier(item: pytest.Item) -> str:
+    return item.path.relative_to(HERE).parts[0]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order: plain tests, tests of several ranks, slow ones; the order within each stays."""
+    """Marks by folder (unit, process, ranks, cluster, docker); then slow ones and those of several ranks come last."""
     for item in items:
+        item.add_marker(_tier(item))
         if "limit" in getattr(item, "fixturenames", ()):
             item.add_marker("limits")
-    items.sort(key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("ranks"))))
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is not None, _tier(item) in ("ranks", "cluster")))
+
+
+def _refuse_processes(event: str, args: tuple[object, ...]) -> None:
+    if in_unit and event in STARTS:
+        raise AssertionError(f"a test in tests/unit starts no process: {event} {args[:1]}; it belongs to tests/process")
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.fixture(autouse=True)
+def starts_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In tests/unit no process is started."""
+    global in_unit
+    in_unit = request.node.get_closest_marker("unit") is not None
+    yield
+    in_unit = False
 
 
 @pytest.fixture(autouse=True)

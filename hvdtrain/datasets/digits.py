@@ -7,7 +7,7 @@ and each pixel counts the inked dots (0..16) of a 4x4 block of a 32x32 bitmap.
 
 ``digits.npz`` beside this file holds them unchanged (``images`` uint8 ``[1797, 8, 8]``, ``labels`` uint8
 ``[1797]``). It was written, and can be written again, by ``python -m hvdtrain.datasets.digits`` on a machine
-that has scikit-learn; ``tests/test_datasets.py`` compares the two.
+that has scikit-learn; ``tests/unit/datasets`` compares the two.
 """
 
 from __future__ import annotations

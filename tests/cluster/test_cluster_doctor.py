@@ -1,0 +1,186 @@
+"""`hvdtrain doctor` on clusters that are really broken, one way each: named, with its fix, in under 10 s.
+
+Everything else must be left unsaid: a test compares all that was found, not only what it looks for.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster_breakages import BROKEN, CORES, HOSTS, SITE_PACKAGES, own_copy, sh, shared
+from cluster_hosts import Cluster, cluster
+from harness import REPOSITORY
+
+LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the doctor said: `found` is {id: hosts} of everything but notes."""
+
+    code: int
+    data: dict
+    seconds: float
+
+    @property
+    def found(self) -> dict[str, list[str]]:
+        return {item["id"]: item["hosts"] for item in self.data["findings"] if item["severity"] != "note"}
+
+    def of(self, id_: str) -> dict:
+        return next(item for item in self.data["findings"] if item["id"] == id_)
+
+
+def examine(c: Cluster, *flags: str | Path, hosts: str = HOSTS, cwd: Path = REPOSITORY, live: bool = False) -> Report:
+    """Run the doctor on host1."""
+    command = [sys.executable, "-m", "hvdtrain", "doctor", "-H", hosts, "--json", *flags]
+    done = c.run("host1", command + ["--no-live"] * (not live), cwd=cwd)
+    assert done.returncode in (0, 1, 2) and done.out.startswith("{"), done.text
+    return Report(done.returncode, json.loads(done.out), done.seconds)
+
+
+@pytest.fixture(scope="module")
+def c() -> Iterator[Cluster]:
+    with cluster(3) as made:
+        shared(made).mkdir(parents=True)
+        (made.folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (made.folder / "python").chmod(0o755)
+        yield made
+        assert made.left_after(5) == []
+
+
+# -- a healthy cluster ----------------------------------------------------------------------------------------
+def test_healthy() -> None:
+    """4 hosts, everything asked, a real all-reduce: nothing to say, and nothing left behind."""
+    with cluster(4) as four:
+        command = [sys.executable, "-m", "hvdtrain", "doctor", "-H", "host1:1,host2:1,host3:1,host4:1"]
+        quick = four.run("host1", [*command, "--no-live"]).check()
+        assert quick.seconds < LIMIT_S / 2, quick.text
+        done = four.run("host1", [*command, "--json"])
+        report = Report(done.returncode, json.loads(done.out), done.seconds)
+        left = four.left_after(2)
+    assert quick.out.splitlines()[-1].startswith("nothing to say: 4 host(s), 4 rank(s)"), quick.out
+    assert report.data["findings"] == [] and report.code == 0
+    live, flows = report.data["live"], report.data["network"]["flows"]
+    assert (live["size"], live["failed"]) == (4, "") and live["seconds"] > 0
+    assert [flow["bytes"] > 0 and flow["seconds"] > 0 for flow in flows] == [True] * 4
+    assert sum(len(replies) for replies in report.data["network"]["reach"].values()) == 4 * 3
+    # importing PyTorch four times is what takes long where four hosts share two cores, as here
+    assert report.seconds - report.data["seconds_by_part"]["live"] < LIMIT_S / 2
+    assert left == []
+
+
+def test_fast_is_fast(c: Cluster) -> None:
+    report = examine(c, "--fast")
+    assert (report.found, report.code) == ({}, 0)
+    assert report.data["seconds"] < 5, "what hvdtrain launch waits for at every start"
+
+
+def test_this_machine(c: Cluster) -> None:
+    """Without -H there is no ssh, and nothing but this machine."""
+    with c.sshd("host1", "stop"):
+        done = c.run("host1", [sys.executable, "-m", "hvdtrain", "doctor"]).check()
+    assert "nothing to say: 1 host(s), 1 rank(s)" in done.out
+    assert "live all-reduce: 2 ranks" in done.out
+
+
+# -- broken ones ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("way", BROKEN)
+def test_broken(c: Cluster, way: str) -> None:
+    it = BROKEN[way]
+    places = {"folder": str(c.folder), "shared": str(shared(c))}
+    with it.what(c):
+        flags = [flag.format(**places) for flag in it.flags]
+        report = examine(c, *flags, hosts=it.hosts, cwd=Path(it.cwd.format(**places)))
+    assert report.found == it.found, json.dumps(report.data["findings"], indent=1)
+    assert report.code == it.code
+    finding = report.of(next(iter(it.found)))
+    assert it.fix in finding["fix"] and finding["what"] and finding["why"]
+    assert report.seconds < LIMIT_S
+
+
+def test_a_greeting_shell_is_noted(c: Cluster) -> None:
+    with BROKEN["variables_of_another_cluster"].what(c):
+        report = examine(c, hosts="host1:1,host3:1")
+    assert "welcome" in report.of("noisy-shell")["what"]
+
+
+def test_ranks_of_another_job_are_noted(c: Cluster) -> None:
+    other = c.popen("host2", ["sleep", "1000"], env={"HOROVOD_RANK": "0"})
+    try:
+        report = examine(c)
+    finally:
+        other.kill()
+        other.wait()
+    assert (report.code, report.found, report.of("other-ranks")["hosts"]) == (0, {}, ["host2"])
+
+
+def test_one_other_host(c: Cluster) -> None:
+    """Its clock is compared as well, and a network of one host is none."""
+    with c.clock("host2", 90):
+        report = examine(c, hosts="host2:1")
+    assert report.found == {"clock-skew": ["host2"]}
+    assert report.data["network"]["reach"] == {}
+
+
+def test_interface_names_are_noted(c: Cluster) -> None:
+    """hvdtrain launch goes by addresses, so the job will run."""
+    rename = "ip link set {0} down; ip link set {0} name {1}; ip link set {1} up"
+    sh(c, "host3", rename.format("eth0", "ens5"))
+    try:
+        report = examine(c)
+    finally:
+        sh(c, "host3", rename.format("ens5", "eth0"))
+    assert (report.code, report.found) == (0, {})
+    assert "host3 ens5" in report.of("interface-names")["what"]
+
+
+def test_ctrl_c_ends_it_everywhere(c: Cluster) -> None:
+    with c.sshd("host3", "hang"):
+        command = [sys.executable, "-m", "hvdtrain", "doctor", "-H", HOSTS, "--timeout", "60"]
+        process = c.popen("host1", command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 20
+            while not c.pids("host2"):  # until the probe is there
+                assert time.monotonic() < deadline, c.running()
+            process.send_signal(signal.SIGINT)
+            started = time.monotonic()
+            assert process.wait(20) == 130
+            assert time.monotonic() - started < 5, "it waited for a host that hangs"
+        finally:
+            process.kill()
+            process.wait()
+        assert psutil.wait_procs(c.pids("host2"), timeout=5)[1] == []
+
+
+def test_what_only_the_all_reduce_sees(c: Cluster) -> None:
+    with own_copy(c, "host2", SITE_PACKAGES / "horovod" / "torch"):
+        broken_file = SITE_PACKAGES / "horovod" / "torch" / "__init__.py"
+        sh(c, "host2", f"echo 'raise ImportError(\"no such symbol\")' >> {broken_file}")
+        report = examine(c, hosts="host1:1,host2:1", live=True)
+    assert report.found == {"all-reduce-failed": ["host2"]} and report.code == 2
+    assert "no such symbol" in report.of("all-reduce-failed")["what"]
+
+
+def test_several_things_at_once(c: Cluster) -> None:
+    """Each is told, in one go; a host that hangs costs a time-out, not more; the report is one for people."""
+    with c.sshd("host3", "hang"), c.clock("host2", -90):
+        hosts = f"host1:1,host2:{CORES + 1},host3:1,nowhere:1"
+        done = c.run("host1", [sys.executable, "-m", "hvdtrain", "doctor", "-H", hosts])
+    assert done.returncode == 2 and done.seconds < LIMIT_S
+    heads = [line.split() for line in done.out.splitlines() if line.startswith(("ERROR", "WARNING"))]
+    assert [severity for severity, *_ in heads] == ["ERROR"] * 2 + ["WARNING"] * 2, "the worst come first"
+    assert {id_.rstrip(":") for _, id_, *_ in heads} == {
+        "ssh-timeout", "ssh-unknown-name", "slots-over-cores", "clock-skew"
+    }  # fmt: skip
+    assert done.out.splitlines()[-1].startswith("2 error(s), 2 warning(s): 4 host(s)")
+    assert done.out.count("  fix:") == 4
+    assert not c.left_after(5)

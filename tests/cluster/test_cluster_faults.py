@@ -1,0 +1,275 @@
+"""What can happen to a job on two hosts: in each case it ends in time, with the right code, and nothing is left.
+
+The bounds are what the README states for the default limits, with the limits set to LIMIT_S here (`thorough` runs the
+defaults).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster_hosts import Cluster, cluster
+from harness import PROGRAMS
+from pictures import write_folder
+
+from hvdtrain.runs.log import read_events
+
+STEPS = PROGRAMS / "cluster" / "steps.py"
+START_S = 120  # until ranks have imported their framework, on a busy machine
+LIMIT_S = 4.0  # --lost-after and --stopped-after
+GRACE_S = 2.0
+BUSY_S = 5.0  # what a busy machine may add to a stated bound
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster(2) as c:
+        yield c
+
+
+@dataclass
+class Launched:
+    """A job in its course: one rank a host, of `steps.py` as a rule, started by `hvdtrain launch` on host1."""
+
+    c: Cluster
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def rank(self, rank: int) -> tuple[int, int]:
+        """The process id of a rank, as its host sees it, and how many steps it has done."""
+        text = (self.folder / f"rank-{rank}").read_text() if (self.folder / f"rank-{rank}").exists() else "0 0"
+        pid, step = text.split()
+        return int(pid), int(step)
+
+    def outside(self, host: str, rank: int) -> psutil.Process:
+        """The same process, as seen from outside; the last of its ids is the one it has in its host."""
+        pid = self.rank(rank)[0]
+        return next(p for p in self.c.pids(host) if _ids(p.pid)[-1] == pid)
+
+    def wait_for_steps(self, more: int = 3) -> None:
+        """Until both ranks have done some steps more."""
+        wanted = [self.rank(rank)[1] + more for rank in (0, 1)]
+        self.wait_until(lambda: all(self.rank(rank)[1] >= wanted[rank] for rank in (0, 1)), START_S)
+
+    def wait_until(self, what: Callable[[], bool], timeout_s: float) -> float:
+        """Until something holds that is told by no event; returns the seconds it took."""
+        start = time.monotonic()
+        while not what():
+            assert self.process.poll() is None, f"the launcher has ended\n{self.text}"
+            assert time.monotonic() - start < timeout_s, f"not after {timeout_s} s\n{self.text}"
+            time.sleep(0.02)
+        return time.monotonic() - start
+
+    def end(self, timeout_s: float) -> int:
+        """Return the exit code; nothing of the job may be left on any host."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not ended after {timeout_s} s; {self.c.running()}\n{self.text}") from None
+        assert self.c.left_after(1) == [], self.text
+        return code
+
+    @property
+    def text(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def attempts(self) -> list[dict]:
+        return json.loads((self.folder / "logs" / "launch.json").read_text())["attempts"]
+
+    def finish(self) -> None:
+        (self.folder / "finish").touch()
+
+
+@pytest.fixture
+def launch(hosts: Cluster, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Start a job; it is ended with the test, however that ends."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        *flags: str, fault: str = "", program: Sequence[str | Path] = (), limit_s: float | None = LIMIT_S
+    ) -> Launched:
+        limits = ["--lost-after", f"{limit_s}", "--stopped-after", f"{limit_s}", "--grace", f"{GRACE_S}"]
+        line = ["hvdtrain", "launch", "-np", "2", "-H", "host1:1,host2:1", "--log-dir", tmp_path / "logs", *flags]
+        line += [] if limit_s is None else limits
+        program = program or [sys.executable, STEPS, tmp_path, *filter(None, [fault])]
+        with (tmp_path / "output").open("wb") as output:
+            started.append(hosts.popen("host1", [*line, "--", *program], stdout=output, stderr=subprocess.STDOUT))
+        return Launched(hosts, tmp_path, started[0])
+
+    yield start
+    hosts.end_all()
+    for process in started:
+        process.kill()
+        process.wait()
+    hosts.restore("host2")
+    assert hosts.left_after(10) == []
+
+
+def _ids(pid: int) -> list[int]:
+    """A process's ids in each namespace, from ours to its own."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return [-1]
+    found = re.search(r"^NSpid:\s+(.+)$", status, re.MULTILINE)
+    assert found
+    return [int(number) for number in found[1].split()]
+
+
+def last_block(text: str) -> str:
+    """What the launcher says last."""
+    return text[text.rindex("hvdtrain launch: ") :]
+
+
+def test_an_exception_ends_all_ranks_and_is_shown_last(launch: Callable[..., Launched]) -> None:
+    job = launch(fault="5:raise")
+    assert job.end(START_S) == 1
+    (attempt,) = job.attempts()
+    assert attempt["failure"]["rank"] == 1 and attempt["failure"]["host"] == "host2"
+    assert "rank 1" in last_block(job.text) and "ValueError: no sense in step 5" in last_block(job.text)
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_and_training_goes_on_from_its_checkpoint(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    run_dir, epochs = tmp_path / "run", 3
+    flags = [
+        "--model",
+        "resnet18",
+        "--data",
+        write_folder(tmp_path / "pictures"),
+        "--image-size",
+        "40",
+        "--workers",
+        "0",
+    ]
+    flags += ["--per-rank-batch", "2", "--epochs", str(epochs), "--run-dir", run_dir]
+    job = launch("--max-restarts", "1", program=[sys.executable, "-m", "hvdtrain.torch_resnet", *flags])
+    job.wait_until(lambda: any((run_dir / "checkpoints").glob("epoch-*")), START_S)
+    (rank,) = (process for process in job.c.pids("host2") if "hvdtrain.torch_resnet" in process.cmdline())
+    rank.kill()
+    assert job.end(START_S) == 0, job.text
+    first, second = job.attempts()
+    assert (first["exit_code"], first["failure"]["rank"]) == (128 + signal.SIGKILL, 1)
+    assert "SIGKILL" in first["failure"]["why"] and second["exit_code"] == 0
+    run = json.loads((run_dir / "run.json").read_text())
+    assert run["status"] == "finished" and len(run["attempts"]) == 2
+    resumed = re.search(r"resuming after (\d+) of (\d+) samples", job.text)
+    assert resumed and 0 < int(resumed[1]) < int(resumed[2]), job.text
+    done = [event["epoch"] for event in read_events(run_dir) if event["kind"] == "epoch"]
+    # the first one's record may have been lost with the rank that was killed, after its checkpoint was written
+    assert {*done, 0} == set(range(epochs)) and len(done) <= epochs + 1, "at most one epoch is done again"
+
+
+@pytest.mark.thorough
+def test_a_killed_rank_is_named_and_the_job_goes_on_from_what_it_saved(launch: Callable[..., Launched]) -> None:
+    job = launch("--max-restarts", "1")
+    job.wait_for_steps()
+    victim = job.outside("host2", 1)
+    victim.kill()
+    seconds = job.wait_until(lambda: job.folder.joinpath("logs", "launch.json").exists(), 30)
+    assert seconds < GRACE_S + 2 + BUSY_S
+    job.wait_until(lambda: "restarts 1" in job.text, START_S)
+    job.finish()
+    assert job.end(60) == 0
+    first, second = job.attempts()
+    assert (first["exit_code"], first["failure"]["rank"]) == (128 + signal.SIGKILL, 1)
+    assert "SIGKILL" in first["failure"]["why"]
+    assert second["exit_code"] == 0
+    begun = re.findall(r"rank 0 of 2 begins at step (\d+), restarts 1", job.text)
+    assert len(begun) == 1 and int(begun[0]) >= 3, "from what rank 0 saved"
+
+
+def test_a_cut_host_ends_the_job_on_both_sides_and_it_goes_on_when_the_host_is_back(
+    launch: Callable[..., Launched],
+) -> None:
+    job = launch("--max-restarts", "1")
+    job.wait_for_steps()
+    job.c.cut("host2")
+    alone = job.wait_until(lambda: not job.c.pids("host2"), 60)
+    assert alone < LIMIT_S + GRACE_S + 2 + BUSY_S, "a host that hears nothing ends its ranks by itself"
+    job.wait_until(lambda: job.folder.joinpath("logs", "launch.json").exists(), 60)
+    assert job.attempts()[0]["exit_code"] == 255
+    job.c.restore("host2")
+    job.wait_until(lambda: "restarts 1" in job.text, START_S)
+    job.finish()
+    assert job.end(60) == 0
+    first, second = job.attempts()
+    assert (first["failure"]["rank"], first["failure"]["host"], second["exit_code"]) == (None, "host2", 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_job_ends_with_its_launcher(launch: Callable[..., Launched], number: int, code: int) -> None:
+    job = launch()
+    job.wait_for_steps()
+    if number == signal.SIGKILL:
+        job.process.kill()
+        assert job.process.wait(5) == code
+    else:
+        job.process.send_signal(number)
+    start = time.monotonic()
+    assert job.c.left_after(60) == []
+    assert time.monotonic() - start < 2 * GRACE_S + 2 + BUSY_S
+    assert job.end(5) == code
+
+
+def test_a_stopped_rank_ends_the_job_and_is_named(launch: Callable[..., Launched]) -> None:
+    job = launch()
+    job.wait_for_steps()
+    stopped = job.outside("host2", 1)
+    stopped.suspend()
+    start = time.monotonic()
+    assert job.end(60) == 128 + signal.SIGSTOP
+    assert LIMIT_S - 1 < time.monotonic() - start < LIMIT_S + GRACE_S + 2 + BUSY_S
+    assert "rank 1" in last_block(job.text) and "SIGSTOP" in last_block(job.text)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["cut", "power_off", "agents", "sessions"])
+def test_a_host_that_is_lost_ends_the_job_within_the_default_limits(launch: Callable[..., Launched], how: str) -> None:
+    job = launch(limit_s=None)
+    job.wait_for_steps()
+    start = time.monotonic()
+    try:
+        if how in ("agents", "sessions"):  # sshd calls a session without a terminal "root@notty"
+            pattern = "hvdtrain.cluster.launch.agent" if how == "agents" else "@notty"
+            job.c.run("host2", ["pkill", "-KILL", "-f", pattern]).check()
+        else:
+            getattr(job.c, how)("host2")
+        assert job.process.wait(60) == 255, job.text
+        assert job.c.left_after(30) == []
+        assert time.monotonic() - start < 15 + 2 * 5 + 2 + BUSY_S
+        assert "host2" in last_block(job.text)
+    finally:
+        if how == "power_off":
+            job.c.boot("host2")
+
+
+@pytest.mark.thorough
+def test_a_rank_stopped_for_long_ends_the_job_within_the_default_limits(launch: Callable[..., Launched]) -> None:
+    job = launch(limit_s=None)
+    job.wait_for_steps()
+    os.kill(job.outside("host1", 0).pid, signal.SIGSTOP)
+    start = time.monotonic()
+    assert job.end(60) == 128 + signal.SIGSTOP
+    assert time.monotonic() - start < 15 + 5 + 2 + BUSY_S

@@ -1,0 +1,408 @@
+"""`hvdtrain launch` on this machine: real agents and ranks, everything but ssh. Many hosts: test_cluster_train.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import PROGRAMS, TOKEN, clean_environment, kill_all, processes_of
+
+TOY = PROGRAMS / "cluster/toy.py"
+TIMEOUT_S = 60
+LAUNCH = [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "--no-checks", "--"]
+
+
+@dataclass
+class Launched:
+    """A launcher that runs; `token` marks all that belongs to it."""
+
+    process: subprocess.Popen
+    token: str
+    folder: Path
+
+    def end(self, timeout_s: float = TIMEOUT_S) -> Ended:
+        out, err = self.process.communicate(timeout=timeout_s)
+        return Ended(self.process.returncode, out, err, self.folder)
+
+    def until(self, *texts: str) -> None:
+        """Read the output until every text was there."""
+        missing = set(texts)
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            missing -= {text for text in missing if text in line}
+            if not missing:
+                return
+        raise AssertionError(f"ended without {missing}")
+
+    def belonging(self, part: str) -> list[psutil.Process]:
+        """The processes of this job whose command holds `part`, the oldest first."""
+        found = [process for process in processes_of(self.token) if part in " ".join(process.cmdline())]
+        return sorted(found, key=lambda process: process.create_time())
+
+    def left_after(self, grace_s: float) -> list[str]:
+        """What still runs when the time is over; returns at once when nothing does."""
+        deadline = time.monotonic() + grace_s
+        while left := processes_of(self.token):
+            if time.monotonic() > deadline:
+                return [" ".join(process.cmdline()) for process in left]
+            psutil.wait_procs(left, timeout=0.1)
+        return []
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def text(self) -> str:
+        return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+    def of(self, rank: int) -> list[str]:
+        mark = f"[{rank}] "
+        return [line.removeprefix(mark) for line in self.out.splitlines() if line.startswith(mark)]
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"runs/launch-1/rank-{rank:04d}.log").read_text()
+
+
+@contextmanager
+def launched(folder: Path, *arguments: str, np: int = 2, env: dict[str, str] | None = None) -> Iterator[Launched]:
+    """Start `hvdtrain launch` with `np` ranks of the toy; what it leaves is killed and fails the test."""
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    todo = [argument for argument in arguments if argument not in flags]
+    token = uuid.uuid4().hex
+    command = [sys.executable, "-m", "hvdtrain", "launch", "-np", str(np), "--no-checks", *flags, "--"]
+    process = subprocess.Popen(
+        [*command, sys.executable, str(TOY), *todo], cwd=folder, env=clean_environment({**(env or {}), TOKEN: token}),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    job = Launched(process, token, folder)
+    try:
+        yield job
+        left = job.left_after(8)
+        assert not left, f"left behind: {left}"
+    finally:
+        kill_all(token)
+        process.communicate()
+
+
+def launch(folder: Path, *arguments: str, np: int = 2, env: dict[str, str] | None = None) -> Ended:
+    with launched(folder, *arguments, np=np, env=env) as job:
+        return job.end()
+
+
+# ---- what ranks get
+
+
+def test_ranks_know_their_place_and_their_interface(tmp_path):
+    names = [
+        "RANK",
+        "SIZE",
+        "LOCAL_RANK",
+        "LOCAL_SIZE",
+        "CROSS_RANK",
+        "CROSS_SIZE",
+        "GLOO_RENDEZVOUS_ADDR",
+        "GLOO_IFACE",
+    ]
+    ended = launch(tmp_path, *(f"*:show:HOROVOD_{name}" for name in names), np=3)
+    assert ended.code == 0, ended.text
+    for rank in range(3):
+        values = [str(rank), "3", str(rank), "3", "0", "1", "127.0.0.1", "lo"]
+        assert ended.of(rank) == [f"HOROVOD_{name}={value}" for name, value in zip(names, values, strict=True)]
+
+
+def test_threads_are_shared_unless_the_user_says_otherwise(tmp_path):
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    env = {"OMP_NUM_THREADS": "7", "TF_NUM_INTRAOP_THREADS": ""}
+    ended = launch(tmp_path, "*:show:OMP_NUM_THREADS", "*:show:OMP_WAIT_POLICY", env=env)
+    assert ended.of(1) == ["OMP_NUM_THREADS=7", "OMP_WAIT_POLICY=PASSIVE"], ended.text
+    with_default = subprocess.run(
+        ["env", "-u", "OMP_NUM_THREADS", *LAUNCH, sys.executable, str(TOY), "*:show:OMP_NUM_THREADS"],
+        cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert f"[1] OMP_NUM_THREADS={share}" in with_default.stdout.splitlines(), with_default.stderr
+
+
+@pytest.mark.thorough
+def test_horovod_meets_at_the_rendezvous(tmp_path):
+    """The ranks' own Horovod, through our rendezvous; by default `hvdtrain verify`'s tests show it."""
+    program = tmp_path / "sum.py"
+    program.write_text(
+        "import horovod.torch as hvd, torch\nhvd.init()\n"
+        "total = hvd.allreduce(torch.ones(1) * hvd.rank(), op=hvd.Sum).item()\n"
+        "print(hvd.rank(), hvd.local_size(), total, flush=True)\n"
+    )
+    done = subprocess.run(
+        [*LAUNCH, sys.executable, str(program)],
+        cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 2 1.0", "[1] 1 2 1.0"]
+
+
+# ---- output
+
+
+def test_lines_are_marked_and_logged(tmp_path):
+    ended = launch(tmp_path, "*:say:hello", "1:partial:no end of line")
+    assert ended.code == 0, ended.text
+    assert sorted(ended.out.splitlines()) == ["[0] hello", "[1] hello", "[1] no end of line"]
+    assert ended.log(1) == "hello\nno end of line\n"
+    record = json.loads((tmp_path / "runs/launch-1/launch.json").read_text())
+    assert record["np"] == 2 and [attempt["exit_code"] for attempt in record["attempts"]] == [0]
+    assert "horovodrun --gloo -np 2 -H localhost:2" in ended.err
+
+
+def test_quiet_shows_rank_0_alone_and_logs_all(tmp_path):
+    ended = launch(tmp_path, "--quiet", "*:say:hello", np=3)
+    assert ended.out == "hello\n", ended.text
+    assert [ended.log(rank) for rank in range(3)] == ["hello\n"] * 3
+
+
+def test_no_line_is_lost(tmp_path):
+    ended = launch(tmp_path, "*:many:20000")
+    assert ended.code == 0, ended.err[-2000:]
+    for rank in range(2):
+        ours = {line for line in (ended.out + ended.err).splitlines() if line.startswith(f"[{rank}] ")}
+        assert ours == {f"[{rank}] line {number} of rank {rank}" for number in range(20000)}
+
+
+def test_bytes_that_are_no_text_do_no_harm(tmp_path):
+    ended = launch(tmp_path, "0:bytes:ff1e7b0a", "0:say:after")
+    assert ended.code == 0 and ended.of(0)[-1] == "after", ended.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "pause_s"),
+    # as much as fits into what is on its way, so that the ranks are gone before; more, so that they must wait
+    [(2700, 3.5), pytest.param(8000, 12, marks=pytest.mark.thorough)],
+)
+def test_a_reader_that_pauses_holds_the_job_back_but_does_not_end_it(tmp_path, lines, pause_s):
+    """Longer than a silent host is borne, and than the end may take: signs of life must not wait behind output."""
+    with launched(tmp_path, "--lost-after=1.5", "--grace=1", f"0:wide:{lines}") as job:
+        job.until(" 0\n")
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.process.wait(timeout=pause_s)
+        ended = job.end()
+        assert ended.code == 0, ended.err[-2000:]
+        assert [int(line) for line in ended.of(0)][-lines // 2 :] == list(range(lines // 2, lines))
+
+
+def test_a_reader_that_goes_away_ends_the_job(tmp_path):
+    with launched(tmp_path, "*:many:60000", "*:sleep:60") as job:
+        job.until("line 0 of")
+        job.process.stdout.close()
+        assert job.process.wait(timeout=20) == 141
+        job.process.stdout = None
+
+
+# ---- failures
+
+
+def test_the_first_failure_is_shown_last_and_ends_all(tmp_path):
+    ended = launch(tmp_path, "1:say:before", "1:raise:the cause", "*:sleep:60", np=3)
+    assert ended.code == 1, ended.text
+    last = ended.err[ended.err.rindex("hvdtrain launch: ") :]
+    assert last.startswith("hvdtrain launch: rank 1 on localhost failed first"), ended.text
+    assert "exit code 1" in last and "  | ValueError: the cause\n" in last and last.endswith("rank-0001.log\n")
+
+
+def test_the_cause_is_told_from_its_consequences(tmp_path):
+    """A rank that raises shuts Horovod down first and ends last: the others' errors must not take its place."""
+    other = "0:raise:HorovodInternalError, Horovod has been shut down"
+    ended = launch(tmp_path, other, "1:sleep:1", "1:raise:the cause", "1:sleep:60")
+    assert "rank 1 on localhost failed first" in ended.err, ended.text
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGKILL", 137), pytest.param("SIGSEGV", 139, marks=pytest.mark.thorough)])
+def test_a_rank_that_a_signal_ends(tmp_path, name, code):
+    ended = launch(tmp_path, f"1:kill:{name}", "*:sleep:60")
+    assert ended.code == code, ended.text
+    assert f"ended by {name}" in ended.err
+
+
+def test_exit_codes_are_passed_on(tmp_path):
+    assert launch(tmp_path, "1:exit:7", "*:sleep:60").code == 7
+
+
+def test_a_stopped_rank_ends_the_job(tmp_path):
+    started = time.monotonic()
+    ended = launch(tmp_path, "--stopped-after=1", "1:kill:SIGSTOP", "*:sleep:60")
+    assert ended.code == 128 + signal.SIGSTOP, ended.text
+    assert "rank 1 on localhost" in ended.err and "SIGSTOP" in ended.err
+    assert time.monotonic() - started < 15
+
+
+def test_a_command_that_is_not_there(tmp_path):
+    done = subprocess.run(
+        [*LAUNCH, "./no-such-program"],
+        cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 127 and "no program ./no-such-program" in done.stderr, done.stderr
+
+
+# ---- the end
+
+
+def test_control_c(tmp_path):
+    """Every rank gets it; only rank 0's traceback is shown."""
+    with launched(tmp_path, "0:end_at:SIGINT", "*:wait:60") as job:
+        job.until("[0] waiting", "[1] waiting")
+        job.process.send_signal(signal.SIGTSTP)  # Ctrl-Z must not make the hosts think that the launcher is dead
+        job.process.send_signal(signal.SIGINT)
+        ended = job.end(15)
+        assert ended.code == 130, ended.text
+        assert "[0] ending at SIGINT" in ended.out.splitlines(), ended.text
+        assert "KeyboardInterrupt" not in ended.err and "KeyboardInterrupt" in ended.log(1), ended.text
+
+
+def test_sigterm_reaches_the_ranks_and_others_are_passed_on(tmp_path):
+    with launched(tmp_path, "*:note:SIGUSR1", "*:end_at:SIGTERM", "*:wait:60") as job:
+        job.until("[0] waiting", "[1] waiting")
+        job.process.send_signal(signal.SIGUSR1)
+        job.until("[0] got SIGUSR1", "[1] got SIGUSR1")
+        job.process.send_signal(signal.SIGTERM)
+        ended = job.end(15)
+        assert ended.code == 143, ended.text
+        assert {"[0] ending at SIGTERM", "[1] ending at SIGTERM"} <= set(ended.out.splitlines()), ended.text
+
+
+def test_ranks_that_ignore_the_end_are_killed_after_the_grace(tmp_path):
+    started = time.monotonic()
+    ended = launch(tmp_path, "--grace=1", "*:ignore:SIGTERM", "0:sleep:0.5", "0:exit:3", "*:sleep:60")
+    assert ended.code == 3, ended.text
+    assert 1.5 <= time.monotonic() - started < 12
+
+
+@pytest.mark.parametrize("kind", [pytest.param("willing", marks=pytest.mark.thorough), "stubborn"])
+def test_what_ranks_leave_behind_ends_with_the_job(tmp_path, kind):
+    """Processes that left their session and their parent, after ranks that ended well."""
+    ended = launch(tmp_path, "--grace=1", f"*:orphan:{kind}", "*:say:done")
+    assert ended.code == 0 and len(ended.out.splitlines()) == 2, ended.text
+
+
+@pytest.mark.parametrize("who", ["launcher", "guard", "agent"])
+def test_whoever_is_killed_nothing_is_left(tmp_path, who):
+    with launched(tmp_path, "*:orphan:willing", "*:wait:60") as job:
+        job.until("[0] waiting", "[1] waiting")
+        guard, agent, *_ = job.belonging("hvdtrain.cluster.launch.agent")
+        {"launcher": job.process, "guard": guard, "agent": agent}[who].kill()
+        ended = job.end(20)
+        assert ended.code == (-9 if who == "launcher" else 255), ended.text
+        assert job.left_after(8) == []
+
+
+@pytest.mark.parametrize("who", ["guard", "agent"])
+def test_guard_and_agent_wake_each_other(tmp_path, who):
+    """A stopped one could not end the ranks."""
+    with launched(tmp_path, "*:wait:60") as job:
+        job.until("[0] waiting", "[1] waiting")
+        guard, agent, *_ = job.belonging("hvdtrain.cluster.launch.agent")
+        stopped = {"guard": guard, "agent": agent}[who]
+        stopped.suspend()
+        job.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert job.end(15).code == 143
+        assert time.monotonic() - started < 6, "it had to be killed"
+
+
+@pytest.mark.thorough
+def test_a_frozen_host_is_lost_and_ends_its_ranks_when_it_thaws(tmp_path):
+    with launched(tmp_path, "--lost-after=1.5", "*:wait:60") as job:
+        job.until("[0] waiting", "[1] waiting")
+        frozen = job.belonging("hvdtrain.cluster.launch.agent")[:2]
+        for process in frozen:
+            process.suspend()
+        ended = job.end(30)
+        assert ended.code == 255 and "said nothing" in ended.err, ended.text
+        assert job.left_after(0), "the ranks of a host that cannot be reached cannot be ended"
+        for process in frozen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+# ---- restarts
+
+
+def test_restarts_until_it_works(tmp_path):
+    shown = [f"*:show:{name}" for name in ("HVDTRAIN_RESTART", "HVDTRAIN_JOB")]
+    ended = launch(tmp_path, "--max-restarts=3", *shown, "1:fail_first:2", "0:sleep:0.3")
+    assert ended.code == 0, ended.text
+    lines = ended.of(1)
+    assert lines[::2] == [f"HVDTRAIN_RESTART={number}" for number in (None, 1, 2)]
+    assert len(set(lines[1::2])) == 1 and lines[1] != "HVDTRAIN_JOB=None"
+    record = json.loads((tmp_path / "runs/launch-1/launch.json").read_text())
+    assert [attempt["exit_code"] for attempt in record["attempts"]] == [1, 1, 0]
+    assert "restart 2 of 3" in ended.err and ended.log(1).count("RuntimeError: not yet") == 2
+
+
+@pytest.mark.thorough
+def test_restarts_are_counted(tmp_path):
+    ended = launch(tmp_path, "--max-restarts=1", "*:exit:5")
+    assert ended.code == 5 and ended.err.count("failed first") == 2, ended.text
+
+
+def test_what_was_refused_is_not_tried_again(tmp_path):
+    ended = launch(tmp_path, "--max-restarts=3", "*:exit:2")
+    assert ended.code == 2 and "restart" not in ended.err, ended.text
+
+
+# ---- refusals, and what would run
+
+
+def refused(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", "launch", *arguments],
+        env=clean_environment(), capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
+def test_a_refused_job_leaves_no_folder(tmp_path):
+    done = subprocess.run(
+        [*LAUNCH[:-1], "--network", "198.51.100.0/24", "--", "true"], cwd=tmp_path,
+        env=clean_environment(), capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 2 and "every host has an address in" in done.stderr, done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-np", "2"], "runs a command"),
+        (["-np", "3", "-H", "localhost:2", "--", "true"], "-np 3, 2 slot(s)"),
+        (["-H", "a;reboot:2", "--", "true"], "'a;reboot'"),
+        (["-H", "localhost:2", "--hostfile", "hosts", "--", "true"], "give one of them"),
+        (["-x", "NOT_SET_ANYWHERE", "--", "true"], "NOT_SET_ANYWHERE"),
+    ],
+)
+def test_refusals(arguments, said):
+    assert said in refused(*arguments)
+
+
+def test_dry_run_tells_and_starts_nothing(tmp_path):
+    with launched(tmp_path, "--dry-run", "-xMY_TOKEN=hunter2", "-xPLAIN=yes", "0:say:never") as job:
+        ended = job.end()
+    assert ended.code == 0, ended.text
+    for text in ("horovodrun --gloo -np 2 -H localhost:2", "mpirun -np 2 -H localhost:2", "lo 127.0.0.1", "PLAIN=yes",
+                 "HOROVOD_GLOO_IFACE=lo", "MY_TOKEN=(not shown)"):  # fmt: skip
+        assert text in ended.out, ended.text
+    assert "hunter2" not in ended.text and not (tmp_path / "runs").exists()

@@ -1,0 +1,239 @@
+"""The job files for OpenPAI and the MPI Operator: what the systems accept, and what their commands do in them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import cluster_hosts
+import jsonschema
+import pytest
+import yaml
+from harness import REPOSITORY, clean_environment
+from manifest_schemas import MPIJOB, OPENPAI
+
+from hvdtrain import keras_mnist, torch_resnet
+from hvdtrain.core.launchers import detect, job_of, restarts
+
+Job = dict[str, Any]
+# what a rank sees: the launcher's world and, with hvdtrain joined, the engine's
+RANK = """\
+import os, socket, sys
+import hvdtrain
+from hvdtrain.core.launchers import job_of, restarts
+with hvdtrain.init("torch") as world:
+    told = (world.rank, world.local_rank, socket.gethostname(), restarts(os.environ), job_of(os.environ), sys.argv[1:])
+    for line in world.gather(told):
+        if world.is_main:
+            print("RANK", world.launcher, world.engine, world.size, *line, flush=True)
+"""
+
+
+def load(name: str) -> Job:
+    return yaml.safe_load((REPOSITORY / "scripts" / name).read_text())
+
+
+@pytest.fixture
+def openpai() -> Job:
+    return load("openpai.yaml")
+
+
+@pytest.fixture
+def mpijob() -> Job:
+    return load("mpijob.yaml")
+
+
+# ---- what the systems accept
+
+
+def test_both_are_valid(openpai: Job, mpijob: Job) -> None:
+    for schema, job in ((OPENPAI, openpai), (MPIJOB, mpijob)):
+        jsonschema.Draft202012Validator.check_schema(schema)
+        jsonschema.validate(job, schema)
+
+
+def worker(job: Job) -> Job:
+    return job["taskRoles"]["worker"]
+
+
+def replicas(job: Job, which: str) -> Job:
+    return job["spec"]["mpiReplicaSpecs"][which]
+
+
+def container(job: Job, which: str) -> Job:
+    return replicas(job, which)["template"]["spec"]["containers"][0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "spoil"),
+    [
+        (OPENPAI, "openpai.yaml", lambda job: job.update(protocolVersion=1)),
+        (OPENPAI, "openpai.yaml", lambda job: job.update(name="a b")),
+        (OPENPAI, "openpai.yaml", lambda job: job.pop("prerequisites")),
+        (OPENPAI, "openpai.yaml", lambda job: worker(job).update(instances=0)),
+        (OPENPAI, "openpai.yaml", lambda job: worker(job).pop("commands")),
+        (OPENPAI, "openpai.yaml", lambda job: worker(job).update(command=["x"])),
+        (OPENPAI, "openpai.yaml", lambda job: job["taskRoles"].update({"a-b": worker(job)})),
+        (MPIJOB, "mpijob.yaml", lambda job: job.update(apiVersion="kubeflow.org/v1")),
+        (MPIJOB, "mpijob.yaml", lambda job: job["metadata"].update(name="a_b")),
+        (MPIJOB, "mpijob.yaml", lambda job: job["spec"].update(mpiImplementation="LAM")),
+        (MPIJOB, "mpijob.yaml", lambda job: job["spec"]["mpiReplicaSpecs"].pop("Launcher")),
+        (MPIJOB, "mpijob.yaml", lambda job: replicas(job, "Launcher").update(replicas=2)),
+        (MPIJOB, "mpijob.yaml", lambda job: container(job, "Worker").update(cmd=["x"])),
+        (MPIJOB, "mpijob.yaml", lambda job: container(job, "Launcher")["args"].append(2)),
+    ],
+)
+def test_negative_twin(schema: Job, name: str, spoil: Callable[[Job], object]) -> None:
+    job = copy.deepcopy(load(name))
+    spoil(job)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(job, schema)
+
+
+# ---- what the files say about themselves
+
+
+def test_openpai_numbers_and_names_agree(openpai: Job) -> None:
+    role, parameters = worker(openpai), openpai["parameters"]
+    assert role["dockerImage"] in {each["name"] for each in openpai["prerequisites"]}
+    assert role["resourcePerInstance"]["gpu"] == parameters["gpus"]
+    assert role["completion"]["minSucceededInstances"] == role["instances"]
+    used = set(re.findall(r"<% \$parameters\.(\w+) %>", " ".join(role["commands"])))
+    assert used == set(parameters)
+    assert parameters["program"] == "hvdtrain.torch_resnet"
+    args = torch_resnet.parser().parse_args(shlex.split(parameters["arguments"]))
+    assert args.run_dir is not None  # so that a job that is started again finds its run
+    assert "SynPort" in role["resourcePerInstance"]["ports"]
+    # OpenPAI's portal joins commands: comments and line continuations break it
+    assert not any(character in command for command in role["commands"] for character in "#\\\n")
+
+
+def test_mpijob_numbers_and_names_agree(mpijob: Job) -> None:
+    launcher, worker_ = container(mpijob, "Launcher"), container(mpijob, "Worker")
+    args = launcher["args"]
+    assert int(args[args.index("-np") + 1]) == mpijob["spec"]["slotsPerWorker"] * replicas(mpijob, "Worker")["replicas"]
+    assert args[args.index("python") :][:3] == ["python", "-m", "hvdtrain.keras_mnist"]
+    flags = keras_mnist.parser().parse_args(args[args.index("hvdtrain.keras_mnist") + 1 :])
+    mounts = {mount["name"]: mount["mountPath"] for mount in worker_["volumeMounts"]}
+    assert flags.run_dir.is_relative_to(mounts["runs"])
+    assert mounts.keys() == {volume["name"] for volume in replicas(mpijob, "Worker")["template"]["spec"]["volumes"]}
+    forwarded = {args[at + 1] for at, word in enumerate(args) if word == "-x"}
+    assert forwarded <= {each["name"] for each in launcher["env"]}
+
+
+def test_mpijob_runs_without_root_and_keeps_the_images_entry_point(mpijob: Job) -> None:
+    mount = mpijob["spec"]["sshAuthMountPath"]
+    assert not mount.endswith("/.ssh")
+    for which in ("Launcher", "Worker"):
+        assert "command" not in container(mpijob, which)
+        assert container(mpijob, which)["securityContext"]["allowPrivilegeEscalation"] is False
+        assert replicas(mpijob, which)["template"]["spec"]["securityContext"]["runAsNonRoot"] is True
+        env = {each["name"]: each.get("value") for each in container(mpijob, which)["env"]}
+        assert env["HVDTRAIN_SSH_KEY"] == f"{mount}/id_rsa"  # the operator's name for it
+    assert container(mpijob, "Worker")["args"] == ["hvdtrain-ssh-host"]
+    assert f".{mpijob['metadata']['name']}." in env["HVDTRAIN_SSH_NAMES"]
+
+
+# ---- their environments
+
+
+def openpai_environment(task: int, tasks: int, port: int) -> dict[str, str]:
+    """What OpenPAI sets in a container of role "worker" (its manual, "Environmental Variables and Port Reservation"),
+    and FrameworkController's number of the attempt; all tasks are on this machine."""
+    each: dict[str, str] = {}
+    for index in range(tasks):
+        each |= {f"PAI_HOST_IP_worker_{index}": "127.0.0.1", f"PAI_PORT_LIST_worker_{index}_SynPort": str(port + index)}
+    return each | {
+        "PAI_JOB_NAME": "somebody~hvdtrain_resnet50", "PAI_USER_NAME": "somebody",
+        "PAI_TASK_ROLE_COUNT": "1", "PAI_TASK_ROLE_LIST": "worker", "PAI_TASK_ROLE_TASK_COUNT_worker": str(tasks),
+        "PAI_RESOURCE_worker": "gpu_count:1,cpu_count:1,memMB:1024,shmMB:64", "PAI_CURRENT_TASK_ROLE_NAME": "worker",
+        "PAI_CURRENT_TASK_ROLE_CURRENT_TASK_INDEX": str(task), "FC_FRAMEWORK_ATTEMPT_ID": "3",
+    }  # fmt: skip
+
+
+def test_openpai_is_detected() -> None:
+    found = detect(openpai_environment(1, 2, 5000))
+    assert (found.launcher, found.rank, found.size, found.node) == ("openpai", 1, 2, 1)
+    assert found.rendezvous == "127.0.0.1:5000"
+
+
+def test_openpai_commands_train_over_two_tasks(openpai: Job, tmp_path: Path) -> None:
+    """The file's own commands, in one shell a task, with the environment of each task."""
+    (tmp_path / "rank_program.py").write_text(RANK)
+    parameters = openpai["parameters"] | {"gpus": 1, "program": "rank_program"}
+    script = "\n".join(worker(openpai)["commands"])
+    script = re.sub(r"<% \$parameters\.(\w+) %>", lambda found: str(parameters[found[1]]), script)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    tasks = []
+    try:
+        for task in range(2):
+            env = clean_environment(openpai_environment(task, 2, port) | {"PATH": path})
+            command = ["timeout", "--signal=KILL", "90", "bash", "-euc", script]
+            tasks.append(subprocess.Popen(command, env=env, cwd=tmp_path, stdout=-1, stderr=-1, text=True))
+        said = [task.communicate(timeout=100) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+            task.wait()
+    assert [task.returncode for task in tasks] == [0, 0], said
+    lines = [line for line in said[0][0].splitlines() if line.startswith("RANK")]
+    expected = shlex.split(parameters["arguments"])
+    assert lines == [
+        f"RANK torchrun ddp 2 {rank} 0 {socket.gethostname()} 3 somebody~hvdtrain_resnet50 {expected}"
+        for rank in range(2)
+    ], said
+
+
+def operator_environment(slots: int) -> dict[str, str]:
+    """What the MPI Operator adds to the launcher's environment (launcherEnvVars, ompiEnvVars and openMPISlotsEnv in its
+    pkg/controller/mpi_job_controller.go)."""
+    return {
+        "K_MPI_JOB_ROLE": "launcher",
+        "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+        "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
+        "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
+        "OMPI_MCA_orte_set_default_slots": str(slots),
+        "NVIDIA_VISIBLE_DEVICES": "",
+        "NVIDIA_DRIVER_CAPABILITIES": "",
+        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    }
+
+
+def test_mpijob_command_trains_over_two_pods(mpijob: Job, tmp_path: Path) -> None:
+    """The file's own command in a launcher that is no rank, with the operator's environment and host file; two hosts
+    with an sshd each. Ranks come through ssh, which drops the pod's variables: they are an MPIJob's all the same."""
+    (tmp_path / "rank_program.py").write_text(RANK)
+    args = container(mpijob, "Launcher")["args"]
+    program = args.index("hvdtrain.keras_mnist")
+    # by its path: in the image, sshd gives PATH to what it starts
+    command = [*args[: program - 2], sys.executable, str(tmp_path / "rank_program.py"), *args[program + 1 :]]
+    command[command.index("-np") + 1] = "2"
+    env = operator_environment(slots=1) | {"HVDTRAIN_RESTART": "1", "HVDTRAIN_JOB": "a-uid"}
+    with ExitStack() as stack:
+        c = stack.enter_context(cluster_hosts.cluster(3))
+        (c.etc("host1") / "mpi").mkdir(mode=0o755)
+        (c.etc("host1") / "mpi" / "hostfile").write_text("host2 slots=1\nhost3 slots=1\n")
+        done = c.run("host1", command, env=env, cwd=tmp_path, timeout_s=90).check()
+    lines = [line for line in done.out.splitlines() if line.startswith("RANK")]
+    flags = args[program + 1 :]
+    expected = [f"RANK mpijob horovod 2 {rank} 0 host{rank + 2} 1 a-uid {flags}" for rank in range(2)]
+    assert lines == expected, done.text
+
+
+def test_a_job_that_may_be_started_again_has_a_name(mpijob: Job) -> None:
+    """HVDTRAIN_RESTART=1 from the start is right only with what names the job."""
+    names = [each["name"] for each in container(mpijob, "Launcher")["env"]]
+    env = dict.fromkeys(names, "1")
+    assert restarts(env) == 1 and job_of(env) == "1"

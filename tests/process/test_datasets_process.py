@@ -1,0 +1,50 @@
+"""MNIST from every source, the embedded digits, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdtrain.datasets import digits, mnist
+
+
+@pytest.fixture(autouse=True)
+def keras_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Keras cache of the test's own."""
+    home = tmp_path / "keras home"
+    monkeypatch.setenv("KERAS_HOME", str(home))
+    monkeypatch.delenv(mnist.URL_VARIABLE, raising=False)
+    return home
+
+
+# ---- the embedded digits
+
+
+@pytest.mark.thorough
+def test_digits_are_scikit_learns(tmp_path: Path) -> None:
+    """The digest below tells a change as well; this tells where they come from."""
+    if importlib.util.find_spec("sklearn") is None:
+        pytest.skip("scikit-learn is not installed (pip install scikit-learn: each TensorFlow process then imports it)")
+    code = (
+        "import sys; from sklearn.datasets import load_digits; from hvdtrain.datasets import digits;"
+        "published = load_digits(); images, labels = digits.originals();"
+        "assert (images == published.images).all() and (labels == published.target).all();"
+        "digits.write(open(sys.argv[1], 'wb'))"
+    )  # in a process of its own: scikit-learn imports torch where there is one
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "again.npz")], check=True, timeout=60)
+    with np.load(tmp_path / "again.npz", allow_pickle=False) as again:  # the documented command's output
+        assert np.array_equal(again["images"], digits.originals()[0])
+
+
+def test_import_needs_no_framework() -> None:
+    code = (
+        "import sys, hvdtrain.datasets as d; d.load_mnist('digits'); print([m for m in sys.modules"
+        " if m in ('torch', 'keras', 'tensorflow', 'horovod', 'sklearn')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

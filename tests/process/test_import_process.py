@@ -1,0 +1,53 @@
+"""`import hvdtrain` is cheap, and every public name is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from harness import clean_environment
+
+# numpy, frameworks, and what is slow for its size
+HEAVY = (
+    "numpy",
+    "torch",
+    "tensorflow",
+    "keras",
+    "horovod",
+    "tqdm",
+    "tensorboardX",
+    "asyncio",
+    "multiprocessing",
+)
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_pulls_in_nothing_heavy() -> None:
+    loaded = python("import sys, hvdtrain; print(*sys.modules)").split()
+    assert "hvdtrain" in loaded
+    assert not set(HEAVY) & set(loaded)
+    assert [name for name in loaded if name.startswith("hvdtrain")] == [
+        "hvdtrain.core", "hvdtrain.core.lazy", "hvdtrain.core.version", "hvdtrain",
+    ]  # fmt: skip
+
+
+def test_every_name_of_the_core_comes_without_a_framework() -> None:
+    code = "import sys, hvdtrain; [getattr(hvdtrain, name) for name in hvdtrain.__all__]; print(*sys.modules)"
+    assert not set(HEAVY) & set(python(code).split())
+
+
+def test_import_takes_less_than_50_ms() -> None:
+    """CPU time, the best of five: what the import costs, not what the machine does meanwhile."""
+    code = "import time; start = time.process_time(); import hvdtrain; print(time.process_time() - start)"
+    assert min(float(python(code)) for _ in range(5)) < 0.05
+
+
+def test_negative_twin_numpy_would_be_noticed() -> None:
+    assert "numpy" in python("import sys, hvdtrain, numpy; print(*sys.modules)").split()

@@ -1,0 +1,73 @@
+"""Split models equal unsplit ones in float64, to 1e-10: loss, gradients, running statistics, outputs.
+
+``python tests/programs/pipeline/parity.py --all`` (with the repository in PYTHONPATH) tries every combination of 1-4
+stages, 1, 2, 3, 5 and 7 micro-batches of a batch of 10, both schedules and every recomputation, on the full models:
+some 20 minutes.
+Here the large models get a choice of them, and the largest layers are narrow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from harness import PROGRAMS, run_ranks, together
+
+PROGRAM = PROGRAMS / "pipeline" / "parity.py"
+SMALL = ("two_cross", "encoder", "nested")
+LARGE = (
+    "resnet18", "mobilenet_v3_small", "efficientnet_b0", "densenet121", "resnet50", "vgg11_bn", "vit_b_16",
+)  # fmt: skip
+TOLERANCE = 1e-10
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    shares = (SMALL, LARGE[:4]), (LARGE[4:],)
+    results = together(*(
+        lambda models=models: run_ranks([PROGRAM, *itertools.chain(*models)], 1, launcher="none", timeout_s=400).check()
+        for models in shares
+    ))  # fmt: skip
+    lines = [json.loads(line) for result in results for line in result.out.splitlines() if line.startswith("{")]
+    bad = [line for line in lines if "bad" in line]
+    assert not bad, "\n".join(map(str, bad))
+    return {line["model"]: line for line in lines}
+
+
+@pytest.mark.parametrize("model", [*SMALL, *LARGE])
+def test_equal_to_the_unsplit_model(found: dict[str, Any], model: str) -> None:
+    came = found[model]
+    assert came["combinations"] == 120 if model in SMALL else came["combinations"] >= 3
+    assert came["segments"] >= 4
+    for what in ("loss", "gradients", "buffers", "outputs"):
+        assert came[what] <= TOLERANCE, f"{what} off by {came[what]:.3g}"
+
+
+@pytest.mark.parametrize(
+    ("model", "mechanism"),
+    [
+        ("resnet18", "micro-batches count the same"),
+        ("resnet18", "recomputing counts twice"),
+        ("encoder", "micro-batches count the same"),
+        ("encoder", "a tied weight learns from one stage only"),
+    ],
+)
+def test_negative_twin(found: dict[str, Any], model: str, mechanism: str) -> None:
+    assert found[model]["twins"][mechanism] > 1e-4
+
+
+def test_on_a_gpu() -> None:
+    """Both stages on one GPU."""
+    probe = [sys.executable, "-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"]
+    if subprocess.run(probe, check=False).returncode:
+        pytest.skip("PyTorch sees no GPU here")
+    arguments = [PROGRAM, "--device", "cuda:0", *SMALL, "resnet18"]
+    result = run_ranks(arguments, 1, launcher="none", timeout_s=400, env={"CUDA_VISIBLE_DEVICES": "0"}).check()
+    lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
+    assert len(lines) == 4 and not [line for line in lines if "bad" in line], result.out

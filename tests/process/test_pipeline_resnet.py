@@ -1,0 +1,193 @@
+"""The pipeline program, really run: its pictures and its JSON, its flags, what it refuses, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import PROGRAMS, Result, run_ranks
+
+from hvdtrain import pipeline_resnet
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.vision import trials
+
+MAINS = PROGRAMS / "pipeline" / "tune_mains.py"
+# 32x32 is one pixel before the classifier: batch-norm needs 2 pictures
+SMALL = ["--model", "resnet18", "--image-size", 32, "--classes", 4, "--batch", 6, "--balance", "20,15"]
+
+
+def run(*flags: object) -> Result:
+    return run_ranks(["-m", "hvdtrain.pipeline_resnet", *map(str, flags)], 1, launcher="none", timeout_s=240)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    out = tmp_path_factory.mktemp("out") / "pp"
+    flags = ["--devices", "cpu,cpu", "--compare", "--sweep", 1, 2, 3, 4, 6, 9, "--tune", "--repeats", 3, "--out", out]
+    return run(*SMALL, "--micro-batches", 2, *flags).check(), out
+
+
+def test_writes_pictures_and_every_number(whole: tuple[Result, Path]) -> None:
+    _, out = whole
+    assert {path.name for path in out.iterdir()} == {"bars.png", "split_size.png", "timeline.png", "result.json"}
+    for picture in out.glob("*.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    result = json.loads((out / "result.json").read_text())
+    assert (result["format"], result["program"]) == (1, "hvdtrain.pipeline_resnet")
+    assert result["settings"]["batch"] == 6 and result["machine"]["cores"] >= 1
+    assert [stage["segments"] for stage in result["stages"]] == [20, 15]
+    check_compare(result["compare"])
+    check_sweep(result["sweep"])
+    check_tune(result["tune"])
+
+
+def check_compare(compare: dict[str, Any]) -> None:
+    names = list(compare["seconds"])
+    assert names[0].startswith("single device (cpu with 1 thread") and names[1] == "naive split"
+    assert names[2] == compare["pipeline"] == "pipeline, split size 3 (2 micro-batches)"
+    assert all(len(its) == 3 and min(its) > 0 for its in compare["seconds"].values())
+    assert all(0 < ratio["low"] <= ratio["value"] <= ratio["high"] for ratio in compare["pipeline_over"].values())
+    assert compare["pipeline_over"].keys() == compare["seconds"].keys() - {compare["pipeline"]}
+
+
+def check_sweep(sweep: dict[str, Any]) -> None:
+    by = sweep["by_micro_batches"]
+    assert {count: by[count]["split_size"] for count in by} == {"3": 2, "2": 3, "1": 6}
+    assert all(len(one["seconds"]) == 3 and one["predicted_s"] > 0 for one in by.values())
+    assert "Expected more than 1 value per channel" in sweep["failed"]["6"], "one picture each"
+    assert len(sweep["left_out"]) == 2 and "more than the batch" in sweep["left_out"][1]
+    best = min(by, key=lambda count: sum(by[count]["seconds"]))
+    assert str(sweep["best"]) == best
+
+
+def check_tune(tune: dict[str, Any]) -> None:
+    assert str(tune["best"]) in tune["prediction_s"] and tune["verdict"]
+    against = tune["against_sweep"]
+    assert against["share_of_time"] > 0 and against["step_over_best"]["value"] > 0
+
+
+def test_tells_what_it_does(whole: tuple[Result, Path]) -> None:
+    result, out = whole
+    for part in (
+        "1 thread, load", "devices: cpu, cpu", "1f1b, remat never",
+        "left out 4 (makes 2 micro-batches", "predicted/measured", "not run: split size 1: stage ", "verdict: ",
+        "against the sweep's best", "at most 1.03", "at most 25%", "the pipeline takes, 95 %", str(out / "result.json"),
+    ):  # fmt: skip
+        assert part in result.out, (part, result.text)
+
+
+def test_sizes_make_counts() -> None:
+    counts, left_out = trials.counts_of([60, 1, 3, 5, 8, 10, 12, 20, 40], 32)
+    assert counts == {32: 1, 11: 3, 7: 5, 4: 8, 3: 11, 2: 16}
+    assert [line.split()[0] for line in left_out] == ["10", "40", "60"]
+    assert trials.counts_of(pipeline_resnet.SIZES, 120)[0] == {
+        120: 1, 40: 3, 24: 5, 15: 8, 12: 10, 10: 12, 6: 20, 3: 40, 2: 60,
+    }  # fmt: skip
+
+
+def settings(*flags: object, devices: tuple[str, ...] = ("cpu", "cpu")) -> trials.Settings:
+    return pipeline_resnet.settings_of(pipeline_resnet.parser().parse_args(list(map(str, flags))), devices)
+
+
+def test_the_tutorial_is_exact() -> None:
+    its = settings("--preset", "tutorial")
+    assert (its.batch, its.image_size, its.classes, its.batches, its.repeats, its.loss) == (
+        120,
+        128,
+        1000,
+        3,
+        10,
+        "mse",
+    )
+    assert its.batch / its.micro_batches == 20 and its.budget_s is None  # type: ignore[operator]
+    assert pipeline_resnet.parser().parse_args([]).model == "resnet50"
+    assert pipeline_resnet.SIZES == [1, 3, 5, 8, 10, 12, 20, 40, 60]
+    assert settings("--preset", "tutorial", "--batch", 12).batch == 12, "flags go before"
+    assert settings().batch < settings(devices=("cuda:0", "cuda:1")).batch
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--balance", "1,x"], "the segments of each stage"),
+        (["--balance", "0,3"], "the segments of each stage"),
+        (["--batch", "0"], "whole number >= 1"),
+        (["--sweep", "0"], "whole number >= 1"),
+        (["--schedule", "fastest"], "gpipe"),
+        (["--budget-s", "-1"], "number > 0"),
+        (["--nonsense"], "nonsense"),
+    ],
+)
+def test_bad_flags(flags: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        pipeline_resnet.parser().parse_args(flags)
+
+
+def training(*flags: str) -> list[str]:
+    return pipeline_resnet.training_flags(pipeline_resnet.parser().parse_args(list(flags)))
+
+
+def test_training_is_handed_on() -> None:
+    given = training("--devices", "cpu,cpu", "--micro-batches", "4", "--batch", "16", "--train", "--data", "digits")
+    assert given[-2:] == ["--data", "digits"]
+    pairs = dict(zip(given[::2], given[1::2], strict=True))
+    assert pairs == {"--model": "resnet50", "--pipeline": "cpu,cpu", "--micro-batches": "4", "--per-rank-batch": "16",
+                     "--data": "digits"}  # fmt: skip
+    assert training("--train")[2:] == ["--pipeline", "2"]
+    with pytest.raises(ConfigError, match="--train takes how the model is cut") as caught:
+        training("--compare", "--repeats", "3", "--train")
+    assert caught.value.came == "--compare --repeats"
+
+
+REFUSED = {
+    "no such device": (["--devices", "cpu,cuda:7"], ["cuda:7"]),
+    "no such model": (["--model", "resnet51"], ["did you mean", "resnet50"]),
+    "no such cut": (["--devices", "cpu,cpu", "--balance", "1,2,3"], ["balance", "fix: "]),
+    "too many micro-batches": (["--micro-batches", "7"], ["a batch of 6 in 7 micro-batches", "fix: "]),
+}
+
+
+@pytest.fixture(scope="module")
+def mains(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    out = str(tmp_path_factory.mktemp("mains"))
+    lists = {name: [*SMALL, *flags, "--out", out] for name, (flags, _) in REFUSED.items()}
+    lists["interrupt"] = ["interrupt", *SMALL, "--micro-batches", "3", "--repeats", "1", "--out", out]
+    given = json.dumps([[str(word) for word in words] for words in lists.values()])
+    ended = run_ranks([MAINS, given], 1, launcher="none", timeout_s=240).check()
+    return dict(zip(lists, map(json.loads, ended.out.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str, mains: dict[str, dict[str, Any]]) -> None:
+    came = mains[name]
+    assert came["code"] == 2 and came["threads"] == [], came
+    for part in ("hvdtrain.pipeline_resnet: rank 0: ", *REFUSED[name][1]):
+        assert part in came["err"], came
+    assert "Traceback" not in came["err"]
+
+
+def test_interrupted(mains: dict[str, dict[str, Any]]) -> None:
+    """One line, exit code 130, no thread left."""
+    came = mains["interrupt"]
+    assert (came["code"], came["threads"]) == (130, []), came
+    assert came["err"].strip() == "hvdtrain.pipeline_resnet: interrupted"
+
+
+def test_not_below_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    variables = {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 1,
+                 "GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": 1, "CONTROLLER": "gloo"}  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", str(value))
+    with pytest.raises(SystemExit) as ended:
+        pipeline_resnet.main(["--compare"])
+    assert ended.value.code == 2 and "several ranks train with --train" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_trains_on_real_data(tmp_path: Path) -> None:
+    flags = ["--devices", "cpu,cpu", "--micro-batches", 2, "--model", "squeezenet1_1", "--batch", 64, "--train"]
+    more = ["--data", "digits", "--epochs", 1, "--run-dir", tmp_path / "run", "--workers", 0]
+    result = run(*flags, *more).check()
+    assert "2 micro-batches, 1f1b" in result.out and "top-1" in result.out, result.text

@@ -1,0 +1,131 @@
+"""A pipeline at work, in one child process: draws, errors, Ctrl-C, inference, mixed precision, memory, hooks."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+from harness import PROGRAMS, run_ranks
+
+PROGRAM = PROGRAMS / "pipeline" / "runtime.py"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    """What each check of the program found."""
+    result = run_ranks([PROGRAM], 1, launcher="none", timeout_s=180).check()
+    lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
+    return {line.pop("check"): line for line in lines}
+
+
+pytestmark = pytest.mark.slow
+
+
+def test_draws_do_not_depend_on_the_cut(found: dict[str, Any]) -> None:
+    came = found["draws"]
+    assert came["several"] and came["alone"] and came["another_seed_differs"]
+    assert not came["twin"], "numbers taken in the order of the stages' work must differ"
+
+
+def test_draws_are_draws(found: dict[str, Any]) -> None:
+    came = found["masks"]
+    assert came["masks"] == 2 * 3 * 4 and came["different"]
+    assert 0.4 < came["kept"] < 0.6
+
+
+def test_a_stage_that_raises(found: dict[str, Any]) -> None:
+    came = found["raising"]
+    for part in (
+        "stage 2 of 3 (2 .. 3, cpu)",
+        "forward of micro-batch 2 of 3",
+        "ValueError: spoilt on purpose",
+        "fix: ",
+    ):
+        assert part in came["said"]
+    assert "runtime.py:" in came["said"] and came["cause"] == "ValueError"
+    assert came["threads"] == 1 and came["gradients"] and came["next_step"]
+    assert came["looked_at"] == 4 and came["alive"] == 0, "activations must be freed although the error is kept"
+
+
+def test_a_backward_pass_that_raises(found: dict[str, Any]) -> None:
+    came = found["backward_raising"]
+    assert "stage 1 of 2 (0 .. 2, cpu) failed in the backward of micro-batch 1 of 4" in came["said"]
+    assert came["threads"] == 1 and came["gradients"] == 0
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_interrupted(found: dict[str, Any], stages: int) -> None:
+    assert found["interrupted"][f"stages_{stages}"] == ["KeyboardInterrupt", 1, 0]
+
+
+REFUSED = {
+    "empty": ("every micro-batch needs a sample", "batch of 0 in 1"),
+    "targets": ("targets have one entry for each sample", "(5, 4) for a batch of 12"),
+    "loss": ("returns one number", "shape (3, 4)"),
+    "detached": ("can be differentiated", "requires_grad=False"),
+    "no_tensor": ("a batch holds a tensor", "str"),
+    "forward": ("trained by step()", "pipe.step(x, y, loss_fn)"),
+    "no_grad": ("a step differentiates", "pipe(x)"),
+    "moved": ("stays on its devices", "before hvdtrain.pipeline.split"),
+    "part": ("complete before it is split", "head = Linear"),
+    "micro_batches": ("whole number >= 1", "micro_batches=0"),
+    "schedule": ("one of 'gpipe', '1f1b'", "'fifo'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(found: dict[str, Any], case: str) -> None:
+    said = found["refusals"][case]
+    assert said.startswith("ConfigError: ")
+    for part in REFUSED[case]:
+        assert part in said
+    assert found["refusals"]["threads"] == 1
+
+
+def test_inference(found: dict[str, Any]) -> None:
+    came = found["inference"]
+    assert came["no_grad"] and came["inference_mode"] and came["grad"] and came["empty"]
+    assert "one entry for each sample" in came["rank_2_scalar"] and "shape () for 6 samples" in came["rank_2_scalar"]
+
+
+def test_mixed_precision_reaches_the_stages(found: dict[str, Any]) -> None:
+    # twice: the forward pass and its repetition
+    assert found["autocast"] == {"True": ["torch.bfloat16", 2, True, True], "False": ["torch.float32", 2, True, True]}
+
+
+def test_micro_batches_held(found: dict[str, Any]) -> None:
+    """1F1B holds no more than there are stages to come; recomputation holds inputs, no graphs."""
+    assert found["memory"] == {
+        "gpipe never": [[6, 6, 6], [6, 6, 6]],
+        "gpipe all": [[6, 6, 6], [0, 0, 0]],
+        "1f1b never": [[3, 2, 1], [3, 2, 1]],
+        "1f1b all": [[3, 2, 1], [0, 0, 0]],
+    }
+
+
+def test_the_schedule_is_what_is_done(found: dict[str, Any]) -> None:
+    assert found["timeline"] == {"rows": True, "alone": True, "actions": 24}
+
+
+def test_passes_take_turns_on_too_few_cores(found: dict[str, Any]) -> None:
+    came = found["turns"]
+    assert came["most"] == dict([("1", 1), ("2", 2)][: len(os.sched_getaffinity(0))])
+    assert came["served"] == [0, 1, 2, 3, 4] and came["free"] == 1, "first come, first served, failures included"
+
+
+def test_gradient_hooks_know_the_last_pass(found: dict[str, Any]) -> None:
+    came = found["hooks"]
+    assert came["calls"] == {"0": [False, False, True], "1": [False, False, True]}
+    assert came["once"] and came["owned"] == [4, 6, 0] and came["after"] == [False, False]
+
+
+def test_looks_like_the_unsplit_model(found: dict[str, Any]) -> None:
+    came = found["like_the_model"]
+    assert came["names"] and came["same_objects"] and came["factor_and_sum"] and came["loaded"]
+    assert came["modes"] == [False, False, True, True] and came["attribute"] == ["mine", True]
+
+
+def test_one_batch_at_a_time(found: dict[str, Any]) -> None:
+    assert "one batch at a time" in found["second_caller"]["said"]

@@ -1,0 +1,83 @@
+"""Tuning: the search finds the fastest by few runs, says how sure it is, and refuses a split that does not pay."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from harness import PROGRAMS, run_ranks
+
+PROGRAM = PROGRAMS / "pipeline" / "tune.py"
+
+
+# ---- of real pipelines, whose stages sleep for known times, or are small
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, dict[str, Any]]:
+    ended = run_ranks([PROGRAM], 1, launcher="none", timeout_s=240).check()
+    return {case["case"]: case for case in map(json.loads, ended.out.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def timed() -> dict[str, dict[str, Any]]:
+    ended = run_ranks([PROGRAM, "timed"], 1, launcher="none", timeout_s=240).check()
+    return {case["case"]: case for case in map(json.loads, ended.out.splitlines())}
+
+
+@pytest.mark.thorough  # a machine that is busy all the time measures something else
+def test_tunes_a_pipeline(timed: dict[str, dict[str, Any]]) -> None:
+    case = timed["pays"]
+    assert case["pays"] and case["verdict"].startswith("split, ") and case["set"]
+    assert case["over_best"] <= 1.03 and len(case["tried"]) <= 4
+    assert all(0.85 <= ratio <= 1.25 for ratio in case["prediction"].values()), case["prediction"]
+
+
+@pytest.mark.thorough
+def test_predicts_other_steps(timed: dict[str, dict[str, Any]]) -> None:
+    ratios = {name: ratio for name, ratio in timed["schedules"].items() if name not in ("case", "threads")}
+    assert len(ratios) == 10 and all(0.8 <= ratio <= 1.2 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.thorough
+def test_predicts_how_stages_slow_each_other_down(timed: dict[str, dict[str, Any]]) -> None:
+    case = timed["slow_each_other_down"]
+    assert 0.8 <= case["ratio"] <= 1.2, case
+    assert case["blind"] < 0.75, "the twin: passes that are taken for as fast as alone"
+
+
+def test_a_whole_step_is_told_again(cases: dict[str, dict[str, Any]]) -> None:
+    case = cases["told_from_whole_steps"]
+    assert case["never"] == pytest.approx(1) and case["all"] == pytest.approx(1)
+
+
+def test_refuses_a_split_that_does_not_pay(cases: dict[str, dict[str, Any]]) -> None:
+    case = cases["does_not_pay"]
+    assert not case["pays"] and case["verdict"].startswith("do not split: one device is faster and the model fits: ")
+    assert "do not split" in case["refused"] and "train the unsplit model on one device" in case["refused"]
+
+
+def test_leaves_everything_as_it_was(cases: dict[str, dict[str, Any]]) -> None:
+    case = cases["left_alone"]
+    assert case["equal"] and case["objects"] and case["settings"] == [False, True, "gpipe"]
+    assert case["a step changes it"] >= 4, "the twin: a step that is not undone shows"
+
+
+def test_what_fails_is_left_out_or_raised(cases: dict[str, dict[str, Any]]) -> None:
+    assert cases["too_few_samples"]["best"] == 3
+    assert "Expected more than 1 value per channel" in cases["too_few_samples"]["failed"]["6"]
+    nothing = cases["nothing_runs"]
+    assert nothing["error"] == "StageError" and "this loss is broken" in nothing["text"]
+    assert nothing["micro_batches"] == 1, "as it was"
+    alone = cases["does_not_fit"]
+    assert alone["pays"] and alone["single_s"] is None and "does not fit on one device" in alone["verdict"]
+
+
+def test_refusals_name_what_is_possible(cases: dict[str, dict[str, Any]]) -> None:
+    assert "between 1 and 4" in cases["refusals"]["candidates"]
+    assert "confidence=1.0" in cases["refusals"]["confidence"]
+
+
+def test_no_thread_is_left(cases: dict[str, dict[str, Any]]) -> None:
+    assert len(cases) == 7 and {case["threads"] for case in cases.values()} == {1}

@@ -1,0 +1,148 @@
+"""Bad input: one clear message, an exit code that is not 0, nobody left behind, within 15 s.
+
+`run_ranks` fails the test if a process outlives its launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import pytest
+from harness import Result, run_ranks
+
+from hvdtrain.core.world import World
+from hvdtrain.runs.log import RunLog
+
+WITHIN_S = 15
+NOWHERE = "http://127.0.0.1:9/mnist.npz"  # the discard port: nobody listens
+
+
+def refused(flags: list[object], ranks: int = 2, launcher: str = "horovodrun", **options: Any) -> Result:
+    """Runs the program, which must be refused in time; returns what it said."""
+    command = ["-m", "hvdtrain.keras_mnist", *map(str, flags)]
+    result = run_ranks(command, ranks, launcher=launcher, timeout_s=60, **options)
+    assert result.returncode not in (0, None), result.text
+    assert result.seconds <= WITHIN_S, result.text
+    return result
+
+
+def told_once(result: Result, *parts: str) -> None:
+    harness.told_once(result, "hvdtrain.keras_mnist", *parts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--per-rank-batch", "0"], "--per-rank-batch: must be a whole number >= 1, not '0'"),
+        (["--epochs", "-3"], "--epochs"),
+        (["--lr", "nan"], "--lr: must be a number > 0"),
+        (["--seed", "-1"], "--seed"),
+        (["--backend", "jax"], "--backend"),
+        (["--compression", "zip"], "--compression"),
+        (["--watch-every", "often"], "--watch-every"),
+        (["--gpus", "2"], "--gpus"),
+    ],
+)
+def test_wrong_flag_value(flags: list[object], part: str) -> None:
+    result = refused(flags, 1, "none")
+    told_once(result, part)
+    assert result.returncode == 2
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+def test_batch_of_0_on_ranks(launcher: str) -> None:
+    result = refused(["--per-rank-batch", 0], launcher=launcher)
+    told_once(result, "--per-rank-batch")
+
+
+def test_backend_without_adapter() -> None:
+    told_once(refused([], 1, "none", env={"KERAS_BACKEND": "jax"}), "tensorflow or torch", "jax")
+
+
+def test_no_data_and_no_network(tmp_path: Path) -> None:
+    env = {"KERAS_HOME": str(tmp_path), "HVDTRAIN_MNIST_URL": NOWHERE, "no_proxy": "127.0.0.1"}
+    result = refused(["--data", "mnist"], env=env)
+    told_once(result, NOWHERE, "--data digits")
+
+
+def test_corrupt_mnist(tmp_path: Path) -> None:
+    file = tmp_path / "datasets" / "mnist.npz"
+    file.parent.mkdir()
+    np.savez(file, x_train=np.zeros((100, 28, 28), np.uint8))
+    file.write_bytes(file.read_bytes()[:-100])
+    before = file.read_bytes()
+    told_once(refused([], launcher="mpirun", env={"KERAS_HOME": str(tmp_path)}), str(file))
+    assert file.read_bytes() == before
+
+
+def test_missing_data() -> None:
+    told_once(refused(["--data", "/no/such/folder"], 1, "none"), "/no/such/folder: no such file or folder")
+
+
+def test_unwritable_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()  # root may write anywhere, but not below a file
+    told_once(refused(["--run-dir", tmp_path / "file" / "run"], launcher="mpirun"), "file/run")
+
+
+def test_run_directory_in_use(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "run", World.solo(), config={}, progress=False, tensorboard=False):
+        result = refused(["--run-dir", tmp_path / "run"])
+        told_once(result, f"{tmp_path / 'run'} is in use by pid {os.getpid()}")
+
+
+def test_run_directory_of_another_run(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "run", World.solo(), config={}, progress=False, tensorboard=False):
+        pass
+    told_once(refused(["--run-dir", tmp_path / "run"], 1, "none"), "holds a run that is finished", "--resume")
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+def test_one_rank_cannot_import_horovod(launcher: str, tmp_path: Path) -> None:
+    """Rank 1 finds a Horovod that does not load; rank 0 waits for it in the rendezvous, and must not stay there."""
+    broken = tmp_path / "broken" / "horovod"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libmpi.so.40: cannot open shared object file')")
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, sys\n"
+        "rank = os.environ.get('HOROVOD_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
+        f"if rank == '1': sys.path.insert(0, {str(broken.parent)!r})\n"
+        "from hvdtrain.keras_mnist import main\n"
+        "sys.exit(main())\n"
+    )
+    result = run_ranks([script], 2, launcher=launcher, timeout_s=60, cwd=tmp_path)
+    assert result.returncode != 0 and result.seconds <= WITHIN_S, result.text
+    said = result.ranks_error[1]
+    assert "hvdtrain.keras_mnist: rank 1: horovod must load" in said, result.text
+    assert "libmpi.so.40" in said and "hvdtrain build-horovod --install" in said
+    assert "Traceback" not in "\n".join(result.ranks_error.values())
+
+
+@pytest.fixture(scope="module")
+def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that has nothing installed."""
+    folder = tmp_path_factory.mktemp("other")
+    venv.create(folder, with_pip=False)
+    return folder / "bin" / "python"
+
+
+def test_another_python(other_python: Path) -> None:
+    result = refused([], 1, "none", python=other_python)
+    told_once(result, f"no numpy, tensorflow, keras in {other_python}", f"{other_python} -m pip install -e ")
+    assert "horovod" not in result.text  # one process does not need it
+
+
+def test_launched_with_another_python(other_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    monkeypatch.setenv("PATH", here)  # where the harness finds horovodrun
+    result = refused([], 2, python=other_python)
+    said = "\n".join(result.ranks_error.values())
+    assert f"no numpy, horovod, tensorflow, keras in {other_python}" in said, result.text
+    assert re.search(r"-m pip install -e '.*\[keras,build\]' && .* -m hvdtrain build-horovod --install", said), said

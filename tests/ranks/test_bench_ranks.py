@@ -1,0 +1,84 @@
+"""The benchmarks' machinery and shape; never their timings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_arguments import arguments
+from harness import run_ranks
+
+from hvdtrain.bench import train
+from hvdtrain.core import stats
+from hvdtrain.core.errors import HvdtrainError
+
+
+def test_report_says_when_the_target_is_missed() -> None:
+    result = {
+        "backend": "tensorflow", "settings": {"per_rank_batch": 8}, "machine": stats.machine(), "load_after": 0.0,
+        "overhead": {
+            "seconds_per_step": {"plain": [1.0], "prepared": [1.03]}, "ratio": {"value": 1.03, "low": 1.0, "high": 1.1},
+            "cpu_seconds_per_step": {"plain": [1.0], "prepared": [1.0]}, "target": 1.02,
+            "cpu_ratio": {"value": 1.0, "low": 1.0, "high": 1.0},
+        },
+    }  # fmt: skip
+    assert "MISSED" in train.report(result)
+    result["overhead"]["ratio"]["value"] = 1.01  # type: ignore[index]
+    assert "MISSED" not in train.report(result)
+
+
+def test_failed_job_shows_its_end() -> None:
+    with pytest.raises(HvdtrainError) as caught:
+        train.measure(arguments("--per-rank-batch=4", "--steps=1"), "jax")
+    assert "ended with 2" in caught.value.came and "tensorflow or torch" in caught.value.came
+
+
+@pytest.mark.slow
+def test_a_tiny_bench(tmp_path: Path) -> None:
+    """Both parts, all of it, as the command line does it."""
+    flags = ["--steps", 2, "--blocks", 2, "--rounds", 1, "--per-rank-batch", 4, "--out", tmp_path / "bench.json"]
+    done = run_ranks(
+        ["-m", "hvdtrain", "bench", "train", "--framework", "keras", *map(str, flags)],
+        1,
+        launcher="none",
+        timeout_s=240,
+    ).check()
+    for part in ("plain Keras", "prepared", "1 rank", "2 ranks", "speed-up", str(tmp_path / "bench.json")):
+        assert part in done.out
+    assert "1/2 " in done.err and "2/2 " in done.err
+    check_result(json.loads((tmp_path / "bench.json").read_text()))
+
+
+def check_result(result: dict[str, Any]) -> None:
+    assert (result["format"], result["bench"], result["framework"]) == (1, "train", "keras")
+    assert {"keras", "numpy", "hvdtrain"} <= set(result["machine"]["versions"])
+    assert result["machine"]["cores"] >= 1 and result["settings"]["steps"] == 2
+    steps = result["overhead"]["seconds_per_step"]
+    assert len(steps["plain"]) == len(steps["prepared"]) == 2
+    assert all(value > 0 for samples in steps.values() for value in samples)
+    assert {*result["overhead"]["cpu_seconds_per_step"]} == {"plain", "prepared"}
+    for ratio in (
+        result["overhead"]["ratio"],
+        result["overhead"]["cpu_ratio"],
+        result["scaling"]["speedup"],
+        result["scaling"]["efficiency"],
+    ):
+        assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
+    assert set(result["scaling"]["seconds_per_step"]) == {"1", "2"}
+
+
+@pytest.mark.slow
+def test_torch_bench_measures_and_writes(tmp_path: Path) -> None:
+    out = tmp_path / "torch.json"
+    flags = ["--framework=torch", "--models", "squeezenet1_1", "--pixels=32", "--per-rank-batch=2", "--steps=1"]
+    command = ["-m", "hvdtrain", "bench", "train", *flags, "--blocks=2", "--ranks=1", f"--out={out}"]
+    result = run_ranks(command, 1, launcher="none", timeout_s=180).check()
+    assert "one process, against plain PyTorch" in result.out and "images/s" in result.out
+    stored = json.loads(out.read_text())
+    seconds = stored["models"]["squeezenet1_1"]["seconds_per_step"]
+    assert {name: len(samples) for name, samples in seconds.items()} == {
+        "plain PyTorch, 1 process": 2, "hvdtrain, 1 process": 2,
+    }  # fmt: skip
+    assert all(value > 0 for samples in seconds.values() for value in samples)

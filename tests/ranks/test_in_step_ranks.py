@@ -1,0 +1,160 @@
+"""Ranks that are not in step are told where each is, within 10 s, and end; slow ones are left alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import PROGRAMS, Result, run_ranks, together
+from limits import Limit
+from parted_ranks import ENDING, NAMED_WITHIN_S, RULE
+
+from hvdtrain.core.in_step import watch
+
+HERE = Path(__file__).parent
+TORCH, KERAS = PROGRAMS / "torch" / "out_of_step.py", PROGRAMS / "keras" / "out_of_step.py"
+ALONE = "a function that rank 0 runs alone must not call a collective operation"
+FORKED = "what is collective belongs to the process that joined the ranks"
+THREADS = "one thread at a time may be in a collective operation"
+
+
+# -- real ranks ----------------------------------------------------------------------------------------------------
+LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun", "deepspeed": "torchrun"}
+# each raises on all ranks, and they can still talk
+RAISING = [
+    "evaluate_on_rank_0", "evaluate_within_on_main", "collective_in_on_main", "training_in_on_main", "other_order",
+    "barrier_against_gather", "leaves_the_loader", "two_models", "gather_in_a_worker", "gather_in_two_threads",
+    "branches_that_broadcast", "one_joins_again",
+]  # fmt: skip
+
+
+def start(program: Path, arguments: list[str], folder: Path, launcher: str = "horovodrun", **env: str) -> Result:
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {"HVDTRAIN_TEST_BEACON": str(folder), **env}
+    return run_ranks([program, *arguments], 2, launcher=launcher, env=environment, timeout_s=150)
+
+
+def check_ended(done: Result, folder: Path, strays: str) -> str:
+    """The job has ended with one error on every rank, in time; returns rank 0's lines."""
+    assert done.returncode != 0, done.text
+    assert RULE in done.ranks_error[0] and RULE in done.ranks_error[1], done.text
+    # PyTorch begins the lines of a traceback with the rank
+    lines = [re.sub(r"^\[rank\d+\]:", "", line).strip() for line in done.ranks_error[0].splitlines()]
+    came = next(i for i, line in enumerate(lines) if line.startswith("came: rank 0: "))
+    assert "# here" in lines[came] or "at the end of" in lines[came], done.text
+    assert lines[came + 1].startswith("rank 1: ") and strays in lines[came + 1], done.text
+    assert "# here" in lines[came + 1] or "at the end of" in lines[came + 1], done.text
+    assert any(line.startswith("fix: ") for line in lines)
+    assert lines[came].removeprefix("came: ") in done.ranks_error[1], "both ranks tell both lines"
+    parted = [float(file.read_text()) for file in folder.glob("parted.*")]
+    lived = max((folder / str(rank)).stat().st_mtime for rank in range(2)) - max(parted)
+    assert lived <= NAMED_WITHIN_S, f"{lived:.1f} s"
+    return "; ".join(lines[came : came + 2])
+
+
+def check_raised(done: Result, ways: list[str]) -> dict[str, str]:
+    """Every way was named on both ranks, in time; returns rank 0's errors."""
+    done.check()
+    reports = [
+        {report["way"]: report for report in map(json.loads, re.findall(r'^\{"way.*\}$', text, re.MULTILINE))}
+        for text in (done.ranks_output[0], done.ranks_output[1])
+    ]
+    for way in ways:
+        for report in reports:
+            error = report[way]["error"]
+            assert any(rule in error for rule in (RULE, ALONE, FORKED, THREADS)), f"{way}: {error}\n{done.text}"
+            assert report[way]["seconds"] <= NAMED_WITHIN_S, report[way]
+            assert RULE not in error or error.count("# here") == 2, error
+    return {way: report["error"] for way, report in reports[0].items()}
+
+
+def test_torch_ranks_that_part(tmp_path: Path, limit: Limit) -> None:
+    raised, continued, ended, saved, uneven = together_two(
+        lambda: start(TORCH, ["horovod", *RAISING], tmp_path / "raise"),
+        lambda: start(TORCH, ["horovod", "one_continues"], tmp_path / "continue"),
+        lambda: start(TORCH, ["horovod", "one_ends_early.atexit"], tmp_path / "end"),
+        lambda: start(TORCH, ["horovod", "save_on_rank_0"], tmp_path / "save"),
+        lambda: start(TORCH, ["ddp", "uneven_loader"], tmp_path / "uneven", "torchrun"),
+    )
+    errors = check_raised(raised, RAISING)
+    assert ALONE in errors["evaluate_within_on_main"] and ALONE in errors["training_in_on_main"]
+    assert FORKED in errors["gather_in_a_worker"] and 'broadcast("another")' in errors["branches_that_broadcast"]
+    assert all(f"sample {count} of epoch 0" in errors["leaves_the_loader"] for count in (12, 16))
+    shown = check_ended(uneven, tmp_path / "uneven", ENDING["uneven_loader"])
+    limit("T17a", "ddp, a DataLoader of one's own, batches uneven over the ranks", refused=f"{RULE}: {shown}")
+    shown = check_ended(saved, tmp_path / "save", ENDING["save_on_rank_0"])
+    limit("T17b", "checkpoints.save on rank 0 only, under horovodrun", refused=f"{RULE}: {shown}")
+    shown = check_ended(continued, tmp_path / "continue", ENDING["one_continues"])
+    limit("T17c", "`continue` on one rank", refused=f"{RULE}: {shown}")
+    check_ended(ended, tmp_path / "end", ENDING["one_ends_early.atexit"])
+
+
+def test_keras_ranks_that_part(tmp_path: Path, limit: Limit) -> None:
+    ways = ["evaluate_on_rank_0", "evaluate_in_on_main", "all_reduces_swapped"]
+    env = {"KERAS_BACKEND": "tensorflow"}
+    raised, asked = together(
+        lambda: start(KERAS, ways, tmp_path / "raise", **env),
+        lambda: start(KERAS, ["gather_in_a_callback"], tmp_path / "callback", **env),
+    )
+    errors = check_raised(raised, ways)
+    limit("K15a", "if world.is_main: evaluate(...)", refused=errors["evaluate_on_rank_0"])
+    limit("K15b", "on_main(evaluate, ...)", refused=errors["evaluate_in_on_main"])
+    limit("K15c", "an all-reduce of one rank meets another of the other rank", refused=errors["all_reduces_swapped"])
+    check_ended(asked, tmp_path / "callback", "in update 3 of model 0")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+@pytest.mark.parametrize("way", ENDING)
+def test_horovod_ranks_that_part(way: str, launcher: str, tmp_path: Path) -> None:
+    check_ended(start(TORCH, ["horovod", way], tmp_path, launcher), tmp_path, ENDING[way])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["ddp", "deepspeed"])
+@pytest.mark.parametrize("way", ENDING)
+def test_ranks_of_torch_distributed_that_part(way: str, engine: str, tmp_path: Path) -> None:
+    check_ended(start(TORCH, [engine, way], tmp_path, "torchrun"), tmp_path, ENDING[way])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("engine", "launcher"), [("horovod", "mpirun"), ("ddp", "torchrun"), ("deepspeed", "torchrun")]
+)
+def test_ranks_that_raise_on_every_engine(engine: str, launcher: str, tmp_path: Path) -> None:
+    check_raised(start(TORCH, [engine, *RAISING], tmp_path, launcher), RAISING)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+def test_keras_on_torch_ranks_that_part(launcher: str, tmp_path: Path) -> None:
+    ways = ["evaluate_on_rank_0", "evaluate_in_on_main", "all_reduces_swapped"]
+    check_raised(start(KERAS, ways, tmp_path / "raise", launcher, KERAS_BACKEND="torch"), ways)
+    done = start(KERAS, ["gather_in_a_callback"], tmp_path / "callback", launcher, KERAS_BACKEND="torch")
+    check_ended(done, tmp_path / "callback", "in update 3 of model 0")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", LAUNCHERS)
+def test_slow_ranks_are_not_accused(engine: str, tmp_path: Path) -> None:
+    done = start(TORCH, [engine, "slow"], tmp_path, LAUNCHERS[engine]).check()
+    assert all("done" in done.ranks_output[rank] for rank in range(2)), done.text
+
+
+@pytest.mark.thorough
+def test_without_comparison_they_pair_wrongly(tmp_path: Path) -> None:
+    """The negative twin: each rank takes the other's values for its own, and nobody notices."""
+    done = start(TORCH, ["horovod", "other_order"], tmp_path, **{watch.AFTER_VARIABLE: "0"}).check()
+    assert "paired [['a', 'b'], ['b', 'a']]" in done.ranks_output[0], "instead of ['a', 'a'], ['b', 'b']"
+    assert "paired [['b', 'a'], ['a', 'b']]" in done.ranks_output[1], done.text
+
+
+def together_two(*runs: Callable[[], Result]) -> list[Result]:
+    """Two at a time: each job is two processes that mostly wait."""
+    found: list[Result] = []
+    for first in range(0, len(runs), 2):
+        found += together(*runs[first : first + 2])
+    return found

@@ -1,0 +1,42 @@
+"""One process: the adapter works without Horovod, costs nothing it need not, and refuses what it cannot do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import PROGRAMS, run_ranks
+from limits import Limit
+
+PROGRAM = PROGRAMS / "keras" / "alone.py"
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_one_process_trains_exactly_as_plain_keras_and_without_horovod(backend: str) -> None:
+    ended = run_ranks([PROGRAM], 1, launcher="none", env={"KERAS_BACKEND": backend}).check()
+    for line in (
+        "bit-equal to plain Keras",
+        "nothing hooked",
+        "order fixed",
+        "epochs told apart",
+        "partial epoch refused",
+    ):
+        assert line in ended.out, ended.text
+
+
+def test_jax_is_refused_before_keras_is_imported() -> None:
+    code = "import hvdtrain; hvdtrain.init('keras')"
+    ended = run_ranks(["-c", code], 1, launcher="none", env={"KERAS_BACKEND": "jax"})
+    assert ended.returncode != 0
+    assert "hvdtrain.keras trains on the tensorflow and torch backends" in ended.err
+    assert "KERAS_BACKEND=jax" in ended.err and "keras.distribution.DataParallel" in ended.err
+
+
+def test_jax_in_keras_json_is_refused_by_name(tmp_path: Path, limit: Limit) -> None:
+    (tmp_path / "keras.json").write_text('{"backend": "jax"}')
+    code = "import hvdtrain; hvdtrain.init('keras')"
+    ended = run_ranks(["-c", code], 1, launcher="none", env={"KERAS_BACKEND": "", "KERAS_HOME": str(tmp_path)})
+    assert ended.returncode != 0 and "pip install" not in ended.err, ended.text
+    said = "hvdtrain.keras trains on the tensorflow and torch backends"
+    assert said in ended.err and "KERAS_BACKEND=jax (from keras.json)" in ended.err, ended.text
+    limit("K16h", "jax in keras.json", refused=f"{said} of Keras 3; came: KERAS_BACKEND=jax (from keras.json)")

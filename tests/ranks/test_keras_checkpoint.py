@@ -1,0 +1,80 @@
+"""Checkpoints of the Keras adapter: exact resume, and files that plain Keras loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import PROGRAMS, run_ranks
+
+FOLDER = PROGRAMS / "keras"
+
+
+@pytest.fixture(scope="module", params=["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs four epochs at once, and two and two in separate jobs; all state of every rank is stored."""
+    folder = tmp_path_factory.mktemp("resume")
+    env = {"KERAS_BACKEND": request.param}
+    run_ranks([FOLDER / "resume.py", "both", folder], 2, env=env, timeout_s=180).check()
+    run_ranks([FOLDER / "resume.py", "elsewhere", folder], 1, env=env, launcher="none").check()
+    run_ranks([FOLDER / "resume.py", "second", folder], 2, env=env, timeout_s=180).check()
+    plain = [FOLDER / "plain_load.py", newest(folder / "parts", 2) / "model.keras", folder / "plain.npz"]
+    (folder / "plain.txt").write_text(run_ranks(plain, 1, env=env, launcher="none").check().out)
+    return folder
+
+
+def newest(folder: Path, epoch: int) -> Path:
+    return max(path for path in folder.iterdir() if path.name.startswith(f"epoch-{epoch:04d}"))
+
+
+def arrays(path: Path) -> list[np.ndarray]:
+    stored = np.load(path)
+    return [stored[name] for name in stored.files]
+
+
+def facts(folder: Path, name: str, rank: int) -> dict[str, Any]:
+    return dict(json.loads((folder / f"{name}.rank{rank}.json").read_text()))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_resumed_job_is_bit_equal_to_an_uninterrupted_one(runs: Path, rank: int) -> None:
+    """Weights, statistics, slots, accumulators, counters, rate, seed generators, metrics; with dropout."""
+    whole, second = arrays(runs / f"whole_end.rank{rank}.npz"), arrays(runs / f"second_end.rank{rank}.npz")
+    assert [a.tobytes() for a in whole] == [b.tobytes() for b in second]
+
+
+def test_the_second_half_did_something(runs: Path) -> None:
+    """The negative twin: the state in the middle is not the state at the end."""
+    middle, end = arrays(runs / "first_end.rank0.npz"), arrays(runs / "whole_end.rank0.npz")
+    assert any(a.tobytes() != b.tobytes() for a, b in zip(middle, end, strict=True))
+
+
+def test_replicas_end_equal(runs: Path) -> None:
+    for name in ("whole_end", "first_end", "second_end"):
+        assert facts(runs, name, 0)["fingerprint"] == facts(runs, name, 1)["fingerprint"]
+
+
+def test_progress_counts_updates_and_samples(runs: Path) -> None:
+    expected = "Progress(epoch=2, step=6, samples_seen=80, samples_in_epoch=0)"
+    assert facts(runs, "second_end", 0)["progress"] == expected
+
+
+def test_another_world_size_restores_the_same_weights(runs: Path) -> None:
+    restored = {facts(runs, "restored", rank)["fingerprint"] for rank in (0, 1)}
+    assert restored == {facts(runs, "elsewhere_end", 0)["fingerprint"]}
+
+
+def test_plain_keras_loads_the_model_without_horovod_and_hvdtrain(runs: Path) -> None:
+    weights, loaded = arrays(runs / "restored.rank0.npz"), arrays(runs / "plain.npz")
+    assert [a.tobytes() for a in loaded] == [b.tobytes() for b in weights[: len(loaded)]]
+    assert "loaded Adam updates=3 moved=True" in (runs / "plain.txt").read_text()
+
+
+def test_random_state_is_plain_arrays(runs: Path) -> None:
+    stored = np.load(newest(runs / "parts", 4) / "random.npz", allow_pickle=False)
+    assert int(stored["world_size"]) == 2
+    assert {name.partition("/")[0] for name in stored.files} == {"0", "1", "world_size"}
+    assert all(stored[name].dtype != object for name in stored.files)

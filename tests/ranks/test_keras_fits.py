@@ -1,0 +1,111 @@
+"""Whole fits with validation, callbacks and metrics end as in plain Keras; what `fit` would not read is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import PROGRAMS, chosen_cases, run_ranks
+from limits import Limit
+
+PROGRAM = PROGRAMS / "keras" / "fits.py"
+# case -> the rows it shows, if any
+ACCEPTED = {
+    "validates_with_a_tail": ("K2a", "validation_data=batches(...) with one sample more than full batches"),
+    "validates_fewer_samples_than_ranks": ("K2b", "validation on fewer samples than ranks"),
+    "validates_masked_labels": ("K2c", "validation of a loss that ignores labels, with a tail"),
+    "stops_early_as_plain_keras": ("K2d", "EarlyStopping and ReduceLROnPlateau on val_loss, with a tail"),
+    "evaluates_as_plain_keras": None,
+    "validates_on_all_samples_each": None,
+    "means_of_batches_with_a_tail": None,
+    "names_what_does_not_add_up": None,
+    "averages_a_metric_that_says_so": None,
+    "normalises_by_live_samples_only": None,
+    "goes_on_accumulating": ("K6", "a second fit in the middle of an accumulated update"),
+    "counts_every_step_of_an_execution": ("K8d", "watch_every=2 with steps_per_execution=2"),
+    "records_the_loss_of_the_global_batch": ("K8c", "the loss of each step in events.jsonl"),
+    "draws_other_masks_on_each_rank": None,
+    "halves_before_the_sum": None,
+    "prepared_again_with_another_option": ("K8e", "a second prepare() with another option"),
+    "schedule_free": (
+        "K17b",
+        "ScheduleFreeAdamW (plain Keras on TensorFlow: right only if built before fit)",
+    ),
+    "proves_the_loss_quickly": None,
+    "an_average_and_an_epoch_in_two_fits": ("K6b", "use_ema, an epoch that is stopped and resumed"),
+    "an_average_and_two_fits": None,
+    "callbacks_in_a_list_of_keras": None,
+    "bar_of_rank_0": ("K8f", "the progress bar of fit"),
+}
+REFUSED = {
+    "fit_with_y": ("ConfigError", "does not read", "fit(y=)", "batches"),
+    "fit_with_sample_weight": ("ConfigError", "does not read", "fit(sample_weight=)", "batches"),
+    "fit_with_class_weight": ("ConfigError", "does not read", "fit(class_weight=)", "batches"),
+    "fit_with_steps": ("ConfigError", "does not read", "fit(steps_per_epoch=)", "leave steps_per_epoch= out"),
+    "both_kinds_of_weights": ("ConfigError", "class_weight=", "sample_weight= beside it", "multiply"),
+    "synchronized_statistics": ("ConfigError", "synchronized=True", "GroupNormalization"),
+    "a_function_that_sums": ("ReplicaError", "its pieces", "rank 1: loss", "one value per sample", "verify=False"),
+    "rate_by_the_logs_of_a_batch": ("ReplicaError", "equal at the end of an epoch", "logs of a batch"),
+    "stateful": ("ConfigError", "stateful=True: lstm", "leave stateful out"),
+    "moved_by_hand": ("ReplicaError", "replicas must be equal after the first step", "kernel"),
+}
+ROWS = {
+    "fit_with_y": ("K5c", "fit(batches(...), y=)"),
+    "fit_with_class_weight": ("K5d", "fit(batches(...), class_weight=)"),
+    "fit_with_sample_weight": ("K5e", "fit(batches(...), sample_weight=)"),
+    "fit_with_steps": ("K8b", "fit(batches(...), steps_per_epoch=)"),
+    "synchronized_statistics": ("K8a", "BatchNormalization(synchronized=True)"),
+}
+MENDED = {
+    "counts_every_step_of_an_execution": "compared after every second step",
+    "prepared_again_with_another_option": "the step is traced anew",
+    "bar_of_rank_0": "one bar, rank 0's",
+}
+
+Outcomes = list[dict[str, str]]
+
+
+@pytest.fixture(scope="module", params=["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("fits")
+    chosen = chosen_cases(request)
+    ended = run_ranks([PROGRAM, folder, *chosen], 2, env={"KERAS_BACKEND": backend}, timeout_s=300).check()
+    found: Outcomes = [json.loads((folder / f"fits.rank{rank}.json").read_text()) for rank in (0, 1)]
+    for rank, cases in enumerate(found):
+        cases["bars"] = str(ended.ranks_output.get(rank, "").count("2/2"))
+    return found
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_fits_are_those_of_plain_keras(case: str, outcomes: Outcomes, limit: Limit) -> None:
+    for rank, cases in enumerate(outcomes):
+        assert cases[case].startswith("passed"), f"rank {rank}: {cases[case]}"
+    row = ACCEPTED[case]
+    if row is None:
+        return
+    if case in MENDED:
+        limit(*row, mended=MENDED[case])
+    else:
+        limit(*row, exact=float(outcomes[0][case].split()[1]))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_wrong_is_refused_by_all(case: str, outcomes: Outcomes, limit: Limit) -> None:
+    for rank, cases in enumerate(outcomes):
+        for text in REFUSED[case]:
+            assert text in cases[case], f"rank {rank}: {cases[case]}"
+    if case in ROWS:
+        limit(*ROWS[case], refused=outcomes[0][case])
+
+
+def test_one_progress_bar(outcomes: Outcomes) -> None:
+    assert [int(cases["bars"]) > 0 for cases in outcomes] == [True, False]
+
+
+def test_the_loss_is_proven_in_under_two_seconds(outcomes: Outcomes) -> None:
+    assert float(outcomes[0]["proves_the_loss_quickly"].split()[1]) < 2

@@ -1,0 +1,120 @@
+"""Loops and data of the user's own over ranks: right, or refused by every rank; never a hang, never silent."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import PROGRAMS, chosen_cases, run_ranks
+from limits import Limit
+
+PROGRAM = PROGRAMS / "keras" / "loop.py"
+Outcomes = dict[int, dict[str, str]]
+
+
+# case -> row of docs/limits.md, what was tried, what each rank's error must say
+REFUSED = {
+    "strided_data": ("K3a", "batches(x[rank::size]), the classic Horovod line", "the data given to batches()",
+                     "a part of the data, x[rank::size]", "give every rank all the data"),
+    "other_order": ("K3b", "the same data in another order per rank", "the same samples in another order"),
+    "other_length": ("K3c", "60 samples on one rank, 64 on the other", "60 samples", "64 samples", "other lengths"),
+    "other_seed": ("K3d", "batches(seed=rank)", "seed=0", "seed=1"),
+    "strided_evaluation": ("K3e", "evaluate(x[rank::size])", "the data given to evaluate()"),
+    "plain_fit_of_all_data": ("K3f", "fit(x, y) with all data on every rank", "the same 64 samples on all 2 ranks",
+                              "hvdtrain.keras.batches(x, y"),
+    "data_set_of_all_data": ("K3g", "a tf.data.Dataset or DataLoader without shards",
+                             "the first batch is the same on all 2 ranks", "shard(world.size, world.rank)"),
+    "text_as_data": ("K16i", "text as data", "x must hold numbers", "TextVectorization"),
+    "a_model_that_cannot_be_saved": ("K16j", "checkpoints of a model without get_config()", "can say how it was made",
+                                     "Unsaid", "get_config()"),
+    "labels_in_a_list": ("K16b", "labels in a list", "builtins.int in list", "np.asarray(y)"),
+    "optimizer_out_of_sight": ("K1c", "a train step with an optimizer that the model does not hold",
+                               "must be averaged over ranks", "Adam", "in a dict or list there"),
+    "variables_assigned_by_hand": ("K1d", "a train step that assigns variables by hand",
+                                   "replicas must be equal after the first step", "rank 1: sum"),
+    "optimizer_without_callbacks": ("K1e", "prepare(optimizer), fit without callbacks, ranks seeded apart",
+                                    "replicas must be equal before the first update", "rank 1: sum"),
+    "other_batch_than_prepared": ("K4a", "prepare(per_rank_batch=8), batches(16)", "prepare(per_rank_batch=8)",
+                                  "batches(per_rank_batch=16)"),
+    "progress_without_initial_epoch": ("K4c", "progress= without initial_epoch=", "initial_epoch=0",
+                                       "initial_epoch=progress.epoch"),
+    "mid_epoch_without_consumed": ("K4d", "a checkpoint of mid-epoch, batches without consumed=",
+                                   "has done 16 samples of epoch 2", "consumed=progress.samples_in_epoch"),
+    "two_hands_on_the_rate": ("K4e", "lr= and ReduceLROnPlateau", "one hand sets the learning rate",
+                              "ReduceLROnPlateau"),
+    "two_hands_by_a_callback": ("K4f", "lr= and a callback of the user's that sets the rate",
+                                "one hand sets the learning rate", "lr= had set 0.2, epoch 1 begins with 0.01"),
+    "several_rates": ("K16c", "lr= with a MultiOptimizer", "lr= sets one learning rate", "2 optimizers"),
+    "unknown_length": ("K13a", "a generator of unknown length, 4 against 5 batches", "so it must be known",
+                       "steps_per_epoch"),
+    "data_that_ends_early": ("K13b", "data that ends before steps_per_epoch", "ended after 3 of 5 steps", "repeat()"),
+    "unequal_first_epochs": ("K14", "another initial_epoch per rank", "'initial epoch': 0", "'initial epoch': 1"),
+    "model_of_keras_2": ("K16d", "a model of tf_keras (Keras 2)", "of Keras 2", "not tf_keras"),
+}  # fmt: skip
+# case -> row, what was tried, what it must have found, what to write
+RIGHT = {
+    "data_set_of_own_shard": ("", "", "equal", ""),
+    "tensors_and_no_targets": ("K16e", "y=None, and tensors as data", "", "taken; error below 1e-6 in float32"),
+    "optimizer_in_a_dict": ("K1a", "a second optimizer in a dict of the model", "equal", "averaged"),
+    "optimizer_of_a_submodel": ("K1b", "a sub-model's own optimizer", "equal", "averaged"),
+    "batches_of_four": ("K16f", "a train step that takes 4-tuples", "equal", "trains, replicas equal"),
+    "a_fit_for_each_epoch": ("K4b", "one fit per epoch with fresh callbacks", "12 rates", "the rates of one fit"),
+    "mid_epoch_with_consumed": ("", "", "trained", ""),
+    "several_rates_recorded": ("K16g", "run= with a MultiOptimizer", "trained", "records the first one's rate"),
+    "stop_on_one_rank": ("K12b", "a callback stops one rank at step 2", "2 updates, equal", "all stop after step 2"),
+    "stop_on_one_rank_only_there": ("K12c", "a callback that only one rank has stops it at step 2", "2 updates, equal",
+                                    "all stop after step 2"),
+    "stop_on_all_ranks": ("", "", "3 updates, equal", ""),
+    "stop_at_an_epochs_end_of_one_rank": ("K12d", "one rank stops at an epoch's end; then evaluate",
+                                          "2 updates, equal", "all stop after that epoch"),
+    "early_stopping_before_ours": ("K12e", "EarlyStopping before our callbacks", "8 updates, equal",
+                                   "ours come first: it sees all ranks' numbers"),
+    "nan_on_one_rank": ("K12a", "TerminateOnNaN, one bad sample on one rank", "1 updates", "all stop after that step"),
+    "keras_noise": ("K7a", "unseeded keras.random in a train step", "4 draws", "differs by rank, resumes bit for bit"),
+    "numpy_and_python_noise": ("K7b", "numpy's and Python's generators in an eager train step", "4 draws",
+                               "differs by rank, resumes bit for bit"),
+}  # fmt: skip
+TENSORFLOW = {"tensorflow_noise", "tensorflow_noise_with_checkpoints"}
+
+
+@pytest.fixture(scope="module", params=["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("loop")
+    chosen = chosen_cases(request)
+    run_ranks([PROGRAM, folder, *chosen], 2, env={"KERAS_BACKEND": request.param}, timeout_s=420).check()
+    return {rank: json.loads((folder / f"loop.rank{rank}.json").read_text()) for rank in (0, 1)}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_every_rank_refuses(case: str, outcomes: Outcomes, limit: Limit) -> None:
+    row, attack, *texts = REFUSED[case]
+    for rank, cases in outcomes.items():
+        assert cases[case].startswith(("ReplicaError", "ConfigError")), f"rank {rank}: {cases[case]}"
+        for text in [*texts, "fix: "]:
+            assert text in cases[case], f"rank {rank}: {cases[case]}"
+    limit(row, attack, refused=outcomes[0][case])
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_is_right_passes(case: str, outcomes: Outcomes, limit: Limit) -> None:
+    row, attack, found, now = RIGHT[case]
+    for rank, cases in outcomes.items():
+        assert cases[case].startswith(f"passed {found}"), f"rank {rank}: {cases[case]}"
+    if row:
+        limit(row, attack, mended=now)
+
+
+def test_noise_of_tensorflows_own_operations(outcomes: Outcomes, limit: Limit) -> None:
+    """It differs by rank; no checkpoint can hold its state, so a run with checkpoints refuses it."""
+    if "none" in outcomes[0]["tensorflow_noise"]:
+        pytest.skip("TensorFlow only")
+    for cases in outcomes.values():
+        assert cases["tensorflow_noise"] == "passed differs", cases["tensorflow_noise"]
+        refused = cases["tensorflow_noise_with_checkpoints"]
+        assert refused.startswith("ConfigError") and "RandomStandardNormal" in refused and "keras.random" in refused
+    limit("K7c", "tf.random in a train step", mended="differs by rank")
+    limit("K7d", "tf.random in a train step of a run with checkpoints", refused=refused)
+
+
+def test_every_case_is_judged(outcomes: Outcomes) -> None:
+    assert set(outcomes[0]) == set(outcomes[1]) == {*REFUSED, *RIGHT, *TENSORFLOW}

@@ -1,0 +1,160 @@
+"""What the PyTorch programs refuse: one clear message, an exit code that is not 0, nobody left behind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+from harness import PROGRAMS, Result, run_ranks
+from test_torch_resnet_ranks import BROKEN, SIDE, make_odd, record, run_program, write_pictures
+
+SHORT_OF_MEMORY = PROGRAMS / "torch" / "resnet_short_of_memory.py"
+WITHIN_S = 30  # about 5 on a quiet machine
+SMALL = ["--model", "resnet18", "--image-size", SIDE, "--per-rank-batch", 4]
+
+
+def refused(flags: list[object], ranks: int = 2, launcher: str = "horovodrun", **options: Any) -> Result:
+    """Runs the program, which must end with an error; returns what it said."""
+    within_s = options.pop("within_s", WITHIN_S)
+    result = run_program(launcher, ranks, *flags, **options)
+    assert result.returncode not in (0, None), result.text
+    assert result.seconds <= within_s, result.text
+    return result
+
+
+def told_once(result: Result, *parts: str) -> None:
+    harness.told_once(result, "hvdtrain.torch_resnet", *parts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--per-rank-batch", "0"], "--per-rank-batch: must be a whole number >= 1, not '0'"),
+        (["--accumulate", "-1"], "--accumulate"),
+        (["--label-smoothing", "-0.1"], "--label-smoothing: must be a number >= 0"),
+        (["--clip", "0"], "--clip: must be a number > 0"),
+        (["--engine", "mpi"], "--engine"),
+        (["--amp", "fp8"], "--amp"),
+        (["--resume", "--weights", "somewhere"], "--weights"),
+        (["--data", "/no/such/folder"], "/no/such/folder"),
+        (["--weights", "/no/such/checkpoint"], "/no/such/checkpoint: no such folder"),
+    ],
+)
+def test_wrong_flag_value(flags: list[object], part: str) -> None:
+    """Without a framework: this takes no second."""
+    result = refused(flags, 1, "none")
+    told_once(result, part)
+    assert result.returncode == 2
+
+
+def test_unknown_model() -> None:
+    told_once(refused(["--model", "resnet51"]), "'resnet51'", "did you mean", "resnet50")
+
+
+def test_a_model_that_cannot_take_small_pictures() -> None:
+    told_once(refused(["--model", "alexnet"], 1, "none"), "alexnet: ", "--image-size")
+
+
+def test_a_batch_that_leaves_one_picture_for_batch_norm(tmp_path: Path) -> None:
+    """1437 digits are 4 x 359 + 1; two devices share the last."""
+    flags = ["--model", "resnet18", "--data", "digits", "--run-dir", tmp_path / "run"]
+    result = refused([*flags, "--per-rank-batch", 359], 1, "none")
+    told_once(result, "1437 pictures of 32 x 32 on 1 rank(s), 359 each", "--per-rank-batch 358")
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_folder_without_classes(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "val").mkdir()
+    (tmp_path / "train" / "alone.jpg").touch()
+    told_once(refused(["--data", tmp_path], launcher=launcher), str(tmp_path / "train"))
+
+
+def test_horovod_under_torchrun() -> None:
+    told_once(refused(["--engine", "horovod"], launcher="torchrun"), "horovodrun -np 2")
+
+
+# ---- what shows only while training
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A folder of two classes, and a run on it."""
+    folder = tmp_path_factory.mktemp("two")
+    write_pictures(folder / "data", {"cross": 9, "frame": 8}, {"cross": 3, "frame": 2})
+    flags = [*SMALL, "--data", folder / "data", "--epochs", 1, "--run-dir", folder / "run"]
+    run_program("none", 1, *flags).check()
+    return folder / "data", folder / "run"
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    return sorted((run_dir / "checkpoints").iterdir())[-1]
+
+
+@pytest.mark.slow
+def test_wrong_class_count_in_a_checkpoint(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    write_pictures(tmp_path / "three", {"cross": 5, "frame": 5, "stripes": 5}, {"cross": 1, "frame": 1, "stripes": 1})
+    saved = newest_checkpoint(trained[1])
+    result = refused([*SMALL, "--data", tmp_path / "three", "--weights", saved, "--run-dir", tmp_path / "run"],
+                     within_s=60)  # fmt: skip
+    said = result.ranks_error[0]
+    assert "fc.weight" in said and "(2, 512)" in said and "(3, 512)" in said, result.text
+    assert "Traceback" not in said and "rank 0: " in said
+
+
+@pytest.mark.slow
+def test_a_broken_file_is_refused_when_strict(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "data", {"cross": 6, "frame": 9}, {"cross": 1, "frame": 1})
+    make_odd(tmp_path / "data" / "train")
+    flags = [*SMALL, "--data", tmp_path / "data", "--run-dir", tmp_path / "run", "--epochs", 1]
+    result = refused([*flags, "--strict"], within_s=60)
+    broken = str(tmp_path / "data" / "train" / BROKEN)
+    named = [said for said in result.ranks_error.values() if broken in said]  # by the rank that came across it
+    assert len(named) == 1 and "Traceback" not in named[0] and "fix: replace or remove it" in named[0], result.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "engine"), [("horovodrun", "horovod"), ("torchrun", "ddp")])
+def test_nan_loss_stops_all_ranks_and_keeps_the_last_good_checkpoint(
+    launcher: str, engine: str, trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    data, run = trained
+    shutil.copytree(run, tmp_path / "run")
+    good = newest_checkpoint(tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in good.iterdir()}
+    result = refused(
+        [*SMALL, "--data", data, "--epochs", 3, "--lr", "1e30", "--run-dir", tmp_path / "run", "--resume",
+         "--engine", engine],
+        launcher=launcher, within_s=60,
+    )  # fmt: skip
+    said = "\n".join(result.ranks_error.values())
+    for part in ("the loss is nan at step 7 (epoch 1)", "rank 0: nan", "rank 1: nan", "first bad layer: layer1"):
+        assert part in said, result.text
+    assert "Traceback" not in said, result.text
+    assert newest_checkpoint(tmp_path / "run") == good
+    assert {path.name: path.read_bytes() for path in good.iterdir()} == before
+    ended = record(tmp_path / "run")
+    assert ended["status"] == "failed" and "NonFiniteError" in ended["error"]
+
+
+@pytest.mark.slow
+def test_out_of_memory_says_the_batch_and_what_to_try(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    flags = ["--model", "resnet18", "--data", trained[0], "--image-size", 512, "--per-rank-batch", 16,
+             "--run-dir", tmp_path / "run"]  # fmt: skip
+    result = refused(flags, 1, "none", program=SHORT_OF_MEMORY, env={"SPARE_BYTES": str(300 << 20)}, within_s=60)
+    told_once(result, "out of memory", "16", "accumulate")
+
+
+def test_another_python_is_told_what_to_install(tmp_path: Path) -> None:
+    """A Python without packages, for which only the standard library works."""
+    import venv
+
+    venv.create(tmp_path, with_pip=False)
+    python = tmp_path / "bin" / "python"
+    result = run_ranks(["-m", "hvdtrain.torch_resnet"], 1, launcher="none", python=python)
+    told_once(result, f"no numpy, torch, torchvision in {python}", f"{python} -m pip install -e ")
+    assert "horovod" not in result.text

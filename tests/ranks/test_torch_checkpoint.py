@@ -1,0 +1,91 @@
+"""Checkpoints: bit-exact at the same size, every sample once at another, and the same files on every engine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch_cases
+from harness import Result, run_ranks
+from limits import Limit
+
+PROGRAM = torch_cases.FOLDER / "checkpoints.py"
+# the first writes the checkpoint that all go on from
+JOBS = {
+    "horovod": ("horovodrun", 2, {}),
+    "ddp": ("torchrun", 2, {}),
+    "solo": ("none", 1, {}),
+    "deepspeed": ("torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    return {
+        engine: run_ranks([PROGRAM, engine, folder], ranks, launcher=launcher, env=env, timeout_s=180)
+        for engine, (launcher, ranks, env) in JOBS.items()
+    }
+
+
+@pytest.mark.parametrize("case", torch_cases.names("checkpoints.py"))
+@pytest.mark.parametrize("engine", JOBS)
+def test_checkpoint(case: str, engine: str, results: dict[str, Result]) -> None:
+    assert case in torch_cases.passed(results[engine].out), results[engine].text
+
+
+@pytest.mark.parametrize("engine", JOBS)
+def test_program_ends_well(engine: str, results: dict[str, Result]) -> None:
+    results[engine].check()
+
+
+STATE = torch_cases.FOLDER / "state.py"
+
+
+@pytest.fixture(
+    scope="module",
+    params=["solo", "horovod", pytest.param("ddp", marks=pytest.mark.thorough)],
+)
+def state(request: pytest.FixtureRequest) -> Result:
+    launcher, ranks, _ = JOBS[request.param]
+    return run_ranks([STATE, request.param], ranks, launcher=launcher, timeout_s=180)
+
+
+@pytest.mark.parametrize("case", torch_cases.names("state.py"))
+def test_state(case: str, state: Result) -> None:
+    assert case in torch_cases.passed(state.out), state.text
+
+
+def test_limits_of_the_state(state: Result, limit: Limit) -> None:
+    state.check()
+    errors = dict(re.findall(r"error (t\d+\w*) (\S+)", state.out))
+    limit("T8a", "rows of a MoCo queue are averaged over ranks: norm 0.52 instead of 1", exact=float(errors["t8"]))
+    limit(
+        "T8b", "checksums do not see the order: [3, 1] counts as [1, 3]", mended="a place's own factor for each element"
+    )
+    limit("T12", "a learning rate from numpy makes every checkpoint unreadable", exact=float(errors["t12"]))
+    limit(
+        "T13a", "prepare() without data, then model_state(model, optimizer, train): restored at (0, 0)",
+        refused="a checkpoint knows the place in the data from the loader that prepare() was given",
+    )  # fmt: skip
+    limit("T13b", "saved before the first update: the batch that is handed out is lost", mended="it comes again")
+    limit(
+        "T14a", "a NaN gradient with a finite loss: NaN weights become the newest checkpoint",
+        refused="weights that are not finite are not saved: training has diverged",
+    )  # fmt: skip
+    limit("T14b", "after NonFiniteError no way back", exact=float(errors["t14b"]))
+    limit("T14c", "NonFiniteError is not public", mended="hvdtrain.NonFiniteError")
+    limit("T15", "a scheduler, an average of weights: no slot in the checkpoint", exact=float(errors["t15"]))
+    limit("T19i", "a buffer of another shape on each rank ends evaluate in an abort", refused="memory differs")
+
+
+@pytest.mark.parametrize("engine", ["horovod", pytest.param("ddp", marks=pytest.mark.thorough)])
+def test_nothing_prepared_is_left(engine: str, limit: Limit) -> None:
+    launcher, ranks, _ = JOBS[engine]
+    ended = run_ranks([torch_cases.FOLDER / "leaks.py", engine], ranks, launcher=launcher, timeout_s=240).check()
+    grown = [float(found) for found in re.findall(r"workers 0, (\S+) MiB", ended.out)]
+    assert len(grown) == ranks
+    limit(
+        "T16", "5 models in turn: 5 stay, with their worker processes", mended="20 in turn: none, less than 20 MiB more"
+    )

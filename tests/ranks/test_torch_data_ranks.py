@@ -1,0 +1,99 @@
+"""Data on real ranks: N ranks see, augment and evaluate what one process does, and a run goes on at any other size.
+
+One launch a world size runs all cases (`programs/torch/data_ranks.py`), each goes on in the epoch where the one before
+stopped; here their results are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from harness import PROGRAMS, run_ranks
+from pictures import CORRUPT, write_folder
+
+PROGRAM = PROGRAMS / "torch" / "data_ranks.py"
+# size -> launcher; the last one ends the epoch of the relay
+RUNS = {4: "horovodrun", 2: "mpirun", 3: "torchrun", 1: "none"}
+SEVERAL = [2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    folder = tmp_path_factory.mktemp("data")
+    images = write_folder(folder / "images")
+    found = {}
+    for size, launcher in RUNS.items():
+        out = folder / f"{size}.json"
+        run_ranks([PROGRAM, out, folder / "relay.json", images], size, launcher=launcher, timeout_s=150).check()
+        found[size] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize("size", SEVERAL)
+@pytest.mark.parametrize("case", ["memory_order", "worker_order"])
+def test_same_samples_and_random_numbers(results: dict[int, Any], case: str, size: int) -> None:
+    one = results[1][case]
+    assert results[size][case] == one
+    assert [sorted(int(value) for step in epoch for value in step) for epoch in (one[:5], one[5:])] == [
+        list(range(53)), list(range(53)),
+    ]  # fmt: skip
+    assert one[0] != one[5]  # another order, and other random numbers, in the next epoch
+    first, second = ({int(value): value for step in epoch for value in step} for epoch in (one[:5], one[5:]))
+    assert sum(first[sample] != second[sample] for sample in first) > 50
+
+
+@pytest.mark.parametrize("size", SEVERAL)
+def test_evaluation_of_1_to_40_samples_equals_one_process(results: dict[int, Any], size: int) -> None:
+    for samples, (ours, one) in enumerate(zip(results[size]["evaluation"], results[1]["evaluation"], strict=True), 1):
+        assert set(ours) == {"loss", "top1", "top2"}
+        for name, value in one.items():
+            assert ours[name] == pytest.approx(value, rel=1e-12, abs=1e-12), (samples, name)
+
+
+@pytest.mark.parametrize("size", SEVERAL)
+def test_evaluation_negative_twin(results: dict[int, Any], size: int) -> None:
+    """Samples padded to equal shares, and a mean of means, give another loss."""
+    padded, exact = results[size]["padded_evaluation"]["loss"], results[1]["evaluation"][16]["loss"]
+    assert abs(padded - exact) > 1e-6
+    assert results[1]["padded_evaluation"]["loss"] == pytest.approx(exact, rel=1e-12)
+
+
+@pytest.mark.parametrize("size", SEVERAL)
+def test_evaluation_makes_buffers_equal(results: dict[int, Any], size: int) -> None:
+    ours, one = results[size]["evaluation_of_files"], results[1]["evaluation_of_files"]
+    assert ours["right"] == pytest.approx(one["right"], rel=1e-12)
+    assert abs(ours["shifted"]["loss"] - one["shifted"]["loss"]) > 1e-6  # the shift was felt: by the mean of ranks
+
+
+def test_exactly_once_over_a_relay_of_world_sizes(results: dict[int, Any]) -> None:
+    runs = [results[size]["relay"] for size in RUNS]
+    assert [run["start"] for run in runs] == [[0, 0], [0, 48], [0, 96], [0, 144]]
+    assert [run["end"] for run in runs] == [[0, 48], [0, 96], [0, 144], [1, 0]]
+    seen = [value for run in runs for value in run["seen"]]
+    assert sorted(map(int, seen)) == list(range(1000))
+    assert len(seen) == len(set(seen)) == 1000
+
+
+@pytest.mark.parametrize("size", list(RUNS))
+def test_image_files(results: dict[int, Any], size: int) -> None:
+    found = results[size]["images"]
+    assert found["classes"] == ["ant", "bee", "cat"]
+    assert (found["planned"], found["samples"], found["counted"]) == (18, 18, 17)
+    assert found["labels"] == [0] * 9 + [1] * 5 + [2] * 3
+    ((name, reason),) = found["skipped"]
+    assert name == CORRUPT and reason.startswith("UnidentifiedImageError")
+    assert found["scores"]["top1"] == pytest.approx(9 / 17, rel=1e-12)
+
+
+@pytest.mark.parametrize("size", list(RUNS))
+def test_updates_without_unreadable_samples_are_exact(results: dict[int, Any], size: int) -> None:
+    found = results[size]["training_without_what_cannot_be_read"]
+    assert found["ours"] == pytest.approx(found["plain"], rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", list(RUNS))
+def test_refusals(results: dict[int, Any], size: int) -> None:
+    assert results[size]["unequal_ranks_are_refused"] and results[size]["metrics_that_differ_are_refused"]
+    assert results[1]["strict"]

@@ -1,0 +1,66 @@
+"""Every engine keeps every promise: one program of promises, one matrix of engines, no cell empty."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch_cases
+from harness import Result, run_ranks
+from limits import Limit
+
+from hvdtrain.core import engines
+
+PROGRAM = "engine_promises.py"
+PROMISES = torch_cases.names(PROGRAM)
+# launcher and ranks
+ENGINES = {
+    "horovod": ("horovodrun", 2), "ddp": ("torchrun", 2), "deepspeed": ("torchrun", 2),
+    "dataparallel": ("none", 1), "solo": ("none", 1),
+}  # fmt: skip
+OFTEN = ("ddp", "horovod")  # the others are thorough
+ROWS = {
+    "T1": ("loss.backward() before and after optimizer.backward()", "case_a_bare_backward_is_refused", "refused"),
+    "T2": ("model.training_step(x, y) and model.backbone(x), a rank without samples",
+           "case_methods_and_parts_leave_no_trace_of_an_empty_batch", "no trace in running statistics"),
+    "T2b": ("sync_batchnorm through a method, a rank without samples",
+            "case_synchronised_statistics_through_a_method_with_an_empty_rank", "as one process"),
+    "T2c": ("amp through a method of the model", "case_mixed_precision_reaches_methods",
+            "methods compute under autocast; parts called by themselves are refused"),
+    "T6": ("a gradient hook on ddp", "case_gradient_hooks_see_what_one_process_sees", "sees the gradient of the loss"),
+    "T9": ("a layer frozen between micro-batches", "case_a_layer_frozen_within_an_update_is_refused", "refused"),
+    "T19c": ("the standard DCGAN loop", "case_the_standard_loop_of_a_gan", "as one process"),
+    "T19e": ("complex parameters", "case_complex_parameters", "as one process"),
+    "T19f": ("a reentrant checkpoint", "case_recomputed_layers_are_exact_or_refused", "refused"),
+}  # fmt: skip
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in OFTEN else pytest.mark.thorough) for name in ENGINES],
+)
+def kept(request: pytest.FixtureRequest) -> tuple[str, Result]:
+    launcher, ranks = ENGINES[request.param]
+    program = [Path(torch_cases.FOLDER) / PROGRAM, request.param]
+    return request.param, run_ranks(program, ranks, launcher=launcher, timeout_s=300)
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_an_engine_keeps_a_promise(promise: str, kept: tuple[str, Result]) -> None:
+    assert promise in torch_cases.passed(kept[1].out), kept[1].text
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_of_promises(row: str, kept: tuple[str, Result], limit: Limit) -> None:
+    engine, result = kept
+    attack, promise, now = ROWS[row]
+    assert promise in torch_cases.passed(result.out), result.text
+    if now == "refused":
+        limit(row, f"{attack}, {engine}", refused="ConfigError, with the line to write")
+    else:
+        limit(row, f"{attack}, {engine}", mended=now)
+
+
+def test_no_cell_is_empty() -> None:
+    assert {name for name, kind in engines.ENGINES.items() if "torch" in kind.frameworks} == set(ENGINES)
+    assert len(PROMISES) >= 17 and {promise for _, promise, _ in ROWS.values()} <= set(PROMISES)

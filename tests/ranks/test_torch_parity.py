@@ -1,0 +1,129 @@
+"""N ranks x batch B end with the weights of one process x batch N·B, in every configuration the adapter supports.
+
+The negative twins (averaging off, weights off, clipping at the wrong place, broadcast forgotten, ...) must come out
+different, or these tests could not fail.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import PROGRAMS, run_ranks
+
+PROGRAM = PROGRAMS / "torch" / "parity.py"
+LAUNCHERS = {"horovod": "horovodrun", "ddp": "torchrun"}
+
+MATRIX = [
+    f"{optimizer}_accumulate{accumulate}{clip}"
+    for optimizer in ("sgd", "adamw")
+    for accumulate in (1, 2, 3)
+    for clip in ("", "_clip")
+]
+OTHERS = [
+    "shared", "shared_accumulate2", "frozen", "frozen_in_optimizer", "groups", "groups_lr", "lr", "sometimes",
+    "sometimes_accumulate2", "sometimes_accumulate3_clip", "forgets_zero_grad", "forgets_zero_grad_accumulate2",
+    "zeroes_in_every_form", "two_losses", "two_losses_accumulate2", "clips_with_torch", "clips_itself",
+    "channels_last", "nan_in_padding", "nan_in_padding_accumulate2", "17_samples", "1_sample", "watched",
+    "sync_batchnorm", "sync_batchnorm_nan_in_padding", "no_loader", "no_loader_accumulate2",
+]  # fmt: skip
+# gradients rounded for the way; and Horovod has no bfloat16 sum
+COMPRESSED = {"horovod": ["fp16"], "ddp": ["fp16", "bf16"]}
+# what no rank can see: with 2 ranks every one has a sample in the tail of 2
+OFF = {
+    2: [
+        "off_averaging", "off_averaging_accumulate2", "off_weights_17", "off_clip_order", "off_broadcast",
+        "off_new_update", "off_sync_batchnorm",
+    ],
+    4: [
+        "off_averaging", "off_averaging_accumulate2", "off_weights", "off_weights_17", "off_padding", "off_clip_order",
+        "off_broadcast", "off_sync_batchnorm",
+    ],
+}  # fmt: skip
+# the last one in its running statistics
+UNEQUAL = {"off_averaging", "off_averaging_accumulate2", "off_broadcast", "off_sync_batchnorm"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    weights: dict[str, dict[str, np.ndarray]]
+    facts: dict[str, Any]
+    engine: str
+    ranks: int
+    log: str
+
+
+def run(engine: str, ranks: int, folder: Path) -> Outcome:
+    out = folder / f"{engine}{ranks}.npz"
+    launcher = LAUNCHERS.get(engine, "none")
+    ended = run_ranks([PROGRAM, engine, out], ranks, launcher=launcher, timeout_s=300).check()
+    weights: dict[str, dict[str, np.ndarray]] = {}
+    with np.load(out) as stored:
+        for key in stored.files:
+            case, _, name = key.partition("/")
+            weights.setdefault(case, {})[name] = stored[key]
+    return Outcome(weights, json.loads(Path(f"{out}.json").read_text()), engine, ranks, ended.text)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run("solo", 1, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("horovod", 2), ("horovod", 4), ("ddp", 2), pytest.param(("ddp", 4), marks=pytest.mark.thorough)],
+    ids=lambda param: "-".join(map(str, param)),
+)
+def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run(*request.param, tmp_path_factory.mktemp("many"))
+
+
+def difference(a: Outcome, b: Outcome, case: str) -> float:
+    """max |dw| over a case's parameters and buffers; NaN stays NaN."""
+    assert a.weights[case].keys() == b.weights[case].keys()
+    return float(np.max([np.abs(a.weights[case][name] - b.weights[case][name]).max() for name in a.weights[case]]))
+
+
+def check_case(case: str, one: Outcome, many: Outcome, tolerance: float) -> None:
+    wanted, came = one.facts[case], many.facts[case]
+    assert came["equal"], "replicas differ"
+    assert difference(one, many, case) <= tolerance
+    np.testing.assert_allclose(came["losses"], wanted["losses"], rtol=0, atol=tolerance)
+    assert {k: came[k] for k in ("steps", "samples")} == {k: wanted[k] for k in ("steps", "samples")}
+    assert came["lr"] == pytest.approx(wanted["lr"], rel=1e-12)
+
+
+@pytest.mark.parametrize("case", [*MATRIX, *OTHERS])
+def test_ranks_equal_one_process(case: str, one: Outcome, many: Outcome) -> None:
+    check_case(case, one, many, 1e-10)
+
+
+def test_compressed_gradients_come_close(one: Outcome, many: Outcome) -> None:
+    for case in COMPRESSED[many.engine]:
+        check_case(case, one, many, 0.02)
+        assert difference(one, many, case) > 1e-10, "nothing was compressed"
+
+
+def test_17_samples_give_the_exact_global_mean(one: Outcome, many: Outcome) -> None:
+    assert max(one.facts["exact mean of 17"], many.facts["exact mean of 17"]) <= 1e-10
+
+
+def test_with_a_mechanism_off_parity_fails(one: Outcome, many: Outcome) -> None:
+    """The negative twins: the same comparison is red."""
+    for case in OFF[many.ranks]:
+        assert not difference(one, many, case) <= 1e-3, case  # NaN is red as well
+        assert many.facts[case]["equal"] == (case not in UNEQUAL), case
+
+
+def test_every_case_is_looked_at(many: Outcome) -> None:
+    cases = {name for name in many.facts if not name.startswith(("exact", "off_"))}
+    assert cases == {*MATRIX, *OTHERS, *COMPRESSED[many.engine]}
+
+
+def test_averaging_is_proven_and_said(many: Outcome) -> None:
+    assert many.log.count("averaging proven") >= len(MATRIX)

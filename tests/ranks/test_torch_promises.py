@@ -1,0 +1,45 @@
+"""The loader on two ranks: each sample once, exact positions, the same data, random numbers of each rank's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch_cases
+from harness import Result, run_ranks
+from limits import Limit
+
+PROGRAM = torch_cases.FOLDER / "promises.py"
+ROWS = {  # row: what was tried, and how it ends
+    "T4": ("samples that cannot be read, of a data set that does not announce them, or behind `Subset`", "exact"),
+    "T7": ("one loader for two models, one of which accumulates: 8 updates instead of 2", "exact"),
+    "T10a": ("a validation loop of one's own counts 11 of 9 samples on 2 ranks", "exact"),
+    "T10b": ("the same loop over the training loader, without `torch.no_grad()`", "refused"),
+    "T11a": ("two loaders of one length side by side: a sample is mixed up with itself", "refused"),
+    "T11b": ("ranks give the loader `x[rank::size]`", "refused"),
+    "T11c": ("ranks give the loader a list in another order", "refused"),
+    "T11d": ("Python's and numpy's generators are equal on all ranks after `prepare`", "mended"),
+    "T11e": ("preparing again does not take synchronised batch-norm off", "mended"),
+    "T11f": ("`p.grad` kept without a clone is overwritten by the next update (Horovod)", "mended"),
+    "T13a": ("a checkpoint of a loader that `prepare` was not given", "refused"),
+    "T13b": ("a checkpoint before the first update loses a batch", "mended"),
+    "T13c": ("a restart after epochs that were left by `break`: 10 updates instead of 8", "mended"),
+    "T17d": ("a `DataLoader` given to `prepare`", "refused"),
+    "T19d": ("`LR` beside a scheduler of PyTorch's that acts after many epochs", "refused"),
+}
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return run_ranks([PROGRAM], 2, timeout_s=180)
+
+
+@pytest.mark.parametrize("case", torch_cases.names("promises.py"))
+def test_promise(case: str, result: Result) -> None:
+    assert case in torch_cases.passed(result.out), result.text
+
+
+def test_limits_of_the_loader(result: Result, limit: Limit) -> None:
+    lines = result.check().ranks_output[0].splitlines()
+    shown = dict(line.removeprefix("shown ").split(" ", 1) for line in lines if line.startswith("shown "))
+    for row, (attack, verdict) in ROWS.items():
+        text = shown[row]
+        limit(row, attack, **{verdict: float(text) if verdict == "exact" else text})

@@ -1,0 +1,176 @@
+"""The ResNet program, really run: every launch form and engine, folders of pictures, resuming, its flags."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import PROGRAMS, Result, run_ranks
+from PIL import Image
+
+from hvdtrain.runs.log import read_events
+
+PROGRAM = PROGRAMS / "torch" / "resnet_that_dies.py"
+BROKEN = "frame/7.jpg"
+SIDE = 40  # a ResNet makes 2x2 of it, so that a batch of one picture can be trained on
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in ImageNet's layout, with classes of different sizes; no batch here divides their number."""
+    folder = tmp_path_factory.mktemp("pictures")
+    write_pictures(folder, {"cross": 19, "frame": 23, "stripes": 17}, {"cross": 5, "frame": 4, "stripes": 6})
+    make_odd(folder / "train")
+    return folder
+
+
+def make_odd(folder: Path) -> None:
+    """What is found in real folders: a grey picture, CMYK, a turned camera, and a file that was cut off."""
+    files = sorted(folder.glob("*/*.jpg"))
+    for file, mode in ((files[2], "L"), (files[3], "CMYK")):
+        Image.open(file).convert(mode).save(file)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: turned by 90 degrees
+    Image.open(files[4]).save(files[4], exif=exif)
+    broken = folder / BROKEN
+    broken.write_bytes(broken.read_bytes()[:200])
+
+
+def write_pictures(folder: Path, train: dict[str, int], val: dict[str, int]) -> None:
+    rng = np.random.default_rng(4)
+    for part, counts in (("train", train), ("val", val)):
+        for name, count in counts.items():
+            (folder / part / name).mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(picture(name, rng)).save(folder / part / name / f"{number}.jpg", quality=95)
+
+
+def picture(name: str, rng: np.random.Generator) -> np.ndarray:
+    """A figure on noise: uint8 [SIDE, SIDE, 3]."""
+    pixels = rng.integers(0, 90, (SIDE, SIDE, 3)).astype(np.uint8)
+    if name == "cross":
+        pixels[SIDE // 2 - 2 : SIDE // 2 + 2] = pixels[:, SIDE // 2 - 2 : SIDE // 2 + 2] = (220, 40, 40)
+    elif name == "frame":
+        pixels[:4] = pixels[-4:] = pixels[:, :4] = pixels[:, -4:] = (40, 220, 40)
+    else:
+        pixels[::4] = (40, 40, 220)
+    return pixels
+
+
+def run_program(launcher: str, ranks: int, *flags: object, program: Path | None = None, **options: Any) -> Result:
+    start = [program] if program else ["-m", "hvdtrain.torch_resnet"]
+    env = {"OMPI_MCA_mpi_yield_when_idle": "1", **options.pop("env", {})}
+    return run_ranks([*start, *map(str, flags)], ranks, launcher=launcher, timeout_s=300, env=env, **options)
+
+
+def record(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "run.json").read_text())
+
+
+def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
+    """What every good run shows; returns its result."""
+    result.check()
+    text = "\n".join(result.ranks_output.values())
+    assert f"weights: bit-equal on {ranks} rank" in text
+    assert re.search(r"^verdict: .+ % of each step", text, re.MULTILINE)
+    assert [rank for rank, its_text in result.ranks_output.items() if its_text.strip()] == [0]
+    run = record(run_dir)
+    assert run["status"] == "finished" and run["world"]["size"] == ranks
+    assert f"top-1 {run['result']['top1']:.4f}" in text
+    assert sum(run["result"]["shares"].values()) == pytest.approx(1)
+    return run["result"]
+
+
+# ---- real runs
+
+
+@pytest.mark.slow
+def test_two_ranks_reach_the_accuracy(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = ["--model", "resnet18", "--data", "digits", "--epochs", 4, "--run-dir", run_dir]
+    ended = check_run(run_program("horovodrun", 2, *flags), run_dir, 2)
+    assert ended["top1"] >= 0.95 and ended["top5"] >= 0.99  # 0.99 after all 8 epochs: README
+    epochs = [event for event in read_events(run_dir) if event["kind"] == "epoch"]
+    assert [event["epoch"] for event in epochs] == list(range(4))
+    check_phases(run_dir)
+
+
+def check_phases(run_dir: Path) -> None:
+    """Where the time went, on each rank, sums to the wall time; the first event also has what was before the loop."""
+    events = read_events(run_dir)
+    steps = [event for event in events if event["kind"] == "step"]
+    wall = steps[-1]["time"] - steps[0]["time"]
+    measured = sum(sum(event["seconds"].values()) for event in steps[1:])
+    assert measured == pytest.approx(wall, rel=0.02)
+    totals = [0.0, 0.0]
+    for event in events:
+        if event["kind"] == "epoch" and event["epoch"] > 0:
+            totals = [total + sum(phases.values()) for total, phases in zip(totals, event["ranks"], strict=True)]
+    assert totals[0] == pytest.approx(totals[1], rel=0.02) and totals[0] > wall / 2
+    known = {"input", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "other"}
+    assert set().union(*(event["seconds"] for event in steps)) == known
+
+
+FORMS = [
+    ("none", 1, ()),
+    ("none", 1, ("--engine", "dataparallel", "--gpus-per-rank", "2", "--optimizer", "adamw")),
+    ("mpirun", 2, ("--compression", "fp16", "--accumulate", "2", "--clip", "1")),
+    ("torchrun", 2, ("--engine", "ddp", "--amp", "bf16", "--sync-batchnorm")),
+    pytest.param("torchrun", 2, ("--engine", "deepspeed", "--schedule", "cosine"), marks=pytest.mark.thorough),
+    ("horovodrun", 2, ("--pipeline", "cpu,cpu", "--micro-batches", "2", "--accumulate", "2", "--watch-every", "2")),
+    ("none", 1, ("--plan", "auto", "--pipeline", "cpu,cpu")),
+    pytest.param(
+        "horovodrun",
+        4,
+        ("--channels-last", "--watch-every", "2", "--label-smoothing", "0.1"),
+        marks=pytest.mark.thorough,
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "ranks", "flags"), FORMS)
+def test_launch_forms(launcher: str, ranks: int, flags: tuple[str, ...], pictures: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    result = run_program(
+        launcher, ranks, "--model", "resnet18", "--data", pictures, "--image-size", SIDE, "--run-dir", run_dir,
+        "--epochs", 1, "--per-rank-batch", 8 // ranks, *flags,
+    )  # fmt: skip
+    ended = check_run(result, run_dir, ranks)
+    assert 0.2 < ended["top1"] <= 1.0 and "top5" not in ended
+    run = record(run_dir)
+    assert run["effective_batch"] == (16 if "--accumulate" in flags else 8)
+    assert "3 classes" in result.ranks_output[0]
+    assert [Path(name).parts[-2:] for name in ended["skipped"]] == [tuple(BROKEN.split("/"))]
+    assert "left out: 1 picture that cannot be read" in result.ranks_output[0]
+    if "--pipeline" in flags and "--plan" not in flags:
+        assert "2 micro-batches" in run["config"]["stages"]
+    if "--plan" in flags:  # what is chosen is obeyed
+        chosen = re.search(r"plan: (.*)", result.text)
+        assert chosen and chosen[1].startswith("pipeline of 2 stages" if run["config"]["stages"] else "one device")
+    engine = flags[flags.index("--engine") + 1] if "--engine" in flags else ("horovod" if ranks > 1 else "solo")
+    assert run["world"]["engine"] == engine
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_exactly_from_the_middle_of_an_epoch(pictures: Path, tmp_path: Path) -> None:
+    flags = ["--model", "resnet18", "--data", pictures, "--image-size", SIDE, "--per-rank-batch", 4, "--epochs", 2,
+             "--save-every", 3, "--optimizer", "nesterov"]  # fmt: skip
+    straight = run_program("horovodrun", 2, *flags, "--run-dir", tmp_path / "straight")
+    wanted = check_run(straight, tmp_path / "straight", 2)["weights_sha256"]
+    killed = run_program(
+        "horovodrun", 2, *flags, "--run-dir", tmp_path / "parts", program=PROGRAM, env={"DIES_AT_SAVE": "5"}
+    )
+    assert killed.returncode != 0 and "dying at save 5" in killed.text
+    shutil.copytree(tmp_path / "parts", tmp_path / "stages")
+    # whole, and cut into stages: a checkpoint is the same for both, and one micro-batch is the same arithmetic
+    for folder, more in (("parts", []), ("stages", ["--pipeline", "cpu,cpu", "--micro-batches", 1])):
+        rest = run_program("horovodrun", 2, *flags, "--run-dir", tmp_path / folder, "--resume", *more)
+        # 59 pictures, 8 an update: saved at updates 3, 6, 8 (the epoch's end) and 9, a batch into the second epoch
+        assert "resuming after 67 of 118 samples" in rest.text
+        assert check_run(rest, tmp_path / folder, 2)["weights_sha256"] == wanted

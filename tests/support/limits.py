@@ -1,0 +1,125 @@
+"""Rows of docs/limits.md: what was tried against a promise, and what happens now, as the tests themselves saw it.
+
+A test that takes the fixture `limit` notes a row with it; `scripts/limits.py` runs these tests and writes the page.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+VARIABLE = "HVDTRAIN_LIMITS"  # names the file that rows are added to, one JSON object a line
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
+# an area, and how many rows it has
+AREAS = {"A": 8, "K": 19, "P": 10, "T": 19, "C": 15}
+_TEMPORARY = re.compile(r"/\S*pytest-of-\S*/")  # folders of one run
+Verdict = Literal["exact", "mended", "refused"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        row: area, number and, where a row holds several attacks, a letter: "A1", "K8b".
+        attack: what was tried, for a reader who knows the product and not its history.
+        verdict: exact (same as one process), mended (what happens now is right), refused (with a message).
+        shown: the error that was measured, what happens now, or the message.
+        test: file::name.
+    """
+
+    row: str
+    attack: str
+    verdict: Verdict
+    shown: str
+    test: str
+
+
+class Limit:
+    """What the fixture `limit` gives: call it once a row, after the assertions that it stands for."""
+
+    def __init__(self, test: str) -> None:
+        self._test = test
+
+    def __call__(
+        self,
+        row: str,
+        attack: str,
+        *,
+        exact: float | None = None,
+        mended: str | None = None,
+        refused: object | None = None,
+    ) -> None:
+        """Notes a row; exactly one verdict.
+
+        Args:
+            row, attack: see `Row`.
+            exact: the largest error against one process without the project's code.
+            mended: what happens now, in a few words.
+            refused: the error, or its text.
+        """
+        given = {"exact": exact, "mended": mended, "refused": refused}
+        verdicts = {name: value for name, value in given.items() if value is not None}
+        assert len(verdicts) == 1 and row[0] in AREAS and row[1:].rstrip("abcdefghijklmnopqrstuvwxyz").isdigit()
+        (verdict, value), *_ = verdicts.items()
+        shown = f"{value:.1e}" if verdict == "exact" else _TEMPORARY.sub("", " ".join(str(value).split()))
+        noted = Row(row, attack, verdict, shown, self._test)  # type: ignore[arg-type]
+        if os.environ.get(VARIABLE):
+            with open(os.environ[VARIABLE], "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(noted)) + "\n")
+
+
+@pytest.fixture
+def limit(request: pytest.FixtureRequest) -> Limit:
+    """Notes rows of docs/limits.md; see `Limit`."""
+    return Limit(f"{request.node.path.name}::{request.node.name}")
+
+
+def render(rows: list[Row]) -> str:
+    """Returns the page: a table an area, a row an attack."""
+    titles = {
+        "A": "Losses whose mean is not over samples", "K": "Keras, and the core", "P": "Pipeline", "T": "PyTorch",
+        "C": "Cluster, launcher, recipe",
+    }  # fmt: skip
+    lines = [
+        "# Limits: what was tried against the promises, and what happens",
+        "",
+        "Written by `scripts/limits.py` from what the tests named here saw: do not edit. **exact**: the largest error"
+        " against one process in float64",
+        "that shares no code with hvdtrain. **mended**: once wrong, right now. **refused**: an error that says so.",
+    ]
+    for area, title in titles.items():
+        lines += ["", f"## {title}", "", "| row | tried | now | measured, or said | test |", "|---|---|---|---|---|"]
+        mine = sorted({(row.row, row.attack, row.test): row for row in rows if row.row[0] == area}.values(), key=_order)
+        lines += [
+            f"| {row.row} | {_cell(row.attack)} | {row.verdict} | {_cell(_short(row.shown))} | `{row.test}` |"
+            for row in mine
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _order(row: Row) -> tuple[int, str, str, str]:
+    number = row.row[1:].rstrip("abcdefghijklmnopqrstuvwxyz")
+    return int(number), row.row, row.attack, row.test
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 240 else text[:237] + "..."
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def missing(text: str) -> list[str]:
+    """Returns the rows that a page says nothing about."""
+    found = {
+        line.split("|")[1].strip().rstrip("abcdefghijklmnopqrstuvwxyz") for line in text.splitlines() if "|" in line
+    }
+    return [f"{area}{n}" for area, count in AREAS.items() for n in range(1, count + 1) if f"{area}{n}" not in found]

@@ -1,0 +1,86 @@
+"""The benchmarks' machinery and shape; never their timings."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from bench_arguments import arguments
+
+from hvdtrain.bench import torch_train, train, turns
+from hvdtrain.core import stats
+from hvdtrain.core.errors import ConfigError, LauncherError
+
+
+def test_ratio_of_pairs_is_blind_to_a_slow_while() -> None:
+    base = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 5.0, 6.0]  # the machine was busy in the last two
+    ratio = stats.ratio_of_medians([2 * value for value in base], base, paired=True)
+    assert ratio.value == ratio.low == ratio.high == 2.0
+    loose = stats.ratio_of_medians([2 * value for value in base], base, paired=False)
+    assert loose.low < 2.0 < loose.high  # the negative twin: not paired, it shows
+
+
+def test_ratio_interval_holds_the_value_and_repeats() -> None:
+    above, below = [1.0, 1.2, 1.4, 1.1], [1.0, 0.9, 1.1]
+    ratio = stats.ratio_of_medians(above, below, paired=False)
+    assert ratio.low <= ratio.value <= ratio.high and ratio.value == pytest.approx(1.15)
+    assert ratio == stats.ratio_of_medians(above, below, paired=False)
+
+
+def test_table_is_aligned() -> None:
+    text = stats.table([("what", "ms"), ("short", "1.00"), ("a longer one", "12.00")])
+    lines = text.splitlines()
+    assert len(lines) == 4 and len({len(line) for line in lines}) == 1
+    assert lines[2].startswith("short ") and lines[2].endswith(" 1.00")
+
+
+def test_place_for_the_result_is_checked_first(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--out"):
+        train.run(arguments("--out", str(tmp_path / "file" / "x.json")))
+
+
+def test_not_below_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": 0,
+        "SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_SIZE": 2,
+        "CROSS_RANK": 0,
+        "CROSS_SIZE": 1,
+    }.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", str(value))
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
+    with pytest.raises(ConfigError, match="starts its own ranks"):
+        train.run(arguments())
+
+
+def test_missing_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LauncherError, match="build-horovod"):
+        turns.launched(2, "horovodrun")
+    assert turns.launched(1, "horovodrun") == []
+
+
+def test_torch_report_names_the_fastest_rival_and_the_missed_target() -> None:
+    wall = {
+        "plain PyTorch, 1 process": [1.0, 1.0], "hvdtrain, 1 process": [1.0, 1.0], "hvdtrain": [1.2, 1.2],
+        "horovod": [1.5, 1.5], "ddp": [1.1, 1.1],
+    }  # fmt: skip
+    part = {"ranks": 2, "seconds_per_step": wall, "cpu_seconds_per_step": wall} | torch_train._ratios(wall)
+    settings = {"per_rank_batch": 4, "pixels": 32, "device": "cpu", "blocks": 2, "steps": 1}
+    result = {"models": {"tiny": part}, "settings": settings, "machine": stats.machine(), "load_after": 0.0}
+    text = torch_train.report(result)
+    assert "fastest hand-written loop (ddp): 1.091 [1.091, 1.091] (target <= 1: MISSED)" in text
+    assert "goal 0.95: not reached" in text
+    wall["hvdtrain"] = [1.0, 1.04]
+    part.update(torch_train._ratios(wall))
+    text = torch_train.report(result)
+    assert "(ddp): 0.927 [0.909, 0.945] (target <= 1: kept)" in text and "MISSED" not in text
+    wall["hvdtrain"] = [0.9, 1.4]
+    part.update(torch_train._ratios(wall))
+    assert "(target <= 1: MISSED, within the noise)" in torch_train.report(result)

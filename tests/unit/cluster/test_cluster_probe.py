@@ -1,0 +1,69 @@
+"""The doctor's probe, under every Python of this machine, and the sessions that talk with it; no ssh, no other host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cluster.doctor import probe
+from hvdtrain.cluster.doctor.sessions import source
+
+
+def test_the_probe_is_plain_old_python() -> None:
+    """It is sent as ASCII, and its parts must not import each other or us."""
+    text = source()
+    assert text.isascii() and "hvdtrain." not in text.replace(".hvdtrain-doctor", "").split("Sent after")[0]
+    assert "import probe" not in text and "from hvdtrain" not in text
+
+
+def test_a_fact_that_never_comes_is_given_up() -> None:
+    release = threading.Event()
+
+    def fails() -> None:
+        raise PermissionError("no")
+
+    started = time.monotonic()
+    answers = probe.ask({"hangs": release.wait, "fails": fails, "works": lambda: 7}, 0.2)
+    release.set()
+    assert time.monotonic() - started < 5
+    assert answers == {
+        "hangs": {"unanswered": "no answer in 0.2 s"}, "fails": {"unanswered": "PermissionError: no"}, "works": 7,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("connection", "address"),
+    [("10.0.0.9 50123 10.0.0.2 22", "10.0.0.2"), ("::ffff:10.0.0.9 50123 ::ffff:10.0.0.2 22", "10.0.0.2"),
+     ("fe80::9 50123 fe80::2 22", None), ("", None)],
+)  # fmt: skip
+def test_the_address_that_ssh_came_to(connection: str, address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through IPv6 there is none: ranks do not talk through it."""
+    monkeypatch.setenv("SSH_CONNECTION", connection)
+    assert probe.reached() == address
+
+
+@pytest.mark.parametrize(
+    ("count", "mask", "left"),
+    [(4, None, 4), (4, "", 0), (4, "0,2", 2), (4, "-1", 0), (4, "1,9,2", 1), (4, "GPU-a1b2,GPU-c3d4", 2), (0, "0", 0)],
+)
+def test_visible_gpus(count: int, mask: str | None, left: int) -> None:
+    assert probe.visible(count, mask) == left
+
+
+def test_what_horovod_was_built_with_is_read_from_its_extension(tmp_path: Path) -> None:
+    folder = tmp_path / "horovod" / "torch"
+    folder.mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "libnccl.so.2").touch()
+    file = folder / "mpi_lib_v2.so"
+    file.write_bytes(
+        b"\x7fELF\0libmpi.so.4711\0libnccl.so.2\0$ORIGIN/../../here:$ORIGIN/../../there\0"
+        b"_ZTSN7horovod6common13MPIControllerE\0_ZTSN7horovod6common13NCCLAllreduceE\0"
+    )
+    assert probe.extension_facts(str(file)) == {
+        "mpi": True, "gloo": False, "nccl": True, "needs": ["libmpi.so.4711", "libnccl.so.2"],
+        "missing": ["libmpi.so.4711"],
+    }  # fmt: skip

@@ -1,0 +1,305 @@
+"""`hvdtrain verify`: what it concludes from numbers, and real ranks under launchers, also some that do not average."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain import __main__
+from hvdtrain.cluster.launch import launcher
+from hvdtrain.cluster.launch.launcher import Failure, Outcome
+from hvdtrain.cluster.verify import toy
+from hvdtrain.cluster.verify.rank import MARK
+from hvdtrain.cluster.verify.toy import (
+    BATCH,
+    INPUTS,
+    OUTPUTS,
+    STEPS,
+    Check,
+    Measured,
+    checks,
+    one_process,
+    own_start,
+    samples,
+)
+from hvdtrain.commands import verify
+from hvdtrain.core.errors import ConfigError
+
+# ---- the reference
+
+
+def test_the_reference_descends_the_gradient_of_its_error() -> None:
+    """Against finite differences of the error itself."""
+    start = own_start(0).astype(np.float64)
+
+    def error(weights: np.ndarray) -> float:
+        parts = [(x[:BATCH], y[:BATCH]) for x, y in (samples(0), samples(1))]
+        gaps = [x @ weights[:-1] + weights[-1] - y for x, y in parts]
+        return float(np.mean(np.square(np.concatenate(gaps))))
+
+    moved = (start - one_process(start, range(2), 1)) / toy.RATE
+    for place in ((0, 0), (INPUTS - 1, OUTPUTS - 1), (INPUTS, 1)):
+        step = np.zeros_like(start)
+        step[place] = 1e-5
+        assert moved[place] == pytest.approx((error(start + step) - error(start - step)) / 2e-5, rel=1e-5)
+
+
+# ---- the checks, on made-up ranks
+
+
+def ranks_of(size: int) -> list[Measured]:
+    """What `size` ranks on two hosts measure when all is right: the reference, rounded to float32."""
+    start, half = own_start(0), (size + 1) // 2
+    first, last = (one_process(start, range(size), steps).astype(np.float32) for steps in (1, STEPS))
+    found = []
+    for rank in range(size):
+        on_second = rank >= half
+        card = {
+            "rank": rank, "size": size, "local_rank": rank - half * on_second, "host": f"host{1 + on_second}",
+            "local_size": size - half if on_second else half, "pid": 100 + rank, "devices": [f"{rank} of all"],
+        }  # fmt: skip
+        skipped = one_process(start, [rank], 1).astype(np.float32)
+        found.append(Measured(card, own_start(rank), start.copy(), first.copy(), last.copy(), skipped, "", {}))
+    return found
+
+
+def by_name(found: Sequence[Check]) -> dict[str, Check]:
+    return {check.name: check for check in found}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 16])
+def test_what_is_right_passes(size: int) -> None:
+    found = checks(ranks_of(size), size)
+    assert [check.name for check in found] == ["ranks", "broadcast", "averaging", "training", "replicas"]
+    assert all(check.ok for check in found), found
+
+
+def skip_averaging(ranks: list[Measured]) -> None:
+    for its in ranks:
+        its.first = its.skipped
+
+
+def one_skips_averaging(ranks: list[Measured]) -> None:
+    ranks[-1].first = ranks[-1].skipped
+
+
+def sum_instead(ranks: list[Measured]) -> None:
+    for its in ranks:
+        its.first = its.start + len(ranks) * (its.first - its.start)
+
+
+def blind(ranks: list[Measured]) -> None:
+    for its in ranks:
+        its.skipped = its.first
+
+
+def not_a_number(ranks: list[Measured]) -> None:
+    ranks[1].first = np.full_like(ranks[1].first, np.nan)
+
+
+def no_broadcast(ranks: list[Measured]) -> None:
+    ranks[1].start = ranks[1].own_start
+
+
+def same_from_the_start(ranks: list[Measured]) -> None:
+    for its in ranks:
+        its.own_start = ranks[0].own_start
+
+
+def end_not_a_number(ranks: list[Measured]) -> None:
+    ranks[1].last = np.full_like(ranks[1].last, np.nan)
+
+
+def drift(ranks: list[Measured]) -> None:
+    ranks[-1].last = np.nextafter(ranks[-1].last, 9).astype(np.float32)
+
+
+def stop_early(ranks: list[Measured]) -> None:
+    for its in ranks:
+        its.last = its.first
+
+
+def card(**fields: Any) -> Callable[[list[Measured]], None]:
+    def change(ranks: list[Measured]) -> None:
+        ranks[1].card.update(fields)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "told"),
+    [
+        (skip_averaging, "averaging", "every rank used its own gradient"),
+        (one_skips_averaging, "averaging", "off the mean"),
+        (sum_instead, "averaging", "off the mean"),
+        (not_a_number, "averaging", "rank 1: nan"),
+        (blind, "averaging", "not seen"),
+        (no_broadcast, "broadcast", "rank(s) 1 did not begin"),
+        (same_from_the_start, "broadcast", "nothing could be seen"),
+        (stop_early, "training", "10 steps"),
+        (end_not_a_number, "training", "10 steps"),
+        (drift, "replicas", "rank(s) 3 ended"),
+        (card(size=1), "ranks", "rank 1 says 1 ranks"),
+        (card(rank=0), "ranks", "the ranks are [0, 0, 2, 3]"),
+        (card(pid=100), "ranks", "3 processes"),
+        (card(local_rank=0), "ranks", "on host1 the local ranks are [0, 0]"),
+        (card(local_size=4), "ranks", "on host1"),
+        (card(devices=["0 of all"]), "ranks", "ranks share GPUs"),
+    ],
+)
+def test_each_fault_is_seen(spoil: Callable[[list[Measured]], None], name: str, told: str) -> None:
+    ranks = ranks_of(4)
+    spoil(ranks)
+    found = by_name(checks(ranks))[name]
+    assert not found.ok and told in found.told, found
+
+
+def test_every_check_has_a_fix() -> None:
+    assert verify._FIXES.keys() == {check.name for check in checks(ranks_of(2))}
+
+
+def test_another_number_of_ranks_than_asked_for_is_seen() -> None:
+    assert not by_name(checks(ranks_of(1), 2))["ranks"].ok
+
+
+def test_gpus_that_a_launcher_hides_from_the_others_are_not_shared() -> None:
+    ranks = ranks_of(2)
+    for rank, its in enumerate(ranks):
+        its.card.update(host="host1", local_rank=rank, local_size=2, devices=[f"0 of {rank}"])
+    assert by_name(checks(ranks))["ranks"].ok
+
+
+# ---- the command, its ranks made up
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    verify.add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def test_flags_are_frozen() -> None:
+    parser = argparse.ArgumentParser()
+    verify.add_arguments(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    assert flags == {
+        "-h", "--help", "-np", "--np", "-H", "--hosts", "--hostfile", "--framework", "--limit", "--device", "--network",
+        "--python", "--ssh-port", "--identity", "--json",
+    }  # fmt: skip
+
+
+FINDINGS = {
+    "framework": "torch", "versions": {"torch": "2"}, "launcher": "horovodrun", "engine": "horovod", "ranks": [{}, {}],
+    "checks": [{"name": "averaging", "ok": True, "told": "off by 0"}], "proof": "", "ok": True,
+}  # fmt: skip
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> list[launcher.Job]:
+    """Have the launcher return `outcome`; returns the jobs it gets."""
+    jobs: list[launcher.Job] = []
+
+    def run(job: launcher.Job, **options: Any) -> Outcome:
+        jobs.append(job)
+        return outcome
+
+    monkeypatch.setattr(launcher, "run", run)
+    for name in ("SLURM_JOB_ID", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return jobs
+
+
+def test_it_starts_its_ranks_on_the_hosts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = ended(monkeypatch, Outcome(0, outputs={0: f"noise\n{MARK}{json.dumps(FINDINGS)}\n"}))
+    flags = ["-H", "h1:2,h2:2", "--framework", "torch", "--limit", "7", "--network", "10.0.0.0/8", "--ssh-port", "3"]
+    assert verify.run(arguments(*flags)) == 0
+    (job,) = jobs
+    assert [str(host) for host in job.hosts] == ["h1:2", "h2:2"] and job.np == 4
+    assert list(job.argv[2:]) == ["hvdtrain.cluster.verify.rank", "torch", "7", "4"]
+    assert job.network == "10.0.0.0/8" and job.ssh.port == 3
+    assert "averaging  ok      off by 0" in capsys.readouterr().out
+
+
+def test_hosts_of_the_slurm_job_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = ended(monkeypatch, Outcome(0, outputs={0: MARK + json.dumps(FINDINGS)}))
+    for name, value in (("JOB_ID", "7"), ("JOB_NODELIST", "a[1-2]"), ("TASKS_PER_NODE", "3(x2)")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert verify.run(arguments("--framework", "torch")) == 0
+    assert [str(host) for host in jobs[0].hosts] == ["a1:3", "a2:3"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "ranks", "on_cpu"),
+    [
+        (0, (), 2, False),
+        (1, (), 2, True),  # two ranks cannot share it
+        (1, ("-np", "1"), 1, False),
+        (4, (), 4, False),
+        (4, ("--device", "cpu"), 2, True),
+    ],
+)
+def test_ranks_on_this_machine_are_as_many_as_gpus(
+    gpus: int, flags: tuple[str, ...], ranks: int, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "gpu_count", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    jobs = ended(monkeypatch, Outcome(0, outputs={0: MARK + json.dumps(FINDINGS)}))
+    assert verify.run(arguments("--framework", "torch", *flags)) == 0
+    assert jobs[0].np == ranks and (jobs[0].env.get("CUDA_VISIBLE_DEVICES") == "") == on_cpu
+
+
+def test_what_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    check = {"name": "averaging", "ok": False, "told": "every rank used its own gradient"}
+    wrong = FINDINGS | {"ok": False, "checks": [check]}
+    failure = Failure(1, "h2", 1, "exit code 1", (), 3.0)
+    ended(monkeypatch, Outcome(1, failure, outputs={0: MARK + json.dumps(wrong)}))
+    assert verify.run(arguments("--framework", "torch")) == 1
+    told = capsys.readouterr().out
+    assert "averaging  FAILED  every rank used its own gradient" in told and "fix: hvdtrain doctor" in told
+
+
+@pytest.mark.parametrize(
+    ("code", "why", "told"),
+    [(124, "exit code 124", "rank 1 on h2: not done in 120 s"), (2, "exit code 2", "rank 1 on h2: exit code 2")],
+)
+def test_ranks_that_fail_are_told(
+    code: int, why: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended(monkeypatch, Outcome(code, Failure(1, "h2", code, why, ("no torch",), 3.0)))
+    assert verify.run(arguments("--framework", "torch", "--json")) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"] and found["frameworks"]["torch"]["failed"] == told
+    assert found["frameworks"]["torch"]["lines"] == ["no torch"]
+
+
+def test_without_a_framework_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        verify.run(arguments())
+    assert "neither torch nor keras" in str(caught.value) and "pip install" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("launcher", "chosen", "tried"),
+    [
+        ("none", ["torch", "keras"], ["torch", "keras"]),
+        ("horovodrun", ["torch", "keras"], ["torch", "keras"]),
+        ("srun", ["torch", "keras"], ["torch"]),
+        ("mpirun", ["keras"], ["keras"]),
+        ("torchrun", ["torch", "keras"], ["torch"]),
+        ("torchrun", ["keras"], ["keras"]),  # and is refused, with the reason
+    ],
+)
+def test_what_a_launcher_cannot_try_is_left_out(launcher: str, chosen: list[str], tried: list[str]) -> None:
+    left_out = verify._left_out(chosen, launcher)
+    assert [name for name in chosen if name not in left_out] == tried
+
+
+def test_hosts_given_twice_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ended(monkeypatch, Outcome(0))
+    assert __main__.main(["verify", "-H", "a:1", "--hostfile", "b", "--framework", "torch"]) == 2
+    assert "give one of them" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""Ranks that come at different times: the engine starts when all are there, and who does not come is named."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.in_step import arrival
+from hvdtrain.core.launchers import Detected
+
+
+class Memory:
+    """A store for the threads of a test."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, str] = {}
+        self.questions = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.held[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        self.questions += 1
+        return all(key in self.held for key in keys)
+
+
+def come(store: arrival.Store, ranks: list[int], size: int, seconds: float) -> list[BaseException | None]:
+    """Has these ranks wait, a thread each; returns what each raised."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        waiting = [pool.submit(arrival.wait_for_all, store, rank, size, seconds) for rank in ranks]
+    return [each.exception() for each in waiting]
+
+
+def test_all_come() -> None:
+    store = Memory()
+    assert come(store, [2, 0, 1], 3, 30) == [None] * 3
+
+
+@pytest.mark.parametrize("missing", [[1], [0], [0, 2]])
+def test_who_does_not_come_is_named_by_all(missing: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    there = [rank for rank in range(4) if rank not in missing]
+    for error in come(Memory(), there, 4, 0.2):
+        assert isinstance(error, LauncherError) and arrival.TIMEOUT_VARIABLE in error.remedy
+        named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come"
+        assert named in error.came, error
+        assert error.shared == (0 not in missing), "rank 0 speaks for all where it is there"
+
+
+@pytest.mark.parametrize(("rank", "there", "speaks"), [(0, [], True), (1, [], True), (1, [0], False)])
+def test_the_lowest_rank_that_is_there_tells_of_a_long_wait(
+    rank: int, there: list[int], speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arrival, "_FIRST_NOTE_S", 0.1)
+    store = Memory()
+    for other in there:
+        store.set(arrival._here(other), "")
+    with pytest.raises(LauncherError):
+        arrival.wait_for_all(store, rank, 3, 0.3)
+    missing = [other for other in range(3) if other not in (rank, *there)]
+    said = capsys.readouterr().err
+    assert (f"for ranks {', '.join(map(str, missing))} to start" in said) if speaks else not said, said
+
+
+def test_names_of_many() -> None:
+    assert arrival.names_of(list(range(1000))).endswith("18, 19 and 980 more")
+
+
+class Started:
+    """An event that comes at the third look; time passes only while somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.now_s, self.looks = 0.0, 0
+
+    def wait(self, seconds: float) -> bool:
+        self.now_s, self.looks = self.now_s + seconds, self.looks + 1
+        return self.looks == 3
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [(0, True), (1, True), (2, False)])
+def test_a_long_wait_for_mpi_is_told(
+    rank: int, speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = Started()
+    monkeypatch.setattr(arrival, "time", SimpleNamespace(monotonic=lambda: started.now_s))
+    arrival._watch_mpi(rank, 3, 600, started)  # type: ignore[arg-type]
+    told = [line for line in capsys.readouterr().err.splitlines() if f"rank {rank} waits for " in line]
+    assert [line.split("waits for ")[1].split(",")[0] for line in told] == (["30 s", "60 s"] if speaks else [])
+
+
+def test_who_looks_at_the_clock_ends_when_mpi_has_started() -> None:
+    watches: list[threading.Thread] = []
+
+    def start() -> None:
+        watches.extend(thread for thread in threading.enumerate() if thread.name == "hvdtrain start")
+        assert [watch.is_alive() for watch in watches] == [True]
+
+    arrival.start_horovod(start, Detected("mpirun", 0, 3, 0, 3, 0, None), {})
+    watches[0].join(10)
+    assert not watches[0].is_alive()
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf"])
+def test_a_time_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="number of seconds"):
+        arrival.timeout_s({arrival.TIMEOUT_VARIABLE: text})
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a rendezvous that fails at first."""
+    monkeypatch.setattr(arrival.time, "sleep", lambda _: None)
+    held: set[str] = set()
+    failures = iter([True, True])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(200 if self.path in held else 404)
+
+        def do_PUT(self) -> None:
+            held.add(self.path)
+            self._answer(200)
+
+        def _answer(self, status: int) -> None:
+            if next(failures, False):
+                self.connection.close()
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_rendezvous_that_fails_twice_is_asked_again(served: str) -> None:
+    store = arrival.Rendezvous(served)
+    assert not store.check(["here.1"])
+    store.set("here.1", "")
+    assert store.check(["here.1"])
+
+
+def test_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrival.time, "sleep", lambda _: None)
+    with pytest.raises(LauncherError, match="127.0.0.1:9: .*refused"):
+        arrival.Rendezvous("127.0.0.1:9").set("here.0", "")

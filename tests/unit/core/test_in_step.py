@@ -1,0 +1,202 @@
+"""Ranks that are not in step are told where each is, within 10 s, and end; slow ones are left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from hvdtrain.core.engines import SoloEngine
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step import watch
+from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step, user_line
+from hvdtrain.core.launchers import Detected
+
+LEFT = "what is collective must be done before the ranks part"
+
+
+# -- pure ----------------------------------------------------------------------------------------------------------
+def state(kind: str, number: int, *, updates: int = 0, meetings: int = 0, key: str = "", line: str = "a.py:1") -> State:
+    return {"kind": kind, "number": number, "key": key, "line": line, "updates": updates, "meetings": meetings}
+
+
+def update(number: int, meetings: int = 0, key: str = "") -> State:
+    return state("update", number, updates=number - 1, meetings=meetings, key=key)
+
+
+def gather(number: int, updates: int = 0) -> State:
+    return state("gather", number, updates=updates, meetings=number - 1)
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ([update(3), gather(1, updates=2)], True),
+        ([update(3), update(3), gather(1, updates=2)], True),
+        ([update(3, key="of model 1"), update(3, key="of model 2")], True),
+        ([update(3), update(3)], False),  # slow, together
+        ([gather(4), gather(4)], False),
+        ([update(3), gather(1, updates=3)], False),  # the second has sent all that the first still receives
+        ([gather(2), update(1, meetings=2)], False),
+        ([update(3), update(4)], False),
+        ([gather(2), gather(2), update(1, meetings=2)], False),
+    ],
+)
+def test_who_waits_in_vain(states: list[State], expected: bool) -> None:
+    assert deadlocked(states) is expected
+    assert deadlocked(states[::-1]) is expected
+
+
+def test_the_error_names_every_rank_and_folds_equal_ones() -> None:
+    error = out_of_step([update(3), gather(1, updates=2), gather(1, updates=2)])
+    assert error.came.splitlines() == [
+        "rank 0: in update 3: a.py:1",
+        "ranks 1-2: in gather, after 2 update(s): a.py:1",
+    ]
+    assert error.shared and error.remedy
+
+
+def test_the_users_line_is_found_through_libraries() -> None:
+    found: list[str] = []
+    json.JSONDecoder(object_hook=lambda _: found.append(user_line())).decode("{}")  # the innermost line of his own
+    assert re.match(r"test_in_step\.py:\d+: json\.JSONDecoder", found[0])
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "nan", "inf"])
+def test_a_time_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="number of seconds"):
+        watch.after_s({watch.AFTER_VARIABLE: text})
+
+
+def test_one_process_notes_nothing() -> None:
+    tracker = Tracker(0, 1)
+    tracker.begin_update("of model 1")
+    assert tracker.stuck(0.0) is None and watch.start(0, 1, None, None).watch is None
+
+
+def test_after_the_end_nothing_is_collective() -> None:
+    tracker, alone = Tracker(0, 2), Tracker()
+    for each in (tracker, alone):
+        each.leave()
+    with pytest.raises(ConfigError, match=LEFT), tracker.meeting(SoloEngine(), "gather"):
+        pass
+    with alone.meeting(SoloEngine(), "gather") as total:
+        assert total == 0.0
+
+
+def test_a_note_costs_little() -> None:
+    tracker = Tracker(0, 2)
+    started = time.perf_counter()
+    for _ in range(1000):
+        tracker.begin_update("of model 1")
+        tracker.end_update()
+    assert (time.perf_counter() - started) / 1000 < 50e-6  # 2 us on a machine that does nothing else
+
+
+# -- two trackers of one process, real sockets ---------------------------------------------------------------------
+class Pair:
+    """Ranks 0 and 1, watched; `ended` is what each would have printed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, also: Sequence[str] = ()) -> None:
+        self.ended: dict[int, list[str]] = {}
+        self.over = threading.Event()
+        monkeypatch.setattr(watch, "_end", self._end)
+        monkeypatch.setattr(watch, "_TICK_S", 0.02)
+        detected = Detected("mpirun", 0, 2, 0, 2, 0, None)
+        listener, self.where = watch.listen(detected, {watch.AFTER_VARIABLE: "0.2"})
+        if also:
+            self.where = dataclasses.replace(self.where, addresses=(*also, *self.where.addresses))
+        self.ranks = [watch.start(rank, 2, self.where, listener if rank == 0 else None) for rank in range(2)]
+
+    def _end(self, error: list[str], rank: int, links: Any) -> None:
+        self.ended[rank] = error
+        for link in links if rank == 0 else ():
+            link.send(end=error)
+        if len(self.ended) == 2:
+            self.over.set()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    found = Pair(monkeypatch)
+    yield found
+    for rank in found.ranks:
+        rank.close()
+
+
+def test_ranks_that_wait_for_each_other_are_both_told(pair: Pair) -> None:
+    assert pair.where.addresses == ("127.0.0.1",)
+    pair.ranks[0].begin_update("of model 1")
+    pair.ranks[1].begin_update("of model 2")
+    assert pair.over.wait(30)
+    assert pair.ended[0] == pair.ended[1]
+    lines = pair.ended[0][1].splitlines()
+    assert [line[:30] for line in lines] == ["rank 0: in update 1 of model 1", "rank 1: in update 1 of model 2"]
+    assert all("test_in_step.py" in line for line in lines)
+
+
+def test_another_program_at_an_address_that_looks_like_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on the other rank's own host, at the port by chance; and one address leads to rank 0 by another way."""
+    pair = Pair(monkeypatch, ["127.0.0.2", "127.0.0.3", "127.0.0.4", "nowhere.invalid", "127.0.0.1"])
+    port = pair.where.port
+    with socket.create_server(("127.0.0.2", port)), socket.create_server(("127.0.0.3", port)) as other:
+        pair.ranks[0].begin_update("of model 1")
+        pair.ranks[1].begin_update("of model 2")
+        with other.accept()[0] as link:  # the first one is accepted by the kernel, and silent
+            link.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+            over = pair.over.wait(30)
+    for rank in pair.ranks:
+        rank.close()
+    assert over
+
+
+def test_who_does_not_come_is_told_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "_NOTE_S", 0.3)
+    pair.ranks[0].begin_update("of model 1")
+    assert not pair.over.wait(1.0)
+    said = capsys.readouterr().err
+    assert said.count("rank 0 has waited") == 1, said
+    assert "in update 1 of model 1: test_in_step.py" in said and "for rank 1: slow there, or stopped" in said
+
+
+def test_a_rank_outside_of_collectives_is_not_accused(pair: Pair) -> None:
+    pair.ranks[0].begin_update("of model 1")
+    assert not pair.over.wait(1.5) and not pair.ended  # 7 times as long as a rank may be in one place
+
+
+def test_ranks_in_the_same_place_are_not_accused(pair: Pair) -> None:
+    for rank in pair.ranks:
+        rank.begin_update("of model 1")
+    assert not pair.over.wait(1.5) and not pair.ended
+
+
+def test_a_rank_that_does_not_answer_any_more_is_not_accused(pair: Pair) -> None:
+    """It was stopped after it had reported: where it is now, nobody knows."""
+    with socket.create_connection((pair.where.addresses[0], pair.where.port)) as old:
+        for message in ({"token": pair.where.token, "rank": 1}, {"at": update(1, key="of model 2")}):
+            old.sendall(json.dumps(message).encode() + b"\n")
+        pair.ranks[0].begin_update("of model 1")
+        assert not pair.over.wait(1.5) and not pair.ended
+        assert b"ask" in old.recv(1000)
+
+
+def test_who_does_not_know_the_token_is_turned_away(pair: Pair) -> None:
+    unknown = b'{"token": "?", "rank": 1}\n{"at": 1}\n'
+    for words in (unknown, b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b"\xff\n", b"x" * 20000):
+        with socket.create_connection((pair.where.addresses[0], pair.where.port), timeout=30) as stranger:
+            stranger.sendall(words)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(100) == b""
+    pair.ranks[0].begin_update("of model 1")
+    pair.ranks[1].begin_update("of model 2")
+    assert pair.over.wait(30), "and it still listens"

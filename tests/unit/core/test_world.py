@@ -1,0 +1,86 @@
+"""Who am I, and what ranks say to each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+
+import pytest
+
+from hvdtrain.core.engines import Engine, SoloEngine
+from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
+from hvdtrain.core.world import World
+
+
+class TestSolo:
+    def test_collectives_are_the_identity(self) -> None:
+        alone = World.solo(seed=3)
+        assert (alone.rank, alone.size, alone.is_main, alone.seed, alone.engine) == (0, 1, True, 3, "solo")
+        assert alone.broadcast("x") == "x"
+        assert alone.gather({"a": 1}) == [{"a": 1}]
+        assert alone.mean({"loss": 2.0}, weight=7) == {"loss": 2.0}
+        assert alone.sum({"n": 2}) == {"n": 2.0}
+        assert alone.on_main(lambda a, b: a + b, 1, b=2) == 3
+        alone.agree("anything", object)
+        alone.barrier()
+
+    def test_mean_without_weight_is_nan_not_zero(self) -> None:
+        assert math.isnan(World.solo().mean({"loss": 1.0}, weight=0)["loss"])
+
+    @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+    def test_weights_that_mean_nothing(self, weight: float) -> None:
+        with pytest.raises(HvdtrainError, match="weights"):
+            World.solo().mean({"loss": 1.0}, weight=weight)
+
+    def test_errors_of_on_main_pass_through(self) -> None:
+        with pytest.raises(ZeroDivisionError):
+            World.solo().on_main(lambda: 1 // 0)
+
+    def test_root_must_be_a_rank(self) -> None:
+        with pytest.raises(ConfigError, match="root"):
+            World.solo().broadcast(1, root=1)
+
+    def test_engine_protocol(self) -> None:
+        assert isinstance(SoloEngine(), Engine)
+        assert SoloEngine().sum_floats([1, 2]) == [1.0, 2.0]
+        with pytest.raises(ValueError, match="root"):
+            SoloEngine().broadcast_bytes(None, 0)
+
+
+class Among(SoloEngine):
+    """Rank 0 of several, who say what the test has them say."""
+
+    def __init__(self, *others: object) -> None:
+        super().__init__()
+        object.__setattr__(self, "others", others)
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        return [data, *(pickle.dumps(other) for other in self.others)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("odd", range(1, 5))
+def test_every_rank_is_asked_whether_it_agrees(odd: int) -> None:
+    others = [7] * 4
+    many = dataclasses.replace(World.solo(), size=5, comm=Among(*others))
+    many.agree("batch", 7)
+    others[odd - 1] = 8
+    many = dataclasses.replace(World.solo(), size=5, comm=Among(*others))
+    with pytest.raises(ReplicaError, match="batch must be the same") as caught:
+        many.agree("batch", 7)
+    assert f"rank {odd}: 8" in caught.value.came
+
+
+@pytest.mark.parametrize("odd", range(1, 5))
+def test_of_all_that_ranks_must_have_alike_the_first_that_differs_is_named(
+    odd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = {"lr": 0.1, "seed": 3, "batch": 8}
+    everybody: list[dict[str, object]] = [mine] * 5
+    monkeypatch.setattr(World, "gather", lambda _, obj: [type(obj)(its) for its in everybody])
+    World.solo().agree_all(mine, "{} differs", str)
+    everybody[odd] = {"seed": 4, "lr": 0.1, "more": 1}
+    with pytest.raises(ReplicaError, match="seed differs") as caught:
+        World.solo().agree_all(mine, "{} differs", lambda name: f"the same {name}")
+    assert caught.value.came.splitlines() == [f"rank {rank}: {4 if rank == odd else 3}" for rank in range(5)]
+    assert caught.value.remedy == "the same seed" and caught.value.shared

@@ -1,0 +1,378 @@
+"""Nothing lost: kills, full disks, flipped bits, other directories, other ranks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import PROGRAMS, quick_folder
+from hypothesis import given
+from hypothesis import strategies as st
+from limits import Limit
+
+from hvdtrain import Checkpointer, CheckpointError, ConfigError, NonFiniteError, Progress
+from hvdtrain.runs.checkpoint_files import MANIFEST, read_manifest, write_manifest
+
+sys.path.insert(0, str(PROGRAMS))
+from blob import Blob, state_of
+from checkpoint_steps import progress_at, restored, save, step_of, steps
+
+
+class TestSaveAndRestore:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        path = save(tmp_path / "deep" / "down", 42, 0.5)
+        assert path.name == "epoch-0004-step-000042"
+        assert restored(tmp_path / "deep" / "down") == progress_at(42)
+
+    def test_manifest(self, tmp_path: Path) -> None:
+        manifest = json.loads((save(tmp_path, 7, math.nan) / MANIFEST).read_text(), parse_constant=pytest.fail)
+        assert set(manifest["files"]) == {"a.bin", "b.bin"}
+        assert manifest["files"]["a.bin"]["bytes"] == 100 and len(manifest["files"]["a.bin"]["sha256"]) == 64
+        assert manifest["metrics"] == {"val_loss": "nan"} and manifest["world_size"] == 1
+        assert math.isnan(Checkpointer(tmp_path).list()[0].metrics["val_loss"])
+
+    @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+    def test_files_have_the_permissions_that_the_umask_gives(self, tmp_path: Path, umask: int, limit: Limit) -> None:
+        class Private(Blob):
+            def save(self, path: Path) -> None:
+                with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:  # as safetensors does
+                    file.write(b"x")
+
+        before = os.umask(umask)
+        try:
+            path = Checkpointer(tmp_path).save({"a.bin": Private(), "b.bin": Blob()}, progress=Progress())
+        finally:
+            os.umask(before)
+        modes = {entry.name: entry.stat().st_mode & 0o777 for entry in path.iterdir()}
+        assert modes == dict.fromkeys(("a.bin", "b.bin", MANIFEST), 0o666 & ~umask)
+        limit("K11d", "model.safetensors is 0600, other files of a checkpoint 0644", mended="all as the umask has it")
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        checkpointer = Checkpointer(tmp_path / "none")
+        assert checkpointer.restore(state_of(0)) is None and checkpointer.restore(state_of(0), which="best") is None
+        assert checkpointer.list() == [] and checkpointer.latest() is None and checkpointer.best() is None
+        assert not (tmp_path / "none").exists(), "looking makes nothing"
+
+    def test_empty_files_and_part_of_the_state(self, tmp_path: Path) -> None:
+        Checkpointer(tmp_path).save({"empty": Blob(), "x": Blob(b"x")}, progress=Progress())
+        state = {"empty": Blob(b"something")}
+        assert Checkpointer(tmp_path).restore(state) == Progress()
+        assert state["empty"].content == b""
+
+    def test_by_path(self, tmp_path: Path) -> None:
+        first = save(tmp_path, 1)
+        save(tmp_path, 2)
+        assert step_of(restored(tmp_path, which=first)) == 1
+        with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+            restored(tmp_path, which=tmp_path / "elsewhere")
+
+    def test_a_file_that_is_not_in_it(self, tmp_path: Path) -> None:
+        save(tmp_path, 1)
+        with pytest.raises(CheckpointError, match="every file that is to be restored") as caught:
+            Checkpointer(tmp_path).restore({"a.bin": Blob(), "optimizer.bin": Blob()})
+        assert "lacks optimizer.bin" in caught.value.came and "a.bin, b.bin" in caught.value.came
+
+    def test_what_cannot_be_loaded_names_the_rank(self, tmp_path: Path) -> None:
+        class Refusing(Blob):
+            def load(self, path: Path) -> None:
+                raise ValueError("shape (3,) is not (4,)")
+
+        save(tmp_path, 1)
+        with pytest.raises(CheckpointError, match="able to load") as caught:
+            Checkpointer(tmp_path).restore({"a.bin": Refusing()})
+        assert "rank 0: ValueError: shape (3,) is not (4,)" in caught.value.came
+
+    @pytest.mark.parametrize("name", ["../x", "a/b", "/etc/x", MANIFEST, ".hidden", "", ".", ".."])
+    def test_names_that_are_not_plain(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(ConfigError, match="plain file names"):
+            Checkpointer(tmp_path).save({name: Blob()}, progress=Progress())
+
+    def test_a_full_disk_that_a_library_tells_in_words_of_its_own(self, tmp_path: Path) -> None:
+        class Opaque(Blob):
+            def save(self, path: Path) -> None:
+                try:
+                    path.write_bytes(bytes(100_000))
+                except OSError:
+                    raise RuntimeError("unexpected pos 5760 vs 5652") from None
+                raise RuntimeError("a mistake")
+
+        save(tmp_path, 1)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+            with pytest.raises(CheckpointError, match="must be written whole") as caught:
+                Checkpointer(tmp_path).save({"a.bin": Opaque()}, progress=Progress(step=2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "File too large" in caught.value.came
+        with pytest.raises(RuntimeError, match="a mistake"):  # which is no matter of room
+            Checkpointer(tmp_path).save({"a.bin": Opaque()}, progress=Progress(step=2))
+        assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
+
+    def test_a_part_that_writes_nothing(self, tmp_path: Path) -> None:
+        class Lazy(Blob):
+            def save(self, path: Path) -> None:
+                pass
+
+        save(tmp_path, 1)
+        with pytest.raises(CheckpointError, match="must write one file"):
+            Checkpointer(tmp_path).save({"a.bin": Lazy()}, progress=Progress(step=2))
+        assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
+
+    @pytest.mark.parametrize("options", [{"keep": 0}, {"keep": 1.5}, {"keep": True}, {"mode": "least"}])
+    def test_arguments_that_mean_nothing(self, tmp_path: Path, options: dict) -> None:
+        with pytest.raises(ConfigError):
+            Checkpointer(tmp_path, **options)
+
+
+class TestRetention:
+    @given(
+        losses=st.lists(st.sampled_from([0.1, 0.2, 0.3, math.nan, None]), min_size=1, max_size=8),
+        keep=st.integers(1, 4),
+        mode=st.sampled_from(["min", "max"]),
+    )
+    def test_the_newest_and_the_best(self, losses: list[float | None], keep: int, mode: str) -> None:
+        with quick_folder() as folder:
+            self.save_all(folder, losses, keep, mode)
+
+    def save_all(self, folder: Path, losses: list[float | None], keep: int, mode: str) -> None:
+        best: tuple[float, int] | None = None
+        for step, loss in enumerate(losses, start=1):
+            save(folder, step, loss, keep=keep, mode=mode)
+            if loss is not None and math.isfinite(loss):
+                value = loss if mode == "min" else -loss
+                best = min(best or (math.inf, 0), (value, -step))  # the newer of equals
+            expected = set(range(max(1, step - keep + 1), step + 1)) | ({-best[1]} if best else set())
+            assert set(steps(folder)) == expected
+            assert step_of(restored(folder)) == step
+            if best:
+                assert step_of(restored(folder, which="best", mode=mode)) == -best[1]
+
+    def test_without_best(self, tmp_path: Path) -> None:
+        for step, loss in ((1, 0.1), (2, 0.9)):
+            save(tmp_path, step, loss, keep=1, best=None)
+        assert steps(tmp_path) == [2]
+
+    @pytest.mark.parametrize(
+        ("names", "greater"),
+        [
+            ("val_accuracy top1 top5 auc_2 precision recall f1_score val_mean_io_u mAP r2_score acc1 roc_auc", True),
+            ("loss val_head_loss top5_error mean_squared_error perplexity word_error_rate kl_divergence", False),
+        ],
+    )
+    def test_the_name_of_a_metric_says_which_way_is_better(
+        self, tmp_path: Path, names: str, greater: bool, limit: Limit
+    ) -> None:
+        for name in names.split():
+            folder = tmp_path / name
+            for step, value in enumerate((0.1, 0.9, 0.8), start=1):
+                checkpoints = Checkpointer(folder, keep=1, best=name)
+                checkpoints.save(state_of(step), progress=progress_at(step), metrics={name: value})
+            assert steps(folder) == ([2, 3] if greater else [1, 3]), name
+        if greater:
+            limit("K10a", 'Checkpointer(best="val_accuracy") keeps the worst of 0.1, 0.9, 0.8', mended="0.9 is kept")
+
+    @pytest.mark.parametrize(
+        "name", ["score", "seconds", "neg_mean_squared_error", "negative_log_likelihood", "train_neg_loss", "lr"]
+    )
+    def test_a_name_that_does_not_say_is_refused(self, tmp_path: Path, name: str, limit: Limit) -> None:
+        with pytest.raises(ConfigError, match="which way its metric is better") as caught:
+            Checkpointer(tmp_path, best=name)
+        assert 'mode="max"' in caught.value.remedy
+        assert Checkpointer(tmp_path, best=name, mode="max").mode == "max"
+        if name == "score":
+            limit("K10b", 'best="score": more or less?', refused=caught.value)
+
+    def test_what_is_not_finite_is_not_written_and_nothing_is_deleted(self, tmp_path: Path) -> None:
+        class Diverged(Blob):
+            def collect(self) -> None:
+                raise NonFiniteError("weights that are not finite are not saved")
+
+        for step in (1, 2):
+            save(tmp_path, step, keep=1)
+        for step in (3, 4, 5):
+            with pytest.raises(NonFiniteError):
+                Checkpointer(tmp_path, keep=1).save({"a.bin": Diverged()}, progress=progress_at(step))
+        assert steps(tmp_path) == [2] and step_of(restored(tmp_path)) == 2
+
+    def test_best_of_a_metric_nobody_saved(self, tmp_path: Path) -> None:
+        save(tmp_path, 1, 0.5)
+        with pytest.raises(CheckpointError, match="best val_accuracy") as caught:
+            restored(tmp_path, which="best", best="val_accuracy")
+        assert "latest" in caught.value.remedy
+
+    def test_after_going_back_the_newest_is_the_last_saved(self, tmp_path: Path) -> None:
+        """A run restored from step 10 saves step 12: that one is the latest, whatever 20 was."""
+        for step in (10, 20, 12):
+            save(tmp_path, step, keep=2)
+        assert step_of(restored(tmp_path)) == 12
+        assert steps(tmp_path) == [20, 12]
+
+    def test_the_same_step_again(self, tmp_path: Path) -> None:
+        first, second = save(tmp_path, 5), save(tmp_path, 5)
+        assert second.name == f"{first.name}.2" and Checkpointer(tmp_path).latest().path == second  # type: ignore[union-attr]
+        assert save(tmp_path, 6, keep=1).exists() and not first.exists() and not second.exists()
+
+    def test_damaged_ones_do_not_count_and_go_in_time(self, tmp_path: Path) -> None:
+        save(tmp_path, 1, keep=2)
+        damaged = save(tmp_path, 2, keep=2) / "a.bin"
+        damaged.write_bytes(b"short")
+        save(tmp_path, 3, keep=2)
+        assert [info.progress.step for info in Checkpointer(tmp_path).list() if info.ok] == [1, 3]
+        assert damaged.exists(), "newer than a good one that is kept: it is told about"
+        save(tmp_path, 4, keep=2)
+        assert steps(tmp_path) == [3, 4]
+
+    def test_other_things_in_the_directory_are_left_alone(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("mine")
+        (tmp_path / ".writing-mine").mkdir()
+        for step in (1, 2, 3):
+            save(tmp_path, step, keep=1)
+        assert (tmp_path / "notes.txt").read_text() == "mine" and (tmp_path / ".writing-mine").is_dir()
+
+
+class TestDamage:
+    """Whatever happens to the newest, the answer is its exact content or the one before; never an error."""
+
+    def test_every_bit_flip(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        save(tmp_path, 1)
+        newest = save(tmp_path, 2)
+        fallbacks = 0
+        for name in (MANIFEST, "a.bin", "b.bin"):
+            whole = (newest / name).read_bytes()
+            for position in range(len(whole)):
+                flipped = bytearray(whole)
+                flipped[position] ^= 1 << position % 8
+                (newest / name).write_bytes(flipped)
+                step = step_of(restored(tmp_path))
+                told = "falling back" in capsys.readouterr().err
+                assert told == (step == 1), "a fall-back is said"
+                assert step == 1 or name == MANIFEST, f"{name} byte {position}: damage not seen"
+                fallbacks += step == 1
+            (newest / name).write_bytes(whole)
+        assert fallbacks > 200 + 300  # white space of the manifest may change, nothing else
+        assert step_of(restored(tmp_path)) == 2
+
+    def test_every_truncation(self, tmp_path: Path) -> None:
+        save(tmp_path, 1)
+        newest = save(tmp_path, 2)
+        for name in (MANIFEST, "a.bin"):
+            whole = (newest / name).read_bytes()
+            for length in range(len(whole) - (name == MANIFEST)):
+                (newest / name).write_bytes(whole[:length])
+                assert step_of(restored(tmp_path)) == 1
+            (newest / name).write_bytes(whole)
+
+    @pytest.mark.parametrize("name", [MANIFEST, "a.bin"])
+    def test_a_file_gone(self, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+        save(tmp_path, 1)
+        (save(tmp_path, 2) / name).unlink()
+        assert step_of(restored(tmp_path)) == 1
+        said = capsys.readouterr().err
+        assert "passing over the damaged checkpoint" in said and "epoch-0000-step-000002" in said
+
+    @pytest.mark.parametrize("reason", [errno.EACCES, errno.EIO, errno.ESTALE, "a newer format"])
+    def test_what_cannot_be_read_is_kept_and_told(
+        self, tmp_path: Path, reason: int | str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def unreadable(step: int) -> None:
+            path = tmp_path / f"epoch-0000-step-{step:06d}"
+            if isinstance(reason, str):
+                write_manifest(path / MANIFEST, {"format": 2, "progress": {}, "metrics": {}, "files": {}})
+            else:
+
+                def failing(folder: Path) -> Any:
+                    if folder == path:
+                        raise OSError(reason, os.strerror(reason))
+                    return read_manifest(folder)
+
+                monkeypatch.setattr("hvdtrain.runs.checkpoint.read_manifest", failing)
+
+        checkpoints = Checkpointer(tmp_path, keep=1)
+        whole = (save(tmp_path, 1) / MANIFEST).read_bytes()
+        unreadable(1)
+        for step in (2, 3, 4):
+            checkpoints.save(state_of(step), progress=progress_at(step))
+        text = "format 2" if isinstance(reason, str) else os.strerror(reason)
+        told = capsys.readouterr().err
+        assert told.count(f"keeping {tmp_path / 'epoch-0000-step-000001'}") == told.count(text) == 1, told
+        monkeypatch.undo()
+        (tmp_path / "epoch-0000-step-000001" / MANIFEST).write_bytes(whole)
+        assert steps(tmp_path) == [1, 4] and step_of(restored(tmp_path, which=checkpoints.list()[0].path)) == 1
+        whole = (tmp_path / "epoch-0000-step-000004" / MANIFEST).read_bytes()
+        unreadable(4)
+        assert step_of(restored(tmp_path)) == 1
+        assert "passing over the unreadable checkpoint" in capsys.readouterr().err
+        checkpoints.save(state_of(2), progress=progress_at(2))  # the run that went on from 1
+        monkeypatch.undo()
+        (tmp_path / "epoch-0000-step-000004" / MANIFEST).write_bytes(whole)
+        assert step_of(restored(tmp_path)) == 2, "saved last, though the other could not be looked at"
+
+    def test_a_file_that_cannot_be_opened_is_no_reason_to_delete(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        checkpoints = Checkpointer(tmp_path, keep=1)
+        closed = save(tmp_path, 1) / "b.bin"
+        opened = Path.open
+
+        def failing(path: Path, *args: Any, **kwargs: Any) -> Any:
+            if path == closed:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return opened(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "open", failing)
+        for step in (2, 3, 4):
+            checkpoints.save(state_of(step), progress=progress_at(step))
+        assert f"keeping {closed.parent}" in capsys.readouterr().err
+        monkeypatch.undo()
+        assert steps(tmp_path) == [1, 4] and step_of(restored(tmp_path, which=closed.parent)) == 1
+
+    @pytest.mark.parametrize("name", [MANIFEST, "a.bin"])
+    def test_the_last_of_a_run_that_went_back_is_not_passed_over_in_silence(
+        self, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for step in (1, 3, 2):
+            newest = save(tmp_path, step)
+        (newest / name).write_bytes(b"")
+        assert step_of(restored(tmp_path)) == 3
+        assert f"passing over the damaged checkpoint {newest}" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("text", ["[]", "3", '"x"', "null", "{}", '{"digest": 1}', "\xff", "[" * 100_000])
+    def test_a_manifest_that_is_something_else(self, tmp_path: Path, text: str) -> None:
+        save(tmp_path, 1)
+        (save(tmp_path, 2) / MANIFEST).write_text(text, encoding="latin-1")
+        assert step_of(restored(tmp_path)) == 1
+
+    def test_all_damaged_is_an_error_not_a_new_start(self, tmp_path: Path) -> None:
+        for step in (1, 2):
+            (save(tmp_path, step) / "b.bin").write_bytes(b"")
+        with pytest.raises(CheckpointError, match="no checkpoint is whole") as caught:
+            restored(tmp_path)
+        assert "b.bin has 0 bytes instead of 100" in caught.value.came
+        with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+            restored(tmp_path, which="best")
+
+    def test_best_damaged_falls_back_to_the_next_best(self, tmp_path: Path) -> None:
+        for step, loss in ((1, 0.3), (2, 0.1), (3, 0.2)):
+            path = save(tmp_path, step, loss)
+            if step == 2:
+                data = (path / "a.bin").read_bytes()
+        (tmp_path / "epoch-0000-step-000002" / "a.bin").write_bytes(data[::-1])  # same size: only the checksum knows
+        assert Checkpointer(tmp_path).best().progress.step == 2  # type: ignore[union-attr]
+        assert step_of(restored(tmp_path, which="best")) == 3
+
+    def test_negative_twin_without_checksums_wrong_bytes_are_loaded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(tmp_path, 1)
+        (save(tmp_path, 2) / "a.bin").write_bytes(b"?" * 100)
+        monkeypatch.setattr("hvdtrain.runs.checkpoint.verify", lambda folder, files: None)
+        with pytest.raises(AssertionError):
+            restored(tmp_path)

@@ -1,0 +1,178 @@
+"""The run log: what a run leaves behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from run_logs import one_step, open_log, strict
+
+from hvdtrain import LR
+from hvdtrain.runs.log import read_run
+from hvdtrain.runs.log_files import EVENT_EVERY_S, Window, plain, to_json, write_json
+
+
+class TestRecord:
+    def test_run_json_tells_what_ran(self, tmp_path: Path) -> None:
+        config = {"per_rank_batch": 32, "accumulate": 2, "lr": LR(0.1, 32), "data": Path("/data"), "epochs": 3}
+        with open_log(tmp_path / "run", config=config) as log:
+            running = read_run(log.run_dir)
+            log.result(accuracy=np.float32(0.5))
+            log.result(loss=math.nan)
+        assert running is not None and running["status"] == "running"
+        run = read_run(tmp_path / "run")
+        assert run is not None
+        assert run["status"] == "finished" and run["ended"] and run["error"] is None
+        assert run["effective_batch"] == 64
+        assert run["lr"]["base"] == 0.1 and run["lr"]["scale"] == "linear"
+        assert run["config"]["data"] == "/data"
+        assert run["result"] == {"accuracy": 0.5, "loss": "nan"}
+        assert run["world"]["size"] == 1 and run["launcher"] == "none"
+        assert run["versions"]["python"].startswith("3.") and run["versions"]["numpy"] == np.__version__
+
+    def test_global_batch_is_the_effective_batch(self, tmp_path: Path) -> None:
+        with open_log(tmp_path, config={"global_batch": 100, "per_rank_batch": 3}):
+            assert read_run(tmp_path)["effective_batch"] == 100  # type: ignore[index]
+
+    def test_events(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            log.event("note", text="hello", shape=(2, 3))
+            one_step(log, 1, input=0.25, compute=0.5)
+            log.epoch(0, {"loss": 0.5}, 1.5)
+        events = strict(tmp_path / "events.jsonl")
+        assert [event["kind"] for event in events] == ["start", "note", "step", "epoch", "end"]
+        assert events[1]["shape"] == [2, 3]
+        step = events[2]
+        assert (step["step"], step["samples_seen"], step["loss"], step["lr"]) == (1, 32, 1.0, 0.1)
+        assert step["seconds"] == {"input": 0.25, "compute": 0.5} and step["samples_per_s"] > 0
+        assert events[3]["ranks"] == [{"input": 0.25, "compute": 0.5}]
+        assert all(isinstance(event["time"], float) for event in events)
+
+    def test_quick_steps_share_events_and_nothing_is_lost(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            start = time.perf_counter()
+            for step in range(1, 2001):
+                one_step(log, step, loss=float(step), compute=1.0)
+            seconds = time.perf_counter() - start
+        steps = [event for event in strict(tmp_path / "events.jsonl") if event["kind"] == "step"]
+        assert len(steps) <= 2 + seconds / EVENT_EVERY_S
+        assert sum(event["steps"] for event in steps) == 2000
+        assert sum(event["samples"] for event in steps) == 2000 * 32
+        assert sum(event["seconds"]["compute"] for event in steps) == 2000
+        mean = sum(event["loss"] * event["steps"] for event in steps) / 2000
+        assert mean == pytest.approx(1000.5)
+
+    def test_an_epochs_steps_are_told_before_its_end(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            for epoch in range(2):
+                for step in range(1, 4):
+                    one_step(log, step)
+                log.epoch(epoch, {}, 1.0)
+        told = 0
+        for event in strict(tmp_path / "events.jsonl"):
+            told += event.get("steps", 0)
+            assert event["kind"] != "epoch" or told == 3 * (event["epoch"] + 1)
+
+    def test_a_step_costs_little(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            best = math.inf
+            for _ in range(5):
+                start = time.process_time()
+                for step in range(200):
+                    one_step(log, step, compute=1.0)
+                best = min(best, (time.process_time() - start) / 200)
+        assert best < 100e-6, f"{best * 1e6:.0f} us a step"
+
+    def test_nan_and_infinity_stay_strict_json(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            one_step(log, 1, loss=math.nan)
+            log.event(
+                "values", a=math.inf, b=[-math.inf, np.nan], c={"d": np.float64("inf")}, e=np.array([1.0, np.nan])
+            )
+            log.epoch(0, {"loss": math.nan}, 1.0)
+            log.result(loss=math.inf)
+        events = strict(tmp_path / "events.jsonl")
+        assert math.isnan(float(events[1]["loss"]))
+        assert (events[2]["a"], events[2]["b"], events[2]["c"], events[2]["e"]) == (
+            "inf", ["-inf", "nan"], {"d": "inf"}, [1.0, "nan"],
+        )  # fmt: skip
+        strict_run = json.loads((tmp_path / "run.json").read_text(), parse_constant=lambda c: pytest.fail(c))
+        assert strict_run["result"] == {"loss": "inf"}
+
+    def test_negative_twin_plain_json_is_not_strict(self) -> None:
+        assert json.dumps({"loss": math.nan}) == '{"loss": NaN}'
+        assert to_json({"loss": math.nan}) == '{"loss": "nan"}'
+
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            (np.int64(3), 3), (np.bool_(True), True), (np.array([[1, 2]]), [[1, 2]]), ({1: (2,)}, {"1": [2]}),
+            (LR, str(LR)), (b"x", "b'x'"), (True, True), (None, None), (2**70, 2**70), (np.array([7]), [7]),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_anything_becomes_json(self, value: Any, expected: Any) -> None:
+        assert plain(value) == expected
+        json.loads(to_json(value))
+
+
+class TestEnds:
+    @pytest.mark.parametrize("error", [ValueError("no such luck"), KeyboardInterrupt(), SystemExit(2)])
+    def test_an_exception_marks_the_run_failed_and_passes_on(self, tmp_path: Path, error: BaseException) -> None:
+        with pytest.raises(type(error)), open_log(tmp_path):
+            raise error
+        run = read_run(tmp_path)
+        assert run is not None and run["status"] == "failed"
+        assert run["error"].startswith(type(error).__name__)
+        assert strict(tmp_path / "events.jsonl")[-1]["status"] == "failed"
+
+    def test_exit_code_0_is_a_good_end(self, tmp_path: Path) -> None:
+        with pytest.raises(SystemExit), open_log(tmp_path):
+            raise SystemExit(0)
+        assert read_run(tmp_path)["status"] == "finished"  # type: ignore[index]
+
+    def test_finish_twice(self, tmp_path: Path) -> None:
+        log = open_log(tmp_path)
+        log.finish("failed", "by hand")
+        log.finish()
+        log.event("too late")
+        assert read_run(tmp_path)["error"] == "by hand"  # type: ignore[index]
+
+    def test_run_json_is_replaced_whole(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.json"
+        write_json(path, {"a": 1})
+
+        class Unprintable:
+            def __str__(self) -> str:
+                raise RuntimeError("cannot be written")
+
+        with pytest.raises(RuntimeError):
+            write_json(path, {"a": Unprintable()})
+        assert json.loads(path.read_text()) == {"a": 1}
+        assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_throughput_counts_the_steps_and_not_what_lies_between_them():
+    window = Window()
+    window._since -= 1000.0  # a long validation before this step
+    window.add({"step": 1}, 0.5, 64, {"between": 0.5, "step": 1.5})
+    assert window.take()["samples_per_s"] == 32.0
+    window._since -= 10.0
+    window.add({"step": 2}, 0.5, 64, {})  # nobody measured: wall time
+    assert window.take()["samples_per_s"] == pytest.approx(6.4, rel=0.01)
+
+
+def test_micro_batches_of_an_update_are_one_step_and_their_time_counts():
+    window = Window()
+    position = {"step": 1, "epoch": 0, "samples_seen": 64, "lr": 0.1}
+    window._due = 0.0  # an event would be due at once
+    assert not window.add(position, None, 0, {"forward": 0.5}), "no update is complete"
+    assert window.add(position, 2.0, 64, {"forward": 0.5, "optimizer": 1.0})
+    fields = window.take()
+    assert (fields["steps"], fields["samples"], fields["loss"]) == (1, 64, 2.0)
+    assert fields["seconds"] == {"forward": 1.0, "optimizer": 1.0} and fields["samples_per_s"] == 32.0
