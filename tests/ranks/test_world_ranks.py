@@ -40,7 +40,7 @@ class TestErrors:
         try:
             1 // 0  # noqa: B018
         except ZeroDivisionError as error:
-            assert "test_world.py" in errors.describe("program", error, 0)
+            assert Path(__file__).name in errors.describe("program", error, 0)
 
     def test_exit_code_and_one_block(self) -> None:
         code = "from hvdtrain import ConfigError, exit_with; exit_with('program', ConfigError('a', 'b', 'c'), 0)"
