@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from hvdtrain.cluster.doctor import probe, probe_links
-from hvdtrain.cluster.doctor.sessions import Sessions, source
+from hvdtrain.cluster.doctor.sessions import Sessions
 from hvdtrain.cluster.ssh import Ssh
 
 
