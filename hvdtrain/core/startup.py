@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import IO
 
 from hvdtrain.core.engines import choose_engine
 from hvdtrain.core.errors import (
@@ -176,18 +177,25 @@ def quiet() -> Iterator[None]:
         yield
         return
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # errors
+    with tempfile.TemporaryFile() as notes:
+        try:
+            with stderr_to(notes):
+                yield
+        except BaseException:
+            notes.seek(0)
+            sys.stderr.write(notes.read().decode(errors="replace"))
+            raise
+
+
+@contextlib.contextmanager
+def stderr_to(file: IO[bytes]) -> Iterator[None]:
+    """While it lasts, what goes to file descriptor 2, from C++ too, goes to `file`."""
     sys.stderr.flush()
     terminal = os.dup(2)
-    with tempfile.TemporaryFile() as notes:
-        os.dup2(notes.fileno(), 2)
-        loaded = False
-        try:
-            yield
-            loaded = True
-        finally:
-            sys.stderr.flush()
-            os.dup2(terminal, 2)
-            os.close(terminal)
-            if not loaded:
-                notes.seek(0)
-                sys.stderr.write(notes.read().decode(errors="replace"))
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(terminal, 2)
+        os.close(terminal)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
+from hvdtrain.core.startup import stderr_to
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.engines.base import Settings
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
@@ -164,12 +164,5 @@ def _silence_ddp_warning() -> None:
     every update on a GPU waits for the ranks' answer whether it was used anywhere.)
     """
     everything_used = DistributedDataParallel(nn.Linear(1, 1), init_sync=False, find_unused_parameters=True)
-    sys.stderr.flush()
-    terminal = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
+    with open(os.devnull, "wb") as nowhere, stderr_to(nowhere):
         everything_used(torch.zeros(1))
-    finally:
-        os.dup2(terminal, 2)
-        os.close(terminal)
