@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import traceback as traceback_module
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -51,6 +52,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a framework, or a library below it, had no memory left."""
     by_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
     return by_type or any(message in str(error) for message in OOM_MESSAGES)
+
+
+def by_rank(texts: Sequence[str]) -> str:
+    """Return a line for each rank, equal neighbours folded: "ranks 0-2: 0.1" / "rank 3: 0.2"."""
+    lines, start = [], 0
+    for end in range(1, len(texts) + 1):
+        if end == len(texts) or texts[end] != texts[start]:
+            lines.append(f"{f'rank {start}' if end == start + 1 else f'ranks {start}-{end - 1}'}: {texts[start]}")
+            start = end
+    return "\n".join(lines)
 
 
 def install_command(*extras: str) -> str:

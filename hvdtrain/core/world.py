@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from hvdtrain.core.engines import Engine, SoloEngine
-from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, ReplicaError
+from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, ReplicaError, by_rank
 from hvdtrain.core.in_step.meeting import BARRIER, END, OFF, Tracker
 from hvdtrain.core.launchers import ALONE, Detected
 
@@ -180,12 +180,7 @@ class World(Generic[EngineT]):
         for name in dict.fromkeys(name for report in reports for name in report):
             values = [report.get(name, "absent") for report in reports]
             if any(value != values[0] for value in values):
-                raise ReplicaError(
-                    rule.format(name),
-                    "\n".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
-                    remedy(name),
-                    shared=True,
-                )
+                raise ReplicaError(rule.format(name), by_rank(list(map(str, values))), remedy(name), shared=True)
 
     def on_main(self, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
         """Run `fn(*args, **kw)` on rank 0 and return its (picklable) result on every rank.
@@ -277,14 +272,7 @@ def _same_names(reports: Sequence[Mapping[str, float]]) -> list[str]:
 
 def per_rank(values: Sequence[Any]) -> str:
     """List values per rank, equal neighbours folded: "ranks 0-2: 0.1" / "rank 3: 0.2"."""
-    lines = []
-    start = 0
-    for end in range(1, len(values) + 1):
-        if end == len(values) or values[end] != values[start]:
-            who = f"rank {start}" if end == start + 1 else f"ranks {start}-{end - 1}"
-            lines.append(f"{who}: {_short(values[start])}")
-            start = end
-    return "\n".join(lines)
+    return by_rank([_short(value) for value in values])
 
 
 def _short(value: Any) -> str:

@@ -114,7 +114,7 @@ class Checkpointer:
         self.best_metric = best
         self.mode = mode or ("min" if best is None else direction_of(best))
         self._world = world
-        self._told: set[Path] = set()
+        self._reported: set[Path] = set()
 
     @property
     def world(self) -> World:
@@ -216,8 +216,8 @@ class Checkpointer:
                     continue
                 if info.ok or info.damaged:
                     self._delete(info.path)
-                elif info.path not in self._told:
-                    self._told.add(info.path)
+                elif info.path not in self._reported:
+                    self._reported.add(info.path)
                     print(f"hvdtrain: keeping {info.path}, which cannot be read: {info.problem}", file=sys.stderr)
         except OSError as error:  # the new checkpoint is safe, and that is what was asked for
             print(f"hvdtrain: could not delete an old checkpoint: {error}", file=sys.stderr, flush=True)
@@ -308,7 +308,7 @@ class Checkpointer:
                 unusable[info.path] = _unusable(info, error)
                 continue
             _check_has(manifest, names, info.path)
-            _tell_fallback(info, unusable.values())
+            _report_fallback(info, unusable.values())
             return info.path.name, manifest
         if which == "best" and not unusable:
             raise CheckpointError(
@@ -342,7 +342,7 @@ class Checkpointer:
             ) from failure
 
 
-def _tell_fallback(chosen: Info, unusable: Iterable[Info]) -> None:
+def _report_fallback(chosen: Info, unusable: Iterable[Info]) -> None:
     """Say which checkpoints that cannot be used would have come before `chosen`."""
     newer = [  # saved later, or maybe: a run that went back to an earlier step saves lower ones
         info

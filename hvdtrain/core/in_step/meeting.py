@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from hvdtrain.core.engines import Engine
-from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.errors import ConfigError, ReplicaError, by_rank
 from hvdtrain.core.in_step.arrival import names_of
 
 # frames of these are not the user's: he is who called them
@@ -129,8 +129,8 @@ class Tracker:
         if not self.on or (self._meeting is not None and self._meeting.agreed):
             yield 0.0 if value is None else comm.sum_floats([value])[0]
             return
-        told = kind if kind in (BARRIER, END) else kind + _in_thread()
-        place = self._meeting = Place(told, self.meetings + 1, key, _ended() if kind == END else user_line())
+        name = kind if kind in (BARRIER, END) else kind + _in_thread()
+        place = self._meeting = Place(name, self.meetings + 1, key, _ended() if kind == END else user_line())
         place.within, place.receives = _function_of(_users_frame(sys._getframe(1))), receives
         try:
             total = self._compare(comm, place, value or 0.0)
@@ -147,8 +147,8 @@ class Tracker:
         *found, total = comm.sum_floats([*mine, value])
         self.meetings += 1
         if any(value != found[0] for value in found):
-            mine_told = {**self.state_of(place), "within": place.within, "receives": place.receives}
-            states = [json.loads(state) for state in comm.allgather_bytes(json.dumps(mine_told).encode())]
+            report = {**self.state_of(place), "within": place.within, "receives": place.receives}
+            states = [json.loads(state) for state in comm.allgather_bytes(json.dumps(report).encode())]
             if not _others_receive(states):
                 raise out_of_step(states)
         return total
@@ -294,15 +294,9 @@ def _others_receive(states: Sequence[State]) -> bool:
 
 def out_of_step(states: Sequence[State]) -> ReplicaError:
     """Returns the error that names where each rank is; pure."""
-    told = [_told(state) for state in states]
-    lines, start = [], 0
-    for end in range(1, len(told) + 1):
-        if end == len(told) or told[end] != told[start]:
-            lines.append(f"{f'rank {start}' if end == start + 1 else f'ranks {start}-{end - 1}'}: {told[start]}")
-            start = end
     return ReplicaError(
         "every rank must come to the same collective operation",
-        "\n".join(lines),
+        by_rank(list(map(_described, states))),
         "call what is collective (evaluate, save, gather ...) on every rank, in the same order, on the same line: not"
         " under `if world.is_main:`;\nbreak and continue on every rank alike, and give every rank the same number of"
         " batches, as hvdtrain's loaders do",
@@ -313,12 +307,12 @@ def out_of_step(states: Sequence[State]) -> ReplicaError:
 def waiting(state: State, absent: Sequence[int], seconds: float) -> str:
     """Returns what rank 0 says, as `state` tells where it is, when it has waited for others so long; pure."""
     return (
-        f"hvdtrain: rank 0 has waited for {seconds:.0f} s {_told(state)}\n"
+        f"hvdtrain: rank 0 has waited for {seconds:.0f} s {_described(state)}\n"
         f"  for {names_of(absent)}: slow there, or stopped, or the host cannot be reached"
     )
 
 
-def _told(state: State) -> str:
+def _described(state: State) -> str:
     done = f"after {state['updates']} update(s)"
     if state["kind"] == END:
         return f"{state['line']}, {done}"

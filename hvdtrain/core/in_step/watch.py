@@ -140,23 +140,23 @@ class Watch:
     # -- every rank but 0 ------------------------------------------------------------------------------------------
     def _speak(self) -> None:
         link: _Link | None = None
-        said: State | None = None
+        sent: State | None = None
         while not self._closing.is_set():
             state = self._tracker.stuck(self._meeting.after_s)
             if link is None and state is not None:
-                link, said = self._connect(), None
+                link, sent = self._connect(), None
             if link is None:
                 self._closing.wait(_TICK_S)
                 continue
             try:
-                if state != said:
+                if state != sent:
                     link.send(at=state)
-                    said = state
+                    sent = state
                 for message in link.receive(_TICK_S):
                     if "end" in message:
                         _end(message["end"], self._tracker.rank, [link])
-                    said = self._tracker.stuck(self._meeting.after_s)
-                    link.send(at=said, asked=message.get("ask"))
+                    sent = self._tracker.stuck(self._meeting.after_s)
+                    link.send(at=sent, asked=message.get("ask"))
             except (OSError, ValueError):  # rank 0 is gone, which is the engine's to say
                 link.close()
                 link = None

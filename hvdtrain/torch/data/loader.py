@@ -65,7 +65,7 @@ class Loader:
         self._items: Items | None = None
         self._moves = 0
         self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
-        self._left_told = False
+        self._left_reported = False
         self._differentiated: Step | None = None
         self._start = 0, 0  # where training begins: what is only looked at before does not count
 
@@ -132,9 +132,9 @@ class Loader:
     def left_early(self) -> tuple[int, int] | None:
         """Returns (epoch, samples done in it) of the first loop that was left with samples to come; once, then None."""
         self._notice_end()
-        if self._left is None or self._left_told or self._only_looked_at():
+        if self._left is None or self._left_reported or self._only_looked_at():
             return None
-        self._left_told = True
+        self._left_reported = True
         return self._left
 
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
@@ -320,13 +320,13 @@ class Epoch:
             Epoch.running.discard(self)
             loader._end_of_loop(self.epoch + 1, 0)
             CLOCK.enter("other")
-            _tell(loader, None)
+            _notify(loader, None)
             raise StopIteration
         batch, step = item
         self._padding = step if step.padding else None
         self._count += 1
         loader.step, loader._begun = step, True
-        _tell(loader, step)
+        _notify(loader, step)
         CLOCK.enter("forward")
         return batch
 
@@ -373,6 +373,6 @@ class Epoch:
                 )
 
 
-def _tell(loader: Loader, step: Step | None) -> None:
+def _notify(loader: Loader, step: Step | None) -> None:
     for follower in loader.followers:
         follower.handed_out(step)

@@ -76,12 +76,12 @@ class BatchReader(torch.utils.data.Dataset[Fetched]):
                 kept.append(number)
         if not samples:
             return Fetched(self._of_others(), [], bad)
-        with told(f"while collating samples {', '.join(map(str, indices[:8]))}{' ...' * (len(indices) > 8)}"):
+        with located(f"while collating samples {', '.join(map(str, indices[:8]))}{' ...' * (len(indices) > 8)}"):
             return Fetched(self.collate(samples), kept if bad else None, bad)
 
     def _sample(self, index: int, seed: int) -> Any:
         _seed_all(seed)
-        with told(f"while reading sample {index}"):
+        with located(f"while reading sample {index}"):
             return self.dataset[index]
 
     def _of_others(self) -> Any:
@@ -101,7 +101,7 @@ class BatchReader(torch.utils.data.Dataset[Fetched]):
 
 
 @contextmanager
-def told(where: str) -> Iterator[None]:
+def located(where: str) -> Iterator[None]:
     """Adds to an error where in the data it came from; its type and text stay."""
     try:
         yield
@@ -121,7 +121,7 @@ class _Samples:
 
     def __getitem__(self, index: int) -> Any:
         _seed_all(index)
-        with told(f"while reading sample {index}"):
+        with located(f"while reading sample {index}"):
             return self._dataset[index]
 
 
