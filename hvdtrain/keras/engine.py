@@ -26,11 +26,9 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
             is derived from it when training starts.
 
     Raises:
-        ConfigError: an engine that is not known, or a GPU asked for where none is visible.
+        ConfigError: a GPU is asked for where none is visible.
         ModuleNotFoundError: Horovod is missing (``init`` says how to build it).
     """
-    if engine not in ("solo", "horovod"):
-        raise ConfigError("the Keras adapter's engines are solo and horovod", f"engine={engine!r}", "leave engine out")
     devices = _pin(detected, device, gpus_per_rank)
     keras.utils.set_random_seed(seed)
     if engine == "solo":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.core.resources import keep_freed_memory
 from hvdtrain.core.world import World, given_or_current
-from hvdtrain.torch import engines
 from hvdtrain.torch.engines.base import TorchEngine
 from hvdtrain.torch.engines.solo import Solo
 
@@ -18,17 +19,19 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
 
     Args:
         detected: what the launcher says about this process.
-        engine: one of ``hvdtrain.torch.engines``.
+        engine: chosen of `hvdtrain.core.engines.ENGINES`; the file of that name in ``hvdtrain.torch.engines`` has its
+            ``attach(detected, device=..., gpus_per_rank=...)``.
         device: ``auto`` | ``cpu`` | ``cuda``.
         gpus_per_rank: GPUs a rank uses.
         seed: the same on every rank, so that all build the same initial weights; each rank's dropout stream is
             derived from it when training is prepared.
 
     Raises:
-        ConfigError: an engine that is not known, or a GPU asked for where none is visible.
+        ConfigError: a GPU is asked for where none is visible.
         ModuleNotFoundError: the engine's package is missing (``init`` says how to get it).
     """
-    started = engines.attach(engine, detected, device=device, gpus_per_rank=gpus_per_rank)
+    module = importlib.import_module(f"hvdtrain.torch.engines.{engine}")
+    started: TorchEngine = module.attach(detected, device=device, gpus_per_rank=gpus_per_rank)
     if started.device.type == "cpu":
         keep_freed_memory()
     torch.manual_seed(seed)  # of all devices
