@@ -16,10 +16,10 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import ORDER_RULE, Plan, Step
 from hvdtrain.core.world import World
 from hvdtrain.torch.clock import CLOCK
+from hvdtrain.torch.data.draws import uniforms
 from hvdtrain.torch.data.nested import tensors_of, to_device
 from hvdtrain.torch.data.prefetch import Ahead
 from hvdtrain.torch.data.source import Augment, Fetched, Source
-from hvdtrain.torch.data.words import uniforms
 from hvdtrain.torch.engine import device_of
 
 WARNED_FILES = 3  # unreadable files that are named as they come; all are in `Loader.skipped`

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.same_data import Digest, of_items
 from hvdtrain.core.sharding import Step
+from hvdtrain.torch.data.draws import SEED_STREAM, words
 from hvdtrain.torch.data.forks import worker_context
 from hvdtrain.torch.data.random_state import preserved_rng
 from hvdtrain.torch.data.source import Fetched
-from hvdtrain.torch.data.words import SEED_STREAM, words
 
 # More than this many unreadable samples, and more than this part of what was read: the data is broken, not a file.
 BAD_SAMPLES, BAD_PART = 8, 0.1

@@ -23,7 +23,7 @@ from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.world import World
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data import forks, prefetch
-from hvdtrain.torch.data.words import uniforms, words
+from hvdtrain.torch.data.draws import uniforms, words
 
 
 class Acted:
