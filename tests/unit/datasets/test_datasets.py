@@ -364,7 +364,7 @@ def test_one_rank_per_node_downloads(keras_home: Path, monkeypatch: pytest.Monke
 
     def fake(url: str, target: Path, *_: Any, **__: Any) -> None:
         calls.append(threading.current_thread().name)
-        write_npz(target.with_name(f"{len(calls)}.npz")).replace(target)
+        write_npz(target.with_name(f"{threading.get_ident()}.npz")).replace(target)
 
     monkeypatch.setattr(mnist, "download", fake)
     results = Threads(4, ranks_per_node=2).run(lambda world: load_mnist("mnist", world=world))
