@@ -28,6 +28,12 @@ def test_ratio_interval_holds_the_value_and_repeats() -> None:
     assert ratio == stats.ratio_of_medians(above, below, paired=False)
 
 
+def test_everyone_comes_once_a_round_and_another_one_first() -> None:
+    rounds = [stats.rotated({"a": 1, "b": 2, "c": 3}, turn) for turn in range(4)]
+    assert ["".join(names) for names in rounds] == ["abc", "bca", "cab", "abc"]
+    assert stats.rotated([], 3) == []
+
+
 def test_table_is_aligned() -> None:
     text = stats.table([("what", "ms"), ("short", "1.00"), ("a longer one", "12.00")])
     lines = text.splitlines()
