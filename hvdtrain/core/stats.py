@@ -147,12 +147,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def machine() -> dict[str, Any]:
     """What the numbers were taken on: processor, cores, load, versions."""
+    system = os.uname()  # platform.platform() says the same, but starts a process for it
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "cores_usable": len(os.sched_getaffinity(0)),
         "load_1min": round(os.getloadavg()[0], 2),
-        "system": platform.platform(),
+        "system": f"{system.sysname}-{system.release}-{system.machine}-with-{''.join(platform.libc_ver())}",
         "python": platform.python_version(),
         "versions": {"hvdtrain": __version__}
         | versions("horovod", "keras", "tensorflow", "tensorflow-cpu", "torch", "torchvision", "accelerate", "numpy"),
