@@ -75,11 +75,11 @@ def train(args: argparse.Namespace, world: World) -> None:
     images = load_mnist(args.data, world=world)
     x_train, x_test = images.x_train[..., None], images.x_test[..., None]
     plan = Settings.of(args, world.size, images.name, samples=len(x_train))
-    data = images.fingerprint()
+    sha256 = images.fingerprint()
     run_dir, args.resume = world.on_main(
-        folder.choose_run, args.run_dir, "keras_mnist", resume=args.resume, data_sha256=data
+        folder.choose_run, args.run_dir, "keras_mnist", resume=args.resume, data_sha256=sha256
     )
-    config = {**vars(args), **vars(plan), "data": images.note, "data_sha256": data}
+    config = {**vars(args), **vars(plan), "data": images.note, "data_sha256": sha256}
     with hvdtrain.RunLog(run_dir, world, config=config, resume=args.resume) as run:
         if world.is_main:
             print(f"data: {images.note}\nranks: {world.size} ({world.launcher}, {world.engine})", flush=True)
@@ -91,24 +91,22 @@ def train(args: argparse.Namespace, world: World) -> None:
             metrics=["accuracy"],
         )
         compression = None if args.compression == "none" else args.compression
-        hvk.prepare(
-            model, lr=plan.lr, per_rank_batch=plan.per_rank_batch, compression=compression,
-            watch_every=args.watch_every,
-        )  # fmt: skip
+        data = hvk.loader((x_train, images.y_train), plan.per_rank_batch)
+        held_out = hvk.loader((x_test, images.y_test), plan.per_rank_batch, shuffle=False)
+        hvk.prepare(model, data, lr=plan.lr, compression=compression, watch_every=args.watch_every)
         checkpoints = hvdtrain.Checkpointer(run.path("checkpoints"), best=None)
         progress = checkpoints.restore(hvk.model_state(model)) if args.resume else None
         if world.is_main and progress:
             print(f"resuming after epoch {progress.epoch} of {plan.passes}", flush=True)
-        batches = hvk.batches(x_train, images.y_train, plan.per_rank_batch)
         model.fit(
-            batches,
+            data,
             epochs=plan.passes,
             initial_epoch=progress.epoch if progress else 0,
-            validation_data=hvk.batches(x_test, images.y_test, plan.per_rank_batch, shuffle=False),
-            callbacks=hvk.callbacks(model, run=run, checkpointer=checkpoints, plan=batches.plan, progress=progress),
+            validation_data=held_out,
+            callbacks=hvk.callbacks(model, run=run, checkpointer=checkpoints),
             verbose=0,
         )
-        test = hvk.evaluate(model, x_test, images.y_test, 128)
+        test = hvk.evaluate(model, (x_test, images.y_test), per_rank_batch=128)
         weights = hvk.fingerprint(model)
         world.agree("the final weights (SHA-256)", weights)
         seconds = time.perf_counter() - started

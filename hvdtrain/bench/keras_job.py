@@ -47,11 +47,11 @@ def prepared_arm(args: argparse.Namespace, x: Any, y: Any) -> Block:
     import hvdtrain.keras as hvk
 
     model, timer = compiled(), make_timer()
-    hvk.prepare(model)
-    data = hvk.batches(x, y, args.per_rank_batch)
+    data = hvk.loader((x, y), args.per_rank_batch)
+    hvk.prepare(model, data)
 
     def block() -> tuple[float, float]:
-        model.fit(data, epochs=1, callbacks=[*hvk.callbacks(model, plan=data.plan), timer], verbose=0)
+        model.fit(data, epochs=1, callbacks=[*hvk.callbacks(model), timer], verbose=0)
         return timer.seconds_per_step()
 
     return block

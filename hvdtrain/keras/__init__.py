@@ -4,10 +4,10 @@
 
     world = hvdtrain.init("keras")
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss=...)
-    hvdtrain.keras.prepare(model)
-    data = hvdtrain.keras.batches(x, y, per_rank_batch=32)
-    model.fit(data, epochs=3, callbacks=hvdtrain.keras.callbacks(model, plan=data.plan))
-    print(hvdtrain.keras.evaluate(model, x_test, y_test, 32))
+    data = hvdtrain.keras.loader((x, y), per_rank_batch=32)
+    hvdtrain.keras.prepare(model, data, lr=hvdtrain.LR(base=0.1, reference_batch=32))
+    model.fit(data, epochs=3, callbacks=hvdtrain.keras.callbacks(model))
+    print(hvdtrain.keras.evaluate(model, (x_test, y_test), per_rank_batch=32))
 
 Horovod's own Keras wrapper trains without averaging under Keras 3, and says nothing; this package uses
 Horovod's primitive operations only. A model stays a plain Keras model: what it saves loads without Horovod
@@ -16,7 +16,7 @@ and without hvdtrain.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import hvdtrain.keras.backends.supported  # noqa: F401  # isort: skip  (before Keras starts a backend we refuse)
 import keras
@@ -24,13 +24,12 @@ import keras
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.lr import LR
-from hvdtrain.core.sharding import Plan
 from hvdtrain.core.world import World
 from hvdtrain.keras import averaging, fit, fit_callbacks, reduce, start
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import model_state
 from hvdtrain.keras.checks.replicas import fingerprint
-from hvdtrain.keras.data import Batches, batches, evaluate
+from hvdtrain.keras.data import Loader, evaluate, loader
 from hvdtrain.keras.session import (
     KEY,
     Session,
@@ -40,26 +39,27 @@ from hvdtrain.keras.session import (
     session_of,
     world_or_current,
 )
-from hvdtrain.runs.checkpoint import Checkpointer, Progress
+from hvdtrain.runs.checkpoint import Checkpointer
 from hvdtrain.runs.log import RunLog
 
 __all__ = [
-    "Batches", "Proof", "batches", "callbacks", "evaluate", "fingerprint", "model_state", "prepare", "verify",
+    "Loader", "Proof", "callbacks", "evaluate", "fingerprint", "loader", "model_state", "prepare", "verify",
 ]  # fmt: skip
 
 T = TypeVar("T")
 
 
 def prepare(
-    model_or_optimizer: T,
+    model: T,
+    data: Loader | None = None,
     *,
     world: World | None = None,
     lr: LR | None = None,
     per_rank_batch: int | None = None,
     compression: str | None = None,
+    sparse_as_dense: bool = False,
     verify: bool = True,
     watch_every: int = 0,
-    sparse_as_dense: bool = False,
 ) -> T:
     """Makes a compiled model (or an optimizer) average its gradients over all ranks; in place.
 
@@ -69,60 +69,60 @@ def prepare(
     hooked.
 
     Args:
-        model_or_optimizer: a compiled model; or an optimizer, to be given to ``compile`` (then ``fit`` needs
+        model: a compiled model; or an optimizer, to be given to ``compile`` (then ``fit`` needs
             ``callbacks``).
+        data: the loader that ``fit`` will be given; it knows the batch that the learning rate is computed from.
         world: the ranks; by default those of ``hvdtrain.init``.
         lr: the learning rate as a function of samples seen; ``callbacks`` set it before each batch.
-        per_rank_batch: samples of a rank in a full step; needed with ``lr``.
+        per_rank_batch: samples of a rank in a full step of data that hvdtrain does not deal; needed there with ``lr``.
         compression: ``"fp16"`` sends gradients as float16, divided by the number of ranks before the cast, so
             that the sum overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish.
+        sparse_as_dense: reduce ``IndexedSlices`` as dense tensors.
         verify: prove before the first step that gradients are averaged (under a second; see ``verify``).
         watch_every: compare the replicas every so many steps; 0 is never.
-        sparse_as_dense: reduce ``IndexedSlices`` as dense tensors.
 
     Returns:
         The same object.
 
     Raises:
-        ConfigError: not compiled; an option that is not known; a learning rate scaled twice, or with a
-            schedule.
+        ConfigError: not compiled; an option that is not known; a learning rate without batch size, scaled twice, or
+            with a schedule.
     """
     reduce.check_compression(compression)
-    require_keras(model_or_optimizer)
+    require_keras(model)
     if watch_every < 0:
         raise ConfigError(
             "watch_every is a number of steps, 0 for never", f"watch_every={watch_every}", "use 0 or more"
         )
     world = world_or_current(world)
-    session = Session(world, compression, sparse_as_dense, verify, watch_every, lr=lr, per_rank_batch=per_rank_batch)
-    if isinstance(model_or_optimizer, keras.optimizers.Optimizer):
-        optimizer = model_or_optimizer
+    session = Session(
+        world, compression, sparse_as_dense, verify, watch_every, lr=lr,
+        per_rank_batch=_batch_of(data, lr, per_rank_batch),
+    )  # fmt: skip
+    if isinstance(model, keras.optimizers.Optimizer):
+        optimizer = model
     else:
-        require_compiled(model_or_optimizer)
-        optimizer = model_or_optimizer.optimizer  # type: ignore[attr-defined]
+        require_compiled(model)
+        optimizer = model.optimizer  # type: ignore[attr-defined]
     if lr is not None:
-        fit_callbacks.check_rate(optimizer, lr, _global_batch(session, optimizer, None))
-    if optimizer is model_or_optimizer:
+        fit_callbacks.check_rate(optimizer, lr, fit_callbacks.global_batch(session, optimizer))
+    if optimizer is model:
         averaging.hook_optimizer(optimizer, session)
     else:
-        averaging.attach(model_or_optimizer, session)  # type: ignore[arg-type]
-        fit.wrap_fit(model_or_optimizer, session)  # type: ignore[arg-type]
-    return model_or_optimizer
+        averaging.attach(model, session)  # type: ignore[arg-type]
+        fit.wrap_fit(model, session)  # type: ignore[arg-type]
+    return model
 
 
 def callbacks(
     model: keras.Model,
     *,
-    world: World | None = None,
-    lr: LR | None = None,
     run: RunLog | None = None,
     checkpointer: Checkpointer | None = None,
     save_every: int = 0,
-    watch_every: int | None = None,
-    plan: Plan | None = None,
-    progress: Progress | None = None,
 ) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks ``fit`` needs on every rank; it runs them before your own.
+    """Returns the callbacks ``fit`` needs on every rank; it runs them before your own. What they do is what ``prepare``
+    was told.
 
     They compare the ranks' settings, give all ranks rank 0's weights, optimizer and random state, prove the
     averaging, make epoch logs those of all ranks' samples, set the learning rate, watch the replicas, write
@@ -130,49 +130,40 @@ def callbacks(
     (a stop that one rank wants ends training on all, after the same step); ``ModelCheckpoint``, ``TensorBoard`` and
     ``CSVLogger`` on rank 0.
 
+    After ``Checkpointer.restore(model_state(model))`` training goes on where the checkpoint was taken, which may be
+    within an epoch: give ``fit`` also ``initial_epoch=progress.epoch``. Else it goes on from the model's last ``fit``.
+
     Args:
         model: compiled; prepared itself, or compiled with a prepared optimizer.
-        world: the ranks; by default those of ``hvdtrain.init``.
-        lr: overrides ``prepare``'s.
         run: the run's record.
         checkpointer: saves after each epoch, as long as weights are finite.
         save_every: also saves within an epoch, at the first chance at or after every so many steps (with
-            ``steps_per_execution=4`` and ``save_every=10``: after 12, 20, 32, 40, ...); of ``batches``.
-        watch_every: overrides ``prepare``'s.
-        plan: how the samples are dealt (``batches(...).plan``); counts samples exactly.
-        progress: where a restored run goes on (``Checkpointer.restore``); give ``fit`` also
-            ``initial_epoch=progress.epoch``. By default training goes on from the model's last ``fit``.
+            ``steps_per_execution=4`` and ``save_every=10``: after 12, 20, 32, 40, ...); of a ``Loader``.
 
     Raises:
-        ConfigError: no optimizer, or a learning rate without batch size, scaled twice, or with a schedule.
+        ConfigError: no optimizer.
     """
     require_keras(model)
     require_compiled(model)
-    session = _session_for(model, world)
+    session = _session_for(model)
     fit.wrap_fit(model, session)
-    if watch_every is not None:
-        session.watch_every = watch_every
     session.saves = checkpointer is not None
-    count = fit_callbacks.Count(session, progress, plan)
+    count = fit_callbacks.Count(session)
     found: list[keras.callbacks.Callback] = [fit_callbacks.Start(session)]
     if not session.alone:
         found.append(fit_callbacks.Epoch(session))
-    rate = lr or session.lr
-    if rate is not None or run is not None or checkpointer is not None:
+    if session.lr is not None or run is not None or checkpointer is not None:
         found.append(count)
-    if rate is not None:
-        global_batch = _global_batch(session, model.optimizer, plan)
-        if session.lr is None and progress is None:  # else prepare() has checked, or the rate is in mid-schedule
-            fit_callbacks.check_rate(model.optimizer, rate, global_batch)
-        session.lr = rate
-        found.append(fit_callbacks.Rate(session, rate, count, global_batch))
+    if session.lr is not None:
+        global_batch = fit_callbacks.global_batch(session, model.optimizer)
+        found.append(fit_callbacks.Rate(session, session.lr, global_batch))
     if session.watch_every and not session.alone:
-        found.append(fit_callbacks.Watch(session, session.watch_every))
+        found.append(fit_callbacks.Watch(session))
     session.records = run is not None and getattr(model, "_loss_tracker", None) is not None
     if run is not None:
         found.append(fit_callbacks.Record(session, run, count))
     if checkpointer is not None:
-        found.append(fit_callbacks.Save(session, checkpointer, count, save_every))
+        found.append(fit_callbacks.Save(session, checkpointer, save_every))
     return found
 
 
@@ -209,26 +200,36 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
         return average.prove(model, session)
 
 
-def _session_for(model: keras.Model, world: World | None) -> Session:
+def _session_for(model: keras.Model) -> Session:
     """The model's session, that of its prepared optimizer, or a new one for a model that was not prepared."""
     found = session_of(model)
     if found is None:
         inner = [session_of(leaf) for leaf in [model.optimizer, *leaves_of(model.optimizer)]]
         found = next((session for session in inner if session is not None), None)
     if found is None:
-        found = Session(world_or_current(world))
+        found = Session(world_or_current(None))
     vars(model)[KEY] = found
     return found
 
 
-def _global_batch(session: Session, optimizer: Any, plan: Plan | None) -> int:
-    """Samples of one update: ranks x per-rank batch x accumulation."""
-    per_rank = session.per_rank_batch or (plan.per_rank_batch if plan else None)
-    if per_rank is None:
+def _batch_of(data: Loader | None, lr: LR | None, per_rank_batch: int | None) -> int | None:
+    """Returns the samples of a rank in a full step, which are said once."""
+    if data is not None and not isinstance(data, Loader):
+        raise ConfigError(
+            "prepare takes the loader that counts samples over all ranks: one of hvdtrain.keras.loader",
+            f"a {type(data).__name__}",
+            "data = hvdtrain.keras.loader((x, y), per_rank_batch); or leave data out, and give per_rank_batch=",
+        )
+    if data is not None and per_rank_batch is not None:
+        raise ConfigError(
+            "the batch is said once: by the data that prepare is given, or as per_rank_batch=",
+            f"data of {data.per_rank_batch} samples a rank, per_rank_batch={per_rank_batch}",
+            "leave per_rank_batch= out",
+        )
+    if lr is not None and data is None and per_rank_batch is None:
         raise ConfigError(
             "the learning rate depends on the global batch",
             "lr= without a batch size",
-            "give prepare(..., per_rank_batch=), or callbacks(..., plan=data.plan)",
+            "prepare(model, data, lr=...), with data = hvdtrain.keras.loader(...); or prepare(..., per_rank_batch=)",
         )
-    passes = max((leaf.gradient_accumulation_steps or 1) for leaf in leaves_of(optimizer))
-    return per_rank * session.world.size * passes
+    return per_rank_batch if data is None else data.per_rank_batch

@@ -100,7 +100,7 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str,
         session.told_alone = True
         session.say(
             "updates outside of a prepared model's train step: all ranks weigh the same, whatever samples each has"
-            ' (batches(..., tail="drop") deals the same number to all)'
+            ' (loader(..., tail="drop") deals the same number to all)'
         )
     special = [reduce.overwrites(variable) for variable in variables]
     plain = reduce.weigh([None if s else g for g, s in zip(grads, special, strict=True)], session)

@@ -17,7 +17,7 @@ from hvdtrain.core.world import World
 from hvdtrain.keras import moving_average, rng
 from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.session import Session, is_built, optimizers_of, require_compiled, session_of, world_or_current
-from hvdtrain.runs.parts import ExtraPart, Part
+from hvdtrain.runs.parts import ExtraPart, Part, Progress
 
 
 def check_saveable(model: keras.Model) -> None:
@@ -161,6 +161,11 @@ class RandomPart(Part):
         session = session_of(self.model)
         if session is not None:
             session.restored_random = state
+
+    def restored(self, progress: Progress) -> None:
+        session = session_of(self.model)
+        if session is not None:
+            session.progress = progress
 
 
 def _of_lora(model: keras.Model) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -20,52 +20,58 @@ from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.session import KEY, NO_SAMPLE, Session, world_or_current
 
 
-class _Clock:
-    """The epoch that ``fit`` is in, as told by our callbacks; Keras does not tell a PyDataset."""
-
-    epoch: int | None = None
-
-
-CLOCK = _Clock()
-
-
-class Batches(keras.utils.PyDataset, DataAdapter):
-    """One rank's batches of in-memory arrays; made by ``batches``.
+class Loader(keras.utils.PyDataset, DataAdapter):
+    """One rank's batches of in-memory arrays; made by ``loader``.
 
     It is its own data adapter, which ``fit`` takes as it is: the adapter that Keras makes for a ``PyDataset``
     shuffles the batches once more (``fit(shuffle=True)`` is the default) with Python's generator, on every
     rank in another order; ranks would not work on the same global batch, and a resumed epoch not on the
-    samples that are left. Weights are given to ``batches``: ``fit`` refuses its own beside it.
+    samples that are left. Weights are given to ``loader``: ``fit`` refuses its own beside it.
 
     Attributes:
         plan: the ``hvdtrain.Plan`` that deals the samples.
-        epoch: the epoch whose order is being read; set by our callbacks, else counted.
+        epoch: the epoch whose order is being read.
+        next_epoch: the one to turn to, as our callbacks tell it (Keras does not); ``None``: the one that follows.
     """
 
-    def __init__(
-        self, x: Any, y: Any, plan: Plan, *, rank: int, epoch: int = 0, consumed: int = 0, weights: Any = None
-    ) -> None:
+    def __init__(self, data: tuple[Any, Any, Any], plan: Plan, *, rank: int) -> None:
         super().__init__(workers=1)
         self.plan = plan
         self.rank = rank
-        self._x, self._y, self._weights = x, y, weights
-        self._first = epoch
-        self._consumed = consumed
-        self._begun = False
+        self._x, self._y, self._weights = data
         self._adapter = PyDatasetAdapter(self, shuffle=False)
         # one step without a sample makes Keras expect weights in every batch, on every rank
         tail = plan.samples % plan.global_batch if plan.tail == "weighted" else 0
-        self._weighted = weights is not None or 0 < tail < plan.size
+        self._weighted = self._weights is not None or 0 < tail < plan.size
+        self.next_epoch: int | None = None
+        self.go_on(0, 0)
+
+    def go_on(self, epoch: int, samples_in_epoch: int) -> None:
+        """Makes the next ``fit`` begin there; a restored checkpoint does so by itself.
+
+        The rest of an epoch is a ``fit`` of its own (``epochs=initial_epoch + 1``), and the epochs after it another
+        (with ``use_ema`` that goes on with the weights themselves, as one fit would).
+
+        Raises:
+            ConfigError: no such place in this data.
+        """
+        if self.plan.samples == 0 or self.plan.steps(samples_in_epoch) == 0:
+            came = f"{self.plan.samples} samples, {samples_in_epoch} done"
+            raise ConfigError("an epoch needs samples", came, "give more data")
+        self.first_epoch, self._done, self._begun = epoch, samples_in_epoch, False
         self._read(epoch)
 
     def _read(self, epoch: int) -> None:
-        consumed = self._consumed if epoch == self._first else 0
-        self._steps = self.plan.step_slices(epoch, consumed, rank=self.rank)
+        self._steps = self.plan.step_slices(epoch, self.done(epoch), rank=self.rank)
         self.epoch = epoch
 
     def done(self, epoch: int) -> int:
         """Samples of an epoch that are left out, because an earlier run has done them."""
-        return self._consumed if epoch == self._first else 0
+        return self._done if epoch == self.first_epoch else 0
+
+    def apart(self) -> Loader:
+        """Returns a loader of the same data at its beginning: what reads that leaves this one where it is."""
+        return Loader((self._x, self._y, self._weights), self.plan, rank=self.rank)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -100,6 +106,20 @@ class Batches(keras.utils.PyDataset, DataAdapter):
 
     @property
     def samples(self) -> int:
+        """Samples in the data set."""
+        return self.plan.samples
+
+    @property
+    def per_rank_batch(self) -> int:
+        return self.plan.per_rank_batch
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in a full step."""
+        return self.plan.global_batch
+
+    @property
+    def own_samples(self) -> int:
         """This rank's samples in the epoch."""
         return sum(step.samples for step in self._steps)
 
@@ -109,95 +129,88 @@ class Batches(keras.utils.PyDataset, DataAdapter):
 
     def on_epoch_begin(self) -> None:
         """Turns to the next epoch's order (Keras calls it before it reads the epoch)."""
-        counted = self.epoch + 1 if self._begun else self._first
-        epoch = counted if CLOCK.epoch is None else CLOCK.epoch
-        self._begun = True
-        if self._consumed and epoch != self._first:
+        counted = self.epoch + 1 if self._begun else self.first_epoch
+        epoch = counted if self.next_epoch is None else self.next_epoch
+        self._begun, self.next_epoch = True, None
+        if self._done and epoch != self.first_epoch:
             raise ConfigError(
-                "batches with consumed samples cover the rest of one epoch",
-                f"epoch {epoch} after the partial epoch {self._first} ({self._consumed} samples consumed)",
-                "fit the partial epoch on its own (epochs=initial_epoch + 1), then go on with consumed=0",
+                "a fit that goes on within an epoch covers the rest of one epoch",
+                f"epoch {epoch} after the partial epoch {self.first_epoch} ({self._done} samples were done)",
+                "fit the partial epoch on its own (epochs=initial_epoch + 1), then fit() the others with the same data",
             )
         if epoch != self.epoch:
             self._read(epoch)
 
 
-def batches(
-    x: Any,
-    y: Any,
+def loader(
+    data: Any,
     per_rank_batch: int,
     *,
     world: World | None = None,
-    seed: int | None = None,
     shuffle: bool = True,
-    tail: str = "weighted",
-    epoch: int = 0,
-    consumed: int = 0,
-    sample_weight: Any = None,
+    tail: Literal["weighted", "drop"] = "weighted",
+    seed: int | None = None,
     class_weight: Mapping[int, float] | None = None,
-) -> Batches:
-    """Returns this rank's training batches: each sample once an epoch over all ranks, the same order at any
-    world size.
+) -> Loader:
+    """Returns this rank's training batches: each sample once an epoch over all ranks, in an order that does not depend
+    on how many ranks there are; collective.
 
     Args:
-        x, y: arrays or tensors (or nested structures of them) of all samples, the same on every rank; first axis
-            samples. ``y`` may be ``None``.
+        data: the same on every rank: arrays or tensors of all samples (or nested structures of them), first axis
+            samples, as a tuple ``(x, y)`` or ``(x, y, sample_weight)``; or ``x`` alone, for a model without targets.
         per_rank_batch: samples a rank takes in a full step.
         world: the ranks; by default those of ``hvdtrain.init``.
+        shuffle: False keeps the data's order.
+        tail: samples that do not fill a global step are dealt out and weighed exactly, or left out ("drop").
         seed: of the order; by default the world's.
-        shuffle: False keeps the order of ``x``.
-        tail: what happens to samples that do not fill a global step: ``weighted`` (dealt out, weighed
-            exactly) or ``drop``.
-        epoch: the epoch to begin with (a resumed run's).
-        consumed: samples of that epoch that are done; then fit that one epoch, and the others after it (with
-            ``use_ema`` the next ``fit`` goes on with the weights themselves, as one fit would).
-        sample_weight: array of all samples' weights (or a structure of arrays, one an output), as ``fit`` takes it.
         class_weight: class to weight, as ``fit`` takes it: for one output, whose ``y`` are class numbers or one-hot.
 
     Returns:
-        A ``keras.utils.PyDataset`` with ``.plan``; give ``fit`` also ``hvdtrain.keras.callbacks``, which tell
-        it the epoch.
+        A ``keras.utils.PyDataset`` with ``.plan``, to be given to ``prepare`` and ``fit``; give ``fit`` also
+        ``hvdtrain.keras.callbacks``, which tell it the epoch.
 
     Raises:
         ConfigError: arrays of different lengths, data of another kind, an argument out of range, both kinds of weights.
-        ReplicaError: the ranks' data or its order differ (this call is collective).
+        ReplicaError: the ranks' data or its order differ.
     """
     world = world_or_current(world)
+    x, y, weights = _unpacked(data)
     x, y = arrays(x, "x"), arrays(y, "y")
-    weights = _weights(y, sample_weight, class_weight)
+    weights = _weights(y, weights, class_weight)
     samples = _count(x, y, weights)
-    same_data.check(world, same_data.of_arrays((x, y, weights)), what="the data given to batches()")
-    plan = Plan(
-        samples, world.size, per_rank_batch, seed=world.seed if seed is None else seed, shuffle=shuffle,
-        tail=tail,  # type: ignore[arg-type]
-    )  # fmt: skip
-    world.agree("plan of batches() (seed, per_rank_batch, shuffle, tail), epoch and consumed", (plan, epoch, consumed))
-    if plan.samples == 0 or plan.steps(consumed) == 0:
-        raise ConfigError("an epoch needs samples", f"{plan.samples} samples, {consumed} consumed", "give more data")
-    return Batches(x, y, plan, rank=world.rank, epoch=epoch, consumed=consumed, weights=weights)
+    same_data.check(world, same_data.of_arrays((x, y, weights)))
+    seed = world.seed if seed is None else seed
+    plan = Plan(samples, world.size, per_rank_batch, seed=seed, shuffle=shuffle, tail=tail)
+    world.agree("plan of loader() (seed, per_rank_batch, shuffle, tail)", plan)
+    return Loader((x, y, weights), plan, rank=world.rank)
 
 
-def evaluate(model: keras.Model, x: Any, y: Any, batch_size: int, *, world: World | None = None) -> dict[str, float]:
+def evaluate(
+    model: keras.Model, data: Any, *, per_rank_batch: int | None = None, world: World | None = None
+) -> dict[str, float]:
     """Evaluates on all ranks together, every sample exactly once; collective.
 
     Args:
         model: compiled; equal on all ranks (they are, after ``fit`` with our callbacks).
-        x, y: arrays of all samples, the same on every rank.
-        batch_size: samples in a batch of one rank.
+        data: the same on every rank: what ``loader`` takes, or a ``Loader``.
+        per_rank_batch: samples a rank takes at a time; not needed with a ``Loader``.
         world: the ranks; by default those of ``hvdtrain.init``.
 
     Returns:
         Loss and metrics of all samples, the same numbers on every rank.
 
     Raises:
-        ConfigError: arrays of different lengths, or data of another kind.
+        ConfigError: arrays of different lengths, data of another kind, or no batch size.
         ReplicaError: replicas, data or sets of metrics that differ.
     """
     world = world_or_current(world)
-    x, y = arrays(x, "x"), arrays(y, "y")
-    plan = Plan(_count(x, y), world.size, batch_size, seed=0, shuffle=False)
-    same_data.check(world, same_data.of_arrays((x, y)), what="the data given to evaluate()")
-    data: Any = Batches(x, y, plan, rank=world.rank)
+    if not isinstance(data, Loader):
+        if per_rank_batch is None:
+            raise ConfigError("evaluation needs a batch size", "per_rank_batch was not given", "per_rank_batch=64")
+        data = loader(data, per_rank_batch, world=world, shuffle=False)
+    if data.plan.tail != "weighted":
+        raise ConfigError('evaluation counts every sample: tail="weighted"', f"tail={data.plan.tail!r}")
+    data = data.apart()
     if world.size == 1:
         return dict(model.evaluate(data, verbose=0, return_dict=True))
     weights = model.trainable_weights
@@ -206,7 +219,20 @@ def evaluate(model: keras.Model, x: Any, y: Any, batch_size: int, *, world: Worl
     averaging.hook_test_step(model)
     with averaging.together(model, even=True):
         model.evaluate(data, verbose=0, return_dict=True)
-    return metric_states.results(model, metric_states.states(model), world, float(data.samples))
+    return metric_states.results(model, metric_states.states(model), world, float(data.own_samples))
+
+
+def _unpacked(data: Any) -> tuple[Any, Any, Any]:
+    """Returns x, y and sample weights; ``None`` for what is not there."""
+    parts = data if isinstance(data, tuple) else (data,)
+    if isinstance(data, list) or not 1 <= len(parts) <= 3:
+        raise ConfigError(
+            "data comes as a tuple (x, y) or (x, y, sample_weight), or is x alone",
+            f"a {type(data).__name__} of {len(data)}",
+            "(x, y) instead of [x, y]; several inputs or outputs of a model within it: ((x1, x2), y)",
+        )
+    x, y, weights = (*parts, None, None)[:3]
+    return x, y, weights
 
 
 def arrays(data: Any, name: str) -> Any:
@@ -271,8 +297,8 @@ def _weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | Non
     if sample_weight is not None or labels is None:
         raise ConfigError(
             "class_weight= weighs the samples of one output, by their class",
-            "sample_weight= beside it" if sample_weight is not None else "several outputs",
-            "multiply the class weights into sample_weight=",
+            "sample weights beside it" if sample_weight is not None else "several outputs",
+            "multiply the class weights into the sample weights: loader((x, y, sample_weight), ...)",
         )
     if labels.ndim > 1:
         labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels[..., 0]

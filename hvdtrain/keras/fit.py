@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -17,7 +18,7 @@ import numpy as np
 from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.keras import fit_callbacks, moving_average
-from hvdtrain.keras.data import Batches
+from hvdtrain.keras.data import Loader
 from hvdtrain.keras.session import KEY, Session
 from hvdtrain.keras.steps import same_work
 
@@ -49,7 +50,7 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     _refuse_unread(given)
     if not session.world.is_main and "verbose" in bound.arguments and given["verbose"] == "auto":
         bound.arguments["verbose"] = 0  # one progress bar: rank 0's
-    within = isinstance(given.get("x"), Batches) and given["x"].done(int(given.get("initial_epoch") or 0)) > 0
+    within = _begin(session, given)
     callbacks = _in_order(_with(Keep(session, began_within=within), given.get("callbacks")))
     _check_clock(session, callbacks, given)
     _tell_what_is_not_saved(session, callbacks)
@@ -68,7 +69,7 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _refuse_unread(given: dict[str, Any]) -> None:
-    if not isinstance(given.get("x"), Batches):
+    if not isinstance(given.get("x"), Loader):
         return
     unread = [name for name in _UNREAD if given.get(name)]
     if given.get("y") is not None:
@@ -77,9 +78,9 @@ def _refuse_unread(given: dict[str, Any]) -> None:
         unread.append("sample_weight")
     if unread:
         raise ConfigError(
-            "fit() does not read these beside batches(...), which deal labels and weights, and know an epoch's steps",
+            "fit() does not read these beside loader(...), which deals labels and weights, and knows an epoch's steps",
             f"fit({', '.join(f'{name}=' for name in unread)})",
-            "give y, sample_weight= or class_weight= to hvdtrain.keras.batches; leave steps_per_epoch= out",
+            "give them to hvdtrain.keras.loader((x, y, sample_weight), ..., class_weight=); leave steps_per_epoch= out",
             shared=True,
         )
 
@@ -130,8 +131,33 @@ class Keep(fit_callbacks.Callback):
 
 
 # -------------------------------------------------------------------- one hand, one clock
+def _begin(session: Session, given: dict[str, Any]) -> bool:
+    """Puts the data where ``fit`` begins, which is where a restored run had stopped; True if that is within an epoch.
+
+    Raises:
+        ConfigError: a restored run would go on with another epoch.
+    """
+    first, progress = int(given.get("initial_epoch") or 0), session.progress
+    data = session.fitted = given["x"] if isinstance(given.get("x"), Loader) else None
+    restored = session.restored_random is not None
+    if restored and first != progress.epoch:
+        raise ConfigError(
+            "a restored run goes on with the epoch it stopped in",
+            f"progress is in epoch {progress.epoch}, fit(initial_epoch={first})",
+            f"fit(..., initial_epoch=progress.epoch, epochs={progress.epoch + 1} or more)",
+            shared=True,
+        )
+    if data is not None and (restored or data.first_epoch != first):
+        data.go_on(first, progress.samples_in_epoch if restored else 0)
+    elif data is None and restored and progress.samples_in_epoch:
+        session.say(f"goes on after {progress.samples_in_epoch} samples of epoch {first}: the data must skip those")
+    elif data is None:
+        session.progress = replace(progress, samples_in_epoch=0)
+    return data is not None and data.done(first) > 0
+
+
 def _check_clock(session: Session, callbacks: Any, given: dict[str, Any]) -> None:
-    """The learning rate has one hand, and counts the samples that are fitted."""
+    """The learning rate has one hand, and counts the samples that are fitted, which are those that are left."""
     found = _listed(callbacks)
     rate = next((callback for callback in found if isinstance(callback, fit_callbacks.Rate)), None)
     hands = [c for c in found if isinstance(c, (_K.ReduceLROnPlateau, _K.LearningRateScheduler))]
@@ -142,21 +168,30 @@ def _check_clock(session: Session, callbacks: Any, given: dict[str, Any]) -> Non
             f"leave {type(hands[0]).__name__} out, or lr= (then scale the optimizer's rate yourself)",
             shared=True,
         )
-    count = next((callback for callback in found if isinstance(callback, fit_callbacks.Count)), None)
-    if count is None:
-        return
-    data = given.get("x")
-    if isinstance(data, Batches):
-        count.follow(data.plan)
-    elif rate is not None and _arrays(given) is not None and (given.get("batch_size") or 32) != count.per_rank_batch:
+    data, told = session.fitted, session.per_rank_batch
+    came = ""
+    if data is not None and told not in (None, data.per_rank_batch):
+        came = f"loader(per_rank_batch={data.per_rank_batch})"
+    elif data is None and _arrays(given) is not None and (given.get("batch_size") or 32) != told:
+        came = f"fit(batch_size={given.get('batch_size')}); Keras' default is 32"
+    if rate is not None and came:
         raise ConfigError(
             "the learning rate is computed from the batch that is fitted",
-            f"per_rank_batch={count.per_rank_batch}, fit(batch_size={given.get('batch_size')}); Keras' default is 32",
-            "give prepare() and fit() the same batch",
+            f"prepare(per_rank_batch={told}), {came}",
+            "give fit() the data that prepare() was given: prepare(model, data, lr=...), fit(data, ...)",
             shared=True,
         )
-    first = int(given.get("initial_epoch") or 0)
-    count.check_start(first, data.done(first) if isinstance(data, Batches) else None)
+    counts = any(isinstance(callback, fit_callbacks.Count) for callback in found)
+    progress, epoch = session.progress, int(given.get("initial_epoch") or 0)
+    left_out = data.done(epoch) if data is not None else 0
+    if counts and left_out and (progress.epoch, progress.samples_in_epoch) != (epoch, left_out):
+        raise ConfigError(
+            "a run that goes on within an epoch has counted the samples that its data leaves out",
+            f"{progress}, and data that leaves out {left_out} samples of epoch {epoch}",
+            "restore the checkpoint after prepare(): Checkpointer.restore(hvdtrain.keras.model_state(model)) puts"
+            " counts and data where it was taken",
+            shared=True,
+        )
 
 
 def _tell_what_is_not_saved(session: Session, callbacks: Any) -> None:
@@ -188,7 +223,7 @@ def _together(session: Session, callbacks: Any, given: dict[str, Any]) -> Any:
     reports = session.world.gather((card, stops))
     if card is not None and all(other == card for other, _ in reports):
         raise same_work(f"fit() was given the same {card[1][0]} samples on all {session.world.size} ranks")
-    session.first_batch = None if data is not None or isinstance(given.get("x"), Batches) else False
+    session.first_batch = None if data is not None or session.fitted is not None else False
     session.first_epoch = int(given.get("initial_epoch") or 0)
     return _with((LastOfBatch if any(stop for _, stop in reports) else Last)(session), callbacks)
 
@@ -216,7 +251,7 @@ class Last(fit_callbacks.Callback):
             raise ReplicaError(
                 "every rank must take the same number of steps",
                 "\n".join(f"rank {rank}: {report}" for rank, report in enumerate(reports)),
-                "deal the data with hvdtrain.keras.batches(x, y, per_rank_batch): all ranks get the same number",
+                "deal the data with hvdtrain.keras.loader((x, y), per_rank_batch): all ranks get the same number",
                 shared=True,
             )
         if "steps" in self.params and length["steps per epoch"] is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -18,13 +19,12 @@ import numpy as np
 
 from hvdtrain.core.errors import ConfigError, NonFiniteError
 from hvdtrain.core.lr import LR
-from hvdtrain.core.sharding import Plan
 from hvdtrain.keras import averaging, metric_states, start
 from hvdtrain.keras import steps as _steps
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import check_saveable, model_state
 from hvdtrain.keras.checks import replicas
-from hvdtrain.keras.data import CLOCK, Batches
+from hvdtrain.keras.data import Loader
 from hvdtrain.keras.session import Session, is_built, is_hooked, leaves_of, missing_hook
 from hvdtrain.runs.checkpoint import Checkpointer, Progress
 from hvdtrain.runs.log import RunLog
@@ -57,7 +57,6 @@ class Start(Callback):
         self._in_epoch = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        CLOCK.epoch = None
         session, model = self.session, self.model
         session.ready = False
         session.wants_broadcast = not session.alone
@@ -66,7 +65,8 @@ class Start(Callback):
         # else: the first train step builds the model, then starts
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        CLOCK.epoch = epoch
+        if self.session.fitted is not None:
+            self.session.fitted.next_epoch = epoch
         self.session.executions, self._in_epoch = 0, True
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -78,7 +78,6 @@ class Start(Callback):
         self._in_epoch = False
 
     def on_train_end(self, logs: Any = None) -> None:
-        CLOCK.epoch = None
         replicas.average_statistics(self.model, self.world)
 
 
@@ -105,7 +104,7 @@ class Epoch(Callback):
             self._trained(validates=True)
             self._train = self._now()  # validation is about to reset the metrics of training
             data = getattr(self.model, "_eval_epoch_iterator", None)
-            self._dealt = isinstance(getattr(data, "data_adapter", None), Batches)
+            self._dealt = isinstance(getattr(data, "data_adapter", None), Loader)
             self._validates_together()
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -125,7 +124,7 @@ class Epoch(Callback):
             states, val_samples = self._now()
             same = not self._dealt and metric_states.same(states, self.world)
             if same and not self._told:
-                self.session.say("validation: all ranks evaluate the same samples; batches(...) would deal them")
+                self.session.say("validation: all ranks evaluate the same samples; loader(...) would deal them")
                 self._told = True
             results = metric_states.results(self.model, states, self.world, val_samples, same=same)
             known.update({f"val_{name}": value for name, value in results.items()})
@@ -147,7 +146,7 @@ class Epoch(Callback):
             return
         batches = getattr(getattr(self.model, "_eval_epoch_iterator", None), "num_batches", None)
         if not self.session.by_samples:
-            self.world.agree("number of validation steps (batches(...) deals the same to all ranks)", batches)
+            self.world.agree("number of validation steps (loader(...) deals the same to all ranks)", batches)
         even = batches is not None and self.world.gather(batches) == [batches] * self.world.size
         self._validation.enter_context(averaging.together(self.model, even=even))
 
@@ -156,122 +155,51 @@ class Epoch(Callback):
 
 
 class Count(Callback):
-    """Counts updates and samples of all ranks; the clock of the learning rate, the record and the checkpoint.
-
-    Without ``progress`` it goes on from the model's last ``fit``: a loop of ``fit`` calls is one training.
+    """Counts updates and samples of all ranks, as ``session.progress``: what the learning rate, the record and the
+    checkpoint go by. It goes on from the last ``fit``, so that a loop of ``fit`` calls is one training.
     """
 
-    def __init__(self, session: Session, progress: Progress | None, plan: Plan | None) -> None:
-        super().__init__(session)
-        self.plan: Plan | None = None
-        self._restored = progress is not None
-        if progress is None:
-            progress = session.count.progress(epoch_done=True) if session.count is not None else Progress()
-        session.count = self
-        self.step_samples = (session.per_rank_batch or 0) * session.world.size
-        if plan is not None:
-            self.follow(plan)
-        self.epoch = progress.epoch
-        self.step = progress.step
-        self.samples_seen = progress.samples_seen
-        self.samples_in_epoch = progress.samples_in_epoch
-        self.last_step_samples = 0
-        self._resumed_in = progress.samples_in_epoch
-
-    @property
-    def per_rank_batch(self) -> int:
-        return self.step_samples // self.world.size
-
-    def follow(self, plan: Plan) -> None:
-        """Counts by the plan of the batches that are fitted.
-
-        Raises:
-            ConfigError: the plan is another than the one given before, or has another batch than ``prepare`` was told.
-        """
-        own = self.session.per_rank_batch
-        if own is not None and own != plan.per_rank_batch:
-            raise ConfigError(
-                "the learning rate is computed from the batch that is fitted",
-                f"prepare(per_rank_batch={own}), batches(per_rank_batch={plan.per_rank_batch})",
-                "give both the same per_rank_batch; callbacks(plan=data.plan) needs none in prepare()",
-                shared=True,
-            )
-        if self.plan not in (None, plan):
-            raise ConfigError(
-                "callbacks(plan=) is the plan of the batches that are fitted", f"{self.plan} and {plan}",
-                "callbacks(model, plan=data.plan) with the data given to fit()", shared=True,
-            )  # fmt: skip
-        self.plan = plan
-        self.step_samples = plan.global_batch
-
-    def check_start(self, first_epoch: int, done: int | None) -> None:
-        """Checks that ``fit`` begins where the restored run stopped.
-
-        Args:
-            first_epoch: ``fit``'s ``initial_epoch``.
-            done: samples of that epoch that its batches leave out; ``None`` if unknown.
-
-        Raises:
-            ConfigError: another epoch, or samples that would be repeated or skipped.
-        """
-        restored, self._restored = self._restored, False
-        if restored and first_epoch != self.epoch:
-            raise ConfigError(
-                "a restored run goes on with the epoch it stopped in",
-                f"progress is in epoch {self.epoch}, fit(initial_epoch={first_epoch})",
-                f"fit(..., initial_epoch=progress.epoch, epochs={self.epoch + 1} or more)", shared=True,
-            )  # fmt: skip
-        if done is not None and done != self._resumed_in:
-            raise ConfigError(
-                "a restored run goes on with the samples that are left of its epoch",
-                f"progress has done {self._resumed_in} samples of epoch {self.epoch}, the batches leave out {done}",
-                "batches(..., epoch=progress.epoch, consumed=progress.samples_in_epoch), and"
-                " callbacks(..., progress=progress)", shared=True,
-            )  # fmt: skip
-        if done is None and self._resumed_in:
-            self.session.say(
-                f"goes on after {self._resumed_in} samples of epoch {self.epoch}: the data must skip those"
-            )
+    last_step_samples = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.epoch = epoch
-        self.samples_in_epoch, self._resumed_in = self._resumed_in, 0
+        progress, data = self.session.progress, self.session.fitted
+        done = progress.samples_in_epoch if data is None else data.done(epoch)
+        self.session.progress = replace(progress, epoch=epoch, samples_in_epoch=done)
         self._next_batch = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         done = min(batch + 1, self.params.get("steps") or batch + 1)  # Keras counts the last execution as a full one
         steps = done - self._next_batch  # several with steps_per_execution
-        samples = steps * self.step_samples
-        if self.plan is not None:
-            samples = min(samples, self.plan.samples - self.samples_in_epoch)
+        now, data = self.session.progress, self.session.fitted
+        if data is None:
+            samples = steps * (self.session.per_rank_batch or 0) * self.world.size
+        else:
+            samples = min(steps * data.global_batch, data.samples - now.samples_in_epoch)
         self._next_batch = done
-        self.step += steps
-        self.samples_seen += samples
-        self.samples_in_epoch += samples
+        self.session.progress = Progress(
+            now.epoch, now.step + steps, now.samples_seen + samples, now.samples_in_epoch + samples
+        )
         self.last_step_samples = samples
 
-    @property
-    def steps_in_epoch(self) -> int:
-        """Steps of this ``fit`` in its current epoch."""
-        return self._next_batch
-
-    @property
-    def epoch_is_done(self) -> bool:
-        """False where a stop left samples of the epoch that is counted by a plan."""
-        return self.plan is None or self.plan.steps(self.samples_in_epoch) == 0
-
-    def progress(self, *, epoch_done: bool) -> Progress:
-        if epoch_done:
-            return Progress(self.epoch + 1, self.step, self.samples_seen, 0)
-        return Progress(self.epoch, self.step, self.samples_seen, self.samples_in_epoch)
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        now, data = self.session.progress, self.session.fitted
+        if data is not None and data.plan.steps(now.samples_in_epoch) > 0:
+            return  # a stop left samples of the epoch
+        left = (self.params.get("steps") or 0) - self._next_batch
+        if left > 0 and self.session.saves:
+            self.session.say(
+                f"epoch {epoch} was stopped {left} step(s) before its end: with data that hvdtrain does not deal its"
+                " checkpoint is that of a whole epoch, so a resumed run goes on with the next"
+            )
+        self.session.progress = Progress(now.epoch + 1, now.step, now.samples_seen, 0)
 
 
 class Rate(Callback):
     """Sets the learning rate before each batch, from the samples seen; nobody else does."""
 
-    def __init__(self, session: Session, lr: LR, count: Count, global_batch: int) -> None:
+    def __init__(self, session: Session, lr: LR, global_batch: int) -> None:
         super().__init__(session)
-        self.lr, self.count, self.global_batch = lr, count, global_batch
+        self.lr, self.global_batch = lr, global_batch
         self._now: float | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -291,7 +219,7 @@ class Rate(Callback):
         self._set()
 
     def _set(self) -> None:
-        rate = self.lr.at(self.count.samples_seen, self.global_batch)
+        rate = self.lr.at(self.session.progress.samples_seen, self.global_batch)
         if rate != self._now:
             self.model.optimizer.learning_rate = rate
             self._now = rate
@@ -300,9 +228,9 @@ class Rate(Callback):
 class Watch(Callback):
     """Compares the replicas every so many steps: one checksum per variable, one small all-reduce."""
 
-    def __init__(self, session: Session, every: int) -> None:
+    def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self.every = every
+        self.every = session.watch_every
         self._steps = 0
         self._variables: list[Any] = []
         self._checksums: Any = None
@@ -343,11 +271,11 @@ class Record(Callback):
         ended = time.perf_counter()
         seconds = {"between": self._began - self._ended, "step": ended - self._began}
         self._ended = ended
-        count = self.count
+        now = self.session.progress
         self.run.step(
-            step=count.step, epoch=count.epoch, samples_seen=count.samples_seen,
+            step=now.step, epoch=now.epoch, samples_seen=now.samples_seen,
             loss=self._loss(logs or {}), lr=rate_of(self.model.optimizer),
-            samples=count.last_step_samples, seconds=seconds,
+            samples=self.count.last_step_samples, seconds=seconds,
         )  # fmt: skip
 
     def _loss(self, logs: dict[str, Any]) -> float:
@@ -371,38 +299,33 @@ class Save(Callback):
     written: earlier checkpoints stay.
     """
 
-    def __init__(self, session: Session, checkpointer: Checkpointer, count: Count, every_steps: int = 0) -> None:
+    def __init__(self, session: Session, checkpointer: Checkpointer, every_steps: int = 0) -> None:
         super().__init__(session)
-        self.checkpointer, self.count, self.every_steps = checkpointer, count, every_steps
-        self._saved_at = count.step
+        self.checkpointer, self.every_steps = checkpointer, every_steps
         self._finite = True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self.every_steps and self.count.plan is None:
+        if self.every_steps and self.session.fitted is None:
             raise ConfigError(
                 "a checkpoint within an epoch knows its place in the data from the plan that deals it",
                 f"save_every={self.every_steps}, data that hvdtrain does not deal",
-                "fit(hvdtrain.keras.batches(...)), or save after each epoch only",
+                "fit(hvdtrain.keras.loader(...)), or save after each epoch only",
             )
         check_saveable(self.model)
-        self._saved_at = self.count.step
+        self._saved_at = self.session.progress.step
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         last = batch + 1 >= (self.params.get("steps") or math.inf)  # the epoch's own checkpoint follows at once
-        if self.every_steps and not last and self.count.step // self.every_steps > self._saved_at // self.every_steps:
-            self._save(self.count.progress(epoch_done=False), {})
+        step = self.session.progress.step
+        if self.every_steps and not last and step // self.every_steps > self._saved_at // self.every_steps:
+            self._save({})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         metrics = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
-        left = (self.params.get("steps") or 0) - self.count.steps_in_epoch
-        if self.count.plan is None and left > 0:
-            self.session.say(
-                f"epoch {epoch} was stopped {left} step(s) before its end: with data that hvdtrain does not deal its"
-                " checkpoint is that of a whole epoch, so a resumed run goes on with the next"
-            )
-        self._save(self.count.progress(epoch_done=self.count.epoch_is_done), metrics)
+        self._save(metrics)
 
-    def _save(self, progress: Progress, metrics: dict[str, float]) -> None:
+    def _save(self, metrics: dict[str, float]) -> None:
+        progress = self.session.progress
         self._saved_at = progress.step
         try:
             self.checkpointer.save(model_state(self.model), progress=progress, metrics=metrics)
@@ -415,6 +338,12 @@ def rate_of(optimizer: Any) -> float:
     """Returns an optimizer's current learning rate, of a variable or of a schedule."""
     rate = leaves_of(optimizer)[0].learning_rate  # of several (MultiOptimizer) the first one's
     return float(keras.ops.convert_to_numpy(rate.value if hasattr(rate, "value") else rate))
+
+
+def global_batch(session: Session, optimizer: Any) -> int:
+    """Returns the samples of one update: ranks x per-rank batch x accumulation."""
+    passes = max((leaf.gradient_accumulation_steps or 1) for leaf in leaves_of(optimizer))
+    return (session.per_rank_batch or 0) * session.world.size * passes
 
 
 def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:

@@ -1,7 +1,7 @@
 """The weights themselves, where an optimizer with ``use_ema`` trains one epoch in two fits.
 
 Keras writes the average over the weights at the end of each ``fit``. Two fits of whole epochs are what they are in
-plain Keras. But the rest of an epoch that was stopped is a ``fit`` of its own (``batches(..., consumed=)``): it and its
+plain Keras. But the rest of an epoch that was stopped is a ``fit`` of its own (``Loader.go_on``): it and its
 neighbours are one training, as if nobody had stopped, and what follows goes on with the weights as the last step left
 them; so does a checkpoint that is written in between.
 """

@@ -20,6 +20,7 @@ import numpy as np
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World, given_or_current
+from hvdtrain.runs.checkpoint import Progress
 
 KEY = "_hvdtrain"
 # A rank that has no sample left takes part with a batch of one row that is none. Its sample weight says so: NaN, which
@@ -77,10 +78,11 @@ class Session:
         wants_broadcast: the callbacks asked for rank 0's state before the next step.
         streams_set: every rank has its own random stream (done once, so that a second ``fit`` goes on).
         restored_random: random state that a checkpoint gave this rank, to be put in place when training
-            starts.
+            starts; until then ``fit`` goes on where the checkpoint was taken.
         saves: this run writes checkpoints.
         step_random: Python's and numpy's generators of this rank within a train step.
-        count: the clock of the last ``fit``, which the next goes on from.
+        progress: where training stands, as counted or restored; the next ``fit`` goes on from there.
+        fitted: the ``Loader`` that ``fit`` reads; ``None``: data that hvdtrain does not deal.
         kept_weights: behind an average that Keras wrote over them at the end of a ``fit`` (``moving_average.Kept``);
             told_average: what is so about several fits with averages was said.
         told_counting: that checkpoints lack what callbacks count was said.
@@ -121,7 +123,8 @@ class Session:
     restored_random: Mapping[str, np.ndarray] | None = None
     saves: bool = False
     step_random: tuple[Any, Any] | None = None
-    count: Any = None
+    progress: Progress = field(default_factory=Progress)
+    fitted: Any = None
     kept_weights: Any = None
     loaded: bool = False
     told_average: bool = False

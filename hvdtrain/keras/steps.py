@@ -118,7 +118,7 @@ def same_work(came: str) -> ReplicaError:
     return ReplicaError(
         "each rank must train on samples of its own",
         came + ": the same work as many times, for what one rank alone would learn",
-        "data = hvdtrain.keras.batches(x, y, per_rank_batch=...) and model.fit(data); a tf.data.Dataset:"
+        "data = hvdtrain.keras.loader((x, y), per_rank_batch=...) and model.fit(data); a tf.data.Dataset:"
         " dataset.shard(world.size, world.rank) before batch()",
         shared=True,
     )

@@ -35,28 +35,11 @@ from hvdtrain.runs.checkpoint_files import (
     verify,
     write_manifest,
 )
-from hvdtrain.runs.parts import Part
+from hvdtrain.runs.parts import Part, Progress
 
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)(?:\.(\d+))?")
 _UNFINISHED = re.compile(r"\.(?:writing|deleting)-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
 _ABANDONED_S = 24 * 3600.0
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where training stands; counts are of all ranks together.
-
-    Attributes:
-        epoch: the epoch to go on with, counted from 0.
-        step: updates done.
-        samples_seen: samples since the start of training.
-        samples_in_epoch: samples done in `epoch`.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    samples_seen: int = 0
-    samples_in_epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -289,7 +272,10 @@ class Checkpointer:
         files = {name: manifest["files"][name] for name in sorted(state)}
         with local_copy(self.world, path, files) as (folder, failure):
             self._load(state, folder, failure)
-        return Progress(**manifest["progress"])
+        progress = Progress(**manifest["progress"])
+        for part in state.values():
+            part.restored(progress)
+        return progress
 
     def _choose(self, which: str, names: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
         """Return the name and manifest of the checkpoint to restore, every checksum read."""

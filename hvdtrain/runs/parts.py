@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training stands; counts are of all ranks together.
+
+    Attributes:
+        epoch: the epoch to go on with, counted from 0.
+        step: updates done.
+        samples_seen: samples since the start of training.
+        samples_in_epoch: samples done in `epoch`.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    samples_seen: int = 0
+    samples_in_epoch: int = 0
 
 
 class Part:
@@ -26,6 +44,9 @@ class Part:
     def load(self, path: Path) -> None:
         """Takes the state from `path`; called on every rank, with the same content."""
         raise NotImplementedError
+
+    def restored(self, progress: Progress) -> None:
+        """Called on every rank when all parts are loaded, with the progress that was saved with them."""
 
 
 class ExtraPart(Part):

@@ -11,7 +11,7 @@ from limits import Limit
 PROGRAM = PROGRAMS / "keras" / "fits.py"
 # case -> the rows it shows, if any
 ACCEPTED = {
-    "validates_with_a_tail": ("K2a", "validation_data=batches(...) with one sample more than full batches"),
+    "validates_with_a_tail": ("K2a", "validation_data=loader(...) with one sample more than full batches"),
     "validates_fewer_samples_than_ranks": ("K2b", "validation on fewer samples than ranks"),
     "validates_masked_labels": ("K2c", "validation of a loss that ignores labels, with a tail"),
     "stops_early_as_plain_keras": ("K2d", "EarlyStopping and ReduceLROnPlateau on val_loss, with a tail"),
@@ -50,10 +50,10 @@ REFUSED = {
     "moved_by_hand": ("ReplicaError", "replicas must be equal after the first step", "kernel"),
 }
 ROWS = {
-    "fit_with_y": ("K5c", "fit(batches(...), y=)"),
-    "fit_with_class_weight": ("K5d", "fit(batches(...), class_weight=)"),
-    "fit_with_sample_weight": ("K5e", "fit(batches(...), sample_weight=)"),
-    "fit_with_steps": ("K8b", "fit(batches(...), steps_per_epoch=)"),
+    "fit_with_y": ("K5c", "fit(loader(...), y=)"),
+    "fit_with_class_weight": ("K5d", "fit(loader(...), class_weight=)"),
+    "fit_with_sample_weight": ("K5e", "fit(loader(...), sample_weight=)"),
+    "fit_with_steps": ("K8b", "fit(loader(...), steps_per_epoch=)"),
     "synchronized_statistics": ("K8a", "BatchNormalization(synchronized=True)"),
 }
 MENDED = {

@@ -96,8 +96,8 @@ ROWS = {
     "mask_zero": ("A7c", "Keras, Embedding(mask_zero=True)"),
     "masking_lstm": ("A7d", "Keras, Masking and an LSTM"),
     "sum": ("A8a", 'Keras, reduction="sum"'),
-    "class_weight": ("K5a", "class weights: batches(class_weight=)"),
-    "weights_zero_on_a_rank": ("K5b", "sample weights, all zero on one rank: batches(sample_weight=)"),
+    "class_weight": ("K5a", "class weights: loader(..., class_weight=)"),
+    "weights_zero_on_a_rank": ("K5b", "sample weights, all zero on one rank: loader((x, y, sample_weight))"),
 }
 
 

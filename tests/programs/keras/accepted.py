@@ -119,15 +119,15 @@ def optimizer_inside_loss_scale_with_callbacks() -> str:
 def rate_follows_samples() -> str:
     """The rate of each update, as a function of the samples seen before it."""
     lr = hvdtrain.LR(0.1, 8, warmup_samples=48, schedule="step", milestones=(64,))
-    model = hvk.prepare(compiled(O.SGD(0.1)), lr=lr, per_rank_batch=8)
+    batches = data()
+    model = hvk.prepare(compiled(O.SGD(0.1)), batches, lr=lr)
     seen: list[float] = []
 
     class Look(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             seen.append(round(float(numpy_of(model.optimizer.learning_rate)), 6))
 
-    batches = data()
-    model.fit(batches, epochs=3, verbose=0, callbacks=[*hvk.callbacks(model, plan=batches.plan), Look()])
+    model.fit(batches, epochs=3, verbose=0, callbacks=[*hvk.callbacks(model), Look()])
     expected = [round(lr.at(step * 8 * SIZE, 8 * SIZE), 6) for step in range(len(seen))]
     assert np.allclose(seen, expected, rtol=1e-5), (seen, expected)
     return f"{len(seen)} rates"
@@ -156,13 +156,13 @@ def evaluates_each_sample_once() -> str:
     model.compile(O.SGD(0.1), loss(), metrics=["accuracy"])
     hvk.prepare(model)
     x = x.astype("float32") / 20
-    together = hvk.evaluate(model, x, y, 8)
+    together = hvk.evaluate(model, (x, y), per_rank_batch=8)
     alone = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
     assert abs(together["loss"] - alone["loss"]) < 1e-5 and abs(together["accuracy"] - alone["accuracy"]) < 1e-6, (
         together,
         alone,
     )
-    few = hvk.evaluate(model, x[:1], y[:1], 8)  # fewer samples than ranks
+    few = hvk.evaluate(model, (x[:1], y[:1]), per_rank_batch=8)  # fewer samples than ranks
     one = model.evaluate(x[:1], y[:1], verbose=0, return_dict=True)
     assert abs(few["loss"] - one["loss"]) < 1e-5, (few, one)
     return "equal"

@@ -52,7 +52,7 @@ if __name__ == "__main__":
 
     look = Look()
     look.compile("sgd", run_eagerly=True)
-    data = hvk.batches(x, y, 8, seed=1)
+    data = hvk.loader((x, y), 8, seed=1)
     look.fit(data, epochs=2, verbose=0, callbacks=hvk.callbacks(hvk.prepare(look)))  # fit shuffles by default: not ours
     expected = [share.indices.tolist() for epoch in (0, 1) for share in data.plan.step_slices(epoch, rank=0)]
     assert seen == expected, (seen, expected)
@@ -63,7 +63,8 @@ if __name__ == "__main__":
     assert seen == [share.indices.tolist() for share in data.plan.step_slices(3, rank=0)]
     print("epochs told apart")
 
-    rest = hvk.batches(x, y, 8, seed=1, epoch=1, consumed=8)
+    rest = hvk.loader((x, y), 8, seed=1)
+    rest.go_on(1, 8)
     assert len(rest) == 2
     try:
         look.fit(rest, epochs=3, initial_epoch=1, verbose=0, callbacks=hvk.callbacks(look))

@@ -12,7 +12,7 @@ import accepted  # noqa: F401  (its cases)
 import keras
 import numpy as np
 from common import BACKEND, L, cnn, dense, images, loss, numpy_of
-from jobs import CASES, RANK, SIZE, O, case, compiled, fit, hvk, run_cases
+from jobs import CASES, RANK, SIZE, O, case, compiled, data, fit, hvk, run_cases
 
 import hvdtrain
 
@@ -202,6 +202,24 @@ def rate_without_batch() -> str:
 
 
 @case
+def batch_said_twice() -> str:
+    hvk.prepare(compiled(O.SGD(0.1)), data(8), per_rank_batch=8)
+    return "prepared"
+
+
+@case
+def prepared_with_arrays() -> str:
+    hvk.prepare(compiled(O.SGD(0.1)), images(8), lr=hvdtrain.LR(0.1, 8))
+    return "prepared"
+
+
+@case
+def data_in_a_list() -> str:
+    hvk.loader(list(images(8)), 8)
+    return "prepared"
+
+
+@case
 def not_compiled() -> str:
     hvk.prepare(cnn())
     return "prepared"
@@ -216,7 +234,7 @@ def unknown_compression() -> str:
 @case
 def evaluates_replicas_that_differ() -> str:
     x, y = images(8)
-    hvk.evaluate(compiled(seed=RANK), x.astype("float32"), y, 8)
+    hvk.evaluate(compiled(seed=RANK), (x.astype("float32"), y), per_rank_batch=8)
     return "evaluated"
 
 

@@ -58,7 +58,7 @@ def same_history(mine: Any, plain: Any) -> float:
 
 
 def deal(x: Any, y: Any, **options: Any) -> Any:
-    return hvk.batches(x, y, BATCH // SIZE, shuffle=False, **options)
+    return hvk.loader((x, y), BATCH // SIZE, shuffle=False, **options)
 
 
 @contextlib.contextmanager
@@ -73,9 +73,7 @@ def both(make: Any, x: Any, y: Any, val: Any, epochs: int = 3, callbacks: Any = 
     model, plain = hvk.prepare(make()), make()
     data = deal(x, y)
     options = {"epochs": epochs, "verbose": 0}
-    here = model.fit(
-        data, validation_data=deal(*val), callbacks=[*hvk.callbacks(model, plan=data.plan), *callbacks()], **options
-    )
+    here = model.fit(data, validation_data=deal(*val), callbacks=[*hvk.callbacks(model), *callbacks()], **options)
     there = plain.fit(
         x, y, batch_size=BATCH, shuffle=False, validation_data=val, validation_batch_size=BATCH,
         callbacks=callbacks(), **options,
@@ -118,7 +116,7 @@ def evaluates_as_plain_keras() -> str:
     for model, x, y in ((net(metrics=["accuracy"]), X, Y), (tagger(), TOKENS, TAGS)):
         hvk.prepare(model)
         for samples in (1, 13, 40):
-            here = hvk.evaluate(model, x[:samples], y[:samples], BATCH // SIZE)
+            here = hvk.evaluate(model, (x[:samples], y[:samples]), per_rank_batch=BATCH // SIZE)
             there = model.evaluate(x[:samples], y[:samples], batch_size=BATCH, verbose=0, return_dict=True)
             gaps.append(max(abs(here[name] - there[name]) for name in there))
     assert max(gaps) < EXACT, gaps
@@ -146,7 +144,7 @@ def validates_on_all_samples_each() -> str:
     model, plain = hvk.prepare(net(metrics=[Hits()])), net(metrics=[Hits()])
     data, val = deal(X[:44], Y[:44]), (X[44:57], Y[44:57])
     options = {"epochs": 2, "verbose": 0, "validation_data": val, "validation_batch_size": BATCH}
-    here = model.fit(data, callbacks=hvk.callbacks(model, plan=data.plan), **options)
+    here = model.fit(data, callbacks=hvk.callbacks(model), **options)
     there = plain.fit(X[:44], Y[:44], batch_size=BATCH, shuffle=False, **options)
     gap = same_history(here, there)
     assert gap < EXACT, (gap, here.history, there.history)
@@ -179,7 +177,7 @@ def means_of_batches_with_a_tail() -> str:
     y, held_out = ({name: of[cut] for name, of in labels.items()} for cut in (slice(0, 41), slice(41, 60)))
     found = both(make, X[:41], y, (X[41:], held_out))
     model = hvk.prepare(make())
-    here = hvk.evaluate(model, X[41:], held_out, BATCH // SIZE)
+    here = hvk.evaluate(model, (X[41:], held_out), per_rank_batch=BATCH // SIZE)
     there = model.evaluate(X[41:], held_out, batch_size=BATCH, verbose=0, return_dict=True)
     gap = max(abs(here[name] - there[name]) for name in here)
     assert gap < EXACT, (gap, here, there)
@@ -274,7 +272,7 @@ def goes_on_accumulating() -> str:
     hvk.prepare(model)
     for part in (slice(0, 24), slice(24, 48)):
         data = deal(X[part], Y[part])
-        model.fit(data, verbose=0, callbacks=hvk.callbacks(model, plan=data.plan))
+        model.fit(data, verbose=0, callbacks=hvk.callbacks(model))
         plain.fit(X[part], Y[part], batch_size=BATCH, shuffle=False, verbose=0)
     gap = apart(weights_of(model), weights_of(plain))
     assert gap < EXACT, gap
@@ -287,7 +285,7 @@ def counts_every_step_of_an_execution() -> str:
     several = 2 if BACKEND == "tensorflow" else 1
     model = hvk.prepare(net(steps_per_execution=several), watch_every=2)
     data = deal(X[:48], Y[:48])
-    callbacks = hvk.callbacks(model, plan=data.plan, run=_Log())
+    callbacks = hvk.callbacks(model, run=_Log())
     compared = []
     from hvdtrain.keras.checks import replicas
 
@@ -297,8 +295,8 @@ def counts_every_step_of_an_execution() -> str:
         model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
     finally:
         replicas.check_equal = original
-    count = next(c for c in callbacks if type(c).__name__ == "Count")
-    assert (count.step, count.samples_seen) == (8, 96), (count.step, count.samples_seen)
+    count = vars(model)["_hvdtrain"].progress
+    assert count == hvdtrain.Progress(epoch=2, step=8, samples_seen=96), count
     watched = [when for when in compared if when.startswith("after step")]
     assert len(watched) == 4, compared
     return str(watched)
@@ -320,7 +318,7 @@ def records_the_loss_of_the_global_batch() -> str:
     """Step by step, tails included; not the running mean, nor one rank's."""
     model, plain, log = hvk.prepare(net()), net(), _Log()
     data = deal(X[:37], Y[:37])
-    model.fit(data, epochs=2, verbose=0, callbacks=hvk.callbacks(model, plan=data.plan, run=log))
+    model.fit(data, epochs=2, verbose=0, callbacks=hvk.callbacks(model, run=log))
     expected = []
     for _ in range(2):
         for first in range(0, 37, BATCH):
@@ -416,7 +414,7 @@ def an_average_and_an_epoch_in_two_fits() -> str:
     def fit(model: keras.Model, epochs: tuple[int, int], of: Any, *others: Any, **options: Any) -> None:
         model.fit(
             of, initial_epoch=epochs[0], epochs=epochs[1], verbose=0,
-            callbacks=[*others, *hvk.callbacks(model, plan=of.plan, **options)],
+            callbacks=[*others, *hvk.callbacks(model, **options)],
         )  # fmt: skip
 
     gaps, notes = [], io.StringIO()
@@ -427,14 +425,16 @@ def an_average_and_an_epoch_in_two_fits() -> str:
         new = hvk.prepare(averaging())
         progress = checkpoints.restore(hvk.model_state(new))
         assert progress == hvdtrain.Progress(epoch=1, step=6, samples_seen=72, samples_in_epoch=24), progress
-        for model, others in ((stopped, [swap]), (new, [])):
-            fit(model, (1, 2), deal(X[:48], Y[:48], epoch=1, consumed=24), *others, progress=progress)
+        rest, whole = (deal(X[:48], Y[:48]) for _ in range(2))
+        rest.go_on(1, 24)  # the same model goes on; the restored one puts its data there itself
+        fit(stopped, (1, 2), rest, swap)
+        fit(new, (1, 2), whole)
         averages, restored = weights_of(new), hvk.prepare(averaging())
         checkpoints.save(hvk.model_state(new), progress=hvdtrain.Progress(2, 8, 96, 0))
         assert apart(averages, weights_of(new)) == 0, "saving leaves them"
         progress = checkpoints.restore(hvk.model_state(restored))
         for model in (stopped, new, restored):
-            fit(model, (2, 3), deal(X[:48], Y[:48]), progress=progress)
+            fit(model, (2, 3), whole)
             gaps.append(apart(weights_of(model), weights_of(plain)))
     assert max(gaps) < EXACT, gaps
     assert notes.getvalue().count("goes on with the weights themselves") == (RANK == 0) * 3, notes.getvalue()
@@ -446,7 +446,8 @@ def an_average_and_two_fits() -> str:
     """Whole epochs in two fits: in plain Keras, too, the second goes on from the averages, which is said where there
     are checkpoints; new weights stay."""
     model, plain = hvk.prepare(averaging()), averaging()
-    data, rest = deal(X[:48], Y[:48]), deal(X[:48], Y[:48], epoch=2, consumed=24)
+    data, rest = (deal(X[:48], Y[:48]) for _ in range(2))
+    rest.go_on(2, 24)
     notes = io.StringIO()
     for epochs in ((0, 1), (1, 2)):
         with shared_folder() as folder, contextlib.redirect_stdout(notes):
@@ -527,7 +528,7 @@ def fit_with_steps() -> str:
 
 @case
 def both_kinds_of_weights() -> str:
-    deal(X[:24], Y[:24], sample_weight=np.ones(24), class_weight={0: 2.0})
+    hvk.loader((X[:24], Y[:24], np.ones(24)), BATCH // SIZE, class_weight={0: 2.0})
     return "dealt"
 
 

@@ -36,7 +36,7 @@ def compiled(optimizer: Any = None, *, seed: int = 0, **arguments: Any) -> keras
 
 def data(batch: int = 8, samples: int = 32) -> Any:
     x, y = images(samples)
-    return hvk.batches(x.astype("float32"), y, batch)
+    return hvk.loader((x.astype("float32"), y), batch)
 
 
 def fit(model: keras.Model, callbacks: list[Any] | None = None, epochs: int = 1, batches: Any = None) -> Any:

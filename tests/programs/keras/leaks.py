@@ -38,8 +38,8 @@ def fold(prepared: bool) -> list[weakref.ref[Any]]:
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
     if prepared:
         hvk.prepare(model, verify=False)
-        data = hvk.batches(np.zeros((8, WIDTH), "float32"), np.zeros((8, WIDTH), "float32"), 8 // world.size)
-        model.fit(data, verbose=0, callbacks=hvk.callbacks(model, plan=data.plan))
+        data = hvk.loader((np.zeros((8, WIDTH), "float32"),) * 2, 8 // world.size)
+        model.fit(data, verbose=0, callbacks=hvk.callbacks(model))
     else:
         model.fit(Plain(), verbose=0)
     return [weakref.ref(model), weakref.ref(model.optimizer)]

@@ -37,32 +37,32 @@ def equal(model: keras.Model) -> str:
 # -------------------------------------------------------------------- the same data
 @case
 def strided_data() -> str:
-    hvk.batches(X[RANK::SIZE], Y[RANK::SIZE], 8)
+    hvk.loader((X[RANK::SIZE], Y[RANK::SIZE]), 8)
     return "dealt"
 
 
 @case
 def other_order() -> str:
     order = np.random.default_rng(RANK).permutation(64)
-    hvk.batches(X[order], Y[order], 8)
+    hvk.loader((X[order], Y[order]), 8)
     return "dealt"
 
 
 @case
 def other_length() -> str:
-    hvk.batches(X[: 60 + 4 * RANK], Y[: 60 + 4 * RANK], 8)
+    hvk.loader((X[: 60 + 4 * RANK], Y[: 60 + 4 * RANK]), 8)
     return "dealt"
 
 
 @case
 def other_seed() -> str:
-    hvk.batches(X, Y, 8, seed=RANK)
+    hvk.loader((X, Y), 8, seed=RANK)
     return "dealt"
 
 
 @case
 def strided_evaluation() -> str:
-    return str(hvk.evaluate(hvk.prepare(compiled()), X[RANK::SIZE], Y[RANK::SIZE], 8))
+    return str(hvk.evaluate(hvk.prepare(compiled()), (X[RANK::SIZE], Y[RANK::SIZE]), per_rank_batch=8))
 
 
 @case
@@ -99,7 +99,7 @@ def data_set_of_own_shard() -> str:
 # -------------------------------------------------------------------- kinds of data
 @case
 def labels_in_a_list() -> str:
-    hvk.batches(X, Y.tolist(), 8)
+    hvk.loader((X, Y.tolist()), 8)
     return "dealt"
 
 
@@ -114,12 +114,12 @@ def text_as_data() -> str:
     messages = []
     for x in data:
         try:
-            hvk.batches(x, Y[:24], 8)
+            hvk.loader((x, Y[:24]), 8)
             return f"dealt {type(x).__name__}"
         except hvdtrain.ConfigError as error:
             messages.append(str(error))
     assert all("must hold numbers" in message for message in messages), messages
-    hvk.batches(words, Y[:24], 8)
+    hvk.loader((words, Y[:24]), 8)
     return "dealt"
 
 
@@ -145,7 +145,7 @@ def a_model_that_cannot_be_saved() -> str:
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = hvdtrain.Checkpointer(folder, best=None)
         try:
-            fit(model, [*hvk.callbacks(model, checkpointer=checkpoints, plan=data().plan), seen])
+            fit(model, [*hvk.callbacks(model, checkpointer=checkpoints), seen])
         finally:
             assert not steps, "it has trained"
     return "trained"
@@ -176,7 +176,7 @@ def tensors_and_no_targets() -> str:
         model.compile(O.SGD(0.1))
         model.build((None, 6, 6, 1))
         if prepared:
-            batches = hvk.batches(x, None, 8, shuffle=False)
+            batches = hvk.loader(x, 8, shuffle=False)
             model.fit(batches, verbose=0, callbacks=hvk.callbacks(hvk.prepare(model)))
         else:
             model.fit(x2, batch_size=16, shuffle=False, verbose=0)
@@ -299,7 +299,7 @@ def batches_of_four() -> str:
 @case
 def other_batch_than_prepared() -> str:
     model = hvk.prepare(compiled(), lr=LR(0.1, 8), per_rank_batch=8)
-    batches = hvk.batches(X, Y, 16)
+    batches = hvk.loader((X, Y), 16)
     model.fit(batches, verbose=0, callbacks=hvk.callbacks(model))
     return "trained"
 
@@ -327,10 +327,16 @@ def a_fit_for_each_epoch() -> str:
 
 
 def restored(progress: Any, **arguments: Any) -> str:
-    model = hvk.prepare(compiled(), lr=LR(0.1, 8), per_rank_batch=8)
-    fitted = arguments.pop("batches", None) or hvk.batches(X, Y, 8)
-    model.fit(fitted, epochs=3, verbose=0, callbacks=hvk.callbacks(model, progress=progress), **arguments)
-    return "trained"
+    """Goes on with data that knows nothing of it, from a checkpoint that was taken there."""
+    fitted = hvk.loader((X, Y), 8)
+    model = hvk.prepare(compiled(), fitted, lr=LR(0.1, 8))
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = hvdtrain.Checkpointer(world.broadcast(folder), best=None)
+        checkpoints.save(hvk.model_state(model), progress=progress)
+        assert checkpoints.restore(hvk.model_state(model)) == progress
+        world.barrier()
+    model.fit(fitted, epochs=3, verbose=0, callbacks=hvk.callbacks(model), **arguments)
+    return f"trained, {vars(model)['_hvdtrain'].progress}"
 
 
 @case
@@ -339,14 +345,17 @@ def progress_without_initial_epoch() -> str:
 
 
 @case
-def mid_epoch_without_consumed() -> str:
+def mid_epoch_restored() -> str:
     return restored(hvdtrain.Progress(2, 9, 144, 16), initial_epoch=2)
 
 
 @case
-def mid_epoch_with_consumed() -> str:
-    batches = hvk.batches(X, Y, 8, epoch=2, consumed=16)
-    return restored(hvdtrain.Progress(2, 9, 144, 16), initial_epoch=2, batches=batches)
+def mid_epoch_without_its_counts() -> str:
+    fitted = hvk.loader((X, Y), 8)
+    model = hvk.prepare(compiled(), fitted, lr=LR(0.1, 8))
+    fitted.go_on(2, 16)
+    model.fit(fitted, epochs=3, initial_epoch=2, verbose=0, callbacks=hvk.callbacks(model))
+    return "trained"
 
 
 @case
@@ -433,7 +442,7 @@ def stop_at_an_epochs_end_of_one_rank() -> str:
 
     model = hvk.prepare(compiled())
     fit(model, [*hvk.callbacks(model), K.LambdaCallback(on_epoch_end=stop)], epochs=3)
-    hvk.evaluate(model, X, Y, 8)
+    hvk.evaluate(model, (X, Y), per_rank_batch=8)
     return f"{int(numpy_of(model.optimizer.iterations))} updates, {equal(model)}"
 
 
@@ -529,7 +538,7 @@ def noise_of(kind: str, *, eagerly: bool = False) -> str:
         end = K.LambdaCallback(on_train_batch_end=lambda *_, **__: seen.append(float(numpy_of(model.drawn))))
         batches = data()
         model.fit(batches, epochs=epochs, initial_epoch=progress.epoch if progress else 0, verbose=0,
-                  callbacks=[*hvk.callbacks(model, checkpointer=saver, progress=progress), end])  # fmt: skip
+                  callbacks=[*hvk.callbacks(model, checkpointer=saver), end])  # fmt: skip
         return seen
 
     with tempfile.TemporaryDirectory() as folder:

@@ -154,8 +154,9 @@ def train(case: dict[str, Any], accumulate: int, samples: int) -> tuple[keras.Mo
     if os.environ.get("OFF"):
         off()
     size = int(os.environ["HOROVOD_SIZE"])
-    data = hvk.batches(x, y, BATCH // size, shuffle=False, **weights)
-    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=hvk.callbacks(model, plan=data.plan))
+    dealt = (x, y, weights["sample_weight"]) if "sample_weight" in weights else (x, y)
+    data = hvk.loader(dealt, BATCH // size, shuffle=False, class_weight=weights.get("class_weight"))
+    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=hvk.callbacks(model))
     return model, history.history
 
 

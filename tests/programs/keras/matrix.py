@@ -199,14 +199,14 @@ def train(name: str, case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.
     model, optimizer = build(case, world, hvk)
     if case.get("stock"):
         per_rank = GLOBAL_BATCH // world.size
-        data = hvk.batches(x, y, per_rank, world=world, seed=3)
+        data = hvk.loader((x, y), per_rank, world=world, seed=3)
         for variable in model.weights:  # fair: the stock job starts from equal replicas
             variable.assign(world.broadcast(numpy_of(variable)))
         history = model.fit(data, epochs=2, verbose=0)
         return model, history.history
     if case.get("micro"):
         x, y = micro_batches(world, x.astype("float32"), y)
-        callbacks = hvk.callbacks(model, world=world)
+        callbacks = hvk.callbacks(model)
         history = model.fit(
             x,
             y,
@@ -217,8 +217,8 @@ def train(name: str, case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.
             callbacks=callbacks,
         )
         return model, history.history
-    data = hvk.batches(x, y, GLOBAL_BATCH // world.size, world=world, seed=3)
-    callbacks = hvk.callbacks(model, world=world, plan=data.plan)
+    data = hvk.loader((x, y), GLOBAL_BATCH // world.size, world=world, seed=3)
+    callbacks = hvk.callbacks(model)
     if case.get("off") and world.size > 1:
         callbacks[0].on_train_begin = switch_off(callbacks[0])
     from hvdtrain.keras.checks import replicas

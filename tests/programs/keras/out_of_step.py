@@ -32,15 +32,15 @@ def evaluate_on_rank_0(world: World) -> None:
     model = prepared()
     if world.is_main:
         beacon.parts()
-        hvk.evaluate(model, X, Y, 4)  # here
+        hvk.evaluate(model, (X, Y), per_rank_batch=4)  # here
     beacon.parts()
-    model.fit(hvk.batches(X, Y, 4), callbacks=hvk.callbacks(model), verbose=0)  # here
+    model.fit(hvk.loader((X, Y), 4), callbacks=hvk.callbacks(model), verbose=0)  # here
 
 
 def evaluate_in_on_main(world: World) -> None:
     model = prepared()
     beacon.parts()
-    world.on_main(hvk.evaluate, model, X, Y, 4)  # here
+    world.on_main(hvk.evaluate, model, (X, Y), per_rank_batch=4)  # here
 
 
 def gather_in_a_callback(world: World) -> None:
@@ -54,7 +54,7 @@ def gather_in_a_callback(world: World) -> None:
 
     model = prepared()
     mine = [Asks()] if world.is_main else []
-    model.fit(hvk.batches(X, Y, 2), callbacks=[*hvk.callbacks(model), *mine], verbose=0)  # here
+    model.fit(hvk.loader((X, Y), 2), callbacks=[*hvk.callbacks(model), *mine], verbose=0)  # here
 
 
 def all_reduces_swapped(world: World) -> None:

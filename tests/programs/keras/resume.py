@@ -28,7 +28,7 @@ SAMPLES, PER_RANK = (
 )  # 2 ranks: 2 full steps and a tail of 4 each; accumulation over 2 steps is open at an epoch's end
 
 
-def build() -> keras.Model:
+def build() -> tuple[keras.Model, Any]:
     keras.utils.set_random_seed(11)
     model = keras.Sequential(
         [
@@ -45,12 +45,12 @@ def build() -> keras.Model:
     optimizer = keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=5)
     model.compile(optimizer, make_loss(), metrics=["accuracy"])
     lr = hvdtrain.LR(1e-2, 16, warmup_samples=32, schedule="cosine", total_samples=4 * SAMPLES)
-    return hvk.prepare(model, lr=lr, per_rank_batch=PER_RANK)
-
-
-def fit(model: keras.Model, folder: Path, *, epochs: int, progress: Any = None) -> None:
     x, y = images(SAMPLES)
-    data = hvk.batches(x.astype("float32"), y, PER_RANK)
+    data = hvk.loader((x.astype("float32"), y), PER_RANK)
+    return hvk.prepare(model, data, lr=lr), data
+
+
+def fit(model: keras.Model, data: Any, folder: Path, *, epochs: int, progress: Any = None) -> None:
     checkpointer = hvdtrain.Checkpointer(folder, best=None)
     with hvdtrain.RunLog(
         folder / "log", world, config={}, resume=progress is not None, progress=False, tensorboard=False
@@ -60,7 +60,7 @@ def fit(model: keras.Model, folder: Path, *, epochs: int, progress: Any = None) 
             epochs=epochs,
             initial_epoch=progress.epoch if progress else 0,
             verbose=0,
-            callbacks=hvk.callbacks(model, plan=data.plan, checkpointer=checkpointer, run=run, progress=progress),
+            callbacks=hvk.callbacks(model, checkpointer=checkpointer, run=run),
         )
 
 
@@ -74,21 +74,21 @@ def store(model: keras.Model, path: Path, progress: Any = None) -> None:
 
 def main(phase: str, folder: Path) -> None:
     if phase in ("whole", "both"):
-        model = build()
-        fit(model, folder / "whole", epochs=4)
+        model, data = build()
+        fit(model, data, folder / "whole", epochs=4)
         store(model, folder / "whole_end")
     if phase in ("first", "both"):
         keras.backend.clear_session()
-        model = build()
-        fit(model, folder / "parts", epochs=2)
+        model, data = build()
+        fit(model, data, folder / "parts", epochs=2)
         store(model, folder / "first_end")
     if phase in ("second", "elsewhere"):
-        model = build()
+        model, data = build()
         progress = hvdtrain.Checkpointer(folder / "parts", best=None).restore(hvk.model_state(model))
         assert progress is not None
         if phase == "second":
             store(model, folder / "restored", progress)
-            fit(model, folder / "parts", epochs=4, progress=progress)
+            fit(model, data, folder / "parts", epochs=4, progress=progress)
         store(model, folder / f"{phase}_end", progress)
     world.barrier()
     world.comm.shutdown()

@@ -67,12 +67,12 @@ def small(*layers: Any) -> keras.Model:
 
 def batches(samples: int = 32) -> Any:
     x, y = images(samples)
-    return hvk.batches(x.astype("float32"), y, 16 // SIZE)
+    return hvk.loader((x.astype("float32"), y), 16 // SIZE)
 
 
 def run(model: keras.Model, checkpoints: hvdtrain.Checkpointer | None, epochs: int = 1, **options: Any) -> None:
     data = batches(options.pop("samples", 32))
-    fit(model, hvk.callbacks(model, checkpointer=checkpoints, plan=data.plan, **options), epochs, data)
+    fit(model, hvk.callbacks(model, checkpointer=checkpoints, **options), epochs, data)
 
 
 class OwnData(keras.utils.PyDataset):
@@ -138,7 +138,7 @@ def case_a_stop_within_an_epoch_leaves_its_other_samples_to_do() -> None:
     with folder() as path:
         model, data = prepared(keras.optimizers.SGD(0.01)), batches(80)
         checkpoints = hvdtrain.Checkpointer(path, best=None)
-        ours = hvk.callbacks(model, checkpointer=checkpoints, plan=data.plan)
+        ours = hvk.callbacks(model, checkpointer=checkpoints)
         fit(model, [*ours, StopsAtStep2()], 2, data)
         assert saved(path) == [(0, 2, 32)], saved(path)
 
@@ -341,7 +341,7 @@ def case_m_optimizer_slots_are_rank_0s() -> None:
             seen.extend(numpy_of(slot) for slot in model.optimizer.variables)
 
     data = batches()
-    fit(model, [*hvk.callbacks(model, plan=data.plan), Look()], 1, data)
+    fit(model, [*hvk.callbacks(model), Look()], 1, data)
     assert all(np.array_equal(a, b) for a, b in zip(seen, before, strict=True))
 
 
@@ -372,7 +372,7 @@ def case_an_average_that_an_earlier_fit_left_in_the_model_is_not_swapped_after_a
         data = batches()
         model.fit(
             data, initial_epoch=first, epochs=last, verbose=0,
-            callbacks=[*hvk.callbacks(model, plan=data.plan, **options), *others],
+            callbacks=[*hvk.callbacks(model, **options), *others],
         )  # fmt: skip
 
     model, whole, swap = made(), made(), keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
@@ -380,8 +380,8 @@ def case_an_average_that_an_earlier_fit_left_in_the_model_is_not_swapped_after_a
     with folder() as path:
         checkpoints = hvdtrain.Checkpointer(path, best=None)
         fitted(model, 0, 2, swap, checkpointer=checkpoints)
-        progress = checkpoints.restore(hvk.model_state(model))
-        fitted(model, 2, 3, swap, progress=progress)
+        checkpoints.restore(hvk.model_state(model))
+        fitted(model, 2, 3, swap)
     assert all(np.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(weights_of(model), weights_of(whole), strict=True))
 
 
@@ -424,7 +424,7 @@ def case_what_a_checkpoint_lacks_is_said() -> None:
     notes, data = io.StringIO(), batches()
     with folder() as path, contextlib.redirect_stdout(notes):
         model = prepared(model=small())
-        ours = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(path, best=None), plan=data.plan)
+        ours = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(path, best=None))
         fit(model, [*ours, keras.callbacks.EarlyStopping("loss", patience=3)], 1, data)
     assert notes.getvalue().count("EarlyStopping: a run that is resumed") == (RANK == 0), notes.getvalue()
 
