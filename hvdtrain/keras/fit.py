@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.keras import fit_callbacks, moving_average
+from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.data import Loader
 from hvdtrain.keras.session import KEY, Session
 from hvdtrain.keras.steps import same_work
@@ -57,13 +59,17 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     if not session.alone:
         session.compared.clear()
         callbacks = _together(session, callbacks, given)
+    timing: AbstractContextManager[None] = nullcontext()
+    if any(isinstance(callback, fit_callbacks.Record) for callback in _listed(callbacks)):
+        callbacks, timing = _with(fit_callbacks.Wait(session), callbacks), BACKEND.timed_input(session)
     if "callbacks" in bound.arguments:
         bound.arguments["callbacks"] = callbacks
     elif rest is not None:
         bound.arguments[rest]["callbacks"] = callbacks
     moving_average.go_on(model, session, _listed(callbacks), within=within)
     try:
-        return inner(*bound.args, **bound.kwargs)
+        with timing:
+            return inner(*bound.args, **bound.kwargs)
     finally:
         session.stops_in_epoch = True
 

@@ -71,6 +71,7 @@ class Start(Callback):
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._in_epoch:
+            self.session.clock.enter("other")
             _steps.ended_early(self.model, self.session, self.params.get("steps"))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -253,30 +254,47 @@ class Watch(Callback):
 
 
 class Record(Callback):
-    """Writes steps and epochs to the run log."""
+    """Writes steps and epochs to the run log, and where their time went.
+
+    Keras tells apart: waiting for a batch (up to `on_train_batch_begin`, and what the step says itself), the step, and
+    what comes between two steps.
+    """
 
     def __init__(self, session: Session, run: RunLog, count: Count) -> None:
         super().__init__(session)
         self.run, self.count = run, count
-        self._epoch_started = self._began = self._ended = 0.0
+        self._epoch_started = self._waited = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.session.clock.enter("other")
+        self.session.clock.take()  # setting up is no part of a step
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch_started = self._ended = time.perf_counter()
+        self._epoch_started = time.perf_counter()
         self._seen = (0.0, 0.0)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._began = time.perf_counter()
+        self.session.clock.enter("train_step")
+        self._waited = self.session.waited()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        ended = time.perf_counter()
-        seconds = {"between": self._began - self._ended, "step": ended - self._began}
-        self._ended = ended
+        self.session.clock.enter("other")
+        seconds, waited = self.session.clock.take(), self.session.waited() - self._waited
+        if waited > 0:
+            seconds["input"] = seconds.get("input", 0.0) + waited
+            seconds["train_step"] -= waited
         now = self.session.progress
         self.run.step(
             step=now.step, epoch=now.epoch, samples_seen=now.samples_seen,
             loss=self._loss(logs or {}), lr=rate_of(self.model.optimizer),
             samples=self.count.last_step_samples, seconds=seconds,
         )  # fmt: skip
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.session.clock.enter("evaluation")
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.session.clock.enter("other")
 
     def _loss(self, logs: dict[str, Any]) -> float:
         """The global batch's: Keras' own is the mean since the epoch began, and this rank's."""
@@ -291,6 +309,16 @@ class Record(Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         numbers = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
         self.run.epoch(epoch, numbers, time.perf_counter() - self._epoch_started)
+
+
+class Wait(Callback):
+    """Comes after all others: from here on Keras fetches the next batch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.session.clock.enter("input")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.session.clock.enter("input")
 
 
 class Save(Callback):
@@ -327,11 +355,14 @@ class Save(Callback):
     def _save(self, metrics: dict[str, float]) -> None:
         progress = self.session.progress
         self._saved_at = progress.step
+        before = self.session.clock.enter("checkpoint")
         try:
             self.checkpointer.save(model_state(self.model), progress=progress, metrics=metrics)
         except NonFiniteError as error:
             self.session.say(f"no checkpoint after step {progress.step}: {error if self._finite else error.rule}")
             self._finite = False
+        finally:
+            self.session.clock.enter(before)
 
 
 def rate_of(optimizer: Any) -> float:

@@ -21,6 +21,7 @@ from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.runs.checkpoint import Progress
+from hvdtrain.runs.clock import Clock
 
 KEY = "_hvdtrain"
 # A rank that has no sample left takes part with a batch of one row that is none. Its sample weight says so: NaN, which
@@ -80,6 +81,7 @@ class Session:
         restored_random: random state that a checkpoint gave this rank, to be put in place when training
             starts; until then ``fit`` goes on where the checkpoint was taken.
         saves: this run writes checkpoints.
+        clock: of a recorded run's phases; waited: seconds for which steps have waited for data, by themselves.
         step_random: Python's and numpy's generators of this rank within a train step.
         progress: where training stands, as counted or restored; the next ``fit`` goes on from there.
         fitted: the ``Loader`` that ``fit`` reads; ``None``: data that hvdtrain does not deal.
@@ -125,6 +127,8 @@ class Session:
     step_random: tuple[Any, Any] | None = None
     progress: Progress = field(default_factory=Progress)
     fitted: Any = None
+    clock: Clock = field(default_factory=Clock)
+    waited: Callable[[], float] = float
     kept_weights: Any = None
     loaded: bool = False
     told_average: bool = False

@@ -4,7 +4,8 @@ Pure: it reads the seconds by phase that every rank measured (run.json's neighbo
 
 Ranks that train together end each step together: whoever is done early waits in "communication". So the rank that
 waits least is the one the others wait for, and its waiting is what communication itself costs; anything above it is
-waiting for that rank.
+waiting for that rank. Where communication cannot be told from the rest of a step ("train_step", of Keras) the same
+finds the rank that is slow at its input or at other code, and none that is slow at computing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any, Literal
 
 # the phases of a step; what else is measured (checkpoint, evaluation) lies between steps
 COMPUTE = ("forward", "backward", "optimizer")
-STEP = ("input", *COMPUTE, "communication", "other")
+# all of these and the communication together: what Keras does in one call
+TRAIN_STEP = "train_step"
+STEP = ("input", *COMPUTE, TRAIN_STEP, "communication", "other")
 BETWEEN = {
     "checkpoint": "save less often, or to a faster disk",
     "evaluation": "evaluate less often, or with a larger batch",
@@ -116,7 +119,7 @@ def _by_phase(phases: Mapping[str, float]) -> dict[str, float]:
 
 def _uneven(seconds: Sequence[Mapping[str, float]], step_s: Sequence[float]) -> tuple[Kind, str] | None:
     """Whether the ranks wait for one of them, and what it is slower at."""
-    waits = [phases["communication"] for phases in seconds]
+    waits = [phases["communication"] + phases[TRAIN_STEP] for phases in seconds]
     last = waits.index(min(waits))
     others = [rank for rank in range(len(seconds)) if rank != last]
     if not others:
@@ -146,6 +149,10 @@ def _bound(shares: Mapping[str, float], size: int, facts: Facts) -> tuple[Kind, 
     share = _percent(shares[worst])
     if over[worst] < 1:
         waits = f", {_percent(shares['input'])} waits for data"
+        if shares[TRAIN_STEP] > sum(shares[name] for name in COMPUTE):
+            ranks = ", waiting for other ranks included" if size > 1 else ""
+            step = f"{_percent(shares[TRAIN_STEP])} of each step is the model's forward, backward and update{ranks}"
+            return "compute", f"bound by the train step: {step}{waits}"
         waits += f", {_percent(shares['communication'])} for other ranks" if size > 1 else ""
         busy = sum(shares[name] for name in COMPUTE)
         return "compute", f"compute bound: {_percent(busy)} of each step computes{waits}"
@@ -154,7 +161,8 @@ def _bound(shares: Mapping[str, float], size: int, facts: Facts) -> tuple[Kind, 
     if worst == "communication":
         found = f"communication bound: {share} of each step waits for gradients"
         return "communication", f"{found}; {_communication_remedy(facts)}"
-    return "other", f"{share} of each step is spent outside of it: logging, metrics or other code of the training loop"
+    code = "logging, metrics, callbacks or other code of the training loop"
+    return "other", f"{share} of each step is spent outside of it: {code}"
 
 
 def _input_remedy(facts: Facts) -> str:

@@ -188,7 +188,7 @@ class RunLog:
             samples_seen: samples of all ranks since the start of training.
             loss, lr: of this update; None where unknown.
             samples: samples of all ranks in this update.
-            seconds: phase name to this rank's seconds, for example {"input": 0.01, "compute": 0.2}.
+            seconds: phase name (see `clock`) to this rank's seconds, for example {"input": 0.01, "forward": 0.2}.
         """
         for phase, value in seconds.items():
             self._phase_totals[phase] = self._phase_totals.get(phase, 0.0) + value

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.runs.bottleneck import BETWEEN
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -140,7 +141,7 @@ class Window:
         """Return the fields of one event over the steps since the last, and begin anew."""
         ended = time.perf_counter()
         # the steps' own time, where the caller measures it: validation and checkpoints lie between two windows
-        elapsed = sum(self._seconds.values()) or ended - self._since
+        elapsed = sum(value for phase, value in self._seconds.items() if phase not in BETWEEN) or ended - self._since
         fields = {
             **self._position,
             "steps": self.steps,

@@ -7,66 +7,38 @@ have not happened yet are counted by a later `take`.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from hvdtrain.core.errors import ConfigError
-
-PHASES = ("input", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "other")
+from hvdtrain.runs import clock
 
 # where nobody takes the times, they are added up here and there, so that events do not pile up
 _MOST_EVENTS = 1024
 
 
-class Clock:
-    """A state machine of phases; one for the process (`CLOCK`), for the thread that trains."""
+class Clock(clock.Clock):
+    """The clock of phases, which can measure on a GPU; one for the process (`CLOCK`), for the thread that trains."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
-        self._phase = "other"
-        self._since = now()
-        self._seconds: dict[str, float] = {}
-        self._gpu: _GpuLine | None = None
-
-    @property
-    def phase(self) -> str:
-        """The phase that runs."""
-        return self._phase
+    _gpu: _GpuLine | None = None
 
     def use(self, device: torch.device) -> None:
         """Measures on this device's time line from now on."""
         self.enter(self._phase)
         self._gpu = _GpuLine(device, self._phase) if device.type == "cuda" else None
 
-    def enter(self, phase: str) -> str:
-        """Ends the running phase and starts `phase`; returns the one that ended.
-
-        Raises:
-            ConfigError: not one of `PHASES`.
-        """
-        if phase not in PHASES:
-            raise ConfigError(f"the phases are {', '.join(PHASES)}", repr(phase))
-        before, self._phase = self._phase, phase
-        if self._gpu is not None:
-            if phase != before:
-                self._gpu.enter(phase)
-            return before
-        now = self._now()
-        self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
-        self._since = now
-        return before
+    def _change(self, before: str) -> None:
+        if self._gpu is None:
+            super()._change(before)
+        elif self._phase != before:
+            self._gpu.enter(self._phase)
 
     def take(self) -> dict[str, float]:
         """Returns the seconds of each phase since the last call, up to now; on a GPU, up to what it has done."""
-        self.enter(self._phase)
         if self._gpu is not None:
             self._gpu.add_to(self._seconds)
-        taken, self._seconds = self._seconds, {}
-        return taken
+        return super().take()
 
 
 class _GpuLine:

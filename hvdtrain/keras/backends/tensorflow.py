@@ -14,8 +14,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
 from hvdtrain.core.same_data import PRIME
+from hvdtrain.keras.session import replaced
 
 # bfloat16 and the unsigned types are missing from the type list of Horovod's TensorFlow operations.
 REDUCIBLE = frozenset({"float16", "float32", "float64"})
@@ -137,6 +139,25 @@ class TensorFlowBackend:
                 return wanted.assign(False, read_value=False)
 
         tf.cond(wanted, keep, tf.no_op)
+
+    @contextmanager
+    def timed_input(self, session: Any) -> Iterator[None]:
+        """While ``fit`` runs inside, its steps, which ask for their batches themselves, say by ``session.waited`` how
+        long they have waited for them.
+        """
+        with tf.device("CPU:0"):
+            waited = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+        session.waited = lambda: float(waited)
+        own: list[Any] = []
+
+        def timed(get: Callable[[Any], Any], iterator: Any) -> Any:
+            data = get(iterator)
+            if not own and isinstance(data, tf.data.Dataset):  # the first that is asked is training's
+                own.append(iterator)
+            return _timed(data, waited) if own and own[0] is iterator else data
+
+        with replaced(TFEpochIterator, "_get_iterator", timed):
+            yield
 
     def no_gradient(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -328,6 +349,21 @@ def _on_host(operation: Callable[..., Any], array: np.ndarray, kind: str, **opti
 
             _host_operations[key] = run
         return _host_operations[key](value).numpy()
+
+
+def _timed(data: Any, waited: Any) -> Any:
+    """The same data; what a step waits for each batch of it is added to a variable."""
+    asked = tf.data.Dataset.counter().map(lambda _: tf.timestamp())
+
+    def arrived(since: Any, batch: Any) -> Any:
+        with tf.control_dependencies([leaf for leaf in tf.nest.flatten(batch, expand_composites=True)]):
+            noted = waited.assign_add(tf.timestamp() - since)
+        with tf.control_dependencies([noted]):
+            return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False  # it would wait in the step's stead
+    return tf.data.Dataset.zip((asked, data)).map(arrived).with_options(options)
 
 
 def _rows(leaf: Any) -> Any:

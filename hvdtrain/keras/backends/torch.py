@@ -105,6 +105,10 @@ class TorchBackend:
         if session.kept_batch is None:
             session.kept_batch = data
 
+    def timed_input(self, session: Any) -> AbstractContextManager[None]:
+        """Keras has the batch before it begins a step."""
+        return nullcontext()
+
     def no_gradient(self) -> AbstractContextManager[Any]:
         return torch.no_grad()
 

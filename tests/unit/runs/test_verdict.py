@@ -51,6 +51,33 @@ def test_compute_bound_says_what_is_left() -> None:
     assert "other ranks" not in verdict([{**BUSY, "communication": 0.0}]).text
 
 
+KERAS = {"input": 0.02, "train_step": 0.93, "other": 0.05}
+
+
+def test_a_step_of_one_phase_is_not_called_other_code() -> None:
+    """Keras does forward, backward, reduction and update in one call."""
+    found = verdict([KERAS, KERAS])
+    assert found.kind == "compute"
+    assert found.text == (
+        "bound by the train step: 93 % of each step is the model's forward, backward and update, waiting for other"
+        " ranks included, 2 % waits for data"
+    )
+    assert "ranks" not in verdict([KERAS]).text
+    assert verdict([{"between": 0.1, "step": 0.9}] * 2).kind == "other"  # the negative twin: names it does not know
+
+
+def test_a_slow_input_of_keras() -> None:
+    found = verdict([{**KERAS, "input": 1.02}] * 2)
+    assert found.kind == "input" and "51 % of each step waits for data" in found.text
+
+
+def test_the_rank_whose_input_all_wait_for_in_their_train_step() -> None:
+    found = verdict([{**KERAS, "train_step": 1.43}, {**KERAS, "input": 0.52}])
+    assert found.kind == "uneven"
+    assert "33 % of each step is spent waiting for rank 1; it spends 26.0 times as long waiting for data" in found.text
+    assert verdict([KERAS, {**KERAS, "input": 0.05}]).kind == "compute"
+
+
 def test_the_rank_that_all_wait_for_is_named_with_its_cause() -> None:
     """The others wait in communication, so that their own share of it must not be called communication bound."""
     slow = {**BUSY, "input": 0.42, "communication": 0.05}
