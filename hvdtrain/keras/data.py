@@ -119,11 +119,6 @@ class Loader(keras.utils.PyDataset, DataAdapter):
         return self.plan.global_batch
 
     @property
-    def own_samples(self) -> int:
-        """This rank's samples in the epoch."""
-        return sum(step.samples for step in self._steps)
-
-    @property
     def batch_size(self) -> int | None:
         return None  # a tail batch has another size
 
@@ -219,7 +214,8 @@ def evaluate(
     averaging.hook_test_step(model)
     with averaging.together(model, even=True):
         model.evaluate(data, verbose=0, return_dict=True)
-    return metric_states.results(model, metric_states.states(model), world, float(data.own_samples))
+    mine = float(sum(step.samples for step in data._steps))
+    return metric_states.results(model, metric_states.states(model), world, mine)
 
 
 def _unpacked(data: Any) -> tuple[Any, Any, Any]:

@@ -28,10 +28,6 @@ KEY = "_hvdtrain"
 # shows in a step without our hooks; where there are no sample weights, a mask (bool): is this row a sample?
 NO_SAMPLE = float("nan")
 
-# Creation order names the collectives, so ranks must prepare their models in the same order (checked at
-# start).
-_created = itertools.count()
-
 
 @dataclass
 class LiveBatch:
@@ -106,7 +102,7 @@ class Session:
     watch_every: int = 0
     lr: LR | None = None
     per_rank_batch: int | None = None
-    name: str = field(default_factory=lambda: f"hvdtrain.{next(_created)}")
+    name: str = field(init=False)
     live: LiveBatch | None = None
     attached: bool = False
     by_samples: bool = True
@@ -142,6 +138,11 @@ class Session:
     told_alone: bool = False
     first_batch: Any = None
     proof: Any = None
+
+    def __post_init__(self) -> None:
+        # Names the collectives: ranks prepare their models in the same order (checked at start). Counted on what joins
+        # the ranks, so that all who have joined have counted as far.
+        self.name = f"hvdtrain.{next(vars(self.world.comm).setdefault(KEY, itertools.count()))}"
 
     @property
     def alone(self) -> bool:

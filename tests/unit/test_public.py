@@ -6,10 +6,21 @@ import argparse
 import ast
 import importlib
 
+import pytest
 from harness import REPOSITORY
 
 from hvdtrain.__main__ import COMMANDS
 
+# where the two adapters define what they both have
+BOTH = {
+    "loader": ("torch/data/create.py", "keras/data.py"),
+    "prepare": ("torch/preparation.py", "keras/__init__.py"),
+    "evaluate": ("torch/evaluation.py", "keras/data.py"),
+    "model_state": ("torch/checkpoint.py", "keras/checkpoint.py"),
+    "verify": ("torch/checks/averaging.py", "keras/__init__.py"),
+    "fingerprint": ("torch/checks/replicas.py", "keras/checks/replicas.py"),
+    "go_on": ("torch/data/loader.py", "keras/data.py"),
+}
 PACKAGES = ("hvdtrain", "hvdtrain.torch", "hvdtrain.keras", "hvdtrain.pipeline", "hvdtrain.datasets")
 LIST = REPOSITORY / "tests" / "public.txt"
 
@@ -39,6 +50,25 @@ def _flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
         elif "--help" not in action.option_strings:
             found.append(f"hvdtrain {command}: {', '.join(action.option_strings) or action.dest}")
     return found
+
+
+def arguments_of(name: str, path: str) -> dict[str, str | None]:
+    """A function's arguments, each with its default."""
+    tree = ast.parse((REPOSITORY / "hvdtrain" / path).read_text(encoding="utf-8"))
+    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    of = found.args
+    names = [argument.arg for argument in (*of.posonlyargs, *of.args, *of.kwonlyargs)]
+    positional = [None] * (len(of.args) - len(of.defaults)) + [*of.defaults]
+    defaults = [None if default is None else ast.unparse(default) for default in (*positional, *of.kw_defaults)]
+    return dict(zip(names, defaults, strict=True))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_the_adapters_rhyme(name: str) -> None:
+    """What both take has one name, one default and one order."""
+    torch, keras = (arguments_of(name, path) for path in BOTH[name])
+    assert [name for name in torch if name in keras] == [name for name in keras if name in torch] != []
+    assert all(keras[name] == torch[name] for name in keras if name in torch), (torch, keras)
 
 
 def listed() -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
+
 from common import block, cnn, images, loss, weights_of
 
 block("horovod")
@@ -10,6 +13,8 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
 import hvdtrain  # noqa: E402
+from hvdtrain.runs.bottleneck import Verdict, phases_per_rank, verdict  # noqa: E402
+from hvdtrain.runs.log import read_events  # noqa: E402
 
 
 def train(prepared: bool) -> keras.Model:
@@ -21,6 +26,43 @@ def train(prepared: bool) -> keras.Model:
     x, y = images(64)
     model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=callbacks)
     return model
+
+
+class SlowData(keras.utils.PyDataset):
+    """Batches that take their time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        time.sleep(self.seconds)
+        return np.ones((4, 3), "float32"), np.ones((4, 2), "float32")
+
+
+class SlowStep(keras.Sequential):
+    def train_step(self, *data: object) -> object:
+        time.sleep(0.1)
+        return super().train_step(*data)
+
+
+KINDS = {"input": ("input", True), "train_step": ("compute", False), "other": ("other", False)}
+
+
+def verdict_of(slow: str) -> Verdict:
+    """What is said of a recorded run that is slow on purpose."""
+    model = (SlowStep if slow == "train_step" else keras.Sequential)([keras.Input((3,)), keras.layers.Dense(2)])
+    several = 2 if slow == "input" and keras.backend.backend() == "tensorflow" else 1
+    model.compile("sgd", "mse", run_eagerly=slow == "train_step", steps_per_execution=several)
+    pause = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: slow == "other" and time.sleep(0.1))
+    with tempfile.TemporaryDirectory() as folder:
+        with hvdtrain.RunLog(folder, world, config={}, progress=False, tensorboard=False) as run:
+            data = SlowData(0.3 if slow == "input" else 0.0)
+            model.fit(data, epochs=2, verbose=0, callbacks=[*hvk.callbacks(hvk.prepare(model), run=run), pause])
+        return verdict(phases_per_rank(read_events(folder)))
 
 
 if __name__ == "__main__":
@@ -58,8 +100,15 @@ if __name__ == "__main__":
     assert seen == expected, (seen, expected)
     print("order fixed")
 
+    def another_fit(*_: object) -> None:
+        before, other = len(seen), Look()
+        other.compile("sgd", run_eagerly=True)
+        other.fit(hvk.loader((x, y), 8), verbose=0, callbacks=hvk.callbacks(hvk.prepare(other)))
+        del seen[before:]
+
     seen.clear()
-    look.fit(data, epochs=4, initial_epoch=3, verbose=0, callbacks=hvk.callbacks(look))
+    between = keras.callbacks.LambdaCallback(on_epoch_begin=another_fit)
+    look.fit(data, epochs=4, initial_epoch=3, verbose=0, callbacks=[*hvk.callbacks(look), between])
     assert seen == [share.indices.tolist() for share in data.plan.step_slices(3, rank=0)]
     print("epochs told apart")
 
@@ -72,4 +121,9 @@ if __name__ == "__main__":
     except hvdtrain.ConfigError as error:
         assert "rest of one epoch" in str(error)
     print("partial epoch refused")
+    for slow in ("input", "train_step", "other"):
+        found = verdict_of(slow)
+        assert found.shares[slow] > 0.5, (slow, found)
+        assert (found.kind, "waits for data" in str(found).split(",")[0]) == KINDS[slow], (slow, found)
+    print("time told apart")
     world.comm.shutdown()
