@@ -70,7 +70,7 @@ def prepare(
 
     Args:
         model: a compiled model; or an optimizer, to be given to ``compile`` (then ``fit`` needs
-            ``callbacks``).
+            ``callbacks``, made before it).
         data: the loader that ``fit`` will be given; it knows the batch that the learning rate is computed from.
         world: the ranks; by default those of ``hvdtrain.init``.
         lr: the learning rate as a function of samples seen; ``callbacks`` set it before each batch.

@@ -67,11 +67,12 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     elif rest is not None:
         bound.arguments[rest]["callbacks"] = callbacks
     moving_average.go_on(model, session, _listed(callbacks), within=within)
+    session.fitting = True
     try:
         with timing:
             return inner(*bound.args, **bound.kwargs)
     finally:
-        session.stops_in_epoch = True
+        session.fitting, session.stops_in_epoch = False, True
 
 
 def _refuse_unread(given: dict[str, Any]) -> None:

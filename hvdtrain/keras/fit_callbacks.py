@@ -58,6 +58,14 @@ class Start(Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         session, model = self.session, self.model
+        if not session.fitting:  # Python looks up `model.fit` before it makes the arguments
+            raise ConfigError(
+                "fit() is looked up when hvdtrain knows the model: it checks the data and the callbacks",
+                "model.fit(..., callbacks=hvdtrain.keras.callbacks(model)) of a model that was not prepared before",
+                "prepare the compiled model first; with a prepared optimizer make the callbacks first: ours ="
+                " hvdtrain.keras.callbacks(model), then model.fit(..., callbacks=ours)",
+                shared=True,
+            )
         session.ready = False
         session.wants_broadcast = not session.alone
         if is_built(model):

@@ -80,7 +80,8 @@ class Session:
         clock: of a recorded run's phases; waited: seconds for which steps have waited for data, by themselves.
         step_random: Python's and numpy's generators of this rank within a train step.
         progress: where training stands, as counted or restored; the next ``fit`` goes on from there.
-        fitted: the ``Loader`` that ``fit`` reads; ``None``: data that hvdtrain does not deal.
+        fitting: ``fit`` runs, and has been checked; fitted: the ``Loader`` that it reads; ``None``: data that hvdtrain
+            does not deal.
         kept_weights: behind an average that Keras wrote over them at the end of a ``fit`` (``moving_average.Kept``);
             told_average: what is so about several fits with averages was said.
         told_counting: that checkpoints lack what callbacks count was said.
@@ -122,6 +123,7 @@ class Session:
     saves: bool = False
     step_random: tuple[Any, Any] | None = None
     progress: Progress = field(default_factory=Progress)
+    fitting: bool = False
     fitted: Any = None
     clock: Clock = field(default_factory=Clock)
     waited: Callable[[], float] = float

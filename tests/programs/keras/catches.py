@@ -202,6 +202,13 @@ def rate_without_batch() -> str:
 
 
 @case
+def callbacks_made_after_fit_is_looked_up() -> str:
+    model = compiled(hvk.prepare(O.SGD(0.1)))
+    model.fit(data(), verbose=0, callbacks=hvk.callbacks(model))
+    return "trained"
+
+
+@case
 def batch_said_twice() -> str:
     hvk.prepare(compiled(O.SGD(0.1)), data(8), per_rank_batch=8)
     return "prepared"

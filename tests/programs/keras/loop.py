@@ -177,7 +177,8 @@ def tensors_and_no_targets() -> str:
         model.build((None, 6, 6, 1))
         if prepared:
             batches = hvk.loader(x, 8, shuffle=False)
-            model.fit(batches, verbose=0, callbacks=hvk.callbacks(hvk.prepare(model)))
+            hvk.prepare(model)
+            model.fit(batches, verbose=0, callbacks=hvk.callbacks(model))
         else:
             model.fit(x2, batch_size=16, shuffle=False, verbose=0)
         return [numpy_of(v) for v in model.weights]
