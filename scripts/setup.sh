@@ -74,7 +74,7 @@ test_packages() {
 
 # Everything the environment depends on; when it changes, set-up looks again.
 fingerprint() {
-  cat setup.cfg pyproject.toml hvdtrain/horovod_build/*.py scripts/setup.sh | sha256sum | cut -c1-16
+  cat setup.cfg pyproject.toml hvdtrain/horovod_build/*.py hvdtrain/horovod_build/patches/* scripts/setup.sh | sha256sum | cut -c1-16
 }
 
 set_up() {

@@ -138,3 +138,13 @@ def mount() -> Iterator[Callable[[str, Path, str], None]]:
     yield do
     for folder in reversed(mounted):
         subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Horovod's real source distribution: from the set-up's cache, else from PyPI."""
+    from hvdtrain.horovod_build import build
+
+    cache = build.cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    return build.fetch_sdist(cache, build.Steps(tmp_path_factory.mktemp("log") / "log", print))

@@ -1,7 +1,7 @@
 """``hvdtrain build-horovod``: the one recipe for a Horovod wheel that works with the frameworks installed here.
 
-`support` holds the table of versions, `edits` the table of source edits, `environment` looks around, `cuda` finds a
-CUDA compiler, `build` compiles, proves and caches.
+`support` holds the table of versions, `patches` what is changed in Horovod's sources, `patching` applies it,
+`environment` looks around, `cuda` finds a CUDA compiler, `build` compiles, proves and caches.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     only = parser.add_argument_group("only look")
     only.add_argument("--check", action="store_true", help="say what would be built, or why it cannot be")
-    only.add_argument("--edits", action="store_true", help="print the table of source edits")
+    only.add_argument("--edits", action="store_true", help="print what is changed in Horovod's sources, and why")
     only.add_argument(
         "--record", action="store_true", help="print the cached build's record (versions, edits, proof) as JSON"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.horovod_build import build, edits, environment
+    from hvdtrain.horovod_build import build, environment, patching
 
     if args.edits:
-        print(edits.table())
+        print(patching.table())
         return 0
     if args.sdist is not None and not args.sdist.is_file():
         raise HvdtrainError(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build import cuda as cuda_toolchain
-from hvdtrain.horovod_build import edits as edit_table
+from hvdtrain.horovod_build import patching
 from hvdtrain.horovod_build.environment import Environment, mpi_rpath
 from hvdtrain.horovod_build.support import HOROVOD_VERSION, SDIST_SHA256
 
@@ -36,11 +36,10 @@ def cache_folder() -> Path:
 
 def cache_key(environment: Environment, cuda: str = "auto", sdist_sha256: str = SDIST_SHA256) -> str:
     """Hash of everything that decides what the wheel contains."""
-    applied = edit_table.applicable(edit_table.Target(environment.gpu))
     matters = {
         "horovod": HOROVOD_VERSION,
         "sdist": sdist_sha256,
-        "edits": [(edit.name, edit.file, edit.find, edit.replace) for edit in applied],
+        "patches": [patch.diff for patch in patching.needed(environment.gpu)],  # a better reason compiles nothing again
         "environment": environment.as_dict(),
         "cuda": cuda if environment.gpu != "none" else "",
     }
@@ -90,8 +89,11 @@ def build(
         runner = Steps(cache / "build.log", say)
         archive = sdist or fetch_sdist(cache, runner)
         source = unpack(archive, work / "source")
-        applied = edit_table.apply(source, edit_table.applicable(edit_table.Target(environment.gpu)))
-        say(f"applied {len(applied)} edits to horovod {HOROVOD_VERSION} (`hvdtrain build-horovod --edits` lists them)")
+        patches = patching.needed(environment.gpu)
+        patching.apply(source, patches)
+        say(
+            f"applied {len(patches)} patches to horovod {HOROVOD_VERSION} (`hvdtrain build-horovod --edits` lists them)"
+        )
         variables = _build_variables(environment, cuda, cache, jobs, runner)
         # Horovod's messages name their source file: horovod/common/..., not this build's scratch folder
         variables["CXXFLAGS"] = f"{os.environ.get('CXXFLAGS', '')} -ffile-prefix-map={source}/="
@@ -100,7 +102,7 @@ def build(
         key = cache_key(environment, cuda, sha256_of(archive))
         record = {
             "environment": environment.as_dict(),
-            "edits": [edit.name for edit in applied],
+            "edits": [patch.name for patch in patches],
             "proof": proof,
             "seconds": round(time.monotonic() - started, 1),
         }
@@ -228,7 +230,7 @@ def unpack(archive: Path, target: Path) -> Path:
     if not (top / "setup.py").is_file():
         found = ", ".join(sorted(path.name for path in target.iterdir())) or "nothing"
         raise HvdtrainError(
-            rule=f"the recipe edits horovod {HOROVOD_VERSION} and no other version",
+            rule=f"the recipe patches horovod {HOROVOD_VERSION} and no other version",
             came=f"{archive} contains {found}",
             remedy=f"pass horovod-{HOROVOD_VERSION}.tar.gz",
         )

@@ -1,9 +1,11 @@
-"""The Horovod recipe: its edits, its refusals, its cache, and the Horovod that the set-up installed with it."""
+"""The Horovod recipe: its patches as git takes them, its refusals, and the Horovod that set-up installed with it."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,7 +17,35 @@ import pytest
 from harness import REPOSITORY
 
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.horovod_build import build
+from hvdtrain.horovod_build import build, patching
+
+
+def snapshot(source: Path) -> dict[str, bytes]:
+    return {path.relative_to(source).as_posix(): path.read_bytes() for path in source.rglob("*") if path.is_file()}
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+@pytest.mark.parametrize("gpu", ["none", "nccl"])
+def test_git_takes_the_patches_in_their_order_and_makes_the_same_of_them(sdist, tmp_path, gpu):
+    """The twin: on what is patched already git refuses each."""
+    ours, gits = build.unpack(sdist, tmp_path / "ours"), build.unpack(sdist, tmp_path / "git")
+    pristine = snapshot(ours)
+    patching.apply(ours, patching.needed(gpu))
+    # in a repository git apply leaves out, and says nothing of, what is not below the folder that it runs in
+    env = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CEILING_DIRECTORIES": str(tmp_path)}
+
+    def git_apply(name: str, *flags: str) -> subprocess.CompletedProcess:
+        command = ["git", "apply", *flags, str(patching.FOLDER / f"{name}.patch")]
+        return subprocess.run(command, cwd=gits, env=env, capture_output=True, text=True)
+
+    for patch in patching.needed(gpu):
+        assert git_apply(patch.name, "--check").returncode == 0, git_apply(patch.name, "--check").stderr
+        git_apply(patch.name).check_returncode()
+        assert "patch does not apply" in git_apply(patch.name, "--check").stderr, patch.name
+    assert snapshot(ours) == snapshot(gits)
+    assert {file for file, data in snapshot(ours).items() if data != pristine[file]} == {
+        file for patch in patching.needed(gpu) for file, _, _ in patch.hunks()
+    }
 
 
 def test_a_failed_step_shows_the_end_of_its_log(tmp_path):
@@ -119,11 +149,17 @@ def test_stock_keras_wrapper_warns_that_it_does_not_average():
     assert "does NOT average gradients on Keras 3" in done.stderr, done.stderr
 
 
+def extension(framework: str) -> Path:
+    """The installed extension's library; found without importing a framework."""
+    (package,) = importlib.util.find_spec("horovod").submodule_search_locations
+    (library,) = (Path(package) / framework).glob("mpi_lib*.so")
+    return library
+
+
 def test_extensions_carry_no_folder_of_the_build_machine():
     for framework in ("torch", "tensorflow"):
-        found = python(f"import horovod.{framework} as h; print(h.__file__)").stdout.strip()
-        (library,) = Path(found).parent.glob("mpi_lib*.so")
-        dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+        command = ["readelf", "-d", extension(framework)]
+        dynamic = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         paths = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", dynamic)
         parts = [part for path in paths for part in path.split(":")]
         assert parts and all(part.startswith("$ORIGIN") for part in parts), (
@@ -132,9 +168,7 @@ def test_extensions_carry_no_folder_of_the_build_machine():
 
 
 def test_messages_carry_no_folder_of_the_build_machine():
-    found = python("import horovod.torch as h; print(h.__file__)").stdout.strip()
-    (library,) = Path(found).parent.glob("mpi_lib*.so")
-    text = library.read_bytes()
+    text = extension("torch").read_bytes()
     assert b"horovod/common/stall_inspector.cc" in text and b"hvdtrain-horovod-" not in text
 
 
@@ -150,7 +184,7 @@ else:
 
 @pytest.mark.slow
 def test_gloo_names_a_stalled_tensor_and_ends_the_job(tmp_path):
-    """Without the edit gloo-stall-check nothing is ever said (seen: 393 s of silence)."""
+    """Without the patch gloo-stall-check nothing is ever said (seen: 393 s of silence)."""
     from harness import run_ranks
 
     program = tmp_path / "stall.py"
@@ -189,7 +223,7 @@ hvd.shutdown()
 
 
 def test_what_is_built_in_is_known_without_importing_a_framework():
-    """What horovodrun asks before it starts anything (edits mpi-built-at-once, gloo-built-at-once); the twin: a library
+    """What horovodrun asks before it starts anything (patch built-at-once); the twin: a library
     without the class."""
     script = (
         "import sys; from horovod.common import util\n"
@@ -202,8 +236,8 @@ def test_what_is_built_in_is_known_without_importing_a_framework():
 
 @pytest.mark.parametrize("idle_ms", ["", "100"])
 def test_waiting_costs_nothing(tmp_path, idle_ms):
-    """A rank that waits in synchronize() sleeps (edit torch-wait-sleeps), and ranks without a tensor ask each other for
-    work as often as HOROVOD_IDLE_CYCLE_TIME says (edit idle-cycle); the twin without it: every millisecond."""
+    """A rank that waits in synchronize() sleeps (patch torch-wait-sleeps), and ranks without a tensor ask each other
+    for work as often as HOROVOD_IDLE_CYCLE_TIME says (patch idle-cycle); the twin without it: every millisecond."""
     from harness import run_ranks
 
     program = tmp_path / "waiting.py"

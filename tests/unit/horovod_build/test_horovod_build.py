@@ -1,88 +1,141 @@
-"""The Horovod recipe: its edits, its refusals, its cache, and the Horovod that the set-up installed with it."""
+"""The Horovod recipe: its patches, its refusals, its cache."""
 
 from __future__ import annotations
 
+import configparser
 import dataclasses
 import re
 import shutil
 import tarfile
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from harness import REPOSITORY
 
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.horovod_build import build, edits, environment, support
+from hvdtrain.horovod_build import build, environment, patching, prove_rank, support
+
+NAMES = (*patching.ALWAYS, *patching.BY_GPU["none"], *patching.BY_GPU["nccl"])
+Files = dict[str, bytes]
 
 
-@pytest.fixture(scope="session")
-def sdist(tmp_path_factory) -> Path:
-    """The real source distribution: from the set-up's cache, else from PyPI."""
-    cache = build.cache_folder()
-    cache.mkdir(parents=True, exist_ok=True)
-    return build.fetch_sdist(cache, build.Steps(tmp_path_factory.mktemp("log") / "log", print))
+def files_of(patch: patching.Patch) -> set[str]:
+    return {file for file, _, _ in patch.hunks()}
 
 
-@pytest.fixture(scope="session")
-def unpacked(sdist, tmp_path_factory) -> Path:
-    return build.unpack(sdist, tmp_path_factory.mktemp("unpacked"))
+def write(files: Files, folder: Path) -> Path:
+    for file, data in files.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_bytes(data)
+    return folder
+
+
+def snapshot(source: Path) -> Files:
+    return {path.relative_to(source).as_posix(): path.read_bytes() for path in source.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def pristine(sdist) -> Files:
+    """The files that are patched, as they come: the whole is 3700 files, most of them other projects'."""
+    wanted = {
+        f"horovod-{build.HOROVOD_VERSION}/{file}": file
+        for name in NAMES
+        for file in files_of(patching.Patch.read(name))
+    }
+    with tarfile.open(sdist) as tar:
+        found = {wanted[member.name]: tar.extractfile(member) for member in tar if member.name in wanted}
+        return {file: opened.read() for file, opened in found.items() if opened is not None}
+
+
+@pytest.fixture(scope="module")
+def before(pristine, tmp_path_factory) -> dict[str, Files]:
+    """The files of each patch, as it finds them."""
+    found = {}
+    for gpu in ("none", "nccl"):
+        source = write(pristine, tmp_path_factory.mktemp("stages"))
+        for patch in patching.needed(gpu):
+            found[patch.name] = {file: (source / file).read_bytes() for file in files_of(patch)}
+            patching.apply(source, [patch])
+    return found
 
 
 @pytest.fixture
-def source(unpacked, tmp_path) -> Path:
-    """The files that are edited, a copy for each test: the whole is 3700 files, most of them other projects'."""
-    for file in {edit.file for edit in edits.EDITS}:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(unpacked / file, tmp_path / file)
-    return tmp_path
+def source(pristine, tmp_path) -> Path:
+    return write(pristine, tmp_path)
 
 
-def snapshot(source: Path) -> dict[str, bytes]:
-    return {edit.file: (source / edit.file).read_bytes() for edit in edits.EDITS}
-
-
-@pytest.mark.parametrize("gpu", ["none", "nccl"])
-def test_every_edit_finds_its_target_once(source, gpu):
-    applied = edits.apply(source, edits.applicable(edits.Target(gpu)))
-    for edit in applied:
-        assert edit.replace in (source / edit.file).read_text(), edit.name
-
-
-def test_cuda_edits_depend_on_the_target():
-    names = {gpu: {edit.name for edit in edits.applicable(edits.Target(gpu))} for gpu in ("none", "nccl")}
-    assert "cuda-torch-as-cpu" in names["none"] - names["nccl"]
+def test_cuda_patches_depend_on_the_target():
+    names = {gpu: {patch.name for patch in patching.needed(gpu)} for gpu in ("none", "nccl")}
+    assert "no-cuda" in names["none"] - names["nccl"]
     assert "tensorflow-without-cuda" in names["nccl"] - names["none"]
     assert "gloo-stall-check" in names["none"] & names["nccl"]
 
 
 def test_a_second_application_is_refused_and_changes_nothing(source):
-    table = edits.applicable(edits.Target("none"))
-    edits.apply(source, table)
+    patching.apply(source, patching.needed("none"))
     before = snapshot(source)
-    with pytest.raises(HvdtrainError, match=r"edit '.*' must find its target"):
-        edits.apply(source, table)
+    with pytest.raises(HvdtrainError, match=r"patch '.*' must find its lines"):
+        patching.apply(source, patching.needed("none"))
     assert snapshot(source) == before
 
 
-@pytest.mark.parametrize("edit", edits.EDITS, ids=lambda edit: edit.name)
-def test_an_edit_whose_target_is_gone_fails_loudly(source, edit):
-    path = source / edit.file
-    path.write_text(path.read_text().replace(edit.find, ""))
-    before = snapshot(source)
-    with pytest.raises(HvdtrainError, match=re.escape(edit.name)):
-        edits.apply(source, [edit])
-    assert snapshot(source) == before
+@pytest.mark.parametrize("name", NAMES)
+def test_a_patch_refuses_sources_that_differ_in_any_line_it_names(before, tmp_path, name):
+    patch = patching.Patch.read(name)
+    for file, first, hunk in patch.hunks():
+        for number in range(first, first + sum(not line.startswith("+") for line in hunk)):
+            lines = before[name][file].splitlines(keepends=True)
+            lines[number - 1] = b"another\n"
+            changed = {**before[name], file: b"".join(lines)}
+            came = (
+                rf"patch '{name}' must find its lines in {re.escape(file)}(.|\n)*line {number} is 'another', expected"
+            )
+            with pytest.raises(HvdtrainError, match=came):
+                patching.apply(write(changed, tmp_path), [patch])
+            assert snapshot(tmp_path) == changed
+    patching.apply(write(before[name], tmp_path), [patch])  # the twin: nothing differs
+
+
+def test_a_patch_refuses_lines_at_another_place_and_a_file_that_ends(before, tmp_path):
+    """Where git looks for them above and below."""
+    patch = patching.Patch.read("gcc13-gloo")
+    ((file, data),) = before[patch.name].items()
+    for other in (b"\n" + data, data[: data.index(b"#include <iostream>")]):
+        with pytest.raises(HvdtrainError, match="patch 'gcc13-gloo'"):
+            patching.apply(write({file: other}, tmp_path), [patch])
 
 
 def test_a_missing_file_is_named(source):
     (source / "horovod/torch/optimizer.py").unlink()
-    with pytest.raises(HvdtrainError, match="the file is missing"):
-        edits.apply(source, edits.EDITS)
+    with pytest.raises(
+        HvdtrainError, match=r"zero-grad-set-to-none.* horovod/torch/optimizer.py(.|\n)*the file is missing"
+    ):
+        patching.apply(source, patching.needed("none"))
 
 
-def test_every_edit_says_why():
-    assert all(len(edit.why) > 20 and edit.upstream for edit in edits.EDITS)
-    assert len({edit.name for edit in edits.EDITS}) == len(edits.EDITS)
-    assert all(edit.name in edits.table() for edit in edits.EDITS)
+def says_why(reason: str) -> bool:
+    """A subject, a text, and where it was reported."""
+    return re.fullmatch(r".{10,72}\n\n(.{1,120}\n)+\nUpstream: .+", reason) is not None
+
+
+def test_every_patch_says_why():
+    assert {path.stem for path in patching.FOLDER.iterdir()} == set(NAMES) and len(set(NAMES)) == len(NAMES)
+    assert [name for name in NAMES if not says_why(patching.Patch.read(name).reason)] == []
+    assert all(patching.Patch.read(name).reason.splitlines()[0] in patching.table() for name in NAMES)
+    assert all(len(why) > 20 for names in patching.BY_GPU.values() for why in names.values())
+    # the twins
+    assert not says_why("") and not says_why("A subject only\n\nUpstream: not reported")
+    assert not says_why("A subject\n\nWhat breaks without it.")
+
+
+def test_every_patch_is_packaged():
+    settings = configparser.ConfigParser()
+    settings.read(REPOSITORY / "setup.cfg")
+    pattern = settings["options.package_data"]["hvdtrain.horovod_build"]
+    assert {path.stem for path in patching.FOLDER.parent.glob(pattern)} == set(NAMES)
 
 
 HERE = environment.Environment(
@@ -97,13 +150,16 @@ def test_the_cache_key_sees_every_field(field):
     assert build.cache_key(other) != build.cache_key(HERE)
 
 
-def test_the_cache_key_sees_source_and_edits(monkeypatch):
+def test_the_cache_key_sees_source_and_patches(tmp_path, monkeypatch):
     key = build.cache_key(HERE)
     assert build.cache_key(HERE) == key
     assert build.cache_key(HERE, sdist_sha256="0" * 64) != key
     assert build.cache_key(HERE, cuda="wheels") != key
-    changed = (dataclasses.replace(edits.EDITS[0], replace="other"), *edits.EDITS[1:])
-    monkeypatch.setattr(edits, "EDITS", changed)
+    monkeypatch.setattr(patching, "FOLDER", shutil.copytree(patching.FOLDER, tmp_path / "patches"))
+    patch = patching.FOLDER / "cxx17.patch"
+    patch.write_text("Better said.\n" + patch.read_text())
+    assert build.cache_key(HERE) == key, "a reason alone compiles nothing again"
+    patch.write_text(patch.read_text().replace("CXX_STANDARD 17", "CXX_STANDARD 20"))
     assert build.cache_key(HERE) != key
 
 
@@ -171,3 +227,17 @@ def test_a_python_without_extraction_filters_unpacks_and_refuses_links(tmp_path,
         tar.addfile(link)
     with pytest.raises(HvdtrainError, match="no plain file"):
         build.unpack(evil, tmp_path / "evil")
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_a_large_all_reduce_is_checked_number_by_number(wrong):
+    """Of rank 1 of 2, without ranks; the twin: sums that are right."""
+
+    def allreduce(mine: np.ndarray, op: object, name: str) -> np.ndarray:
+        total = mine / 2 * 3
+        total[:wrong] += 1
+        return total
+
+    hvd = SimpleNamespace(rank=lambda: 1, size=lambda: 2, Sum=None, allreduce=allreduce)
+    with pytest.raises(RuntimeError, match="3 wrong sums") if wrong else nullcontext():
+        assert prove_rank._timed(hvd, np.array, np.asarray, "live") > 0

@@ -1,0 +1,120 @@
+"""The patches that turn Horovod 0.28.1 (2023) into one that builds and works today, and what applies them.
+
+Each is a file of `patches/`: at its head what breaks without it, then a diff as `git apply` takes it. Here they are
+applied without git, which an image may lack and whose settings of a user could change a line's end, and more strictly:
+each line at its very number, so that another source distribution can never be half-patched in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+
+from hvdtrain.core.errors import HvdtrainError
+
+FOLDER = Path(__file__).parent / "patches"
+
+# In this order, for every target.
+ALWAYS = (
+    "cxx17", "gcc13", "gcc13-gloo", "cmake4-gloo", "no-distutils", "no-xla-ops", "rpath", "torch-answers-first",
+    "check-build-survives", "built-at-once", "gloo-stall-check", "gloo-interface", "gloo-address", "torch-wait-sleeps",
+    "idle-cycle", "zero-grad-set-to-none", "horovodrun-no-traceback", "keras3-warning",
+)  # fmt: skip
+# Then, for one target only, and why not for the other. They are the last ones: line numbers above hold for both.
+BY_GPU = {
+    "none": {"no-cuda": "with NCCL the compiler must be found, and PyTorch's CUDA used"},
+    "nccl": {
+        "tensorflow-without-cuda": "without NCCL there is no CUDA that TensorFlow's target could get",
+        "cuda-cxx17": "without NCCL nothing compiles CUDA kernels",
+        "cuda-one-abi": "without NCCL nothing compiles CUDA kernels",
+        "libcuda-so-1": "without NCCL nothing loads the driver",
+    },
+}
+
+_FILE = re.compile(r"^diff --git a/(.+) b/\1\n--- a/\1\n\+\+\+ b/\1\n", re.MULTILINE)
+_HUNK = re.compile(r"^@@ -(\d+).*\n", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A patch, as its file has it.
+
+    Attributes:
+        reason: what breaks without it, and where that was reported.
+        diff: what it changes.
+    """
+
+    name: str
+    reason: str
+    diff: str
+
+    @classmethod
+    def read(cls, name: str) -> Patch:
+        """Return the patch of that name."""
+        reason, start, diff = (FOLDER / f"{name}.patch").read_text(encoding="utf-8").partition("diff --git ")
+        return cls(name, reason.strip(), start + diff)
+
+    def hunks(self) -> Iterable[tuple[str, int, list[str]]]:
+        """Yield the file, the number of its first line before this patch, and the lines, of every hunk."""
+        _, *files = _FILE.split(self.diff)
+        for file, text in zip(files[::2], files[1::2], strict=True):
+            _, *hunks = _HUNK.split(text)
+            for first, lines in zip(hunks[::2], hunks[1::2], strict=True):
+                yield file, int(first), lines.split("\n")[:-1]
+
+
+def needed(gpu: str) -> list[Patch]:
+    """Return the patches for a build with ``gpu`` support ("none" or "nccl"), in their order."""
+    return [Patch.read(name) for name in (*ALWAYS, *BY_GPU[gpu])]
+
+
+def apply(source: Path, patches: Iterable[Patch]) -> None:
+    """Apply ``patches`` to the unpacked source distribution at ``source``.
+
+    Every patch is tried before the first file is written, so a refused source tree is left as it came.
+
+    Raises:
+        HvdtrainError: a file is missing, or has another line where a patch has one.
+    """
+    texts: dict[str, list[str]] = {}
+    for patch in patches:
+        grown: dict[str, int] = {}  # lines that the hunks above added to the file
+        for file, first, hunk in patch.hunks():
+            if file not in texts:
+                if not (source / file).is_file():
+                    raise _refused(patch, file, "the file is missing")
+                texts[file] = (source / file).read_bytes().decode().split("\n")
+            before = [line[1:] for line in hunk if line[:1] != "+"]
+            after = [line[1:] for line in hunk if line[:1] != "-"]
+            start = first - 1 + grown.get(file, 0)
+            found = texts[file][start : start + len(before)]
+            if found != before:
+                at = next(n for n, line in enumerate(before) if found[n : n + 1] != [line])
+                came = repr(found[at]) if at < len(found) else "missing"
+                raise _refused(patch, file, f"line {first + at} is {came}, expected {before[at]!r}")
+            texts[file][start : start + len(before)] = after
+            grown[file] = grown.get(file, 0) + len(after) - len(before)
+    for file, lines in texts.items():
+        (source / file).write_bytes("\n".join(lines).encode())
+
+
+def _refused(patch: Patch, file: str, came: str) -> HvdtrainError:
+    return HvdtrainError(
+        rule=f"patch '{patch.name}' must find its lines in {file}",
+        came=came,
+        remedy="use the unmodified horovod 0.28.1 source distribution (from PyPI, or --sdist FILE)",
+    )
+
+
+def table() -> str:
+    """Return the patches for people: name, files, when, reason."""
+    when = {name: f"--gpu {gpu} only: {why}" for gpu, names in BY_GPU.items() for name, why in names.items()}
+    lines = []
+    for name in (*ALWAYS, *when):
+        patch = Patch.read(name)
+        files = ", ".join(dict.fromkeys(file for file, _, _ in patch.hunks()))
+        lines.append(f"{name}  ({files}; {when.get(name, 'always')})\n{indent(patch.reason, '    ')}\n")
+    return "\n".join(lines)
