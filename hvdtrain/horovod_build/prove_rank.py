@@ -1,17 +1,30 @@
-"""One rank of the proof that a Horovod build works: ``python -m hvdtrain.horovod_build.prove_rank torch|tensorflow``.
+"""One rank of the proof that Horovod works: ``python -m hvdtrain.horovod_build.prove_rank torch|tensorflow [LIMIT_S]``.
 
 All-reduce, broadcast and grouped all-reduce on values that differ by rank, each against the known answer. Prints one
-line per rank that ends in "proven"; any wrong value raises.
+line per rank that ends in "proven"; any wrong value raises. With LIMIT_S, as `hvdtrain doctor` asks, rank 0 prints how
+long a large all-reduce takes, as a line of JSON, and whatever waits for others is ended after LIMIT_S seconds.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import threading
+import time
+
+MARK = "HVDTRAIN-LIVE "
+_TOO_LATE = 124  # exit code, as of timeout(1); cluster.launch.failures reads it
+_BYTES = 16 << 20
+_REPEATS = 4
 
 
-def main(framework: str) -> None:
-    hvd, tensor, read = _torch() if framework == "torch" else _tensorflow()
-    hvd.init()
+def main(framework: str, limit_s: float | None = None) -> None:
+    if limit_s is not None:
+        watchdog = threading.Timer(limit_s, os._exit, [_TOO_LATE])
+        watchdog.daemon = True
+        watchdog.start()
+    hvd, device, tensor, read = _torch() if framework == "torch" else _tensorflow()
     rank, size = hvd.rank(), hvd.size()
     mean = (size - 1) / 2
     _expect("all-reduce", read(hvd.allreduce(tensor([rank, 10.0 * rank]), op=hvd.Average, name="a")), [mean, 10 * mean])
@@ -20,30 +33,59 @@ def main(framework: str) -> None:
     reduced = hvd.grouped_allreduce(group, op=hvd.Sum, name="g")
     _expect("grouped all-reduce", read(reduced[0]), [mean * size])
     _expect("grouped all-reduce", read(reduced[1]), [float(size), 2 * mean * size])
+    if limit_s is not None:
+        seconds = min(_timed(hvd, tensor, read, f"t.{number}") for number in range(_REPEATS))
+        if rank == 0:
+            print(MARK + json.dumps({"device": device, "bytes": _BYTES, "seconds": seconds}), flush=True)
     built = ", ".join(name for name in ("mpi", "gloo", "nccl") if getattr(hvd, f"{name}_built")())
     via = "MPI" if hvd.mpi_enabled() else "Gloo"
     hvd.shutdown()
     print(f"{framework} rank {rank} of {size} over {via} (built with {built}): proven", flush=True)
 
 
+def _timed(hvd, tensor, read, name: str) -> float:
+    import numpy
+
+    rank, size = hvd.rank(), hvd.size()
+    numbers = numpy.arange(_BYTES // 8) % 7.0
+    mine = tensor(numbers * (rank + 1))
+    start = time.perf_counter()
+    total = hvd.allreduce(mine, op=hvd.Sum, name=name)
+    seconds = time.perf_counter() - start
+    wrong = int((read(total) != numbers * (size * (size + 1) // 2)).sum())
+    if wrong:
+        raise RuntimeError(f"all-reduce gave {wrong} wrong sums of {numbers.size}")
+    return seconds
+
+
 def _torch():
     import horovod.torch as hvd
     import torch
 
-    return hvd, lambda values: torch.tensor(values, dtype=torch.float64), lambda t: t.tolist()
+    hvd.init()
+    # a GPU each, or none: ranks that share one are not what a job does
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= hvd.local_size()
+    device = torch.device("cuda", hvd.local_rank()) if on_gpu else torch.device("cpu")
+    return hvd, device.type, lambda v: torch.tensor(v, dtype=torch.float64, device=device), lambda t: t.cpu().numpy()
 
 
 def _tensorflow():
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
-    return hvd, lambda values: tf.constant(values, dtype=tf.float64), lambda t: t.numpy().tolist()
+    hvd.init()
+
+    def tensor(values):
+        with tf.device("cpu"):
+            return tf.constant(values, dtype=tf.float64)
+
+    return hvd, "cpu", tensor, lambda t: t.numpy()
 
 
-def _expect(what: str, got: list[float], wanted: list[float]) -> None:
-    if got != wanted:
-        raise RuntimeError(f"{what} gave {got}, expected {wanted}")
+def _expect(what: str, got, wanted: list[float]) -> None:
+    if got.tolist() != wanted:
+        raise RuntimeError(f"{what} gave {got.tolist()}, expected {wanted}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(float, sys.argv[2:]))

@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hvdtrain.cluster.doctor import live_rank
 from hvdtrain.cluster.doctor.findings import ClusterFacts, Finding, known
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.launch import environment, launcher
 from hvdtrain.cluster.launch.job import Job, Timeouts
 from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.horovod_build import prove_rank
 
 LIMIT_S = 40.0  # importing a framework from a cold disk or a busy file server takes most of it
 _LINES = 12
@@ -58,7 +58,7 @@ def all_reduce(job: Job, cluster: ClusterFacts) -> Live | None:
     hosts = _places(job, cluster)
     live = Live(framework, sum(host.slots for host in hosts))
     # told by name: the module that this Python has may be at another path there
-    argv = [job.python, "-m", "hvdtrain.cluster.doctor.live_rank", framework, f"{LIMIT_S:g}"]
+    argv = [job.python, "-m", "hvdtrain.horovod_build.prove_rank", framework, f"{LIMIT_S:g}"]
     env = environment.passed(os.environ)
     job = dataclasses.replace(job, argv=argv, hosts=hosts, np=live.size, env=env, timeouts=Timeouts())
     try:
@@ -72,7 +72,7 @@ def all_reduce(job: Job, cluster: ClusterFacts) -> Live | None:
         live.failed = "\n".join([outcome.failed.in_words(LIMIT_S), *outcome.failed.lines[-_LINES:]])
         live.host = outcome.failed.host
         return live
-    result = launcher.result_in(outcome.outputs.get(0, ""), live_rank.MARK)
+    result = launcher.result_in(outcome.outputs.get(0, ""), prove_rank.MARK)
     if result is None:
         live.failed = "rank 0 ended without a result"
     else:
