@@ -1,4 +1,4 @@
-"""The ``hvdtrain`` command: one subcommand a module, imported only when it is asked for."""
+"""The `hvdtrain` command: one subcommand a module, imported only when it is asked for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code (2: the input or the environment was refused)."""
+    """Runs a subcommand; returns the exit code (2: the input or the environment was refused)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(argv[0] if argv else None)
     args = parser.parse_args(argv)

@@ -134,7 +134,7 @@ def report(
 
 @dataclass(frozen=True)
 class Settings:
-    """What follows from the flags, the data and the number of ranks; ``str()`` tells it."""
+    """What follows from the flags, the data and the number of ranks; `str()` tells it."""
 
     epochs: int
     epochs_each: int
@@ -146,7 +146,7 @@ class Settings:
 
     @classmethod
     def of(cls, args: argparse.Namespace, ranks: int, data: str, *, samples: int) -> Settings:
-        """``data``: which data set; ``samples``: in its training set."""
+        """`data`: which data set; `samples`: in its training set."""
         epochs = args.epochs or EPOCHS
         each = math.ceil(epochs / ranks) if args.epochs_divided else epochs
         # In the example each rank goes through all the data `each` times, in an order of its own. Here the

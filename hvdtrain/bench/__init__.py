@@ -1,4 +1,4 @@
-"""``hvdtrain bench``: measured in paired runs, against the alternatives."""
+"""`hvdtrain bench`: measured in paired runs, against the alternatives."""
 
 from __future__ import annotations
 

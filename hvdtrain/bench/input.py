@@ -39,7 +39,7 @@ Start = Callable[[], tuple[Iterator[Any], Callable[[], None]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``hvdtrain bench input``."""
+    """The flags of `hvdtrain bench input`."""
     count = whole(1)
     add = parser.add_argument
     add("--data", type=Path, metavar="DIR", help="images, one folder a class, or train/ with them (default: made up)")

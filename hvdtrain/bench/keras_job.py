@@ -1,4 +1,4 @@
-"""One rank of ``hvdtrain bench train --framework keras``: measures blocks of updates, turn by turn."""
+"""One rank of `hvdtrain bench train --framework keras`: measures blocks of updates, turn by turn."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ BY_HAND = "cut by hand"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``hvdtrain bench pipeline``."""
+    """The flags of `hvdtrain bench pipeline`."""
     count = whole(1)
     add = parser.add_argument
     add("--model", default="resnet50", metavar="NAME", help="of torchvision (default: %(default)s)")

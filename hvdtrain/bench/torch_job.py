@@ -1,4 +1,4 @@
-"""One rank of ``hvdtrain bench train --framework torch``: one of the arms, measured turn by turn.
+"""One rank of `hvdtrain bench train --framework torch`: one of the arms, measured turn by turn.
 
 Every arm trains the same torchvision model on the same batch with the same optimizer, and is written as its own
 documentation writes it.

@@ -1,4 +1,4 @@
-"""``hvdtrain bench train --framework torch``: a step of hvdtrain's loop against the same loop on the alternatives.
+"""`hvdtrain bench train --framework torch`: a step of hvdtrain's loop against the same loop on the alternatives.
 
 All arms are jobs of one process tree that take turns (see `turns`): plain PyTorch and hvdtrain in one process; hvdtrain
 on Horovod, hand-written Horovod, DistributedDataParallel, Accelerate and Lightning Fabric on several ranks. One thread

@@ -32,7 +32,7 @@ ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREA
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``hvdtrain bench train``."""
+    """The flags of `hvdtrain bench train`."""
     count = whole(1)
     add = parser.add_argument
     add("--framework", choices=["keras", "torch"], default="keras", help="(default: %(default)s)")

@@ -29,7 +29,7 @@ class Chosen:
 
 
 def interfaces(found: Iterable[Mapping[str, Any]] | None = None) -> dict[str, list[IPv4Interface]]:
-    """Return the interfaces that are up and have a carrier, each with its IPv4 addresses and networks.
+    """Returns the interfaces that are up and have a carrier, each with its IPv4 addresses and networks.
 
     Args:
         found: what a probe told of its host (`probe.interfaces`); None: this machine.
@@ -42,7 +42,7 @@ def interfaces(found: Iterable[Mapping[str, Any]] | None = None) -> dict[str, li
 
 
 def source_towards(address: str) -> str | None:
-    """Return this machine's address on the way to `address`, as its routes say; None without a route. Sends nothing."""
+    """Returns this machine's address on the way to `address`, as its routes say; None without one. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -52,7 +52,7 @@ def source_towards(address: str) -> str | None:
 
 
 def reached(hosts: Mapping[str, str | None], local: Collection[str]) -> dict[str, str]:
-    """Return the address at which each host was reached; for this machine, its own on the way to the others.
+    """Returns the address at which each host was reached; for this machine, its own on the way to the others.
 
     Args:
         hosts: what each host says of the connection to it.
@@ -66,7 +66,7 @@ def reached(hosts: Mapping[str, str | None], local: Collection[str]) -> dict[str
 def choose(
     hosts: Mapping[str, Interfaces], network: str | None = None, reached: Mapping[str, str] | None = None
 ) -> dict[str, Chosen]:
-    """Return what each host shall talk through; pure.
+    """Returns what each host shall talk through; pure.
 
     One host alone uses its loopback. Several use the network that is asked for; or else the addresses they are reached
     by (the names the user gave are a choice of network, also where routers are between), or a network all have.

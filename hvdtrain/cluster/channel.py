@@ -37,7 +37,7 @@ class Channel:
         local: bool,
         cwd: Path | None = None,
     ) -> None:
-        """Start the program.
+        """Starts the program.
 
         Args:
             name: the host.
@@ -75,12 +75,12 @@ class Channel:
         return self._decoder.noise.decode(errors="replace")
 
     def write(self, data: bytes) -> None:
-        """Send bytes; what the other side does not take now goes with the next `flush`."""
+        """Sends bytes; what the other side does not take now goes with the next `flush`."""
         self._unsent += data
         self.flush()
 
     def flush(self) -> bool:
-        """Send what is left; returns whether nothing is."""
+        """Sends what is left; returns whether nothing is."""
         try:
             while self._unsent and self._inward >= 0:
                 del self._unsent[: os.write(self._inward, self._unsent[: 1 << 16])]
@@ -91,11 +91,11 @@ class Channel:
         return True
 
     def silent_s(self) -> float:
-        """Return for how long nothing came."""
+        """Returns for how long nothing came."""
         return time.monotonic() - self._heard_s
 
     def problem(self) -> SshProblem:
-        """Return why no message comes (any more)."""
+        """Returns why no message comes (any more)."""
         returncode = self._process.poll()
         if returncode is not None:
             self._threads[1].join(timeout=1.0)
@@ -108,7 +108,7 @@ class Channel:
         return SshProblem(found.kind, what, f"try: {shlex.join(self._process.args)}")  # type: ignore[arg-type]
 
     def close(self, wait_s: float) -> None:
-        """Close its standard input, which ends it; wait for it, and end the process that reaches it."""
+        """Closes its standard input, which ends it; waits for it, and ends the process that reaches it."""
         if self._inward >= 0:
             self._inward = -1
             assert self._process.stdin is not None
@@ -129,7 +129,7 @@ class Channel:
                 pipe.close()
 
     def kill(self) -> None:
-        """End the process that reaches it, at once."""
+        """Ends the process that reaches it, at once."""
         self._process.kill()
         self._process.wait()
 

@@ -21,7 +21,7 @@ class DataPath:
     """Connects again and again, without ever waiting."""
 
     def __init__(self, own: str, peer: Sequence[object], now_s: float) -> None:
-        """Begin.
+        """Begins.
 
         Args:
             own: this host's address there.
@@ -33,7 +33,7 @@ class DataPath:
         self._socket: socket.socket | None = None
 
     def unreached_s(self, now_s: float) -> float:
-        """Return for how long no connection could be made; call it a few times a second."""
+        """Returns for how long no connection could be made; call it a few times a second."""
         if self._socket is not None:
             self._look(self._socket, now_s)
         if self._socket is None and now_s - self._began_s >= EVERY_S:
@@ -42,7 +42,7 @@ class DataPath:
         return now_s - self._reached_s
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Lets the connection go."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

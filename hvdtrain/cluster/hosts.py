@@ -60,7 +60,7 @@ class Slot:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Return the hosts in "host1:4,host2:4,host3"; pure.
+    """Returns the hosts in "host1:4,host2:4,host3"; pure.
 
     Raises:
         ConfigError: a name with other characters than those of host names, slots below 1, a host named twice.
@@ -69,7 +69,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def asked_for(listed: str | None, hostfile: Path | None, environ: Mapping[str, str]) -> list[Host] | None:
-    """Return the hosts of -H, of --hostfile, or of the Slurm job around; None: none of them is given.
+    """Returns the hosts of -H, of --hostfile, or of the Slurm job around; None: none of them is given.
 
     Raises:
         ConfigError: both, or an empty list, which an unset variable makes and which must not mean "here".
@@ -87,7 +87,7 @@ def asked_for(listed: str | None, hostfile: Path | None, environ: Mapping[str, s
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
-    """Return the hosts in a file: a line each, "host1 slots=4" or "host1:4"; "#" starts a comment.
+    """Returns the hosts in a file: a line each, "host1 slots=4" or "host1:4"; "#" starts a comment.
 
     Raises:
         ConfigError: it cannot be read, or a line has another form (its number is told).
@@ -111,7 +111,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
 
 
 def assign(hosts: Sequence[Host], np: int) -> list[Slot]:
-    """Return the places of `np` ranks: hosts in their order, each filled before the next, as horovodrun does; pure.
+    """Returns the places of `np` ranks: hosts in their order, each filled before the next, as horovodrun does; pure.
 
     Raises:
         ConfigError: fewer slots than ranks (the counts are told), or no ranks.

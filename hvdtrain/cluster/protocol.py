@@ -43,7 +43,7 @@ Message = Mapping[str, Any]
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """Return one message as a line."""
+    """Returns one message as a line."""
     return _MARK + json.dumps({"type": kind, **fields}, separators=(",", ":")).encode() + b"\n"
 
 
@@ -55,7 +55,7 @@ class Decoder:
         self.noise = b""
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that are complete with `data`."""
+        """Returns the messages that are complete with `data`."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         messages = []
         for line in lines:

@@ -43,7 +43,7 @@ class Ssh:
     connect_timeout_s: float = 5.0
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """Return the command that runs `argv` on `host`, word for word: the remote shell gets it quoted."""
+        """Returns the command that runs `argv` on `host`, word for word: the remote shell gets it quoted."""
         # no questions, no forwarding, an end when the other side goes away
         options = {
             "BatchMode": "yes",
@@ -63,7 +63,7 @@ class Ssh:
         return [*words, *self.place("-p", "-i"), "--", host, shlex.join(argv)]
 
     def place(self, port: str, identity: str) -> list[str]:
-        """Return port and key, where they are not left to ssh's configuration, behind the flags for them."""
+        """Returns port and key, where they are not left to ssh's configuration, behind the flags for them."""
         words = [port, str(self.port)] if self.port is not None else []
         return words + ([identity, self.identity] if self.identity is not None else [])
 
@@ -84,7 +84,7 @@ class SshProblem:
 
 
 def is_this_machine(name: str) -> bool:
-    """Return whether a host's name, or address, means the machine this runs on; needs no ssh.
+    """Returns whether a host's name, or address, means the machine this runs on; needs no ssh.
 
     "user@" makes it another machine unless it is the user that this runs as: that user's ranks are started by ssh.
 
@@ -109,7 +109,7 @@ def is_this_machine(name: str) -> bool:
 
 
 def are_this_machine(names: Sequence[str]) -> dict[str, bool | ConfigError]:
-    """Return of each name what `is_this_machine` says, or raises: all at once, as a name server may be slow."""
+    """Returns of each name what `is_this_machine` says, or raises: all at once, as a name server may be slow."""
 
     def look_up(name: str) -> bool | ConfigError:
         try:
@@ -122,7 +122,7 @@ def are_this_machine(names: Sequence[str]) -> dict[str, bool | ConfigError]:
 
 
 def explain(host: str, returncode: int | None, said: str, ssh: Ssh | None = None, *, python: str = "") -> SshProblem:
-    """Return what a failed ssh command means; pure.
+    """Returns what a failed ssh command means; pure.
 
     Only what ssh itself writes is taken for its words, and only when it is ssh that failed (exit code 255): a shell's
     start-up files write to standard error as well.
@@ -246,7 +246,7 @@ _SSH_PROBLEMS: tuple[_Problem, ...] = (
 
 
 def not_started(error: OSError, host: str) -> SshProblem:
-    """Return why the command for a host could not even be started here."""
+    """Returns why the command for a host could not even be started here."""
     if error.filename not in (None, "ssh"):  # this machine's own program
         what = f"{host} is this machine, and {error.filename} cannot be run here: {error.strerror}"
         return SshProblem("no_python", what, "name the Python that has hvdtrain: --python PATH")

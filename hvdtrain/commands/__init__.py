@@ -1,1 +1,1 @@
-"""The subcommands of ``hvdtrain``: arguments in, printing out."""
+"""The subcommands of `hvdtrain`: arguments in, printing out."""

@@ -11,7 +11,7 @@ from hvdtrain.core import launchers
 
 
 def horovodrun(plan: Plan, environ: Mapping[str, str]) -> str:
-    """Return the horovodrun command that starts the same ranks; where it cannot, that is said after it.
+    """Returns the horovodrun command that starts the same ranks; where it cannot, that is said after it.
 
     Args:
         plan: what it stands for.
@@ -42,7 +42,7 @@ def horovodrun(plan: Plan, environ: Mapping[str, str]) -> str:
 
 
 def mpirun(plan: Plan, environ: Mapping[str, str]) -> str:
-    """Return the mpirun command (Open MPI) that starts the same ranks, through the same network.
+    """Returns the mpirun command (Open MPI) that starts the same ranks, through the same network.
 
     Args:
         plan: what it stands for.

@@ -1,4 +1,4 @@
-"""``hvdtrain doctor``: what is wrong with this machine or cluster, why it matters, and the command that fixes it.
+"""`hvdtrain doctor`: what is wrong with this machine or cluster, why it matters, and the command that fixes it.
 
 Asks every host at once, over ssh, without installing anything there: a probe goes through the session and ends with
 it. What is measured between hosts is measured by the hosts themselves, on ports that are open only meanwhile, on the
@@ -35,7 +35,7 @@ exit code: 0 nothing to say, or notes; 1 warnings; 2 errors: a job would not sta
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``hvdtrain doctor``."""
+    """The flags of `hvdtrain doctor`."""
     parser.description, parser.epilog = __doc__, EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(found: Report) -> str:
-    """Return the report as people read it."""
+    """Returns the report as people read it."""
     parts = [_hosts(found)] if found.cluster.facts else []
     measured = [*_network(found.links)] if found.links is not None else []
     if found.live is not None and found.live.seconds is not None:

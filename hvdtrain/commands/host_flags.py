@@ -29,7 +29,7 @@ _FLAGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 def add(parser: argparse.ArgumentParser, *names: str, **helps: str) -> None:
-    """Add some of the flags, in this order; `helps`: those whose help is another one in a command."""
+    """Adds some of the flags, in this order; `helps`: those whose help is another one in a command."""
     for name in (*names, *helps):
         words, settings = _FLAGS[name]
         parser.add_argument(*words, **settings | ({"help": helps[name]} if name in helps else {}))
@@ -43,7 +43,7 @@ def job_of(
     here: Callable[[], int],
     **more: Any,
 ) -> Job:
-    """Return the job that the flags, and the Slurm job around, ask for.
+    """Returns the job that the flags, and the Slurm job around, ask for.
 
     Args:
         args: what `add` made of the command line.

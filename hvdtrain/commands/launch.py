@@ -1,4 +1,4 @@
-"""``hvdtrain launch``: runs a command as N ranks on many hosts, for Horovod, and ends every one of them with the job.
+"""`hvdtrain launch`: runs a command as N ranks on many hosts, for Horovod, and ends every one of them with the job.
 
 Checks the hosts first, finds the network by address (interface names may differ), starts an agent a host over ssh, and
 through it the ranks. The first rank that fails ends all, and its last words are shown last.
@@ -39,7 +39,7 @@ _LOOK_AGAIN_S = 2.0  # at hosts, until they pass the checks for a restart
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``hvdtrain launch``."""
+    """The flags of `hvdtrain launch`."""
     parser.description, parser.epilog = __doc__, EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "hvdtrain launch [flags] -- COMMAND ..."
@@ -81,7 +81,7 @@ def _silence(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job, again if it fails and may; returns the exit code."""
+    """Runs the job, again if it fails and may; returns the exit code."""
     job = job_of(args, os.environ)
     if args.dry_run:
         print(_dry_run(launcher.look(job)))
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
-    """Return the job that the flags, and the Slurm job around, ask for.
+    """Returns the job that the flags, and the Slurm job around, ask for.
 
     Raises:
         ConfigError: no command, hosts given twice, or not in their form.
@@ -194,7 +194,7 @@ def _attempt(outcome: Outcome, started: float) -> dict[str, Any]:
 
 
 def _check(job: Job) -> None:
-    """Look at the hosts; warnings are told.
+    """Looks at the hosts; warnings are told.
 
     Raises:
         LauncherError: what would keep the job from starting, or make it wrong.
@@ -212,7 +212,7 @@ def _check(job: Job) -> None:
 
 
 def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, *, host_lost: bool) -> Outcome:
-    """Run the job once more, as soon as the hosts pass the checks.
+    """Runs the job once more, as soon as the hosts pass the checks.
 
     Raises:
         LauncherError: they do not in time; says why.

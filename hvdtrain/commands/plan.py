@@ -1,4 +1,4 @@
-"""``hvdtrain plan``: which way to train a model on these devices is predicted to be fastest, and which do not fit.
+"""`hvdtrain plan`: which way to train a model on these devices is predicted to be fastest, and which do not fit.
 
 The model's parts are measured on this machine, then every plan is computed: data parallel, pipeline, or both, with
 micro-batches, recomputation and accumulation. What it prints is a prediction, never a result.
@@ -36,7 +36,7 @@ OPTIMIZER_COPIES = {"sgd": 1.0, "adamw": 2.0}  # momentum; two moments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``hvdtrain plan``."""
+    """The flags of `hvdtrain plan`."""
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     count, number = flags.whole(1), flags.positive

@@ -1,4 +1,4 @@
-"""``hvdtrain verify``: does training on these hosts do what it must? A toy is trained in each installed framework.
+"""`hvdtrain verify`: does training on these hosts do what it must? A toy is trained in each installed framework.
 
 Shown are: ranks that are distinct, rank 0's weights on all of them, gradients that are averaged, a training equal to
 that of one process, and equal replicas; each against numbers that are computed apart, and each with the fault that it
@@ -46,7 +46,7 @@ _NO_HOROVOD = ("torchrun", "openpai")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``hvdtrain verify``."""
+    """The flags of `hvdtrain verify`."""
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -81,7 +81,7 @@ class Found:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify each framework; returns the exit code."""
+    """Verifies each framework; returns the exit code."""
     started, found, detected = time.perf_counter(), Found(), detect(os.environ)
     chosen = _chosen(args.framework)
     found.left_out = _left_out(chosen, detected.launcher)
@@ -133,7 +133,7 @@ def _chosen(wanted: Sequence[str] | None) -> list[str]:
 
 
 def _own_ranks(framework: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Start the ranks on the hosts; returns what rank 0 found, or why there is nothing."""
+    """Starts the ranks on the hosts; returns what rank 0 found, or why there is nothing."""
     job = host_flags.job_of(args, os.environ, here=lambda: _ranks_here(args))
     no_gpus = {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
     argv = [args.python, "-m", _RANK, framework, f"{args.limit:g}", str(job.np)]
@@ -161,7 +161,7 @@ def _ranks_here(args: argparse.Namespace) -> int:
 
 
 def _as_rank(framework: str, args: argparse.Namespace, detected: Detected) -> dict[str, Any]:
-    """Train as this rank, in a process of its own: the next framework needs a fresh one.
+    """Trains as this rank, in a process of its own: the next framework needs a fresh one.
 
     Returns what was found, which only rank 0 has in full, or what went wrong.
     """
@@ -200,7 +200,7 @@ _FIXES = {
 
 
 def text(found: Found) -> str:
-    """Return the findings as a table."""
+    """Returns the findings as a table."""
     lines = []
     for name, its in found.frameworks.items():
         lines.append(f"{name}: {'ok' if its['ok'] else 'FAILED'} in {its['seconds']:.0f} s{_with(its)}")

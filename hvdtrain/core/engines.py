@@ -42,15 +42,15 @@ class Engine(Protocol):
     def devices(self) -> tuple[int, ...]: ...
 
     def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
-        """Return root's `data` on every rank; `data` is ignored on the others."""
+        """Returns root's `data` on every rank; `data` is ignored on the others."""
         ...
 
     def allgather_bytes(self, data: bytes) -> list[bytes]:
-        """Return every rank's `data` in rank order; lengths may differ."""
+        """Returns every rank's `data` in rank order; lengths may differ."""
         ...
 
     def sum_floats(self, values: Sequence[float]) -> list[float]:
-        """Return the elementwise sum over ranks in float64; every rank passes the same number of values."""
+        """Returns the elementwise sum over ranks in float64; every rank passes the same number of values."""
         ...
 
     def barrier(self) -> None: ...
@@ -100,15 +100,15 @@ class HostCollectives:
     devices: tuple[int, ...]
 
     def host_sum(self, array: np.ndarray) -> np.ndarray:
-        """Return the sum over ranks of int64 or float64 [n]."""
+        """Returns the sum over ranks of int64 or float64 [n]."""
         raise NotImplementedError
 
     def host_broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
-        """Return root's array, of the same type and shape on every rank."""
+        """Returns root's array, of the same type and shape on every rank."""
         raise NotImplementedError
 
     def host_gather(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Return the ranks' uint8 arrays end to end; rank r's has `counts[r]` elements, at least one."""
+        """Returns the ranks' uint8 arrays end to end; rank r's has `counts[r]` elements, at least one."""
         raise NotImplementedError
 
     def broadcast_bytes(self, data: bytes | None, root: int) -> bytes:
@@ -158,7 +158,7 @@ class HorovodCollectives(HostCollectives):
 
     @classmethod
     def join(cls, hvd: Any, detected: Detected, devices: tuple[int, ...]) -> Self:
-        """Return the engine when all ranks have come.
+        """Returns the engine when all ranks have come.
 
         Args:
             hvd: `horovod.torch`, or another framework's.
@@ -175,7 +175,7 @@ class HorovodCollectives(HostCollectives):
         )  # fmt: skip
 
     def next_name(self) -> str:
-        """Return a name that the next collective has on every rank."""
+        """Returns a name that the next collective has on every rank."""
         return f"hvdtrain.host.{next(self._calls)}"
 
     def shutdown(self) -> None:
@@ -213,7 +213,7 @@ ENGINES = {
 
 
 def choose_engine(engine: str, detected: Detected, framework: str) -> str:
-    """Return the engine to attach, "auto" resolved; pure.
+    """Returns the engine to attach, "auto" resolved; pure.
 
     "auto" is "solo" for one process that no launcher of Horovod's started; else Horovod, or DDP where the launcher
     cannot start Horovod (torchrun, OpenPAI, variables set by hand).

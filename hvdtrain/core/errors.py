@@ -49,13 +49,13 @@ class HvdtrainError(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a framework, or a library below it, had no memory left."""
+    """Returns whether a framework, or a library below it, had no memory left."""
     by_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
     return by_type or any(message in str(error) for message in OOM_MESSAGES)
 
 
 def by_rank(texts: Sequence[str]) -> str:
-    """Return a line for each rank, equal neighbours folded: "ranks 0-2: 0.1" / "rank 3: 0.2"."""
+    """Returns a line for each rank, equal neighbours folded: "ranks 0-2: 0.1" / "rank 3: 0.2"."""
     lines, start = [], 0
     for end in range(1, len(texts) + 1):
         if end == len(texts) or texts[end] != texts[start]:
@@ -65,7 +65,7 @@ def by_rank(texts: Sequence[str]) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that installs the packages of these extras for the Python that runs this.
+    """Returns the command that installs the packages of these extras for the Python that runs this.
 
     From a checkout it installs that checkout, in place; the interpreter is named, because the one that lacks a
     package is often not the one that `pip` on the PATH belongs to.
@@ -77,7 +77,7 @@ def install_command(*extras: str) -> str:
 
 
 def build_horovod_command() -> str:
-    """Return the command that builds and installs Horovod for the Python that runs this."""
+    """Returns the command that builds and installs Horovod for the Python that runs this."""
     return f"{sys.executable} -m hvdtrain build-horovod --install"
 
 
@@ -125,7 +125,7 @@ class MainRankError(HvdtrainError):
 
 
 def describe(program: str, error: BaseException, rank: int) -> str:
-    """Return the block of text that `exit_with` prints for `error` on this rank.
+    """Returns the block of text that `exit_with` prints for `error` on this rank.
 
     An error that every rank raises is told in full by rank 0 only; the others say in one line what it was, so
     that the cause is readable even if rank 0 was killed before it could speak. Errors that are not hvdtrain's
@@ -142,7 +142,7 @@ def describe(program: str, error: BaseException, rank: int) -> str:
 
 
 def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
-    """Print one clear block on standard error and end this process: with exit code 2 for an `HvdtrainError`, else 1.
+    """Prints one clear block on standard error and ends this process: with exit code 2 for an `HvdtrainError`, else 1.
 
     With a collective engine up the process ends at once (`os._exit`): the engine's exit hooks would wait for
     ranks that do not come, and the launcher ends the others when it sees this rank gone. Clean up (run log,

@@ -37,7 +37,7 @@ def init(
     gpus_per_rank: int = 1,
     seed: int = 0,
 ) -> World:
-    """Join the ranks the launcher started; pin this rank's GPU(s); seed Python, numpy and the framework.
+    """Joins the ranks the launcher started; pins this rank's GPU(s); seeds Python, numpy and the framework.
 
     Args:
         framework: whose adapter carries the data.
@@ -110,7 +110,7 @@ def _check_framework(framework: str) -> None:
 
 
 def _adapter(framework: str) -> Callable[..., Engine]:
-    """Return `attach` of the framework's adapter; the only place where a framework's name is looked up."""
+    """Returns `attach` of the framework's adapter; the only place where a framework's name is looked up."""
     try:
         return importlib.import_module(f"hvdtrain.{framework}.engine").attach
     except Exception as error:
@@ -118,7 +118,7 @@ def _adapter(framework: str) -> Callable[..., Engine]:
 
 
 def _import_error(error: Exception, framework: str) -> Exception:
-    """Return the error to raise instead: with the remedy where the cause is a package; else `error` itself."""
+    """Returns the error to raise instead: with the remedy where the cause is a package; else `error` itself."""
     missing = (error.name or str(error)) if isinstance(error, ModuleNotFoundError) else ""
     what = f"no module {missing!r}" if missing else f"{type(error).__name__}: {error}"
     came = f"{what} in {sys.executable} on {socket.gethostname()}"
@@ -144,7 +144,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def _check_engine(detected: Detected, comm: Engine) -> None:
-    """Refuse a world in which launcher and engine disagree: each rank training alone looks just like training."""
+    """Refuses a world in which launcher and engine disagree: each rank training alone looks just like training."""
     if (comm.rank, comm.size) == (detected.rank, detected.size):
         return
     remedy = {
@@ -164,7 +164,7 @@ def _check_engine(detected: Detected, comm: Engine) -> None:
 
 
 def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[int, Tracker]:
-    """Have every rank introduce itself; return the index of this rank's host, and what keeps the ranks in step.
+    """Has every rank introduce itself; returns the index of this rank's host, and what keeps the ranks in step.
 
     The first collective of the job: what must not differ is compared before anything is trained. Hosts are numbered
     in the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.

@@ -40,7 +40,7 @@ ALONE = Detected("none", 0, 1, 0, 1, 0, None)
 
 
 def detect(environ: Environ) -> Detected:
-    """Return what the innermost launcher in `environ` says; pure.
+    """Returns what the innermost launcher in `environ` says; pure.
 
     Raises:
         LauncherError: some of a launcher's variables are missing (they are named) or contradict each other.
@@ -63,7 +63,7 @@ def _any_of(*names: str) -> Callable[[Environ], bool]:
 
 
 def _need(environ: Environ, launcher: str, *names: str, hint: str = "") -> str:
-    """Return the first of `names` that is set; they are alternatives, most exact first."""
+    """Returns the first of `names` that is set; they are alternatives, most exact first."""
     for name in names:
         if environ.get(name, "") != "":
             return environ[name]
@@ -94,7 +94,7 @@ def _number(environ: Environ, launcher: str, *names: str, hint: str = "") -> int
 
 
 def _checked(found: Detected) -> Detected:
-    """Refuse numbers that contradict each other."""
+    """Refuses numbers that contradict each other."""
     ok = (
         0 <= found.rank < found.size
         and 0 <= found.local_rank < found.local_size <= found.size
@@ -215,7 +215,7 @@ def _openpai(environ: Environ) -> Detected:
 
 
 def _openpai_tasks(environ: Environ, role: str) -> int:
-    """Return the role's number of tasks; older OpenPAI does not say it, but names every task's host."""
+    """Returns the role's number of tasks; older OpenPAI does not say it, but names every task's host."""
     hosts = sum(re.fullmatch(rf"PAI_HOST_IP_{re.escape(role)}_\d+", name) is not None for name in environ)
     names = (f"PAI_TASK_ROLE_TASK_COUNT_{role}", "PAI_CURRENT_TASK_ROLE_TASK_COUNT")
     return hosts if hosts and not any(name in environ for name in names) else _number(environ, "openpai", *names)
@@ -282,7 +282,7 @@ _UNKNOWN_LAUNCHERS = {
 
 
 def _stranger(environ: Environ) -> Detected:
-    """Refuse: as a world of one, each of its ranks would train alone, and that looks just like training."""
+    """Refuses: as a world of one, each of its ranks would train alone, and that looks just like training."""
     rank = next(name for name in _UNKNOWN_LAUNCHERS if name in environ)
     size = environ.get(_UNKNOWN_LAUNCHERS[rank])
     if size == "1":
@@ -319,7 +319,7 @@ _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def meeting_point(environ: Environ, detected: Detected) -> tuple[str, int]:
-    """Return the host and port where rank 0 of a torch.distributed group listens; pure.
+    """Returns the host and port where rank 0 of a torch.distributed group listens; pure.
 
     The launcher's own rendezvous where it has one for its ranks (torchrun, OpenPAI, srun), else MASTER_ADDR and
     MASTER_PORT, else, with all ranks on this host, a port of this job's.
@@ -346,7 +346,7 @@ def meeting_point(environ: Environ, detected: Detected) -> tuple[str, int]:
 
 
 def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) -> tuple[int, ...]:
-    """Return the GPUs of one rank as indices among the visible ones; pure.
+    """Returns the GPUs of one rank as indices among the visible ones; pure.
 
     Two rules cover what launchers do: all of a host's ranks see all its GPUs, then rank r takes the r-th
         group; or the
@@ -386,7 +386,7 @@ def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) 
 # A job that Slurm requeues after a preemption, or that `hvdtrain launch --max-restarts` starts again after a failure,
 # runs the same command line as before: the programs go on with the job's own run without being told to.
 def restarts(environ: Environ) -> int:
-    """Return how often this job was started again, 0 for the first time; pure.
+    """Returns how often this job was started again, 0 for the first time; pure.
 
     HVDTRAIN_RESTART counts where it is set, else SLURM_RESTART_COUNT, which sbatch sets from the first requeue on.
 
@@ -404,7 +404,7 @@ def restarts(environ: Environ) -> int:
 
 
 def job_of(environ: Environ) -> str | None:
-    """Return what names this job, the same each time it is started; None where nothing does; pure."""
+    """Returns what names this job, the same each time it is started; None where nothing does; pure."""
     if environ.get(JOB):
         return environ[JOB]
     job = environ.get("SLURM_JOB_ID")

@@ -9,10 +9,10 @@ from typing import Any
 
 
 def public(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns the ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
+    """Returns the `__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
-        package: its ``__name__``.
+        package: its `__name__`.
         homes: its public names, with blanks between them, by the module below it that has them.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}

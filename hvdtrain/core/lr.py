@@ -98,17 +98,17 @@ class LR:
             _check(0 <= self.final <= 1, "final is a fraction of the peak, 0..1", final=self.final)
 
     def factor(self, global_batch: int) -> float:
-        """Return peak / base at `global_batch` samples an update: ranks x per-rank batch x accumulation."""
+        """Returns peak / base at `global_batch` samples an update: ranks x per-rank batch x accumulation."""
         _check(_whole(global_batch, 1), "global_batch must be samples >= 1", global_batch=global_batch)
         ratio = global_batch / self.reference_batch
         return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.scale]
 
     def peak(self, global_batch: int) -> float:
-        """Return the rate after warm-up."""
+        """Returns the rate after warm-up."""
         return self.base * self.factor(global_batch)
 
     def at(self, samples_seen: int, global_batch: int) -> float:
-        """Return the rate of the update that begins after `samples_seen` samples of all ranks; pure.
+        """Returns the rate of the update that begins after `samples_seen` samples of all ranks; pure.
 
         Raises:
             ConfigError: a count that is not a whole number in range.
@@ -128,7 +128,7 @@ class LR:
         return peak
 
     def check_optimizer(self, current: float, global_batch: int) -> None:
-        """Check that the user's optimizer was made with `base`: this contract does the scaling, once.
+        """Checks that the user's optimizer was made with `base`: this contract does the scaling, once.
 
         Raises:
             ConfigError: the rate was already scaled, or is something else altogether.

@@ -38,7 +38,7 @@ def own_allowance() -> Allowance:
 
 
 def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Returns the control group's limit in cores (``cpu.max`` of version 2, ``cpu.cfs_*`` of 1); infinite without one.
+    """Returns the control group's limit in cores (`cpu.max` of version 2, `cpu.cfs_*` of 1); infinite without one.
 
     A container shows its own group as the root. Affinity knows nothing of it: a container limited to 2 processors on
     a host of 96 has an affinity of 96.
@@ -60,7 +60,7 @@ def share_of(rank: int, ranks: Sequence[Allowance]) -> float:
     """Returns how many cores `rank` has for itself; pure.
 
     A core that several ranks of a host may use counts for each of them as a part. So ranks bound to different cores
-    (``mpirun --bind-to core``) keep theirs whole, and ranks that may all run anywhere share alike. A quota is shared
+    (`mpirun --bind-to core`) keep theirs whole, and ranks that may all run anywhere share alike. A quota is shared
     by the ranks of its host.
 
     Args:

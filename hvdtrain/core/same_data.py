@@ -53,7 +53,7 @@ class Digest:
 
 
 def of_arrays(data: Any) -> Digest:
-    """Returns the digest of an array, or of nested dicts, lists and tuples of arrays (``None`` counts); local.
+    """Returns the digest of an array, or of nested dicts, lists and tuples of arrays (`None` counts); local.
 
     Args:
         data: what has a length and gives a row for an index: numpy arrays, memory maps, tensors on any device.
@@ -77,7 +77,7 @@ def of_items(dataset: Any, *, items: int = 8, fixed: AbstractContextManager[Any]
     differs between the two reads (augmentation with a generator of its own) is not compared.
 
     Args:
-        dataset: with ``len`` and an item (nested arrays, numbers, images, text) for an index.
+        dataset: with `len` and an item (nested arrays, numbers, images, text) for an index.
         items: how many are read.
         fixed: does the same for the generators of a framework, entered around all reads.
     """

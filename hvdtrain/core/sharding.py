@@ -73,12 +73,12 @@ class Plan:
         return self.size * self.per_rank_batch
 
     def steps(self, consumed: int = 0) -> int:
-        """Return how many steps are left in an epoch of which `consumed` samples are done."""
+        """Returns how many steps are left in an epoch of which `consumed` samples are done."""
         left = self.samples - self._checked(consumed)
         return left // self.global_batch if self.tail == "drop" else -(-left // self.global_batch)
 
     def order(self, epoch: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the samples at positions start..stop of the epoch's order; equal on every rank and at every size.
+        """Returns the samples at positions start..stop of the epoch's order; equal on every rank and at every size.
 
         Only these positions are computed. All words come from Philox, which numpy guarantees never to change
         (NEP 19); its `permutation` may change between versions, and a resumed epoch would then repeat and skip
@@ -104,7 +104,7 @@ class Plan:
         return _feistel(np.arange(start, stop, dtype=np.uint64), self.samples, keys).astype(np.int64)
 
     def step_slices(self, epoch: int, consumed: int = 0, *, rank: int) -> Steps:
-        """Return rank's part of every step that is left in the epoch, as a sequence; a step is made when it is read.
+        """Returns rank's part of every step that is left in the epoch, as a sequence; a step is made when it is read.
 
         Args:
             epoch: counted from 0.
@@ -119,7 +119,7 @@ class Plan:
         return Steps(self, epoch, consumed, rank)
 
     def span(self, number: int, consumed: int, rank: int) -> tuple[slice, int]:
-        """Return the positions of rank's samples in the epoch's order, and the samples of all ranks, in one step.
+        """Returns the positions of rank's samples in the epoch's order, and the samples of all ranks, in one step.
 
         Args:
             number: of the step, counted from 0 after `consumed` samples.
@@ -132,7 +132,7 @@ class Plan:
         return slice(start + mine.start, start + mine.stop), count
 
     def place_after(self, epoch: int, consumed: int) -> tuple[int, int]:
-        """Return (epoch, samples done in it) to go on with when `consumed` samples of an epoch are done."""
+        """Returns (epoch, samples done in it) to go on with when `consumed` samples of an epoch are done."""
         return (epoch + 1, 0) if self.steps(consumed) == 0 else (epoch, consumed)
 
     def _checked(self, consumed: int) -> int:
@@ -189,7 +189,7 @@ class Step:
         return self.begin + self.number * self.plan.global_batch + self.global_samples
 
     def update(self, accumulate: int) -> tuple[int, bool]:
-        """Return the samples of all ranks in the update that this step belongs to, and whether it is its last.
+        """Returns the samples of all ranks in the update that this step belongs to, and whether it is its last.
 
         An update takes `accumulate` steps, counted from where the loop began; the last of an epoch maybe fewer.
         """
@@ -224,7 +224,7 @@ class Steps(Sequence[Step]):
 
 
 def _words(samples: int, seed: int, epoch: int, count: int) -> np.ndarray:
-    """Return uint64 [count]: random words of this order alone. Another number of samples gives unrelated ones."""
+    """Returns uint64 [count]: random words of this order alone. Another number of samples gives unrelated ones."""
     import numpy as np
 
     key, counter = np.array([seed, epoch], np.uint64), np.array([0, samples, 0, 0], np.uint64)
@@ -233,14 +233,14 @@ def _words(samples: int, seed: int, epoch: int, count: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def _small_order(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Return int64 [samples]: a permutation that is drawn evenly from all there are, by sorting random words."""
+    """Returns int64 [samples]: a permutation that is drawn evenly from all there are, by sorting random words."""
     import numpy as np
 
     return np.argsort(_words(samples, seed, epoch, samples), kind="stable").astype(np.int64, copy=False)
 
 
 def _feistel(positions: np.ndarray, samples: int, keys: np.ndarray) -> np.ndarray:
-    """Return where a permutation of 0..samples-1 takes `positions`.
+    """Returns where a permutation of 0..samples-1 takes `positions`.
 
     A position is a place (row, column) in a rectangle of just over `samples` cells. Each round turns every row, or
     every column, by an amount that is a random function of its number: a Feistel network on whole numbers, which is a
@@ -279,7 +279,7 @@ def _feistel(positions: np.ndarray, samples: int, keys: np.ndarray) -> np.ndarra
 
 
 def _scattered(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """Return a random function of each value: the mixer of SplitMix64 (Steele, Lea and Flood 2014), after a key."""
+    """Returns a random function of each value: the mixer of SplitMix64 (Steele, Lea and Flood 2014), after a key."""
     import numpy as np
 
     mixed = values * np.uint64(0x9E3779B97F4A7C15) + key
@@ -289,7 +289,7 @@ def _scattered(values: np.ndarray, key: np.uint64) -> np.ndarray:
 
 
 def tail_pieces(samples: int, full: int, pieces: int) -> int:
-    """Return into how many pieces a tail is cut so that none is larger than those of a full batch.
+    """Returns into how many pieces a tail is cut so that none is larger than those of a full batch.
 
     Args:
         samples: of the tail, at least 1.
@@ -300,7 +300,7 @@ def tail_pieces(samples: int, full: int, pieces: int) -> int:
 
 
 def contiguous(samples: int, rank: int, size: int) -> slice:
-    """Return rank's contiguous piece of `samples`: each sample in exactly one, their sizes differ by at most 1."""
+    """Returns rank's contiguous piece of `samples`: each sample in exactly one, their sizes differ by at most 1."""
     if samples < 0 or not 0 <= rank < size:
         raise ConfigError("need samples >= 0 and 0 <= rank < size", f"samples={samples}, rank={rank}, size={size}")
     each, extra = divmod(samples, size)

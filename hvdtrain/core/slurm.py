@@ -14,7 +14,7 @@ _FIRST_PORT, _PORTS = 15000, 16000
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's "2(x3),1" to [2, 2, 2, 1]; pure.
+    """Expands Slurm's "2(x3),1" to [2, 2, 2, 1]; pure.
 
     Raises:
         LauncherError: not in Slurm's form.
@@ -29,7 +29,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first name in a Slurm node list: "gpu[03-04,07],login" gives "gpu03"; pure.
+    """Returns the first name in a Slurm node list: "gpu[03-04,07],login" gives "gpu03"; pure.
 
     Raises:
         LauncherError: not in Slurm's form.
@@ -42,7 +42,7 @@ def first_host(nodes: str) -> str:
 
 
 def expand(nodes: str) -> list[str]:
-    """Return all names of a Slurm node list, in order: "gpu[03-04,07],login" gives gpu03, gpu04, gpu07, login; pure.
+    """Returns all names of a Slurm node list, in order: "gpu[03-04,07],login" gives gpu03, gpu04, gpu07, login; pure.
 
     Raises:
         LauncherError: not in Slurm's form.
@@ -60,7 +60,7 @@ _NODE = r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 
 
 def _range(text: str) -> list[str]:
-    """Expand "[03-04,07]" to 03, 04, 07: leading zeros belong to the name."""
+    """Expands "[03-04,07]" to 03, 04, 07: leading zeros belong to the name."""
     numbers: list[str] = []
     for piece in text[1:-1].split(","):
         first, _, last = piece.partition("-")
@@ -69,7 +69,7 @@ def _range(text: str) -> list[str]:
 
 
 def job_hosts(environ: Mapping[str, str]) -> str | None:
-    """Return the hosts of the Slurm job this process is in, as "host1:2,host2:2" (tasks on each); None outside of one.
+    """Returns the hosts of the Slurm job this process is in, as "host1:2,host2:2" (tasks on each); None outside of one.
 
     Raises:
         LauncherError: the job's variables are missing, not in Slurm's form, or contradict each other.
@@ -85,5 +85,5 @@ def job_hosts(environ: Mapping[str, str]) -> str | None:
 
 
 def port_of(*names: str) -> int:
-    """Return the port for the ranks of one job: a hash of what only that job has; the same on every rank."""
+    """Returns the port for the ranks of one job: a hash of what only that job has; the same on every rank."""
     return _FIRST_PORT + zlib.crc32(".".join(names).encode()) % _PORTS

@@ -36,7 +36,7 @@ RANK_0_SPEAKS_FIRST_S = 3.0
 
 
 def run_program(name: str, work: Callable[[Detected], None]) -> int:
-    """Runs ``work(detected)``; returns 0. An error is printed as one block, and the process ends with it.
+    """Runs `work(detected)`; returns 0. An error is printed as one block, and the process ends with it.
 
     A rank that ends takes the others with it, through their launcher: none is left waiting.
     """

@@ -34,7 +34,7 @@ class Interval:
 
 
 def ratio_of_medians(above: Sequence[float], below: Sequence[float], *, paired: bool) -> Interval:
-    """``median(above) / median(below)``, and the interval that a bootstrap gives it (Efron 1979, percentiles): 95 %.
+    """`median(above) / median(below)`, and the interval that a bootstrap gives it (Efron 1979, percentiles): 95 %.
 
     A sample that something else on the machine spoilt does not move it. For 5 samples and more: of 3, what it calls
     95 % is 74 % (`ratio_of_means`).

@@ -56,12 +56,12 @@ class World(Generic[EngineT]):
 
     @classmethod
     def solo(cls, *, seed: int = 0) -> World:
-        """Return a world of one that needs no framework; for tools and tests."""
+        """Returns a world of one that needs no framework; for tools and tests."""
         return World.on(SoloEngine(), ALONE, seed=seed, node=0)
 
     @classmethod
     def on(cls, comm: EngineT, detected: Detected, *, seed: int, node: int, tracker: Tracker = OFF) -> World[EngineT]:
-        """Return the world of an engine whose ranks have met, by `node`, the index of this host."""
+        """Returns the world of an engine whose ranks have met, by `node`, the index of this host."""
         return World(
             rank=comm.rank,
             size=comm.size,
@@ -77,7 +77,7 @@ class World(Generic[EngineT]):
         )
 
     def in_step(self, kind: str, key: object = "", *, value: float | None = None) -> AbstractContextManager[float]:
-        """Return a context that every rank enters together, for what is collective; entering it is collective.
+        """Returns a context that every rank enters together, for what is collective; entering it is collective.
 
         Args:
             kind: what is done in it.
@@ -90,12 +90,12 @@ class World(Generic[EngineT]):
         return self.tracker.meeting(self.comm, kind, str(key), value)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Waits until every rank is here."""
         with self.in_step(BARRIER):
             self.comm.barrier()
 
     def broadcast(self, obj: T, root: int = 0) -> T:
-        """Return root's `obj` (picklable) on every rank; the others' is ignored.
+        """Returns root's `obj` (picklable) on every rank; the others' is ignored.
 
         A rank that gives None may do so on another line of the same function, as in the branches of an `if`.
         """
@@ -110,13 +110,13 @@ class World(Generic[EngineT]):
         return obj if self.rank == root else pickle.loads(received)
 
     def gather(self, obj: T) -> list[T]:
-        """Return every rank's `obj` (picklable), in rank order, on every rank."""
+        """Returns every rank's `obj` (picklable), in rank order, on every rank."""
         data = pickle.dumps(obj)
         with self.in_step("gather"):
             return [pickle.loads(data) for data in self.comm.allgather_bytes(data)]
 
     def mean(self, values: Mapping[str, float], weight: float = 1.0) -> dict[str, float]:
-        """Return the mean of each value over ranks, weighted; bit-equal on every rank.
+        """Returns the mean of each value over ranks, weighted; bit-equal on every rank.
 
         Args:
             values: name to value; the same names on every rank.
@@ -139,7 +139,7 @@ class World(Generic[EngineT]):
         return {name: fsum(v[name] * w for v, w in live) / total for name in names}
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the sum of each value over ranks; bit-equal on every rank.
+        """Returns the sum of each value over ranks; bit-equal on every rank.
 
         Raises:
             ReplicaError: on every rank, when names differ.
@@ -148,7 +148,7 @@ class World(Generic[EngineT]):
         return {name: fsum(its_values[name] for its_values in reports) for name in _same_names(reports)}
 
     def agree(self, name: str, value: Any) -> None:
-        """Check that every rank has an equal `value` (picklable).
+        """Checks that every rank has an equal `value` (picklable).
 
         Raises:
             ReplicaError: on every rank, listing the value per rank.
@@ -163,7 +163,7 @@ class World(Generic[EngineT]):
             )
 
     def agree_all(self, mine: Mapping[str, object], rule: str, remedy: Callable[[str], str]) -> None:
-        """Check that every rank has an equal mapping, of which only a digest travels where it has.
+        """Checks that every rank has an equal mapping, of which only a digest travels where it has.
 
         Args:
             mine: what must be the same, by name, the most telling first.
@@ -183,7 +183,7 @@ class World(Generic[EngineT]):
                 raise ReplicaError(rule.format(name), by_rank(list(map(str, values))), remedy(name), shared=True)
 
     def on_main(self, fn: Callable[..., T], *args: Any, **kw: Any) -> T:
-        """Run `fn(*args, **kw)` on rank 0 and return its (picklable) result on every rank.
+        """Runs `fn(*args, **kw)` on rank 0 and returns its (picklable) result on every rank.
 
         Nobody is stranded: when `fn` fails, rank 0 raises that very exception and every other rank raises
         `MainRankError` with its message and traceback. `fn` must not call what is collective: no other rank is in it.
@@ -215,12 +215,12 @@ class World(Generic[EngineT]):
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        """Leave the ranks. On an exception nothing collective runs: the others may be elsewhere, or gone."""
+        """Leaves the ranks. On an exception nothing collective runs: the others may be elsewhere, or gone."""
         if exc_type is None:
             self._leave()
 
     def _leave(self) -> None:
-        """Leave the ranks when all have come to their end."""
+        """Leaves the ranks when all have come to their end."""
         with self.in_step(END):
             pass
         self.tracker.leave()
@@ -258,7 +258,7 @@ class _Failure:
 
 
 def fsum(values: Any) -> float:
-    """Sum without rounding on the way, so the order of ranks does not matter; inf and nan pass as in IEEE."""
+    """Sums without rounding on the way, so the order of ranks does not matter; inf and nan pass as in IEEE."""
     terms = list(values)
     return math.fsum(terms) if all(math.isfinite(term) for term in terms) else float(sum(terms))
 
@@ -271,7 +271,7 @@ def _same_names(reports: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def per_rank(values: Sequence[Any]) -> str:
-    """List values per rank, equal neighbours folded: "ranks 0-2: 0.1" / "rank 3: 0.2"."""
+    """Lists values per rank, equal neighbours folded: "ranks 0-2: 0.1" / "rank 3: 0.2"."""
     return by_rank([_short(value) for value in values])
 
 
@@ -284,18 +284,18 @@ _current: World | None = None
 
 
 def current() -> World | None:
-    """Return the world of the last `init()` that was not left, or None."""
+    """Returns the world of the last `init()` that was not left, or None."""
     return _current
 
 
 def set_current(world: World | None) -> None:
-    """Note the world that `init()` has joined; None: it was left."""
+    """Notes the world that `init()` has joined; None: it was left."""
     global _current
     _current = world
 
 
 def given_or_current(world: World | None, framework: str) -> World:
-    """Return the world given to an adapter, or that of the last `init()`.
+    """Returns the world given to an adapter, or that of the last `init()`.
 
     Raises:
         ConfigError: there is none.

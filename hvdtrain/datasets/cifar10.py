@@ -42,13 +42,13 @@ def load_cifar10(source: str | os.PathLike[str] = "auto", *, world: World | None
     """Loads the data on every rank; collective.
 
     Args:
-        source: the path of an archive (binary or Python version, ``.tar.gz`` or ``.tar``) or of a folder that holds
+        source: the path of an archive (binary or Python version, `.tar.gz` or `.tar`) or of a folder that holds
             one, unpacked or not; "auto" (the cache, never the network) or "cifar10" (the cache, or a download into
             it by one rank per node).
         world: the ranks; None is this process alone.
 
     Returns:
-        uint8 ``[50000|10000, 3, 32, 32]`` red, green, blue, and labels in the order of `CLASSES`.
+        uint8 `[50000|10000, 3, 32, 32]` red, green, blue, and labels in the order of `CLASSES`.
 
     Raises:
         ConfigError: on every rank, if one of them cannot have the data.
@@ -65,7 +65,7 @@ def load_cifar10(source: str | os.PathLike[str] = "auto", *, world: World | None
 
 
 def cache() -> Path:
-    """Where downloads go: ``$XDG_CACHE_HOME/hvdtrain``, by default under ``~/.cache``."""
+    """Where downloads go: `$XDG_CACHE_HOME/hvdtrain`, by default under `~/.cache`."""
     home = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
     return home / "hvdtrain" / ARCHIVES[0]
 

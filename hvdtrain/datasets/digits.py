@@ -2,12 +2,12 @@
 
 Source: the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, UCI Machine
 Learning Repository, 1998, https://doi.org/10.24432/C50P49, licence CC BY 4.0), in the copy that scikit-learn
-ships as ``sklearn.datasets.load_digits``. 43 people wrote the digits; NIST's programs cut them out of a form,
+ships as `sklearn.datasets.load_digits`. 43 people wrote the digits; NIST's programs cut them out of a form,
 and each pixel counts the inked dots (0..16) of a 4x4 block of a 32x32 bitmap.
 
-``digits.npz`` beside this file holds them unchanged (``images`` uint8 ``[1797, 8, 8]``, ``labels`` uint8
-``[1797]``). It was written, and can be written again, by ``python -m hvdtrain.datasets.digits`` on a machine
-that has scikit-learn; ``tests/unit/datasets`` compares the two.
+`digits.npz` beside this file holds them unchanged (`images` uint8 `[1797, 8, 8]`, `labels` uint8
+`[1797]`). It was written, and can be written again, by `python -m hvdtrain.datasets.digits` on a machine
+that has scikit-learn; `tests/unit/datasets` compares the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INK_LEVELS = 16  # pixels count inked dots: 0..16
 
 
 def originals() -> tuple[np.ndarray, np.ndarray]:
-    """The pictures as published: uint8 ``[1797, 8, 8]`` with values 0..16, and uint8 labels ``[1797]``."""
+    """The pictures as published: uint8 `[1797, 8, 8]` with values 0..16, and uint8 labels `[1797]`."""
     import numpy as np
 
     with (
@@ -34,7 +34,7 @@ def originals() -> tuple[np.ndarray, np.ndarray]:
 
 
 def load(size: int = 28) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """``x_train, y_train, x_test, y_test``: uint8 ``[1437|360, size, size]`` with values 0..255, and labels 0..9.
+    """`x_train, y_train, x_test, y_test`: uint8 `[1437|360, size, size]` with values 0..255, and labels 0..9.
 
     The split never changes and needs no random numbers (whose streams may differ between numpy versions):
     the pictures are put in order of their digit, and every fifth is for testing. So a fifth of every digit's
@@ -50,10 +50,10 @@ def load(size: int = 28) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray
 
 
 def enlarge(images: np.ndarray, size: int) -> np.ndarray:
-    """Bilinear scaling of square pictures ``[N, S, S]`` (0..255) to uint8 ``[N, size, size]``.
+    """Bilinear scaling of square pictures `[N, S, S]` (0..255) to uint8 `[N, size, size]`.
 
     Pixel centres lie half a pixel in, and the border repeats: the convention of OpenCV, of
-    ``torch.nn.functional.interpolate(align_corners=False)`` and of ``tf.image.resize``.
+    `torch.nn.functional.interpolate(align_corners=False)` and of `tf.image.resize`.
     """
     import numpy as np
 
@@ -68,7 +68,7 @@ def enlarge(images: np.ndarray, size: int) -> np.ndarray:
 
 
 def write(file: BinaryIO) -> None:
-    """Writes ``digits.npz`` from scikit-learn's copy (needs scikit-learn)."""
+    """Writes `digits.npz` from scikit-learn's copy (needs scikit-learn)."""
     import numpy as np
     from sklearn.datasets import load_digits
 

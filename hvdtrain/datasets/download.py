@@ -23,10 +23,10 @@ _BLOCK_BYTES = 1 << 16
 
 
 def download(url: str, target: Path, sha256: str, *, size_limit_bytes: int, remedy: str) -> None:
-    """Puts the file at ``url`` to ``target`` if its SHA-256 is ``sha256``. Proxies come from the environment.
+    """Puts the file at `url` to `target` if its SHA-256 is `sha256`. Proxies come from the environment.
 
-    Raises: `ConfigError` with ``remedy`` when there is no network, no answer, no room or another hash. Then
-    ``target`` is as it was before.
+    Raises: `ConfigError` with `remedy` when there is no network, no answer, no room or another hash. Then
+    `target` is as it was before.
     """
     partial = None
     try:
@@ -73,7 +73,7 @@ def _open(url: str) -> Any:
 
 
 def _copy(answer: Any, output: Any, size_limit_bytes: int) -> str:
-    """Copies to the end of ``answer``; returns the SHA-256 of what came."""
+    """Copies to the end of `answer`; returns the SHA-256 of what came."""
     digest, copied, end = hashlib.sha256(), 0, time.monotonic() + WHOLE_WITHIN_S
     while block := answer.read(_BLOCK_BYTES):
         copied += len(block)

@@ -1,4 +1,4 @@
-"""Reads MNIST files: numpy's ``mnist.npz`` as Keras ships it, and the original IDX files, gzipped or not.
+"""Reads MNIST files: numpy's `mnist.npz` as Keras ships it, and the original IDX files, gzipped or not.
 
 Whatever is wrong with a file is one `ConfigError` that names the file, what was found in it and what to do.
 Files are only ever read.
@@ -35,9 +35,9 @@ _REPLACE = "put a good copy in its place, name another one with --data PATH, or 
 
 
 def read(path: Path) -> Arrays:
-    """The four arrays of a ``.npz`` file, of an IDX file's folder, or of a folder that holds either.
+    """The four arrays of a `.npz` file, of an IDX file's folder, or of a folder that holds either.
 
-    Returns: ``x_*`` uint8 ``[N, 28, 28]`` and ``y_*`` uint8 ``[N]`` with values 0..9.
+    Returns: `x_*` uint8 `[N, 28, 28]` and `y_*` uint8 `[N]` with values 0..9.
     Raises: `ConfigError` for a missing, incomplete, corrupt or different file.
     """
     try:
@@ -55,7 +55,7 @@ def read(path: Path) -> Arrays:
 
 
 def holds(folder: Path) -> bool:
-    """Whether `read` would look for MNIST in this folder: it has a ``.npz`` or an IDX file under its published name."""
+    """Whether `read` would look for MNIST in this folder: it has a `.npz` or an IDX file under its published name."""
     return (folder / NPZ_NAME).is_file() or any(any(found.values()) for _, found in _idx_files(folder))
 
 
@@ -106,7 +106,7 @@ def _idx_file(folder: Path, stem: str) -> Path | None:
 
 
 def _is_zip(file: Path) -> bool:
-    """By its name or by its first bytes, so that a broken ``mnist.npz`` is reported as such."""
+    """By its name or by its first bytes, so that a broken `mnist.npz` is reported as such."""
     with file.open("rb") as opened:
         return file.suffix == ".npz" or opened.read(2) == b"PK"
 

@@ -55,7 +55,7 @@ def load_folder(path: str | os.PathLike[str], *, world: World | None = None) -> 
     """Lists the files for training and for validation; collective. Rank 0 walks the tree, every rank sees its classes.
 
     Args:
-        path: a folder with ``train`` and (if there is one) ``val``, each with a folder a class; or a folder with a
+        path: a folder with `train` and (if there is one) `val`, each with a folder a class; or a folder with a
             folder a class, then there is no validation part.
         world: the ranks; None is this process alone.
 

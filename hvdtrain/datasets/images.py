@@ -22,8 +22,8 @@ class Images:
 
     Attributes:
         name: "mnist", "digits", "cifar10", "synthetic".
-        x_train, x_test: uint8 ``[N, H, W]`` (0 paper, 255 ink) or, in colour, ``[N, 3, H, W]``.
-        y_train, y_test: uint8 ``[N]`` (int64 where there are more than 256 classes), counted from 0.
+        x_train, x_test: uint8 `[N, H, W]` (0 paper, 255 ink) or, in colour, `[N, 3, H, W]`.
+        y_train, y_test: uint8 `[N]` (int64 where there are more than 256 classes), counted from 0.
         note: one line that says what these are and where they came from.
     """
 
@@ -44,7 +44,7 @@ class Images:
 
 
 def as_rgb(images: Images, size: int = 32) -> Images:
-    """Returns grey square pictures ``[N, S, S]`` as ``[N, 3, size, size]`` for networks that take colour.
+    """Returns grey square pictures `[N, S, S]` as `[N, 3, size, size]` for networks that take colour.
 
     A black border makes them bigger (MNIST's 28 to 32); smaller they do not get.
 
@@ -74,7 +74,7 @@ def keep_own(world: World, work: Callable[[], T]) -> T:
 
 
 def together(world: World, work: Callable[[], T]) -> list[T]:
-    """Runs ``work`` on every rank; returns all results, in rank order. A failure on one is raised on all."""
+    """Runs `work` on every rank; returns all results, in rank order. A failure on one is raised on all."""
     try:
         outcome: tuple[T | None, tuple[str, str, str] | None] = (work(), None)
     except HvdtrainError as error:

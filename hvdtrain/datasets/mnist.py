@@ -28,7 +28,7 @@ def load_mnist(source: str | os.PathLike[str] = "auto", *, world: World | None =
     Args:
         source: "auto" (the Keras cache if every rank has it, else the digits; never the network), "digits"
             (built in), "mnist" (the Keras cache, or a download into it by one rank per node), or the path of
-            a ``mnist.npz``, of an IDX file (gzipped or not) or of a folder with either.
+            a `mnist.npz`, of an IDX file (gzipped or not) or of a folder with either.
         world: the ranks; None is this process alone.
 
     Raises:
@@ -54,7 +54,7 @@ def load_mnist(source: str | os.PathLike[str] = "auto", *, world: World | None =
 
 
 def keras_cache() -> Path:
-    """Where Keras keeps MNIST: ``$KERAS_HOME/datasets/mnist.npz``, by default under ``~/.keras``."""
+    """Where Keras keeps MNIST: `$KERAS_HOME/datasets/mnist.npz`, by default under `~/.keras`."""
     home = Path(os.path.expanduser(os.environ.get("KERAS_HOME") or "~/.keras"))
     return home / "datasets" / files.NPZ_NAME
 
@@ -67,7 +67,7 @@ def _digits(why: str) -> Images:
 
 
 def load_digits(size: int = 32) -> Images:
-    """Returns the embedded digits in colour, uint8 ``[N, 3, size, size]``, for networks made for photographs."""
+    """Returns the embedded digits in colour, uint8 `[N, 3, size, size]`, for networks made for photographs."""
     x_train, y_train, x_test, y_test = digits.load(size)
     what = f"real 8x8 handwritten digits (UCI), enlarged to 3x{size}x{size}"
     note = f"the embedded digits: {count_of(x_train, x_test)} {what}"

@@ -64,21 +64,21 @@ def prepare(
     """Makes a compiled model (or an optimizer) average its gradients over all ranks; in place.
 
     Covers dense and sparse gradients, mixed precision with loss scaling, gradient accumulation (one reduction
-    an update), clipping (after the average), EMA, ``steps_per_execution``, ``run_eagerly`` and custom train
+    an update), clipping (after the average), EMA, `steps_per_execution`, `run_eagerly` and custom train
     steps. Batches of unequal size are weighted by their samples, exactly. In a world of one nothing is
     hooked.
 
     Args:
-        model: a compiled model; or an optimizer, to be given to ``compile`` (then ``fit`` needs
-            ``callbacks``, made before it).
-        data: the loader that ``fit`` will be given; it knows the batch that the learning rate is computed from.
-        world: the ranks; by default those of ``hvdtrain.init``.
-        lr: the learning rate as a function of samples seen; ``callbacks`` set it before each batch.
-        per_rank_batch: samples of a rank in a full step of data that hvdtrain does not deal; needed there with ``lr``.
-        compression: ``"fp16"`` sends gradients as float16, divided by the number of ranks before the cast, so
+        model: a compiled model; or an optimizer, to be given to `compile` (then `fit` needs
+            `callbacks`, made before it).
+        data: the loader that `fit` will be given; it knows the batch that the learning rate is computed from.
+        world: the ranks; by default those of `hvdtrain.init`.
+        lr: the learning rate as a function of samples seen; `callbacks` set it before each batch.
+        per_rank_batch: samples of a rank in a full step of data that hvdtrain does not deal; needed there with `lr`.
+        compression: `"fp16"` sends gradients as float16, divided by the number of ranks before the cast, so
             that the sum overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish.
-        sparse_as_dense: reduce ``IndexedSlices`` as dense tensors.
-        verify: prove before the first step that gradients are averaged (under a second; see ``verify``).
+        sparse_as_dense: reduce `IndexedSlices` as dense tensors.
+        verify: prove before the first step that gradients are averaged (under a second; see `verify`).
         watch_every: compare the replicas every so many steps; 0 is never.
 
     Returns:
@@ -121,24 +121,24 @@ def callbacks(
     checkpointer: Checkpointer | None = None,
     save_every: int = 0,
 ) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks ``fit`` needs on every rank; it runs them before your own. What they do is what ``prepare``
+    """Returns the callbacks `fit` needs on every rank; it runs them before your own. What they do is what `prepare`
     was told.
 
     They compare the ranks' settings, give all ranks rank 0's weights, optimizer and random state, prove the
     averaging, make epoch logs those of all ranks' samples, set the learning rate, watch the replicas, write
-    the record and the checkpoints. ``EarlyStopping`` and other callbacks that may end training belong on every rank
-    (a stop that one rank wants ends training on all, after the same step); ``ModelCheckpoint``, ``TensorBoard`` and
-    ``CSVLogger`` on rank 0.
+    the record and the checkpoints. `EarlyStopping` and other callbacks that may end training belong on every rank
+    (a stop that one rank wants ends training on all, after the same step); `ModelCheckpoint`, `TensorBoard` and
+    `CSVLogger` on rank 0.
 
-    After ``Checkpointer.restore(model_state(model))`` training goes on where the checkpoint was taken, which may be
-    within an epoch: give ``fit`` also ``initial_epoch=progress.epoch``. Else it goes on from the model's last ``fit``.
+    After `Checkpointer.restore(model_state(model))` training goes on where the checkpoint was taken, which may be
+    within an epoch: give `fit` also `initial_epoch=progress.epoch`. Else it goes on from the model's last `fit`.
 
     Args:
         model: compiled; prepared itself, or compiled with a prepared optimizer.
         run: the run's record.
         checkpointer: saves after each epoch, as long as weights are finite.
         save_every: also saves within an epoch, at the first chance at or after every so many steps (with
-            ``steps_per_execution=4`` and ``save_every=10``: after 12, 20, 32, 40, ...); of a ``Loader``.
+            `steps_per_execution=4` and `save_every=10`: after 12, 20, 32, 40, ...); of a `Loader`.
 
     Raises:
         ConfigError: no optimizer.
@@ -176,10 +176,10 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
 
     Args:
         model: compiled and built.
-        world: the ranks; by default those of ``hvdtrain.init``.
+        world: the ranks; by default those of `hvdtrain.init`.
 
     Returns:
-        The proof; ``str(proof)`` is one line.
+        The proof; `str(proof)` is one line.
 
     Raises:
         ReplicaError: on every rank; not averaged (no hook, or Horovod's own wrapper), replicas or settings

@@ -1,9 +1,9 @@
-"""Hooks into Keras: ``optimizer.apply`` of the outermost optimizer, and ``model.train_step``.
+"""Hooks into Keras: `optimizer.apply` of the outermost optimizer, and `model.train_step`.
 
-Every training path of Keras 3 ends in ``apply`` of the outermost optimizer, before unscaling, clipping,
+Every training path of Keras 3 ends in `apply` of the outermost optimizer, before unscaling, clipping,
 weight decay and EMA. The override sits on the instance, so class, config and saved files stay those of plain
-Keras, and load without Horovod or hvdtrain. The other side of that: ``load_model``, ``clone_model``,
-``from_config`` and another ``compile`` give an optimizer without the hook, which the train step's guard
+Keras, and load without Horovod or hvdtrain. The other side of that: `load_model`, `clone_model`,
+`from_config` and another `compile` give an optimizer without the hook, which the train step's guard
 refuses.
 """
 
@@ -39,15 +39,15 @@ from hvdtrain.keras.session import (
 
 # -------------------------------------------------------------------- the optimizer
 def hook_optimizer(optimizer: Any, session: Session, index: int = 0) -> None:
-    """Makes ``optimizer`` average its gradients over the session's ranks; in place, once.
+    """Makes `optimizer` average its gradients over the session's ranks; in place, once.
 
     Args:
-        optimizer: the outermost one (``LossScaleOptimizer`` if there is one).
+        optimizer: the outermost one (`LossScaleOptimizer` if there is one).
         session: whose ranks and options.
         index: which of the model's optimizers, for the names of its collectives.
 
     Raises:
-        ConfigError: gradient accumulation inside a ``MultiOptimizer``.
+        ConfigError: gradient accumulation inside a `MultiOptimizer`.
         ReplicaError: Horovod's own wrapper.
     """
     if session.alone:
@@ -88,7 +88,7 @@ def unhook(optimizer: Any) -> None:
 
 
 def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str, once_per_update: bool) -> Any:
-    """Replaces ``apply`` on the instance; ``type(self).apply`` is the original."""
+    """Replaces `apply` on the instance; `type(self).apply` is the original."""
     session: Session = vars(self)[KEY]
     _refuse_branch(self, session)
     grads = list(grads)
@@ -117,7 +117,7 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str,
 
 
 def _compare_alone(optimizer: Any, variables: Sequence[Any], session: Session) -> None:
-    """Before the first update outside a prepared model's step (a loop of the user's, or ``fit`` of a model that our
+    """Before the first update outside a prepared model's step (a loop of the user's, or `fit` of a model that our
     callbacks never met): are the variables equal on all ranks? Collective.
     """
     with BACKEND.eager():
@@ -137,7 +137,7 @@ def _compare_alone(optimizer: Any, variables: Sequence[Any], session: Session) -
 def _clip_gradients(self: Any, grads: Sequence[Any], *, session: Session, name: str) -> Any:
     """With gradient accumulation: one reduction per update, of the accumulated mean, before it is clipped.
 
-    Runs inside the update branch of Keras' ``cond``; ranks take it together, because they count the same
+    Runs inside the update branch of Keras' `cond`; ranks take it together, because they count the same
     steps.
     """
     return type(self)._clip_gradients(self, reduce.average(list(grads), session, name))
@@ -151,7 +151,7 @@ def _check_finite(self: Any, grads: Sequence[Any], *, name: str) -> Any:
 
 
 def _refuse_branch(optimizer: Any, session: Session) -> None:
-    """Refuses to communicate where ranks may take different ways: inside a ``LossScaleOptimizer``."""
+    """Refuses to communicate where ranks may take different ways: inside a `LossScaleOptimizer`."""
     unseen = not session.attached and keras.config.dtype_policy().name == "mixed_float16"
     if BACKEND.in_branch() or (unseen and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)):
         raise ReplicaError(
@@ -195,7 +195,7 @@ def refuse_synchronized(model: keras.Model) -> None:
     """Refuses batch normalisation that asks for the statistics of all ranks.
 
     Raises:
-        ConfigError: Keras computes them inside ``tf.distribute`` only, and else says nothing.
+        ConfigError: Keras computes them inside `tf.distribute` only, and else says nothing.
     """
     asking = [layer.name for layer in model._flatten_layers() if getattr(layer, "synchronized", False)]
     if asking:
@@ -272,7 +272,7 @@ def _all_averaged(model: keras.Model, session: Session) -> AbstractContextManage
 
 def hook_test_step(model: keras.Model) -> None:
     """Makes batches without a sample leave no trace in an evaluation, and losses those of global batches where the
-    ranks evaluate together (``together``).
+    ranks evaluate together (`together`).
     """
     if "test_step" in vars(model):
         return
@@ -296,7 +296,7 @@ def hook_test_step(model: keras.Model) -> None:
 
 
 def _without_marks(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``_symbolic_build``, which Keras on torch calls with the first batch: a mark is no sample weight."""
+    """Wraps `_symbolic_build`, which Keras on torch calls with the first batch: a mark is no sample weight."""
 
     @functools.wraps(inner)
     def _symbolic_build(iterator: Any = None, data_batch: Any = None) -> Any:
@@ -312,8 +312,8 @@ def _without_marks(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def together(model: keras.Model, *, even: bool) -> Iterator[None]:
-    """Inside, batches of an evaluation are the ranks' parts of global batches (``even``: all ranks have as many); else
-    ``evaluate`` is this rank's own, as in plain Keras.
+    """Inside, batches of an evaluation are the ranks' parts of global batches (`even`: all ranks have as many); else
+    `evaluate` is this rank's own, as in plain Keras.
     """
     session: Session = vars(model)[KEY]
     if session.even != even:
@@ -344,7 +344,7 @@ def _split_dead(data: Any) -> tuple[Any, Any, bool]:
 def _before_step(model: keras.Model, session: Session, data: Any) -> None:
     """Checks, and at the first step of a model that was not built: build, broadcast, proof.
 
-    Under TensorFlow this runs while the step is traced, in eager mode (``init_scope``), where variables are
+    Under TensorFlow this runs while the step is traced, in eager mode (`init_scope`), where variables are
     real.
     """
     if not is_hooked(model.optimizer):

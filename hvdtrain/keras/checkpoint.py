@@ -48,7 +48,7 @@ _NOT_LOADED = ("Skipping ", "A total of ")
 
 
 class ModelPart(Part):
-    """``model.keras``: ``keras.models.load_model`` opens it without Horovod and without hvdtrain."""
+    """`model.keras`: `keras.models.load_model` opens it without Horovod and without hvdtrain."""
 
     def __init__(self, model: keras.Model, session: Session) -> None:
         self.model = model
@@ -118,15 +118,15 @@ def _check_optimizer(model: keras.Model, path: Path) -> None:
 
 
 def _optimizer_in(compiled: Any) -> str | None:
-    """Returns the class of an optimizer as ``compile`` was given it, if it is known: in lower case, as names are."""
+    """Returns the class of an optimizer as `compile` was given it, if it is known: in lower case, as names are."""
     found = compiled.get("optimizer") if isinstance(compiled, dict) else None
     name = found.get("class_name") if isinstance(found, dict) else found
     return name.lower() if isinstance(name, str) else None
 
 
 class RandomPart(Part):
-    """``random.npz``: the random state of every rank, as plain arrays (nothing is unpickled); and the variables of
-    layers with LoRA, of which ``model.keras`` has the product alone (Keras would go on from factors of zero, for ever).
+    """`random.npz`: the random state of every rank, as plain arrays (nothing is unpickled); and the variables of
+    layers with LoRA, of which `model.keras` has the product alone (Keras would go on from factors of zero, for ever).
     """
 
     def __init__(self, model: keras.Model, world: World) -> None:
@@ -174,7 +174,7 @@ def _of_lora(model: keras.Model) -> list[Any]:
 
 
 class Extra(ExtraPart):
-    """``extra.npz``: objects of the user's own; arrays, and their structure as JSON."""
+    """`extra.npz`: objects of the user's own; arrays, and their structure as JSON."""
 
     def state_of(self, value: Any) -> Any:
         if _has_variables(value):
@@ -255,20 +255,20 @@ def _unpacked(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def model_state(model: keras.Model, *, extra: MutableMapping[str, Any] | None = None) -> Mapping[str, Part]:
-    """Returns what a checkpoint of this model consists of, for ``Checkpointer.save`` and ``restore``.
+    """Returns what a checkpoint of this model consists of, for `Checkpointer.save` and `restore`.
 
-    ``save`` takes the state of that moment, on every rank: it makes the ranks' own state one (the mean of moving
+    `save` takes the state of that moment, on every rank: it makes the ranks' own state one (the mean of moving
     statistics and of accumulated gradients, so that all ranks go on from what rank 0 writes), gathers random states,
-    and refuses weights that are not finite (``NonFiniteError``).
+    and refuses weights that are not finite (`NonFiniteError`).
 
     Args:
         model: compiled and prepared.
         extra: objects of your own, as rank 0 has them: name to a Keras model, layer, metric, optimizer or variable, to
-            what has ``state_dict`` and ``load_state_dict``, or to numbers, text, arrays, and dicts and lists of those.
+            what has `state_dict` and `load_state_dict`, or to numbers, text, arrays, and dicts and lists of those.
             A restore loads objects and arrays in place and puts other values into this dict.
 
     Returns:
-        ``{"model.keras": ..., "random.npz": ...}``, with extra ``"extra.npz"``.
+        `{"model.keras": ..., "random.npz": ...}`, with extra `"extra.npz"`.
 
     Raises:
         ConfigError: the model has no optimizer, or is not prepared. While saving: something in extra cannot be saved

@@ -1,4 +1,4 @@
-"""Data for ``fit`` and ``evaluate``: each rank its own samples, every sample exactly once."""
+"""Data for `fit` and `evaluate`: each rank its own samples, every sample exactly once."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from hvdtrain.keras.session import KEY, NO_SAMPLE, Session, world_or_current
 
 
 class Loader(keras.utils.PyDataset, DataAdapter):
-    """One rank's batches of in-memory arrays; made by ``loader``.
+    """One rank's batches of in-memory arrays; made by `loader`.
 
-    It is its own data adapter, which ``fit`` takes as it is: the adapter that Keras makes for a ``PyDataset``
-    shuffles the batches once more (``fit(shuffle=True)`` is the default) with Python's generator, on every
+    It is its own data adapter, which `fit` takes as it is: the adapter that Keras makes for a `PyDataset`
+    shuffles the batches once more (`fit(shuffle=True)` is the default) with Python's generator, on every
     rank in another order; ranks would not work on the same global batch, and a resumed epoch not on the
-    samples that are left. Weights are given to ``loader``: ``fit`` refuses its own beside it.
+    samples that are left. Weights are given to `loader`: `fit` refuses its own beside it.
 
     Attributes:
-        plan: the ``hvdtrain.Plan`` that deals the samples.
+        plan: the `hvdtrain.Plan` that deals the samples.
         epoch: the epoch whose order is being read.
-        next_epoch: the one to turn to, as our callbacks tell it (Keras does not); ``None``: the one that follows.
+        next_epoch: the one to turn to, as our callbacks tell it (Keras does not); `None`: the one that follows.
     """
 
     def __init__(self, data: tuple[Any, Any, Any], plan: Plan, *, rank: int) -> None:
@@ -47,10 +47,10 @@ class Loader(keras.utils.PyDataset, DataAdapter):
         self.go_on(0, 0)
 
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
-        """Makes the next ``fit`` begin there; a restored checkpoint does so by itself.
+        """Makes the next `fit` begin there; a restored checkpoint does so by itself.
 
-        The rest of an epoch is a ``fit`` of its own (``epochs=initial_epoch + 1``), and the epochs after it another
-        (with ``use_ema`` that goes on with the weights themselves, as one fit would).
+        The rest of an epoch is a `fit` of its own (`epochs=initial_epoch + 1`), and the epochs after it another
+        (with `use_ema` that goes on with the weights themselves, as one fit would).
 
         Raises:
             ConfigError: no such place in this data.
@@ -152,17 +152,17 @@ def loader(
 
     Args:
         data: the same on every rank: arrays or tensors of all samples (or nested structures of them), first axis
-            samples, as a tuple ``(x, y)`` or ``(x, y, sample_weight)``; or ``x`` alone, for a model without targets.
+            samples, as a tuple `(x, y)` or `(x, y, sample_weight)`; or `x` alone, for a model without targets.
         per_rank_batch: samples a rank takes in a full step.
-        world: the ranks; by default those of ``hvdtrain.init``.
+        world: the ranks; by default those of `hvdtrain.init`.
         shuffle: False keeps the data's order.
         tail: samples that do not fill a global step are dealt out and weighed exactly, or left out ("drop").
         seed: of the order; by default the world's.
-        class_weight: class to weight, as ``fit`` takes it: for one output, whose ``y`` are class numbers or one-hot.
+        class_weight: class to weight, as `fit` takes it: for one output, whose `y` are class numbers or one-hot.
 
     Returns:
-        A ``keras.utils.PyDataset`` with ``.plan``, to be given to ``prepare`` and ``fit``; give ``fit`` also
-        ``hvdtrain.keras.callbacks``, which tell it the epoch.
+        A `keras.utils.PyDataset` with `.plan`, to be given to `prepare` and `fit`; give `fit` also
+        `hvdtrain.keras.callbacks`, which tell it the epoch.
 
     Raises:
         ConfigError: arrays of different lengths, data of another kind, an argument out of range, both kinds of weights.
@@ -186,10 +186,10 @@ def evaluate(
     """Evaluates on all ranks together, every sample exactly once; collective.
 
     Args:
-        model: compiled; equal on all ranks (they are, after ``fit`` with our callbacks).
-        data: the same on every rank: what ``loader`` takes, or a ``Loader``.
-        per_rank_batch: samples a rank takes at a time; not needed with a ``Loader``.
-        world: the ranks; by default those of ``hvdtrain.init``.
+        model: compiled; equal on all ranks (they are, after `fit` with our callbacks).
+        data: the same on every rank: what `loader` takes, or a `Loader`.
+        per_rank_batch: samples a rank takes at a time; not needed with a `Loader`.
+        world: the ranks; by default those of `hvdtrain.init`.
 
     Returns:
         Loss and metrics of all samples, the same numbers on every rank.
@@ -219,7 +219,7 @@ def evaluate(
 
 
 def _unpacked(data: Any) -> tuple[Any, Any, Any]:
-    """Returns x, y and sample weights; ``None`` for what is not there."""
+    """Returns x, y and sample weights; `None` for what is not there."""
     parts = data if isinstance(data, tuple) else (data,)
     if isinstance(data, list) or not 1 <= len(parts) <= 3:
         raise ConfigError(
@@ -232,7 +232,7 @@ def _unpacked(data: Any) -> tuple[Any, Any, Any]:
 
 
 def arrays(data: Any, name: str) -> Any:
-    """Returns nested data with tensors as numpy arrays; ``None`` stays.
+    """Returns nested data with tensors as numpy arrays; `None` stays.
 
     Raises:
         ConfigError: what is no array: a list of numbers, a file's data set, a data frame.

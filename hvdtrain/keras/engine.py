@@ -15,19 +15,19 @@ from hvdtrain.keras.backends.chosen import BACKEND
 
 
 def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, seed: int) -> Engine:
-    """Starts the engine, pins this rank's GPUs and seeds Keras; called by ``hvdtrain.init("keras")``.
+    """Starts the engine, pins this rank's GPUs and seeds Keras; called by `hvdtrain.init("keras")`.
 
     Args:
         detected: what the launcher says about this process.
-        engine: ``solo`` (one process, Horovod is not imported) or ``horovod``.
-        device: ``auto`` | ``cpu`` | ``cuda``.
+        engine: `solo` (one process, Horovod is not imported) or `horovod`.
+        device: `auto` | `cpu` | `cuda`.
         gpus_per_rank: GPUs a rank uses.
         seed: the same on every rank, so that all build the same initial weights; each rank's dropout stream
             is derived from it when training starts.
 
     Raises:
         ConfigError: a GPU is asked for where none is visible.
-        ModuleNotFoundError: Horovod is missing (``init`` says how to build it).
+        ModuleNotFoundError: Horovod is missing (`init` says how to build it).
     """
     devices = _pin(detected, device, gpus_per_rank)
     keras.utils.set_random_seed(seed)
@@ -50,7 +50,7 @@ def _pin(detected: Detected, device: str, gpus_per_rank: int) -> tuple[int, ...]
 
 
 class HorovodEngine(HorovodCollectives):
-    """``hvdtrain.core.engines.Engine`` on the Horovod of Keras' backend."""
+    """`hvdtrain.core.engines.Engine` on the Horovod of Keras' backend."""
 
     def host_sum(self, array: np.ndarray) -> np.ndarray:
         return BACKEND.host_allreduce(array, "sum", self.next_name())

@@ -1,6 +1,6 @@
-"""Around Keras' own ``fit`` of a prepared model: what all ranks must agree on, that they step and stop together.
+"""Around Keras' own `fit` of a prepared model: what all ranks must agree on, that they step and stop together.
 
-Put on the instance, as all hooks are: it sees the data and the callbacks that ``fit`` is given, with or without
+Put on the instance, as all hooks are: it sees the data and the callbacks that `fit` is given, with or without
 ours among them.
 """
 
@@ -36,7 +36,7 @@ _UNREAD = ("class_weight", "validation_split", "steps_per_epoch")
 
 
 def wrap_fit(model: keras.Model, session: Session) -> None:
-    """Puts the checks around ``model.fit``, once."""
+    """Puts the checks around `model.fit`, once."""
     vars(model)[KEY] = session
     if "fit" not in vars(model):
         vars(model)["fit"] = functools.wraps(model.fit)(functools.partial(_fit, model, model.fit))
@@ -126,7 +126,7 @@ def _in_order(callbacks: Any) -> Any:
 
 
 class Keep(fit_callbacks.Callback):
-    """Keeps the weights behind an average where ``fit`` ends within an epoch, or began there."""
+    """Keeps the weights behind an average where `fit` ends within an epoch, or began there."""
 
     def __init__(self, session: Session, *, began_within: bool) -> None:
         super().__init__(session)
@@ -139,7 +139,7 @@ class Keep(fit_callbacks.Callback):
 
 # -------------------------------------------------------------------- one hand, one clock
 def _begin(session: Session, given: dict[str, Any]) -> bool:
-    """Puts the data where ``fit`` begins, which is where a restored run had stopped; True if that is within an epoch.
+    """Puts the data where `fit` begins, which is where a restored run had stopped; True if that is within an epoch.
 
     Raises:
         ConfigError: a restored run would go on with another epoch.
@@ -215,7 +215,7 @@ def _tell_what_is_not_saved(session: Session, callbacks: Any) -> None:
 
 # -------------------------------------------------------------------- the ranks together
 def _arrays(given: dict[str, Any]) -> Any:
-    """The in-memory data given to ``fit``; ``None`` for a data set or generator."""
+    """The in-memory data given to `fit`; `None` for a data set or generator."""
     data = (given.get("x"), given.get("y"), given.get("sample_weight"))
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     plain = leaves and all(isinstance(leaf, np.ndarray) or keras.ops.is_tensor(leaf) for leaf in leaves)
@@ -236,7 +236,7 @@ def _together(session: Session, callbacks: Any, given: dict[str, Any]) -> Any:
 
 
 def _may_stop(callback: Any) -> bool:
-    """True if a callback may set ``model.stop_training`` within an epoch."""
+    """True if a callback may set `model.stop_training` within an epoch."""
     if isinstance(callback, fit_callbacks.Callback) or type(callback) in _HARMLESS:
         return False
     return any(not getattr(getattr(callback, name, None), "_is_default", False) for name in _HOOKS)

@@ -1,9 +1,9 @@
-"""The callbacks for ``fit``: start-up checks and broadcast, metrics of all ranks, learning rate, watch,
+"""The callbacks for `fit`: start-up checks and broadcast, metrics of all ranks, learning rate, watch,
 record, checkpoint.
 
-Each does one thing; ``callbacks`` (in ``__init__``) puts them in the order they need. Collectives run only in
+Each does one thing; `callbacks` (in `__init__`) puts them in the order they need. Collectives run only in
 hooks that all ranks reach at the same step, and never in a callback that Keras may call from a thread
-(``async_safe``).
+(`async_safe`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hvdtrain.runs.log import RunLog
 
 
 class Callback(keras.callbacks.Callback):
-    """Base of ours; ``fit`` puts them before all others."""
+    """Base of ours; `fit` puts them before all others."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Start(Callback):
     """
 
     def set_model(self, model: keras.Model) -> None:
-        """Called by ``fit`` before it makes its train function: the last moment to change what it will
+        """Called by `fit` before it makes its train function: the last moment to change what it will
         trace.
         """
         super().set_model(model)
@@ -164,8 +164,8 @@ class Epoch(Callback):
 
 
 class Count(Callback):
-    """Counts updates and samples of all ranks, as ``session.progress``: what the learning rate, the record and the
-    checkpoint go by. It goes on from the last ``fit``, so that a loop of ``fit`` calls is one training.
+    """Counts updates and samples of all ranks, as `session.progress`: what the learning rate, the record and the
+    checkpoint go by. It goes on from the last `fit`, so that a loop of `fit` calls is one training.
     """
 
     last_step_samples = 0
@@ -331,7 +331,7 @@ class Wait(Callback):
 
 class Save(Callback):
     """Writes a checkpoint after each epoch; and within it, if asked, at the first chance at or after every so many
-    steps (with ``steps_per_execution`` that is after the call that held the step). Weights that are not finite are not
+    steps (with `steps_per_execution` that is after the call that held the step). Weights that are not finite are not
     written: earlier checkpoints stay.
     """
 

@@ -2,7 +2,7 @@
 
 So each sample counts once, whatever the shares, and metrics that are no means (AUC, precision, RMSE) are
 right too. The sum is that of a metric's variables with Keras' default aggregation; a metric that declares
-``mean`` is averaged.
+`mean` is averaged.
 """
 
 from __future__ import annotations

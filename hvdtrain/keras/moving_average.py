@@ -1,7 +1,7 @@
-"""The weights themselves, where an optimizer with ``use_ema`` trains one epoch in two fits.
+"""The weights themselves, where an optimizer with `use_ema` trains one epoch in two fits.
 
-Keras writes the average over the weights at the end of each ``fit``. Two fits of whole epochs are what they are in
-plain Keras. But the rest of an epoch that was stopped is a ``fit`` of its own (``Loader.go_on``): it and its
+Keras writes the average over the weights at the end of each `fit`. Two fits of whole epochs are what they are in
+plain Keras. But the rest of an epoch that was stopped is a `fit` of its own (`Loader.go_on`): it and its
 neighbours are one training, as if nobody had stopped, and what follows goes on with the weights as the last step left
 them; so does a checkpoint that is written in between.
 """
@@ -22,7 +22,7 @@ from hvdtrain.keras.session import Session, leaves_of
 
 @dataclass(frozen=True)
 class Kept:
-    """Weights and their averages, as the last step left them, and whether their ``fit`` began within an epoch."""
+    """Weights and their averages, as the last step left them, and whether their `fit` began within an epoch."""
 
     values: Sequence[Any]
     began_within: bool
@@ -41,7 +41,7 @@ def _averaged(model: keras.Model) -> tuple[list[Any], list[Any]]:
 
 
 def _overwritten(model: keras.Model) -> list[Any]:
-    """Weights and averages, if they are the same bit for bit, as the end of ``fit`` leaves them; else none."""
+    """Weights and averages, if they are the same bit for bit, as the end of `fit` leaves them; else none."""
     weights, averages = _averaged(model)
     pairs = zip(weights, averages, strict=True)
     same = (np.array_equal(BACKEND.to_numpy(weight), BACKEND.to_numpy(average)) for weight, average in pairs)
@@ -62,7 +62,7 @@ def _not_swapped(callbacks: Sequence[Any]) -> None:
 
 
 def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, within: bool) -> None:
-    """Before a ``fit`` that begins ``within`` an epoch, or follows one that did: puts the weights themselves back."""
+    """Before a `fit` that begins `within` an epoch, or follows one that did: puts the weights themselves back."""
     kept, session.kept_weights = session.kept_weights, None
     if session.loaded:  # a checkpoint has the weights themselves, whatever an earlier fit left in the model
         session.loaded = False

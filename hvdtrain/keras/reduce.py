@@ -17,7 +17,7 @@ def weigh(gradients: Sequence[Any], session: Session) -> list[Any]:
 
     The average over ranks of the result is then the gradient of the mean over all samples, whatever the
     shares; with equal shares the factor is exactly 1 and the gradients pass untouched. Outside a prepared
-    train step (a custom loop that calls ``optimizer.apply`` itself) every rank weighs the same.
+    train step (a custom loop that calls `optimizer.apply` itself) every rank weighs the same.
     """
     live = session.live
     if live is None:
@@ -37,10 +37,10 @@ def weigh(gradients: Sequence[Any], session: Session) -> list[Any]:
 
 
 def average(gradients: Sequence[Any], session: Session, name: str) -> list[Any]:
-    """Returns the mean over ranks of each gradient; ``None`` entries stay.
+    """Returns the mean over ranks of each gradient; `None` entries stay.
 
-    Dense gradients travel as one group per dtype; ``IndexedSlices`` keep their sparsity: the slices of all
-    ranks are gathered (``sparse_as_dense`` turns them dense first: less traffic for small tables, but
+    Dense gradients travel as one group per dtype; `IndexedSlices` keep their sparsity: the slices of all
+    ranks are gathered (`sparse_as_dense` turns them dense first: less traffic for small tables, but
     Adam-like optimizers then give another result than plain Keras, which does not sum duplicate rows before
     squaring them).
     """
@@ -72,7 +72,7 @@ def overwrites(variable: Any) -> bool:
 
 
 def _reduce_groups(tensors: list[Any], where: Sequence[int], op: str, name: str, session: Session) -> list[Any]:
-    """Reduces ``tensors[i] for i in where`` in place of the list, one group per dtype."""
+    """Reduces `tensors[i] for i in where` in place of the list, one group per dtype."""
     groups: dict[str, list[int]] = {}
     for i in where:
         groups.setdefault(keras.backend.standardize_dtype(tensors[i].dtype), []).append(i)
@@ -86,7 +86,7 @@ def _reduce_groups(tensors: list[Any], where: Sequence[int], op: str, name: str,
 
 
 def check_compression(compression: str | None) -> None:
-    """Raises ``ConfigError`` for a compression that is not known."""
+    """Raises `ConfigError` for a compression that is not known."""
     if compression not in (None, "fp16"):
         raise ConfigError(
             "compression is None or 'fp16'", f"compression={compression!r}", "leave it out, or use 'fp16'"

@@ -57,7 +57,7 @@ def capture(model: keras.Model) -> dict[str, np.ndarray]:
 
 
 def restore(model: keras.Model, state: Mapping[str, np.ndarray]) -> None:
-    """Puts a state of ``capture`` back; a generator that the state does not know keeps its own."""
+    """Puts a state of `capture` back; a generator that the state does not know keeps its own."""
     if "seed.global" in state:
         make_global()
     for name, variable in seed_variables(model).items():
@@ -161,7 +161,7 @@ def check_saved(session: Session) -> None:
     """Refuses a step whose random state no checkpoint can hold, in a run that writes or was read from one.
 
     Raises:
-        ConfigError: the step that is being traced draws from ``tf.random``'s operations.
+        ConfigError: the step that is being traced draws from `tf.random`'s operations.
     """
     if not session.saves:
         return

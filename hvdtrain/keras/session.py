@@ -1,7 +1,7 @@
-"""What the adapter remembers about one prepared model: a ``Session``, shared by its optimizers' hooks and
+"""What the adapter remembers about one prepared model: a `Session`, shared by its optimizers' hooks and
 callbacks.
 
-It lives in ``model.__dict__`` and ``optimizer.__dict__`` under ``KEY``, past the attribute tracking of Keras,
+It lives in `model.__dict__` and `optimizer.__dict__` under `KEY`, past the attribute tracking of Keras,
 TensorFlow and torch: nothing of it reaches a config, a checkpoint or a saved model.
 """
 
@@ -58,41 +58,41 @@ class Session:
 
     Attributes:
         world: the ranks.
-        compression: ``None`` or ``"fp16"``.
-        sparse_as_dense: turn ``IndexedSlices`` into dense gradients before the reduction.
+        compression: `None` or `"fp16"`.
+        sparse_as_dense: turn `IndexedSlices` into dense gradients before the reduction.
         verify: prove the averaging before the first step.
         watch_every: compare replicas every so many steps; 0 is never.
         lr, per_rank_batch: the learning-rate contract, and the batch it is computed from.
         by_samples: every loss so far divides by samples, so that ranks need no word about it in a step.
         together: batches of an evaluation are the ranks' parts of global batches.
         even: all ranks have as many of those batches.
-        test_function: ``model.test_function`` for those.
+        test_function: `model.test_function` for those.
         records, step_loss: steps are recorded: the loss of the last step's global batch.
-        own_step: the model's class has a ``train_step`` of its own.
+        own_step: the model's class has a `train_step` of its own.
         kept_batch: this rank's first batch, kept until the loss is proven on it; wants_first: not kept yet.
-        live: weight of the batch in flight; ``None`` outside a train step (then all ranks weigh the same).
-        ready: the checks of this ``fit`` are done.
+        live: weight of the batch in flight; `None` outside a train step (then all ranks weigh the same).
+        ready: the checks of this `fit` are done.
         wants_broadcast: the callbacks asked for rank 0's state before the next step.
-        streams_set: every rank has its own random stream (done once, so that a second ``fit`` goes on).
+        streams_set: every rank has its own random stream (done once, so that a second `fit` goes on).
         restored_random: random state that a checkpoint gave this rank, to be put in place when training
-            starts; until then ``fit`` goes on where the checkpoint was taken.
+            starts; until then `fit` goes on where the checkpoint was taken.
         saves: this run writes checkpoints.
         clock: of a recorded run's phases; waited: seconds for which steps have waited for data, by themselves.
         step_random: Python's and numpy's generators of this rank within a train step.
-        progress: where training stands, as counted or restored; the next ``fit`` goes on from there.
-        fitting: ``fit`` runs, and has been checked; fitted: the ``Loader`` that it reads; ``None``: data that hvdtrain
+        progress: where training stands, as counted or restored; the next `fit` goes on from there.
+        fitting: `fit` runs, and has been checked; fitted: the `Loader` that it reads; `None`: data that hvdtrain
             does not deal.
-        kept_weights: behind an average that Keras wrote over them at the end of a ``fit`` (``moving_average.Kept``);
+        kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.Kept`);
             told_average: what is so about several fits with averages was said.
         told_counting: that checkpoints lack what callbacks count was said.
-        loaded: a checkpoint was loaded since the last ``fit``.
-        first_epoch: ``initial_epoch`` of this ``fit``.
+        loaded: a checkpoint was loaded since the last `fit`.
+        first_epoch: `initial_epoch` of this `fit`.
         executions: calls of the train function in this epoch.
-        stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no ``fit`` runs.
-        compared: what was compared over ranks in this ``fit``: "step", or an optimizer's collectives.
+        stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no `fit` runs.
+        compared: what was compared over ranks in this `fit`: "step", or an optimizer's collectives.
         applying: the hooked optimizer is at work, with those it holds.
         proving: trial updates are made; told_alone: what is so about updates outside of a train step was said.
-        first_batch: numbers of the first batch; ``False`` until there is one, ``None`` if nobody asks.
+        first_batch: numbers of the first batch; `False` until there is one, `None` if nobody asks.
         proof: the result of the last verification.
     """
 
@@ -162,12 +162,12 @@ def world_or_current(world: World | None) -> World:
 
 
 def session_of(target: Any) -> Session | None:
-    """Returns the session of a model or an optimizer; ``None`` if it was not prepared."""
+    """Returns the session of a model or an optimizer; `None` if it was not prepared."""
     return vars(target).get(KEY) if target is not None else None
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """Returns the outermost optimizers of a model: ``model.optimizer``, then others that it or one of its layers
+    """Returns the outermost optimizers of a model: `model.optimizer`, then others that it or one of its layers
     keeps, as attributes or in dicts, lists and tuples (GANs).
     """
     found: list[Any] = []
@@ -188,7 +188,7 @@ def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
 
 
 def leaves_of(optimizer: Any) -> list[Any]:
-    """Returns the optimizers that do the updates: inside ``LossScaleOptimizer`` and ``MultiOptimizer``."""
+    """Returns the optimizers that do the updates: inside `LossScaleOptimizer` and `MultiOptimizer`."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return leaves_of(optimizer.inner_optimizer)
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
@@ -198,7 +198,7 @@ def leaves_of(optimizer: Any) -> list[Any]:
 
 @contextmanager
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """While open, calls of ``owner.name`` are calls of ``function``, which is given the original first."""
+    """While open, calls of `owner.name` are calls of `function`, which is given the original first."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -213,7 +213,7 @@ def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[No
 
 
 def require_keras(target: Any) -> None:
-    """Raises ``ConfigError`` for what is no model or optimizer of Keras 3."""
+    """Raises `ConfigError` for what is no model or optimizer of Keras 3."""
     if isinstance(target, (keras.Model, keras.optimizers.Optimizer)):
         return
     kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(target).__mro__]
@@ -228,7 +228,7 @@ def require_keras(target: Any) -> None:
 
 
 def require_compiled(model: Any) -> None:
-    """Raises ``ConfigError`` for a model without optimizer."""
+    """Raises `ConfigError` for a model without optimizer."""
     if getattr(model, "optimizer", None) is None:
         raise ConfigError(
             "a model is prepared after compile()",
@@ -238,7 +238,7 @@ def require_compiled(model: Any) -> None:
 
 
 def is_stock(optimizer: Any) -> bool:
-    """True for an optimizer made by ``horovod.keras.DistributedOptimizer``: no Keras optimizer has that
+    """True for an optimizer made by `horovod.keras.DistributedOptimizer`: no Keras optimizer has that
     method.
     """
     return hasattr(optimizer, "_allreduce_grads")
@@ -269,7 +269,7 @@ HOOKS = ("apply", "check_finite", "_clip_gradients")
 
 
 def is_hooked(optimizer: Any) -> bool:
-    """True if this optimizer's ``apply`` averages over ranks."""
+    """True if this optimizer's `apply` averages over ranks."""
     return KEY in vars(optimizer) and "apply" in vars(optimizer)
 
 

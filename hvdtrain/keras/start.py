@@ -1,4 +1,4 @@
-"""What happens once before the first step of a ``fit``: agreement, rank 0's state, random streams, proof."""
+"""What happens once before the first step of a `fit`: agreement, rank 0's state, random streams, proof."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _build(model: keras.Model) -> None:
     """Makes the optimizer's slots, for all weights.
 
     Raises:
-        ConfigError: an average of weights that another optimizer updates would end ``fit`` in their place.
+        ConfigError: an average of weights that another optimizer updates would end `fit` in their place.
     """
     optimizer = model.optimizer
     if optimizer.built:

@@ -17,7 +17,7 @@ from hvdtrain.keras.session import KEY, Session
 
 
 def wrap_train_function(model: keras.Model) -> None:
-    """Makes the function that ``fit`` calls for each step (or ``steps_per_execution`` of them) count and compare."""
+    """Makes the function that `fit` calls for each step (or `steps_per_execution` of them) count and compare."""
     if "make_train_function" in vars(model):
         return
     inner = model.make_train_function

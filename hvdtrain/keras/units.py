@@ -1,16 +1,16 @@
 """What each loss divides by: the unit in which ranks are weighed.
 
 A mean over samples needs the samples of each rank only, and those weigh the gradients when they are averaged
-(``reduce.weigh``). A mean over something else (labels that are not ignored, steps that are not masked, sample weights,
+(`reduce.weigh`). A mean over something else (labels that are not ignored, steps that are not masked, sample weights,
 positions of sequences whose length varies) needs more: while a step runs, every Keras loss that divides by such a
 number is multiplied by
 
     (divisor here / divisor of all ranks) x (samples of all ranks / samples here)
 
 Together with the weight of the samples that makes the loss, its gradient and the loss that is logged those of the
-global batch, each output's loss in its own unit. Regularisation and ``add_loss`` keep theirs: once a batch.
+global batch, each output's loss in its own unit. Regularisation and `add_loss` keep theirs: once a batch.
 
-Keras reduces every loss in one function, ``reduce_weighted_values``, and nothing public shows what it divided by.
+Keras reduces every loss in one function, `reduce_weighted_values`, and nothing public shows what it divided by.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 @dataclass(frozen=True)
 class Divisor:
-    """What one loss divided by: ``value`` (a scalar, additive over pieces of a batch), None for a sum.
+    """What one loss divided by: `value` (a scalar, additive over pieces of a batch), None for a sum.
 
     Attributes:
         by_samples: known to be a multiple of the samples, the same on all ranks and in all steps.
@@ -46,7 +46,7 @@ class Divisor:
 def observed(
     weigh: Callable[[Any, Divisor], Any], data: Any, whole: Callable[[], None] = lambda: None
 ) -> AbstractContextManager[None]:
-    """While open, the value of every Keras loss over a batch is what ``weigh(value, divisor)`` returns.
+    """While open, the value of every Keras loss over a batch is what `weigh(value, divisor)` returns.
 
     Args:
         weigh: called for losses that sum or average; not for those that return one number of their own.
@@ -70,7 +70,7 @@ def observed(
 
 
 def divisor_of(values: Any, sample_weight: Any, mask: Any, reduction: str, data: Any) -> Divisor:
-    """Returns what ``reduce_weighted_values`` divides by, given its arguments."""
+    """Returns what `reduce_weighted_values` divides by, given its arguments."""
     if reduction == "sum":
         return Divisor(None, False)
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
@@ -88,7 +88,7 @@ def divisor_of(values: Any, sample_weight: Any, mask: Any, reduction: str, data:
 def weighed(session: Session, data: Any) -> Iterator[None]:
     """While open, losses count in this step as the part of the global batch's loss that they are.
 
-    ``session.live`` is this step's. Collective if a loss asks for it: ranks call their losses in the same order.
+    `session.live` is this step's. Collective if a loss asks for it: ranks call their losses in the same order.
 
     Args:
         session: the model's.
@@ -115,7 +115,7 @@ def weighed(session: Session, data: Any) -> Iterator[None]:
 
 
 def _means_of_batches(session: Session, live: LiveBatch) -> AbstractContextManager[None]:
-    """While open, one number for a batch (an output's loss, ``tracker.update_state(loss)``) counts in a ``Mean`` as
+    """While open, one number for a batch (an output's loss, `tracker.update_state(loss)`) counts in a `Mean` as
     this rank's part of the global batch, and so the batch as a whole once, as in one process.
     """
 
@@ -148,7 +148,7 @@ def check_reduction(model: keras.Model) -> None:
     """Refuses losses that are not one number.
 
     Raises:
-        ConfigError: ``reduction=None``: TensorFlow differentiates the sum over the batch, and logs the mean.
+        ConfigError: `reduction=None`: TensorFlow differentiates the sum over the batch, and logs the mean.
     """
     losses = [loss for loss in keras.tree.flatten(getattr(model, "loss", None)) if loss is not None]
     bare = [type(loss).__name__ for loss in losses if getattr(loss, "reduction", MEANS[0]) in (None, "none")]

@@ -181,7 +181,7 @@ def _kinds(y: Any) -> Hashable:
 
 
 def _labels(y: Any) -> dict[int, set[int]]:
-    """Place in the targets -> which labels there are, where these are few."""
+    """Places in the targets -> which labels there are, where these are few."""
     found = {}
     for place, labels in enumerate(tensors_of((y,))):
         if labels.is_cuda or not _is_label(labels) or not labels.numel():

@@ -118,18 +118,18 @@ class Pipeline(nn.Module):
         weight: Weight = None,
         factor: float | Tensor = 1.0,
     ) -> Tensor:
-        """Forward and backward pass of a batch, in micro-batches; gradients add up in ``p.grad``.
+        """Forward and backward pass of a batch, in micro-batches; gradients add up in `p.grad`.
 
-        The gradient is ``factor * sum(w_i * g_i) / sum(w_i)``: that of ``factor`` times the mean loss over the batch,
+        The gradient is `factor * sum(w_i * g_i) / sum(w_i)`: that of `factor` times the mean loss over the batch,
         where w_i is what the mean loss of micro-batch i divides by.
 
         Args:
             x: the model's argument, or a tuple of its arguments. Tensors [batch, ...] are cut; tensors of another
                 length go to every micro-batch whole.
             y: the targets, nested in any way; every tensor is [batch, ...].
-            loss: ``loss(output, target)``: the mean over what it is given.
+            loss: `loss(output, target)`: the mean over what it is given.
             weight: what that mean divides by. None: samples. Else a function of the targets, called with those of each
-                micro-batch, that adds up over them: ``lambda y: (y != -100).sum()``. A micro-batch of weight 0 counts
+                micro-batch, that adds up over them: `lambda y: (y != -100).sum()`. A micro-batch of weight 0 counts
                 nothing, whatever is in it, and its loss is not called. With one micro-batch a number will do. The step
                 waits for weights that are computed on a GPU.
             factor: of the gradient.

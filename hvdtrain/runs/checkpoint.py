@@ -107,7 +107,7 @@ class Checkpointer:
     def save(
         self, state: Mapping[str, Part], *, progress: Progress, metrics: Mapping[str, float] | None = None
     ) -> Path:
-        """Write one checkpoint; collective: the parts bring their state together, rank 0 writes, the others wait.
+        """Writes one checkpoint; collective: the parts bring their state together, rank 0 writes, the others wait.
 
         Args:
             state: file name to what goes into it.
@@ -174,7 +174,7 @@ class Checkpointer:
         return final
 
     def _free_name(self, progress: Progress) -> Path:
-        """Return an unused name; a resumed run may come by the same step again, and gets "name.2"."""
+        """Returns an unused name; a resumed run may come by the same step again, and gets "name.2"."""
         base = f"epoch-{progress.epoch:04d}-step-{progress.step:06d}"
         path = self.directory / base
         again = 1
@@ -187,7 +187,7 @@ class Checkpointer:
         return self.directory / f".{what}-{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
 
     def _retain(self) -> None:
-        """Delete what is neither among the newest `keep` good ones nor the best."""
+        """Deletes what is neither among the newest `keep` good ones nor the best."""
         try:
             infos = self.list()
             good = [info for info in infos if info.ok]
@@ -212,7 +212,7 @@ class Checkpointer:
         shutil.rmtree(doomed)
 
     def _sweep(self) -> None:
-        """Remove what killed processes left half-written; never what a living one is writing."""
+        """Removes what killed processes left half-written; never what a living one is writing."""
         for path in self.directory.iterdir():
             match = _UNFINISHED.fullmatch(path.name)
             if match is not None and _is_abandoned(path, match["host"], int(match["pid"])):
@@ -220,22 +220,22 @@ class Checkpointer:
 
     # -- looking ---------------------------------------------------------------------------------------------
     def list(self) -> list[Info]:
-        """Return the checkpoints this process can see, oldest first; damaged ones too, with `ok=False`."""
+        """Returns the checkpoints this process can see, oldest first; damaged ones too, with `ok=False`."""
         if not self.directory.is_dir():
             return []
         infos = [_read_info(path) for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
         return sorted(infos, key=lambda info: (info.sequence or math.inf, info.progress.step, info.path.name))
 
     def latest(self) -> Info | None:
-        """Return the newest good checkpoint, or None."""
+        """Returns the newest good checkpoint, or None."""
         return next(iter(self._ranking("latest")), None)
 
     def best(self) -> Info | None:
-        """Return the good checkpoint with the best `best` metric (the newer of equals), or None."""
+        """Returns the good checkpoint with the best `best` metric (the newer of equals), or None."""
         return next(iter(self._ranking("best")), None)
 
     def _ranking(self, which: str) -> Sequence[Info]:
-        """Return the good checkpoints, the one to prefer first."""
+        """Returns the good checkpoints, the one to prefer first."""
         good = [info for info in reversed(self.list()) if info.ok]
         if which == "latest":
             return good
@@ -245,7 +245,7 @@ class Checkpointer:
 
     # -- restoring -------------------------------------------------------------------------------------------
     def restore(self, state: Mapping[str, Part], *, which: str | os.PathLike[str] = "latest") -> Progress | None:
-        """Load one checkpoint on every rank; collective.
+        """Loads one checkpoint on every rank; collective.
 
         Rank 0 chooses, and its choice is what every rank gets: ranks that do not see that checkpoint (no
         shared file system, or a stale one) are sent its bytes.
@@ -278,7 +278,7 @@ class Checkpointer:
         return progress
 
     def _choose(self, which: str, names: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
-        """Return the name and manifest of the checkpoint to restore, every checksum read."""
+        """Returns the name and manifest of the checkpoint to restore, every checksum read."""
         if which in ("latest", "best"):
             known, ranking = self.list(), self._ranking(which)
             if not known:
@@ -309,7 +309,7 @@ class Checkpointer:
         )
 
     def _load(self, state: Mapping[str, Part], folder: Path, failure: Exception | None) -> None:
-        """Load every part; when one rank fails, all raise, so that none trains on alone."""
+        """Loads every part; when one rank fails, all raise, so that none trains on alone."""
         try:
             for name in sorted(state) if failure is None else ():
                 state[name].load(folder / name)
@@ -329,7 +329,7 @@ class Checkpointer:
 
 
 def _report_fallback(chosen: Info, unusable: Iterable[Info]) -> None:
-    """Say which checkpoints that cannot be used would have come before `chosen`."""
+    """Says which checkpoints that cannot be used would have come before `chosen`."""
     newer = [  # saved later, or maybe: a run that went back to an earlier step saves lower ones
         info
         for info in unusable
@@ -343,7 +343,7 @@ def _report_fallback(chosen: Info, unusable: Iterable[Info]) -> None:
 
 
 def _save_part(part: Part, path: Path) -> None:
-    """Save a part; a library that says in words of its own that the disk is full is told by one more write.
+    """Saves a part; a library that says in words of its own that the disk is full is told by one more write.
 
     Raises:
         OSError: there is no room.
@@ -382,7 +382,7 @@ def _check_has(manifest: dict[str, Any], names: Sequence[str], path: Path) -> No
 
 
 def _read_info(path: Path) -> Info:
-    """Return what is known of a checkpoint without reading its files."""
+    """Returns what is known of a checkpoint without reading its files."""
     match = _NAME.fullmatch(path.name)
     info = Info(path, Progress(int(match[1]), int(match[2])) if match else Progress(), {}, False)
     try:

@@ -33,7 +33,7 @@ _TURNED = re.compile(r"(.+_)?(neg|negative|minus|inverse|one_minus)_")  # says t
 
 
 def seal(path: Path, mode: int) -> dict[str, Any]:
-    """Give a file its permissions, force it to disk, and return its size and checksum."""
+    """Gives a file its permissions, forces it to disk, and returns its size and checksum."""
     if not path.is_file():
         raise CheckpointError("a part must write one file at the path it is given", f"{path.name}: no file there")
     with open(path, "rb+") as file:
@@ -58,7 +58,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest, checked against its own digest.
+    """Returns a checkpoint's manifest, checked against its own digest.
 
     Raises:
         CheckpointError: damaged.
@@ -83,7 +83,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
-    """Raise CheckpointError (or OSError) unless every file has its size and checksum."""
+    """Raises CheckpointError (or OSError) unless every file has its size and checksum."""
     for name, sealed in files.items():
         with open(folder / name, "rb") as file:
             if os.fstat(file.fileno()).st_size != sealed["bytes"] or _sha256(file) != sealed["sha256"]:
@@ -91,7 +91,7 @@ def verify(folder: Path, files: Mapping[str, dict[str, Any]]) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Force a directory's entries to disk: a rename is not durable before that."""
+    """Forces a directory's entries to disk: a rename is not durable before that."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -130,7 +130,7 @@ CHUNK_BYTES = 64 << 20
 def local_copy(
     world: World, path: Path, files: Mapping[str, dict[str, Any]]
 ) -> Iterator[tuple[Path, Exception | None]]:
-    """Give a folder with the files on this rank, sent by rank 0 where they are missing, and what failed.
+    """Gives a folder with the files on this rank, sent by rank 0 where they are missing, and what failed.
 
     Failures are handed on, not raised: this rank must take part in what the others do next.
     """
@@ -158,7 +158,7 @@ def _temporary_folder() -> tuple[Path, OSError | None]:
 
 
 def _send(world: World, source: Path, target: Path | None, size_bytes: int) -> Exception | None:
-    """Broadcast a file from rank 0 in chunks; ranks with a `target` write it there.
+    """Broadcasts a file from rank 0 in chunks; ranks with a `target` write it there.
 
     A rank whose disk fails goes on receiving, and rank 0 sends empty chunks: the others wait for them.
     """

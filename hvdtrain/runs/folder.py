@@ -17,13 +17,13 @@ def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256:
     """The directory of this run; call it on rank 0.
 
     Args:
-        wanted: what the user gave; None: the next free ``runs/<stem>-N`` (when resuming, the newest).
+        wanted: what the user gave; None: the next free `runs/<stem>-N` (when resuming, the newest).
         stem: the program's name.
         resume: whether to go on with the run that is there.
         data_sha256: of the training data.
 
     Raises:
-        ConfigError: nothing to resume, or a run on other data; ``runs`` cannot be written.
+        ConfigError: nothing to resume, or a run on other data; `runs` cannot be written.
     """
     root = Path("runs")
     newest = max((int(path.name.removeprefix(f"{stem}-")) for path in _numbered(stem)), default=0)
@@ -46,7 +46,7 @@ def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256:
 
 
 def _numbered(stem: str) -> list[Path]:
-    """The directories ``runs/<stem>-N``, by number."""
+    """The directories `runs/<stem>-N`, by number."""
     numbers = [path.name.removeprefix(f"{stem}-") for path in Path("runs").glob(f"{stem}-*")]
     return [Path("runs") / f"{stem}-{n}" for n in sorted((n for n in numbers if n.isdecimal()), key=int)]
 

@@ -151,11 +151,11 @@ class RunLog:
         self.event("resume" if earlier else "start", size=world.size, config=config, **was)
 
     def path(self, *parts: str) -> Path:
-        """Return a path within the run directory (the same on every rank; made by whoever writes there)."""
+        """Returns a path within the run directory (the same on every rank; made by whoever writes there)."""
         return self.run_dir.joinpath(*parts)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one event; rank 0 only, a no-op elsewhere."""
+        """Writes one event; rank 0 only, a no-op elsewhere."""
         if self._events is not None:
             self._guarded(self._write_event, kind, fields)
 
@@ -180,7 +180,7 @@ class RunLog:
         samples: int,
         seconds: Mapping[str, float],
     ) -> None:
-        """Note one update; cheap, so call it every time, on every rank.
+        """Notes one update; cheap, so call it every time, on every rank.
 
         Args:
             step: updates done, this one included.
@@ -197,7 +197,7 @@ class RunLog:
             self._end_window()
 
     def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """Note the end of an epoch, with every rank's seconds by phase; collective: call it on every rank.
+        """Notes the end of an epoch, with every rank's seconds by phase; collective: call it on every rank.
 
         Args:
             epoch: counted from 0.
@@ -213,7 +213,7 @@ class RunLog:
         self._add_scalars({f"epoch/{name}": value for name, value in metrics.items()}, epoch)
 
     def _end_window(self) -> None:
-        """Write the steps that no event has told of yet."""
+        """Writes the steps that no event has told of yet."""
         if self._events is None or not self._window.steps:
             return
         fields = self._window.take()
@@ -228,7 +228,7 @@ class RunLog:
             self._guarded(self._board.add, known, step)
 
     def result(self, **fields: Any) -> None:
-        """Merge `fields` into the result in run.json; rank 0 only, a no-op elsewhere."""
+        """Merges `fields` into the result in run.json; rank 0 only, a no-op elsewhere."""
         if self._events is not None:
             self._update(result={**self._run["result"], **fields})
 
@@ -237,7 +237,7 @@ class RunLog:
         self._guarded(write_json, self.run_dir / "run.json", self._run)
 
     def finish(self, status: str = "finished", error: str | None = None) -> None:
-        """Write how the run ended and let go of the directory; the second call does nothing."""
+        """Writes how the run ended and lets go of the directory; the second call does nothing."""
         if self._events is not None:
             self._end_window()
             self.event("end", status=status, error=error)
@@ -245,7 +245,7 @@ class RunLog:
             self._close()
 
     def _guarded(self, write: Any, *args: Any) -> None:
-        """Write; what cannot be written (disk full, file server gone) is told once and does not end the training."""
+        """Writes; what cannot be written (disk full, file server gone) is told once and does not end the training."""
         try:
             write(*args)
         except OSError as error:
@@ -254,7 +254,7 @@ class RunLog:
                 print(f"hvdtrain: the run log in {self.run_dir} is incomplete: {error}", file=sys.stderr, flush=True)
 
     def _close(self) -> None:
-        """Release files and lock; the lock last, so that the next run finds everything written."""
+        """Releases files and lock; the lock last, so that the next run finds everything written."""
         if self._line is not None:
             self._line.close()
         for resource in (self._board, self._events, self._lock):
@@ -275,7 +275,7 @@ class RunLog:
 
 
 def run_status(run_dir: str | os.PathLike[str]) -> str | None:
-    """Return "running", "finished", "failed", "killed" (nobody is left to end it), or None if no run is there."""
+    """Returns "running", "finished", "failed", "killed" (nobody is left to end it), or None if no run is there."""
     run = read_run(run_dir)
     if run is None or run.get("status") != "running":
         return None if run is None else str(run.get("status"))

@@ -22,7 +22,7 @@ from hvdtrain.runs.bottleneck import BETWEEN
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return run.json, or None if there is none.
+    """Returns run.json, or None if there is none.
 
     Raises:
         ConfigError: it is not JSON.
@@ -42,7 +42,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the events in order; a line that a killed process left half-written is not one."""
+    """Returns the events in order; a line that a killed process left half-written is not one."""
     path = Path(run_dir) / "events.jsonl"
     if not path.exists():
         return []
@@ -66,7 +66,7 @@ def end_last_line(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON: readers see the old or the new text, whatever happens in between."""
+    """Replaces `path` by `value` as JSON: readers see the old or the new text, whatever happens in between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -80,12 +80,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return strict JSON of nearly anything: see `plain`."""
+    """Returns strict JSON of nearly anything: see `plain`."""
     return json.dumps(plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON types: arrays and scalars of any framework as lists and numbers, dataclasses as
+    """Returns `value` as JSON types: arrays and scalars of any framework as lists and numbers, dataclasses as
     objects, the rest as text; NaN and infinities, which JSON lacks, as "nan", "inf", "-inf"."""
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -126,7 +126,7 @@ class Window:
         self._seconds: dict[str, float] = {}
 
     def add(self, position: dict[str, Any], loss: float | None, samples: int, seconds: Mapping[str, float]) -> bool:
-        """Add one step; return whether an event is due. A micro-batch that completes no update has no samples, and
+        """Adds one step; returns whether an event is due. A micro-batch that completes no update has no samples, and
         only its seconds count."""
         self.steps += samples > 0 or loss is not None
         self._position = position
@@ -138,7 +138,7 @@ class Window:
         return self.steps > 0 and time.perf_counter() >= self._due
 
     def take(self) -> dict[str, Any]:
-        """Return the fields of one event over the steps since the last, and begin anew."""
+        """Returns the fields of one event over the steps since the last, and begin anew."""
         ended = time.perf_counter()
         # the steps' own time, where the caller measures it: validation and checkpoints lie between two windows
         elapsed = sum(value for phase, value in self._seconds.items() if phase not in BETWEEN) or ended - self._since
@@ -192,7 +192,7 @@ class Line:
 
 
 def lock(run_dir: Path) -> TextIO:
-    """Take the run directory for this process; the kernel gives it back however the process ends."""
+    """Takes the run directory for this process; the kernel gives it back however the process ends."""
     descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     file = open(descriptor, "r+", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
     try:
@@ -216,7 +216,7 @@ def lock(run_dir: Path) -> TextIO:
 
 
 def fate(earlier: Mapping[str, Any]) -> str:
-    """Return how a run ended whose directory is locked by this process: if it says "running", it was killed."""
+    """Returns how a run ended whose directory is locked by this process: if it says "running", it was killed."""
     return "killed" if earlier.get("status") == "running" else str(earlier.get("status"))
 
 
@@ -233,12 +233,12 @@ def now() -> str:
 
 
 def available() -> bool:
-    """True if the ``tensorboard`` package is installed (the extra of that name)."""
+    """True if the `tensorboard` package is installed (the extra of that name)."""
     return importlib.util.find_spec("tensorboard") is not None
 
 
 class ScalarWriter:
-    """Appends scalars to a new event file in `folder`; needs the ``tensorboard`` package."""
+    """Appends scalars to a new event file in `folder`; needs the `tensorboard` package."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -252,7 +252,7 @@ class ScalarWriter:
         self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
-        """Write scalars of one step; names with a slash are grouped by what comes before it."""
+        """Writes scalars of one step; names with a slash are grouped by what comes before it."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
         self._records.write(event.SerializeToString())

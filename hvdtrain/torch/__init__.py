@@ -13,7 +13,7 @@
                 optimizer.step()
 
 The model stays the user's: what is saved has plain names and loads without hvdtrain. One that was cut into stages
-(`hvdtrain.pipeline.split`) is prepared like any other, and trained with ``optimizer.forward_backward(x, y, loss_fn)``,
+(`hvdtrain.pipeline.split`) is prepared like any other, and trained with `optimizer.forward_backward(x, y, loss_fn)`,
 which models that are whole take as well.
 """
 

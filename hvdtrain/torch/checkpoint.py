@@ -1,9 +1,9 @@
 """The parts of a checkpoint: the same files on every engine, none of which can run code when it is loaded.
 
-`model.safetensors` is the user's plain module: ``safetensors.torch.load_model(module, path)`` opens it anywhere.
+`model.safetensors` is the user's plain module: `safetensors.torch.load_model(module, path)` opens it anywhere.
 `training.pt` is what else a run needs to go on exactly: the optimizer's state, the gradient scaler, the place in the
 data, and every rank's random numbers; `extra.pt` is what else the user keeps. Both are read with
-``torch.load(weights_only=True)``, and that is tried while they are saved.
+`torch.load(weights_only=True)`, and that is tried while they are saved.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def model_state(
         world: the ranks; by default those of the optimizer, or of `hvdtrain.init`, or one process.
 
     Returns:
-        ``{"model.safetensors": ...}``, with an optimizer ``"training.pt"``, with extra ``"extra.pt"``.
+        `{"model.safetensors": ...}`, with an optimizer `"training.pt"`, with extra `"extra.pt"`.
 
     Raises:
         ConfigError: the optimizer was not prepared, or the loader is not the one that it was prepared with. While

@@ -1,4 +1,4 @@
-"""Joins this process to the others (what ``hvdtrain.init("torch")`` calls), and finds the engine of a world again."""
+"""Joins this process to the others (what `hvdtrain.init("torch")` calls), and finds the engine of a world again."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
 
     Args:
         detected: what the launcher says about this process.
-        engine: chosen of `hvdtrain.core.engines.ENGINES`; the file of that name in ``hvdtrain.torch.engines`` has its
-            ``attach(detected, device=..., gpus_per_rank=...)``.
-        device: ``auto`` | ``cpu`` | ``cuda``.
+        engine: chosen of `hvdtrain.core.engines.ENGINES`; the file of that name in `hvdtrain.torch.engines` has its
+            `attach(detected, device=..., gpus_per_rank=...)`.
+        device: `auto` | `cpu` | `cuda`.
         gpus_per_rank: GPUs a rank uses.
         seed: the same on every rank, so that all build the same initial weights; each rank's dropout stream is
             derived from it when training is prepared.
 
     Raises:
         ConfigError: a GPU is asked for where none is visible.
-        ModuleNotFoundError: the engine's package is missing (``init`` says how to get it).
+        ModuleNotFoundError: the engine's package is missing (`init` says how to get it).
     """
     module = importlib.import_module(f"hvdtrain.torch.engines.{engine}")
     started: TorchEngine = module.attach(detected, device=device, gpus_per_rank=gpus_per_rank)

@@ -128,12 +128,12 @@ def classification(top: tuple[int, ...] = (1, 5), label_smoothing: float = 0.0) 
     """Returns metrics of class scores: "loss" (cross-entropy) and "top1", "top5", ... (1 where the target's score is
     among the k highest).
 
-    Equal scores count in the order of classes, as ``argmax`` does on most devices; a score that is not a number is
+    Equal scores count in the order of classes, as `argmax` does on most devices; a score that is not a number is
     never right.
 
     Args:
         top: which k.
-        label_smoothing: as of ``torch.nn.functional.cross_entropy``.
+        label_smoothing: as of `torch.nn.functional.cross_entropy`.
     """
     if any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in top):
         raise ConfigError("top holds whole numbers >= 1", f"top={top!r}")

@@ -1,6 +1,6 @@
 """The gradients of the update that is being gathered, and where in the loop the user stands.
 
-Partial sums of micro-batches are put aside, so between micro-batches ``p.grad`` is None: ``zero_grad`` in any form
+Partial sums of micro-batches are put aside, so between micro-batches `p.grad` is None: `zero_grad` in any form
 and clipping, which belong to the whole update, do no harm there.
 """
 
@@ -63,7 +63,7 @@ class Gradients:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def begin(self, batch: Batch, weight: Number | None, unit: Number) -> tuple[Number, Number]:
-        """Makes ``p.grad`` what the backward pass of `batch` adds to; `add_loss` follows.
+        """Makes `p.grad` what the backward pass of `batch` adds to; `add_loss` follows.
 
         Args:
             batch: the one that training is at.

@@ -56,7 +56,7 @@ class Optimizer(torch.optim.Optimizer):
     def forward_backward(self, x: Any, y: Any, loss: Loss, *, weight: Weight = None) -> Tensor:
         """Runs the model on this rank's batch, forward and backward; the loop for whole models and pipelines alike.
 
-        For a whole model it is ``backward(loss(model(x), y))``; a pipeline runs micro-batch by micro-batch, and
+        For a whole model it is `backward(loss(model(x), y))`; a pipeline runs micro-batch by micro-batch, and
         gradients of its last stages travel while the first ones still compute.
 
         Args:
@@ -64,7 +64,7 @@ class Optimizer(torch.optim.Optimizer):
             y: the targets.
             loss: called with outputs and targets; the mean over what it is given.
             weight: what that mean divides by: as of `backward`, or a function of the targets that adds up over pieces,
-                ``lambda y: (y != -100).sum()``, which a pipeline calls for each micro-batch.
+                `lambda y: (y != -100).sum()`, which a pipeline calls for each micro-batch.
 
         Returns:
             The mean loss of the batch, detached; a scalar. Of a pipeline on a rank that has no samples left: 0.
@@ -126,8 +126,8 @@ class Optimizer(torch.optim.Optimizer):
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, more: bool = False) -> None:
         """Differentiates the mean loss of this rank's batch.
 
-        After the batch that completes an update, ``p.grad`` is the gradient of the mean loss over all ranks and
-        micro-batches, sum(weight x gradient) / sum(weight), unscaled. Before, ``p.grad`` is None.
+        After the batch that completes an update, `p.grad` is the gradient of the mean loss over all ranks and
+        micro-batches, sum(weight x gradient) / sum(weight), unscaled. Before, `p.grad` is None.
         On ddp and deepspeed clone a gradient to keep it: the next update uses its memory again, as PyTorch's own does.
         Factors that autograd does not see (weights divided by their batch mean, advantages normalised under `no_grad`)
         are found only by `hvdtrain.torch.check(step, batch)`.
@@ -136,8 +136,8 @@ class Optimizer(torch.optim.Optimizer):
             loss: a scalar, the mean over this rank's batch: of its samples, or of what `weight` counts; not a sum
                 that is divided by the samples of all ranks.
             weight: what that mean divides by, if not by samples: a number, or a scalar (which may be on a GPU: nothing
-                waits for it). ``(y != -100).sum()`` with ``ignore_index``, ``class_weights[y].sum()`` with class
-                weights, ``mask.sum()`` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
+                waits for it). `(y != -100).sum()` with `ignore_index`, `class_weights[y].sum()` with class
+                weights, `mask.sum()` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
             more: another backward for the same batch follows, of another loss; they add up.
 
         Raises:
@@ -309,7 +309,7 @@ class Optimizer(torch.optim.Optimizer):
         self._updated = batch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes ``p.grad``. Partial sums of an update that is being gathered are not touched.
+        """Zeroes `p.grad`. Partial sums of an update that is being gathered are not touched.
 
         Raises:
             ConfigError: an update is complete and not applied.

@@ -59,7 +59,7 @@ def _like(example: Any, saved: Any) -> Any:
 
 
 def write(content: Mapping[str, Any], path: Path, what: str) -> None:
-    """Saves what ``weights_only=True`` reads, and has it read."""
+    """Saves what `weights_only=True` reads, and has it read."""
     torch.save(_plain(content, what), path)
     torch.load(path, weights_only=True, mmap=True)  # the structure; tensors stay on the disk
 

@@ -111,7 +111,7 @@ class _Slot(int):
 def split_streams(world: World, *words: object) -> None:
     """Gives each of several ranks random numbers of its own, derived from the seed, the rank, and words.
 
-    Those of PyTorch (dropout, noise, the workers of a ``DataLoader``), of Python and of numpy (augmentation by hand).
+    Those of PyTorch (dropout, noise, the workers of a `DataLoader`), of Python and of numpy (augmentation by hand).
     One process keeps those it has, unless there are words.
     """
     if world.size == 1 and not words:

@@ -59,7 +59,7 @@ def load(source: str, *, world: World, image_size: int | None = None, strict: bo
     Args:
         source: "auto" (CIFAR-10 if every rank has it in its cache, else the digits; never the network), "digits",
             "cifar10", "mnist", "synthetic"; or a path: of a folder in ImageNet's layout, of CIFAR-10 (archive or
-            folder), of MNIST (``mnist.npz``, an IDX file, or a folder with either).
+            folder), of MNIST (`mnist.npz`, an IDX file, or a folder with either).
         world: the ranks.
         image_size: pixels on a side of a folder's or synthetic pictures; None: 224.
         strict: a picture that cannot be read is an error; else it is left out, and told.
@@ -172,7 +172,7 @@ def _fingerprint(*folders: datasets.Folder) -> str:
 
 
 def by_channel(pictures: np.ndarray) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel of uint8 ``[N, C, H, W]``, of values from 0 to 1; a channel that is
+    """Mean and standard deviation of each channel of uint8 `[N, C, H, W]`, of values from 0 to 1; a channel that is
     the same everywhere counts as having a deviation of 1."""
     import numpy as np
 

@@ -101,7 +101,7 @@ def gpus_per_rank(args: argparse.Namespace) -> int:
 
 
 def device(args: argparse.Namespace) -> str:
-    """What ``init`` takes: stages that are named say it too."""
+    """What `init` takes: stages that are named say it too."""
     only_cpu = args.pipeline is not None and set(args.pipeline.replace(" ", "").split(",")) == {"cpu"}
     return "cpu" if only_cpu and args.device == "auto" else args.device
 

@@ -69,7 +69,7 @@ ADAMW_WEIGHT_DECAY = 0.05
 
 @dataclass(frozen=True)
 class Settings:
-    """What follows from the flags, the data and the number of ranks; ``str()`` tells it.
+    """What follows from the flags, the data and the number of ranks; `str()` tells it.
 
     Attributes:
         global_batch: samples of an update: ranks x per-rank batch x accumulation.
@@ -88,7 +88,7 @@ class Settings:
 
     @classmethod
     def of(cls, args: argparse.Namespace, ranks: int, recipe: Recipe, *, samples: int) -> Settings:
-        """``samples``: in the training set. Flags that were not given (None) follow the recipe.
+        """`samples`: in the training set. Flags that were not given (None) follow the recipe.
 
         Raises:
             ConfigError: a warm-up longer than the training, or than the first part of its schedule.

@@ -55,7 +55,7 @@ class Report:
     spent: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as plain data."""
+        """Returns everything as plain data."""
         links = self.links
         return {
             "format": 1, "command": "doctor", "on": socket.gethostname(), "machine": stats.machine(),
@@ -77,7 +77,7 @@ class Report:
 
 
 def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_live: bool = True) -> Report:
-    """Return all that can be found out about the hosts.
+    """Returns all that can be found out about the hosts.
 
     Args:
         job: what the hosts are to run; of its timeouts only that counts which says how long they may take to answer.
@@ -110,7 +110,7 @@ def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_
 
 
 def facts(sessions: Sessions, job: Job, run_dir: Path | None = None, *, fast: bool) -> ClusterFacts:
-    """Return what the hosts say about themselves; those that do not answer are in `sessions.lost`."""
+    """Returns what the hosts say about themselves; those that do not answer are in `sessions.lost`."""
     ranks, timeout_s = {host.name: count for host, count in job.ranks.items()}, job.timeouts.start_s
     # ranks get this machine's, too
     paths = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
@@ -128,7 +128,7 @@ def facts(sessions: Sessions, job: Job, run_dir: Path | None = None, *, fast: bo
 
 
 def links(sessions: Sessions, job: Job, cluster: ClusterFacts) -> Links:
-    """Return what the network between the hosts that answered does."""
+    """Returns what the network between the hosts that answered does."""
     found = Links()
     _read_clocks(sessions, cluster, found)
     try:
@@ -162,12 +162,12 @@ def links(sessions: Sessions, job: Job, cluster: ClusterFacts) -> Links:
 
 
 def ring(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs of neighbours, in the order that a ring all-reduce sends data; pure."""
+    """Returns the pairs of neighbours, in the order that a ring all-reduce sends data; pure."""
     return [(start, end) for start, end in zip(names, [*names[1:], *names[:1]], strict=True) if start != end]
 
 
 def disjoint(pairs: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Return the pairs in groups in which no host is in two: measured together, they do not disturb; pure."""
+    """Returns the pairs in groups in which no host is in two: measured together, they do not disturb; pure."""
     groups: list[list[tuple[str, str]]] = []
     for pair in pairs:
         free = [group for group in groups if not any(set(pair) & set(other) for other in group)]
@@ -179,7 +179,7 @@ def disjoint(pairs: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
 
 
 def folder(sessions: Sessions, job: Job, run_dir: Path | None, cluster: ClusterFacts) -> Folder:
-    """Return what happens when every host writes a file into the run directory; all are removed again."""
+    """Returns what happens when every host writes a file into the run directory; all are removed again."""
     places = {name: room["nearest"] for name, room in cluster.of("run_dir").items()}
     found = Folder(_run_folder(job, run_dir), asked=run_dir is not None)
     names, token, timeout_s = list(places), secrets.token_hex(8), job.timeouts.start_s

@@ -46,41 +46,41 @@ class ClusterFacts:
         return sum(self.ranks.values())
 
     def of(self, fact: str) -> dict[str, Any]:
-        """Return a fact of every host that could tell it."""
+        """Returns a fact of every host that could tell it."""
         return {name: facts[fact] for name, facts in self.facts.items() if known(facts, fact) is not None}
 
     def is_local(self, host: str) -> bool:
-        """Return whether a host is the machine that this runs on."""
+        """Returns whether a host is the machine that this runs on."""
         return bool(self.facts.get(host, {}).get("local"))
 
     def on(self, host: str, *command: str) -> str:
-        """Return a command line that runs a command on a host."""
+        """Returns a command line that runs a command on a host."""
         line = shlex.join(command)
         return line if self.is_local(host) else shlex.join(["ssh", host, line])
 
     def python_on(self, host: str) -> str:
-        """Return the interpreter that a host's ranks run in."""
+        """Returns the interpreter that a host's ranks run in."""
         return (known(self.facts[host], "python") or {}).get("executable", self.python)
 
     def build_on(self, host: str, *flags: str) -> str:
-        """Return a command line that builds Horovod on a host."""
+        """Returns a command line that builds Horovod on a host."""
         return self.on(host, self.python_on(host), "-m", "hvdtrain", "build-horovod", "--install", *flags)
 
     def all_on(self, hosts: Sequence[str], *command: str) -> str:
-        """Return command lines that run a command on each of some hosts, three of them at most."""
+        """Returns command lines that run a command on each of some hosts, three of them at most."""
         lines = [self.on(host, *command) for host in hosts[:3]]
         more = f"\nand so on {', '.join(hosts[3:])}" if len(hosts) > 3 else ""
         return "\n".join(lines) + more
 
 
 def known(facts: Facts, fact: str) -> Any:
-    """Return a fact; None where the host could not tell it."""
+    """Returns a fact; None where the host could not tell it."""
     value = facts.get(fact)
     return None if isinstance(value, dict) and "unanswered" in value else value
 
 
 def odd_ones(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the value that most hosts have (of the first host, in a tie), and the hosts that differ with theirs."""
+    """Returns the value that most hosts have (of the first host, in a tie), and the hosts that differ with theirs."""
     if not values:
         return None, {}
     counts = Counter(map(str, values.values()))
@@ -89,7 +89,7 @@ def odd_ones(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def bytes_text(count: float) -> str:
-    """Return a number of bytes in words: "64 MiB"."""
+    """Returns a number of bytes in words: "64 MiB"."""
     for unit, name in ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
         if count >= unit:
             return f"{count / unit:.3g} {name}"
@@ -97,7 +97,7 @@ def bytes_text(count: float) -> str:
 
 
 def listed(values: Mapping[str, Any]) -> str:
-    """Return "host1 a, host2 b"."""
+    """Returns "host1 a, host2 b"."""
     return ", ".join(f"{host} {value}" for host, value in values.items())
 
 
@@ -123,22 +123,22 @@ class Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Return what the worst finding says: 2 for an error, 1 for a warning, 0 for notes and nothing."""
+    """Returns what the worst finding says: 2 for an error, 1 for a warning, 0 for notes and nothing."""
     return max((EXIT_CODES[finding.severity] for finding in findings), default=0)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings, errors first, without repetitions; the order among equals stays."""
+    """Returns the findings, errors first, without repetitions; the order among equals stays."""
     return sorted(dict.fromkeys(findings), key=lambda finding: -EXIT_CODES[finding.severity])
 
 
 def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Return the findings as plain data."""
+    """Returns the findings as plain data."""
     return [dataclasses.asdict(finding) | {"hosts": list(finding.hosts)} for finding in findings]
 
 
 def text(findings: Sequence[Finding]) -> str:
-    """Return the findings as a person reads them."""
+    """Returns the findings as a person reads them."""
     return "\n\n".join(map(_block, findings))
 
 
@@ -178,7 +178,7 @@ _WHY_SSH: dict[Kind, str] = {
 
 
 def of_ssh(host: str, problem: SshProblem) -> Finding:
-    """Return the finding for a host that could not be reached."""
+    """Returns the finding for a host that could not be reached."""
     name = problem.kind.replace("_", "-")
     id_ = {"no_python": name, "no_hvdtrain": "no-hvdtrain", "no_ssh": "no-ssh"}.get(problem.kind, f"ssh-{name}")
     return Finding(id_, "error", (host,), problem.what, _WHY_SSH[problem.kind], problem.fix)

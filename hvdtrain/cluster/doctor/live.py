@@ -40,7 +40,7 @@ class Live:
     host: str | None = None
 
     def in_words(self) -> str:
-        """Return the figures as a line."""
+        """Returns the figures as a line."""
         assert self.seconds is not None
         # every rank sends and receives 2 (n - 1) / n of the bytes (Patarasuk and Yuan 2009)
         moved = 2 * (self.size - 1) / self.size * self.bytes
@@ -51,7 +51,7 @@ class Live:
 
 
 def all_reduce(job: Job, cluster: ClusterFacts) -> Live | None:
-    """Return how an all-reduce over the hosts went; None where no framework is on all of them with Horovod."""
+    """Returns how an all-reduce over the hosts went; None where no framework is on all of them with Horovod."""
     framework = next((name for name in ("torch", "tensorflow") if _everywhere(cluster, name)), None)
     if framework is None:
         return None

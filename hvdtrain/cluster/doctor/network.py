@@ -40,11 +40,11 @@ class Links:
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def rates(self) -> dict[tuple[str, str], float]:
-        """Return the bytes a second of every flow that was measured."""
+        """Returns the bytes a second of every flow that was measured."""
         return {pair: flow["bytes"] / flow["seconds"] for pair, flow in self.flows.items() if flow.get("seconds")}
 
     def slow(self) -> list[tuple[str, str]]:
-        """Return the pairs whose flow is slow, by itself or among the others."""
+        """Returns the pairs whose flow is slow, by itself or among the others."""
         rates = self.rates()
         usual = statistics.median(rates.values()) if len(rates) > 2 else 0.0
         limit = max(SLOW_BYTES_PER_S, min(SLOW_SHARE * usual, FAST_ENOUGH_BYTES_PER_S))

@@ -34,7 +34,7 @@ _FLUSH_EVERY_S = 0.05  # while a host has not taken all that was written
 
 
 def source() -> str:
-    """Return the text of the probe."""
+    """Returns the text of the probe."""
     folder = Path(__file__).parent
     parts = [(folder / name).read_text(encoding="ascii") for name in ("probe.py", "probe_links.py")]
     return "\n".join([*parts, 'serve({"facts": facts})', ""])
@@ -51,7 +51,7 @@ class Sessions:
     """
 
     def __init__(self, names: Sequence[str], python: str, ssh: Ssh) -> None:
-        """Start them all.
+        """Starts them all.
 
         Args:
             names: of the hosts; this machine's own runs the probe without ssh.
@@ -75,7 +75,7 @@ class Sessions:
                 self.alive[name].write(text.encode())
 
     def ask(self, requests: Mapping[str, Request], timeout_s: float) -> dict[str, Message]:
-        """Return the answers of the hosts that gave one; all are asked at once."""
+        """Returns the answers of the hosts that gave one; all are asked at once."""
         waiting = [name for name in requests if name in self.alive]
         for name in waiting:
             self.alive[name].write(json.dumps(requests[name]).encode() + b"\n")
@@ -101,14 +101,14 @@ class Sessions:
         return {name: replies[name] for name in requests if name in replies and name in self.alive}
 
     def give_up(self, name: str, problem: SshProblem) -> None:
-        """End one host's session: the host is lost."""
+        """Ends one host's session: the host is lost."""
         self.lost[name] = problem
         channel = self.alive.pop(name)
         channel.kill()
         channel.close(_END_S)
 
     def close(self) -> None:
-        """End all of them; returns when probes and sessions are gone."""
+        """Ends all of them; returns when probes and sessions are gone."""
         channels = list(self.alive.values())
         self.alive.clear()
         with ThreadPoolExecutor(max(1, len(channels))) as pool:

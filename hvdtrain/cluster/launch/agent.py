@@ -59,7 +59,7 @@ class Agent:
         self._ending = self._ended = False
 
     def run(self) -> int:
-        """Serve the launcher until it, or the connection to it, ends the job; returns the exit code."""
+        """Serves the launcher until it, or the connection to it, ends the job; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             # handlers and not SIG_IGN, which the ranks would inherit
             signal.signal(number, self._note_signal)
@@ -92,7 +92,7 @@ class Agent:
         self._flush()
 
     def _flush(self) -> None:
-        """Write what the launcher takes now; the rest when it takes more."""
+        """Writes what the launcher takes now; the rest when it takes more."""
         try:
             while self._out:
                 del self._out[: os.write(self._outward, self._out[: 1 << 16])]
@@ -164,7 +164,7 @@ class Agent:
         self._listen_to_ranks()
 
     def _listen_to_ranks(self) -> None:
-        """Read what ranks write, unless there is too much on its way: then they wait, but nothing else does."""
+        """Reads what ranks write, unless there is too much on its way: then they wait, but nothing else does."""
         wanted = len(self._out) < MOST_BUFFERED_BYTES and self._untaken < WINDOW
         for rank in self._ranks.values():
             for descriptor in rank.open_pipes():
@@ -244,7 +244,7 @@ class Agent:
     # ---- the end
 
     def _end(self, number: int, grace_s: float) -> None:
-        """Begin to end everything: the ranks get the signal, then all that is left is killed. A second call may only
+        """Begins to end everything: the ranks get the signal, then all that is left is killed. A second call may only
         hurry."""
         now = time.monotonic()
         stages = [(now, number), (now + grace_s, signal.SIGKILL)]
@@ -274,7 +274,7 @@ class Agent:
             self._asked |= set(job)
 
     def _leave(self, not_ours: set[int]) -> None:
-        """Say which processes stay, because another user's cannot be ended."""
+        """Says which processes stay, because another user's cannot be ended."""
         for pid in not_ours:
             self._send("left", what=f"process {pid} of another user: {processes.command_of(pid)}")
         self._not_ours |= not_ours
@@ -306,7 +306,7 @@ def hello() -> dict[str, Any]:
 
 
 def guard(agent: int) -> int:
-    """Wait for the agent process, then kill what it left; returns its exit code."""
+    """Waits for the agent process, then kills what it left; returns its exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: processes.send([agent], signal.SIGTERM))
     while True:
@@ -327,7 +327,7 @@ def guard(agent: int) -> int:
 
 
 def sweep(token: str, grace_s: float) -> int:
-    """End what an attempt left on this host when agent and guard were killed together; returns how many that were.
+    """Ends what an attempt left on this host when agent and guard were killed together; returns how many that were.
 
     As long as the grace lasts they may be ending by themselves: an agent that only lost its launcher sees to that.
     """
@@ -344,7 +344,7 @@ def sweep(token: str, grace_s: float) -> int:
 
 
 def main() -> int:
-    """Become guard and agent, or with "--sweep TOKEN GRACE_S" clean up; returns the exit code in each."""
+    """Becomes guard and agent, or with "--sweep TOKEN GRACE_S" cleans up; returns the exit code in each."""
     if sys.argv[1:2] == ["--sweep"]:
         sweep(sys.argv[2], float(sys.argv[3]))
         return 0

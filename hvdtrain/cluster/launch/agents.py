@@ -43,7 +43,7 @@ class Connection(Channel):
     def __init__(
         self, host: Host, job: Job, on_message: Callable[[Connection, Message | None], None], *, local: bool
     ) -> None:
-        """Start the agent; see `Channel`."""
+        """Starts the agent; see `Channel`."""
         self.host, self._job = host, job
         self.hello: Message | None = None
         self.why_left: str | None = None
@@ -56,11 +56,11 @@ class Connection(Channel):
         )
 
     def send(self, kind: str, **fields: object) -> None:
-        """Send a message."""
+        """Sends a message."""
         self.write(encode(kind, **fields))
 
     def note(self, message: Message | None) -> None:
-        """Take in what a message, or the end, says of the connection itself."""
+        """Takes in what a message, or the end, says of the connection itself."""
         if message is None:
             self.closed = self.left = True
         elif message["type"] == "hello":
@@ -71,11 +71,11 @@ class Connection(Channel):
             self.ended = True
 
     def close(self, wait_s: float) -> None:
-        """Let the agent go, which ends what it has; one that is known to be there is waited for."""
+        """Lets the agent go, which ends what it has; one that is known to be there is waited for."""
         super().close(0.0 if self.closed or self.hello is None else wait_s)
 
     def sweep(self, token: str) -> None:
-        """End what an agent that is gone without a word may have left on the host; it has the grace, if it lives."""
+        """Ends what an agent that is gone without a word may have left on the host; it has the grace, if it lives."""
         grace_s = self._job.timeouts.grace_s
         words = [self._job.python, "-P", "-m", AGENT, "--sweep", token, f"{grace_s:g}"]
         command = words if self.local else self._job.ssh.command(self.host.name, words)
@@ -103,7 +103,7 @@ class Agents:
     """
 
     def __init__(self, job: Job, on_line: OnLine | None) -> None:
-        """Start to reach the hosts that get ranks, all at once.
+        """Starts to reach the hosts that get ranks, all at once.
 
         Raises:
             ConfigError: fewer slots than ranks; a name that means this machine, though it should not.
@@ -138,12 +138,12 @@ class Agents:
         self.send("settings", lost_s=limits.lost_s, stopped_s=limits.stopped_s, grace_s=limits.grace_s)
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message to every host."""
+        """Sends a message to every host."""
         for connection in self.connections:
             connection.send(kind, **fields)
 
     def next(self, timeout_s: float) -> Event | None:
-        """Return the next event, None if there is none in time; keeps the agents alive meanwhile."""
+        """Returns the next event, None if there is none in time; keeps the agents alive meanwhile."""
         now = time.monotonic()
         if now - self._beaten_s >= BEAT_S:
             self._beaten_s = now
@@ -162,7 +162,7 @@ class Agents:
         return connection, message
 
     def meet(self, check: Callable[[], None]) -> None:
-        """Wait until every agent said hello.
+        """Waits until every agent said hello.
 
         Args:
             check: called several times a second; may raise.
@@ -184,7 +184,7 @@ class Agents:
             raise LauncherError("every host needs the same hvdtrain", f"here {__version__}, {', '.join(others)}", fix)
 
     def close(self, wait_s: float = 0.0, *, token: str = "", look: Callable[[], None] = lambda: None) -> None:
-        """Let every agent go, at once, and end what reaches them; then pass on the last output.
+        """Lets every agent go, at once, and ends what reaches them; then passes on the last output.
 
         Args:
             wait_s: for agents that are there.

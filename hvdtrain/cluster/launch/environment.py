@@ -45,18 +45,18 @@ DEFAULTS = {
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Return whether a variable looks as if it held a secret: such a one is passed only when it is asked for."""
+    """Returns whether a variable looks as if it held a secret: such a one is passed only when it is asked for."""
     return bool(probe.SECRET.search(name) or _SECRET_VALUE.search(value))
 
 
 def is_of_a_host(name: str) -> bool:
-    """Return whether a variable belongs to one host, log-in, terminal or process, or to another launcher's job."""
+    """Returns whether a variable belongs to one host, log-in, terminal or process, or to another launcher's job."""
     named = _VARIABLE.fullmatch(name) is not None  # else: a shell's exported function
     return not named or bool(_OF_A_HOST.fullmatch(name) or _OF_A_LAUNCHER.fullmatch(name))
 
 
 def passed(environ: Mapping[str, str], asked: Sequence[str] = (), env_file: str | Path | None = None) -> dict[str, str]:
-    """Return the variables of `environ` that every rank gets, on whatever host: all but a host's own and secrets.
+    """Returns the variables of `environ` that every rank gets, on whatever host: all but a host's own and secrets.
 
     Args:
         environ: the launcher's own environment.
@@ -88,12 +88,12 @@ def _lines(path: Path) -> list[tuple[str, str]]:
 
 
 def withheld(environ: Mapping[str, str], env: Mapping[str, str]) -> list[str]:
-    """Return the variables that the ranks do not get because they look secret, by name."""
+    """Returns the variables that the ranks do not get because they look secret, by name."""
     return sorted(name for name in environ if name not in env and not is_of_a_host(name))
 
 
 def on_some_hosts_only(own: Mapping[str, Mapping[str, str]], env: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return variables that a host's log-in sets and that not all hosts have alike: their name, and who has them.
+    """Returns variables that a host's log-in sets and that not all hosts have alike: their name, and who has them.
 
     Args:
         own: {host: {name: digest of the value}}, as hosts say hello.
@@ -108,12 +108,12 @@ def on_some_hosts_only(own: Mapping[str, Mapping[str, str]], env: Mapping[str, s
 
 
 def unpassed(names: Collection[str], env: Mapping[str, str]) -> list[str]:
-    """Return which of the launcher's own variables its host's ranks must not inherit: no other host's get them."""
+    """Returns which of the launcher's own variables its host's ranks must not inherit: no other host's get them."""
     return [name for name in names if name not in env and not is_of_a_host(name)]
 
 
 def defaults(cores: float, local_size: int) -> dict[str, str]:
-    """Return what holds unless the user, or the host, says otherwise.
+    """Returns what holds unless the user, or the host, says otherwise.
 
     Args:
         cores: that the host gives the job.
@@ -124,7 +124,7 @@ def defaults(cores: float, local_size: int) -> dict[str, str]:
 
 
 def of_rank(slot: Slot) -> dict[str, str]:
-    """Return what tells a rank its place, as horovodrun does."""
+    """Returns what tells a rank its place, as horovodrun does."""
     return {
         "HOROVOD_HOSTNAME": slot.host.address,
         "HOROVOD_RANK": str(slot.rank),
@@ -137,7 +137,7 @@ def of_rank(slot: Slot) -> dict[str, str]:
 
 
 def of_host(own: Chosen) -> dict[str, str]:
-    """Return what makes the libraries of one host talk through its own interface, whatever its name there.
+    """Returns what makes the libraries of one host talk through its own interface, whatever its name there.
 
     A name means the first address of the interface; Horovod's Gloo, as the recipe builds it, takes the address.
     "=" makes NCCL take the name exactly; without, "eth1" means eth10 too (NCCL's documentation, NCCL_SOCKET_IFNAME).
@@ -151,7 +151,7 @@ def of_host(own: Chosen) -> dict[str, str]:
 
 
 def of_job(first: Chosen, rendezvous_port: int | None, master_port: int) -> dict[str, str]:
-    """Return what all ranks share: where Horovod's rendezvous is, and where a torch.distributed group may meet.
+    """Returns what all ranks share: where Horovod's rendezvous is, and where a torch.distributed group may meet.
 
     Args:
         first: what the host of rank 0 talks through.

@@ -51,7 +51,7 @@ class Failure:
         return f"rank {self.rank} on {self.host}" if self.rank is not None else self.host
 
     def in_words(self, limit_s: float) -> str:
-        """Return who failed and why, of ranks that end themselves after a limit."""
+        """Returns who failed and why, of ranks that end themselves after a limit."""
         return f"{self.who}: {f'not done in {limit_s:g} s' if self.code == TOO_LATE else self.why}"
 
 
@@ -94,7 +94,7 @@ class Tracebacks:
         self._lines_since: dict[int, int] = {}
 
     def note(self, rank: int, lines: Sequence[str], now_s: float) -> None:
-        """Take in what a rank wrote."""
+        """Takes in what a rank wrote."""
         for line in lines:
             if line.startswith("Traceback (most recent call last)"):
                 self.began_s.setdefault(rank, now_s)
@@ -106,7 +106,7 @@ class Tracebacks:
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """Return the rank to blame, None if all ended well; pure.
+    """Returns the rank to blame, None if all ended well; pure.
 
     The order of exits is not that of failures: a rank that raises first shuts Horovod down on its way out, which ends
     the others, perhaps before itself. So what ranks say counts before when they ended.
@@ -116,14 +116,14 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def settled(ends: Sequence[RankEnd], now_s: float) -> bool:
-    """Return whether the first failure can be named: what is still on its way would have come."""
+    """Returns whether the first failure can be named: what is still on its way would have come."""
     failed = [end for end in ends if end.code != 0]
     wait_s = CONSEQUENCE_SETTLE_S if all(end.is_consequence for end in failed) else SETTLE_S
     return bool(failed) and now_s - min(end.at_s for end in failed) >= wait_s
 
 
 def described(code: int, host: str) -> str:
-    """Return a rank's end in words.
+    """Returns a rank's end in words.
 
     Args:
         code: negative for a signal, as `subprocess` has it.
@@ -139,5 +139,5 @@ def described(code: int, host: str) -> str:
 
 
 def as_exit_code(code: int) -> int:
-    """Return a rank's end as a shell tells it: 128+N for signal N."""
+    """Returns a rank's end as a shell tells it: 128+N for signal N."""
     return 128 - code if code < 0 else code

@@ -19,7 +19,7 @@ from hvdtrain.core.errors import ConfigError
 
 
 def working_directory() -> str:
-    """Return the working directory.
+    """Returns the working directory.
 
     Raises:
         ConfigError: it was removed.
@@ -120,15 +120,15 @@ class Plan:
         return self.chosen[self.job.slots[0].host.name]
 
     def of_host(self, host: Host) -> list[Slot]:
-        """Return a host's ranks."""
+        """Returns a host's ranks."""
         return [slot for slot in self.job.slots if slot.host == host]
 
     def defaults(self, host: Host) -> dict[str, str]:
-        """Return the variables that hold on a host unless it, or the user, says otherwise."""
+        """Returns the variables that hold on a host unless it, or the user, says otherwise."""
         return environment.defaults(self.cores[host.name], self.job.ranks[host])
 
     def variables(self, host: Host, rendezvous_port: int | None, master_port: int) -> dict[str, str]:
-        """Return the variables that all ranks of a host get."""
+        """Returns the variables that all ranks of a host get."""
         job = environment.of_job(self.first, rendezvous_port, master_port)
         horovod = {name: value for name, value in job.items() if name.startswith("HOROVOD_")}
         # the user's word counts, but not on where this job's rendezvous is
@@ -139,7 +139,7 @@ class Plan:
 
 
 def make_plan(job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str], local: Collection[str] = ()) -> Plan:
-    """Return the plan for a job on hosts that said hello; pure.
+    """Returns the plan for a job on hosts that said hello; pure.
 
     Args:
         job: what to run.

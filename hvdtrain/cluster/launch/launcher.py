@@ -80,7 +80,7 @@ def run(
     on_interrupt: Callable[[int], None] | None = None,
     keep_output: bool = False,
 ) -> Outcome:
-    """Run a job to its end.
+    """Runs a job to its end.
 
     SIGINT, SIGTERM and SIGHUP end it (the ranks get the signal, then, after the grace, SIGKILL; a second one kills at
     once); SIGUSR1 and SIGUSR2 are passed on to the ranks; SIGTSTP (Ctrl-Z) does nothing. Only in the main thread, as
@@ -124,13 +124,13 @@ def run(
 
 
 def result_in(output: str, mark: str) -> dict[str, Any] | None:
-    """Return what a rank printed as JSON behind a mark, the last time; None: nothing."""
+    """Returns what a rank printed as JSON behind a mark, the last time; None: nothing."""
     lines = [line.removeprefix(mark) for line in output.splitlines() if line.startswith(mark)]
     return json.loads(lines[-1]) if lines else None
 
 
 def look(job: Job) -> Plan:
-    """Return the plan for a job, for which the hosts are asked; nothing is started there but the agents.
+    """Returns the plan for a job, for which the hosts are asked; nothing is started there but the agents.
 
     Raises:
         ConfigError, LauncherError: as `run`.
@@ -170,7 +170,7 @@ class _Running:
         self._closing = False
 
     def run(self, on_plan: Callable[[Plan], None] | None) -> None:
-        """Start the ranks, watch them, and end them."""
+        """Starts the ranks, watches them, and ends them."""
         agents, job = self._agents, self._job
         agents.meet(self._stop_if_asked)
         plan = _plan(job, agents)
@@ -189,7 +189,7 @@ class _Running:
         self._look_at_ranks()  # hosts may all have left before
 
     def close(self) -> None:
-        """Let the agents go, which end their ranks before they end, and pass on the last output."""
+        """Lets the agents go, which end their ranks before they end, and passes on the last output."""
         self._closing, self._ended_s = True, time.monotonic()
         ended = all(its.ended for its in self._agents.connections)
         wait_s = 2.0 if ended else self._job.timeouts.grace_s + 2.0
@@ -198,7 +198,7 @@ class _Running:
     # ---- the start
 
     def _rendezvous(self, plan: Plan) -> int:
-        """Have the first host serve Horovod's rendezvous; returns its port."""
+        """Has the first host serve Horovod's rendezvous; returns its port."""
         first = self._agents.connections[0]
         places = [
             (s.host.address, s.rank, s.local_rank, s.cross_rank, s.size, s.local_size, s.cross_size)
@@ -286,7 +286,7 @@ class _Running:
             self._end(signal.SIGTERM)
 
     def _look_at_cuts(self) -> None:
-        """End the job whose hosts do not reach each other any more, though the launcher reaches them."""
+        """Ends the job whose hosts do not reach each other any more, though the launcher reaches them."""
         others = [its.host.name for its in self._agents.connections[1:]]
         all_said = set(self._cut) >= set(others)
         if self._deadline_s is not None or not (all_said or time.monotonic() - self._cut_s >= _CUTS_S) or not self._cut:
@@ -312,7 +312,7 @@ class _Running:
         return sorted(rank for rank, its in self._host_of.items() if its is connection and rank not in self._ends)
 
     def _fail(self, rank: int | None, host: str, code: int, why: str) -> None:
-        """Note why the job ends, unless it is ending already, and end it."""
+        """Notes why the job ends, unless it is ending already, and ends it."""
         if self._deadline_s is not None:
             return
         lines = tuple(self._agents.tails[rank]) if rank is not None else ()
@@ -352,7 +352,7 @@ class _Running:
             raise _Interrupted(ending[0])
 
     def outcome(self) -> Outcome:
-        """Return how the job ended."""
+        """Returns how the job ended."""
         code = 128 + self._interrupted if self._interrupted is not None else 0
         code = self._failure.code if self._failure is not None else code
         seconds = (self._ended_s or time.monotonic()) - self._started_s
@@ -361,7 +361,7 @@ class _Running:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect the signals that end a job or are passed on, instead of what they do otherwise."""
+    """Collects the signals that end a job or are passed on, instead of what they do otherwise."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -22,7 +22,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def report(text: str, within_s: float = float("inf")) -> None:
-    """Tell the user something of the launcher's own, apart from what ranks write.
+    """Tells the user something of the launcher's own, apart from what ranks write.
 
     Args:
         text: what.
@@ -34,7 +34,7 @@ def report(text: str, within_s: float = float("inf")) -> None:
 
 
 def put(stream: TextIO, line: str, worth: Callable[[], bool]) -> bool:
-    """Write a line to a stream whose reader may pause; returns whether all of it was taken.
+    """Writes a line to a stream whose reader may pause; returns whether all of it was taken.
 
     Characters that the stream's encoding lacks are written as "\\xe9". A write never waits: so much as fits is written,
     then it is asked whether waiting for more room is still `worth` it.
@@ -61,7 +61,7 @@ class Logs:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Make the folder: the given one, or the next free runs/launch-N.
+        """Makes the folder: the given one, or the next free runs/launch-N.
 
         Raises:
             ConfigError: it cannot be written.
@@ -76,11 +76,11 @@ class Logs:
         self._broken = False
 
     def path(self, rank: int) -> Path:
-        """Return the file of one rank."""
+        """Returns the file of one rank."""
         return self.folder / f"rank-{rank:04d}.log"
 
     def write(self, rank: int, line: str) -> None:
-        """Add a line. A disk that is full costs the logs, not the job."""
+        """Adds a line. A disk that is full costs the logs, not the job."""
         if self._broken:
             return
         try:
@@ -93,7 +93,7 @@ class Logs:
             report(f"no more logs: {self.path(rank)}: {error.strerror}")
 
     def record(self, facts: dict[str, Any]) -> None:
-        """Write `launch.json` anew."""
+        """Writes `launch.json` anew."""
         try:
             partial = self.folder / "launch.json.partial"
             partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -102,7 +102,7 @@ class Logs:
             report(f"no launch.json: {self.folder}: {error.strerror}")
 
     def close(self) -> None:
-        """Close the files. Without any, nothing was started: the folder goes, if it is empty."""
+        """Closes the files. Without any, nothing was started: the folder goes, if it is empty."""
         if not self._files:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -133,7 +133,7 @@ class Display:
         self._errors_of_rank_0_only = True
 
     def line(self, rank: int, stream: str, line: str) -> None:
-        """Log a line, and show it. A disk that is full costs the output, not the job.
+        """Logs a line, and shows it. A disk that is full costs the output, not the job.
 
         Raises:
             OSError: whoever reads this process's output is gone.
@@ -161,7 +161,7 @@ class Display:
 
 
 def failure_block(failure: Failure, logs: Logs) -> str:
-    """Return what is shown last when a job failed: who failed first, how, its last words, and where the others are."""
+    """Returns what is shown last when a job failed: who failed first, how, its last words, and where the others are."""
     host = "host " if failure.rank is None else ""
     lines = [f"{host}{failure.who} failed first, after {failure.after_s:.1f} s: {failure.why}"]
     if failure.lines:

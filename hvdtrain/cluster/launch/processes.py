@@ -16,12 +16,12 @@ _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, not after a fork
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent dies, so that none is out of reach."""
+    """Makes this process the parent of every descendant whose own parent dies, so that none is out of reach."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(number: int) -> None:
-    """Let the kernel send this process a signal when its parent dies."""
+    """Lets the kernel send this process a signal when its parent dies."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -31,7 +31,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Return the processes below `ancestor` that still run; zombies are left out."""
+    """Returns the processes below `ancestor` that still run; zombies are left out."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     zombies = set()
     for entry in os.listdir("/proc"):
@@ -50,13 +50,13 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal; one that a debugger holds is not."""
+    """Returns whether a process is stopped by a signal; one that a debugger holds is not."""
     found = _stat(pid)
     return found is not None and found[0] == "T"
 
 
 def send(pids: Iterable[int], number: int) -> set[int]:
-    """Send a signal to processes, some of which may be gone. One that is stopped is woken, so that it can end.
+    """Sends a signal to processes, some of which may be gone. One that is stopped is woken, so that it can end.
 
     Returns those that may not be sent one: another user's, as sudo makes.
     """
@@ -74,7 +74,7 @@ def send(pids: Iterable[int], number: int) -> set[int]:
 
 
 def marked(variable: str, value: str) -> list[int]:
-    """Return the processes that were started with this variable, as far as this user may look."""
+    """Returns the processes that were started with this variable, as far as this user may look."""
     wanted, found = f"{variable}={value}".encode(), []
     for entry in os.listdir("/proc"):
         if entry.isdecimal() and int(entry) != os.getpid():
@@ -85,7 +85,7 @@ def marked(variable: str, value: str) -> list[int]:
 
 
 def command_of(pid: int) -> str:
-    """Return a process's command line, for people."""
+    """Returns a process's command line, for people."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:

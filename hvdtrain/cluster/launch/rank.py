@@ -31,7 +31,7 @@ class LineSplitter:
         self._shown_s = float("-inf")
 
     def feed(self, data: bytes, now_s: float) -> list[str]:
-        """Return the lines that are complete with `data`; `now_s` is a monotonic clock's."""
+        """Returns the lines that are complete with `data`; `now_s` is a monotonic clock's."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         lines = [_text(line) for line in whole]
         half_end = b"\r" if self._rest.endswith(b"\r") else b""  # perhaps the first half of "\r\n"
@@ -46,7 +46,7 @@ class LineSplitter:
         return lines
 
     def close(self) -> list[str]:
-        """Return the last line, if the stream ended within one."""
+        """Returns the last line, if the stream ended within one."""
         rest, self._rest = self._rest, b""
         return [_text(rest)] if rest.strip(b"\r") else []
 
@@ -96,11 +96,11 @@ class Rank:
             os.set_blocking(descriptor, False)
 
     def open_pipes(self) -> list[int]:
-        """Return the descriptors that more may come from."""
+        """Returns the descriptors that more may come from."""
         return list(self._streams)
 
     def read(self, descriptor: int, now_s: float) -> tuple[str, list[str]]:
-        """Return the stream's name and the lines that came; closes the descriptor at its end."""
+        """Returns the stream's name and the lines that came; closes the descriptor at its end."""
         stream, splitter = self._streams[descriptor]
         try:
             data = os.read(descriptor, 1 << 16)
@@ -113,7 +113,7 @@ class Rank:
         return stream, splitter.close()
 
     def ended(self, code: int, now_s: float) -> None:
-        """Note that the process was waited for."""
+        """Notes that the process was waited for."""
         self.code = self._process.returncode = code
         self.ended_s = now_s
 
@@ -122,7 +122,7 @@ class Rank:
         return self.code is not None and not self.reported and (not self._streams or now_s - self.ended_s >= DRAIN_S)
 
     def close(self) -> list[tuple[str, list[str]]]:
-        """Return the last lines, by stream, and let the pipes go."""
+        """Returns the last lines, by stream, and lets the pipes go."""
         self.reported = True
         last = []
         for descriptor, (stream, splitter) in self._streams.items():
@@ -137,7 +137,7 @@ class Rank:
         return last
 
     def stopped_s(self, now_s: float) -> float:
-        """Return for how long the process has been stopped by a signal, as far as was seen; 0 when it is not."""
+        """Returns for how long the process has been stopped by a signal, as far as was seen; 0 when it is not."""
         if now_s - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = now_s
             stopped = processes.is_stopped(self.pid)
@@ -172,13 +172,13 @@ class RendezvousChild:
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """Return {"port": ...} or {"error": ...}; call it when `output` has something."""
+        """Returns {"port": ...} or {"error": ...}; call it when `output` has something."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         return json.loads(line) if line else {"error": "the rendezvous server ended before it listened"}
 
     def end(self) -> None:
-        """Let it end: it serves as long as its standard input is open."""
+        """Lets it end: it serves as long as its standard input is open."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 

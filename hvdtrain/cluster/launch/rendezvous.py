@@ -16,7 +16,7 @@ from typing import Any
 
 
 def serve(address: str, places: Sequence[Any]) -> Any:
-    """Return Horovod's server, listening at `address` on a free port, not yet serving.
+    """Returns Horovod's server, listening at `address` on a free port, not yet serving.
 
     Args:
         address: an IPv4 address of this machine.
@@ -39,7 +39,7 @@ def serve(address: str, places: Sequence[Any]) -> Any:
 
 
 def main() -> int:
-    """Serve what standard input asks for; returns the exit code."""
+    """Serves what standard input asks for; returns the exit code."""
     try:
         import horovod.runner.http.http_server  # noqa: F401 - while the launcher still waits for other hosts
     except ImportError as error:

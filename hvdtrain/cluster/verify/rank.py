@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def verified(framework: str, world: World, expected_size: int | None = None) -> dict[str, Any]:
-    """Train, and return what was found, the same on every rank; collective."""
+    """Trains, and returns what was found, the same on every rank; collective."""
     started = time.perf_counter()
     ranks = world.gather(toy.TRAIN[framework](card(world)))
     checks = toy.checks(ranks, expected_size)

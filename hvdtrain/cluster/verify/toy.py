@@ -46,7 +46,7 @@ class Measured:
 
 
 def samples(rank: int) -> tuple[Array, Array]:
-    """Return a rank's inputs (STEPS x BATCH, INPUTS) and targets (STEPS x BATCH, OUTPUTS), float32."""
+    """Returns a rank's inputs (STEPS x BATCH, INPUTS) and targets (STEPS x BATCH, OUTPUTS), float32."""
     import numpy as np
 
     random = np.random.default_rng([20170201, rank])
@@ -58,19 +58,19 @@ def samples(rank: int) -> tuple[Array, Array]:
 
 
 def own_start(rank: int) -> Array:
-    """Return the weights that a rank has before it hears of the others, float32."""
+    """Returns the weights that a rank has before it hears of the others, float32."""
     import numpy as np
 
     return np.random.default_rng([42, rank]).normal(size=(INPUTS + 1, OUTPUTS)).astype(np.float32)
 
 
 def batch_of(step: int) -> slice:
-    """Return the rows of a step's batch."""
+    """Returns the rows of a step's batch."""
     return slice(step * BATCH, (step + 1) * BATCH)
 
 
 def one_process(start: Array, ranks: Sequence[int], steps: int) -> Array:
-    """Return the weights after `steps` steps of one process, float64, whose batch is those of all `ranks` together."""
+    """Returns the weights after `steps` steps of one process, float64, whose batch is those of all `ranks` together."""
     import numpy as np
 
     weights = start.astype(np.float64)
@@ -85,7 +85,7 @@ def one_process(start: Array, ranks: Sequence[int], steps: int) -> Array:
 
 
 def squared_error(weights: Array, ranks: Sequence[int]) -> float:
-    """Return the mean squared error over all ranks' samples."""
+    """Returns the mean squared error over all ranks' samples."""
     import numpy as np
 
     errors = [np.square(x @ weights[:-1] + weights[-1] - y) for x, y in map(samples, ranks)]
@@ -93,7 +93,7 @@ def squared_error(weights: Array, ranks: Sequence[int]) -> float:
 
 
 def train_torch(card: dict[str, Any]) -> Measured:
-    """Train with hvdtrain.torch, as one rank; collective."""
+    """Trains with hvdtrain.torch, as one rank; collective."""
     import torch
     from torch import nn
 
@@ -140,7 +140,7 @@ def _torch_weights(model: Any) -> Array:
 
 
 def train_keras(card: dict[str, Any]) -> Measured:
-    """Train with hvdtrain.keras, as one rank; collective."""
+    """Trains with hvdtrain.keras, as one rank; collective."""
     import keras
 
     import hvdtrain.keras as hvk
@@ -218,7 +218,7 @@ class Check:
 
 
 def checks(ranks: Sequence[Measured], expected_size: int | None = None) -> list[Check]:
-    """Return all checks of one framework; `ranks` in rank order, `expected_size` as the user asked for."""
+    """Returns all checks of one framework; `ranks` in rank order, `expected_size` as the user asked for."""
     return [distinct(ranks, expected_size), broadcast(ranks), averaging(ranks), training(ranks), replicas(ranks)]
 
 
@@ -302,7 +302,7 @@ def replicas(ranks: Sequence[Measured]) -> Check:
 
 
 def unequal(weights: Sequence[Array]) -> list[int]:
-    """Return the ranks whose weights differ from rank 0's, in any bit."""
+    """Returns the ranks whose weights differ from rank 0's, in any bit."""
     return [rank for rank, its in enumerate(weights) if its.tobytes() != weights[0].tobytes()]
 
 

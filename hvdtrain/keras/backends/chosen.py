@@ -1,6 +1,6 @@
 """Which backend Keras runs on, and what the adapter asks of it.
 
-``BACKEND`` is the one place where the adapter branches on Keras' backend: everything else talks to this
+`BACKEND` is the one place where the adapter branches on Keras' backend: everything else talks to this
 protocol.
 """
 
@@ -17,9 +17,9 @@ from hvdtrain.keras.backends.supported import check_backend
 
 
 class Backend(Protocol):
-    """Tensor and collective operations; variables are ``keras.Variable``, tensors the backend's own.
+    """Tensor and collective operations; variables are `keras.Variable`, tensors the backend's own.
 
-    Every operation with a ``name`` is collective: all ranks call it with the same name.
+    Every operation with a `name` is collective: all ranks call it with the same name.
     """
 
     name: str

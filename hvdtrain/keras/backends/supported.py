@@ -13,7 +13,7 @@ SUPPORTED = ("tensorflow", "torch")
 
 
 def check_backend(name: str) -> None:
-    """Raises ``ConfigError`` for a Keras backend that is not supported."""
+    """Raises `ConfigError` for a Keras backend that is not supported."""
     if name in SUPPORTED:
         return
     raise ConfigError(
@@ -25,7 +25,7 @@ def check_backend(name: str) -> None:
 
 
 def configured() -> str:
-    """Returns the backend that Keras will start with: ``KERAS_BACKEND``, else that of its ``keras.json``."""
+    """Returns the backend that Keras will start with: `KERAS_BACKEND`, else that of its `keras.json`."""
     path = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras") / "keras.json"
     try:
         own = json.loads(path.read_text(encoding="utf-8")).get("backend")

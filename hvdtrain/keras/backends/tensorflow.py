@@ -1,7 +1,7 @@
 """The TensorFlow backend of Keras: everything the adapter does with tf tensors and Horovod's tf operations.
 
-Twin of ``torch.py``; both implement the protocol in ``chosen.py``. Two rules hold for every Horovod call:
-it has an explicit name and ``ignore_name_scope=True``, because names derived from the graph differ as soon as
+Twin of `torch.py`; both implement the protocol in `chosen.py`. Two rules hold for every Horovod call:
+it has an explicit name and `ignore_name_scope=True`, because names derived from the graph differ as soon as
 one rank has built one model more, and ranks that wait for different names wait for ever.
 """
 
@@ -29,20 +29,20 @@ _INTEGER_OF_WIDTH = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 class TensorFlowBackend:
-    """Tensor and collective operations for ``KERAS_BACKEND=tensorflow``."""
+    """Tensor and collective operations for `KERAS_BACKEND=tensorflow`."""
 
     name = "tensorflow"
 
     @property
     def hvd(self) -> Any:
-        """``horovod.tensorflow``, imported when the first collective needs it (one process needs none)."""
+        """`horovod.tensorflow`, imported when the first collective needs it (one process needs none)."""
         import horovod.tensorflow as hvd
 
         return hvd
 
     # ---------------------------------------------------------------- host side
     def host_allreduce(self, array: np.ndarray, op: str, name: str) -> np.ndarray:
-        """Reduces a host array over ranks. ``op``: ``sum`` | ``min`` | ``max``."""
+        """Reduces a host array over ranks. `op`: `sum` | `min` | `max`."""
         operation = {"sum": self.hvd.Sum, "min": self.hvd.Min, "max": self.hvd.Max}[op]
         return _on_host(self.hvd.allreduce, array, f"allreduce.{op}", op=operation)
 
@@ -62,7 +62,7 @@ class TensorFlowBackend:
             return np.asarray(variable.value.numpy())
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
-        """Device-side copies of the variables' values, for ``put_back``."""
+        """Device-side copies of the variables' values, for `put_back`."""
         return [tf.identity(variable.value) for variable in variables]
 
     def put_back(self, variables: Sequence[Any], copies: Sequence[Any]) -> None:
@@ -74,7 +74,7 @@ class TensorFlowBackend:
         return tf.stack([_checksum(variable.value) for variable in variables]).numpy()
 
     def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
-        """``checksums`` as a function to be called often: traced once, one launch, one transfer to the
+        """`checksums` as a function to be called often: traced once, one launch, one transfer to the
         host.
         """
 
@@ -88,7 +88,7 @@ class TensorFlowBackend:
     def split_dead(self, x: Any, sample_weight: Any) -> tuple[Any, Any]:
         """Returns this rank's samples (float64 scalar), and its sample weights as Keras may see them.
 
-        See ``session.NO_SAMPLE``.
+        See `session.NO_SAMPLE`.
         """
         first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         samples = tf.cast(_rows(first), tf.float64)
@@ -104,11 +104,11 @@ class TensorFlowBackend:
         return tf.where(dead, tf.zeros_like(samples), samples), shown
 
     def flag(self) -> Any:
-        """A variable that is true, for ``keep_first``; to be made outside of a step."""
+        """A variable that is true, for `keep_first`; to be made outside of a step."""
         return tf.Variable(True, trainable=False)
 
     def noted(self) -> Any:
-        """Where ``note_loss`` puts its number; to be made outside of a step."""
+        """Where `note_loss` puts its number; to be made outside of a step."""
         return tf.Variable(float("nan"), trainable=False, dtype=tf.float64)
 
     def note_loss(self, session: Any, loss: Any, name: str) -> None:
@@ -120,7 +120,7 @@ class TensorFlowBackend:
         return float(session.step_loss)
 
     def keep_first(self, data: Any, session: Any) -> None:
-        """Keeps the first batch as ``session.kept_batch``: in a traced step, when it runs for the first time."""
+        """Keeps the first batch as `session.kept_batch`: in a traced step, when it runs for the first time."""
         leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         if tf.executing_eagerly():
             if session.kept_batch is None:
@@ -142,7 +142,7 @@ class TensorFlowBackend:
 
     @contextmanager
     def timed_input(self, session: Any) -> Iterator[None]:
-        """While ``fit`` runs inside, its steps, which ask for their batches themselves, say by ``session.waited`` how
+        """While `fit` runs inside, its steps, which ask for their batches themselves, say by `session.waited` how
         long they have waited for them.
         """
         with tf.device("CPU:0"):
@@ -178,12 +178,12 @@ class TensorFlowBackend:
         return all(leaf.shape.rank is not None and None not in leaf.shape[1:] for leaf in leaves)
 
     def unless_zero(self, value: Any, samples: Any) -> Any:
-        """``value``, or 0 if there are no samples."""
+        """`value`, or 0 if there are no samples."""
         value = tf.cast(value, tf.float64)
         return tf.where(tf.equal(samples, 0), tf.zeros_like(value), value)
 
     def times(self, tensor: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-        """``tensor * (a * b) / (c * d)``, exactly ``tensor`` where the products are equal; 0 for a division by 0."""
+        """`tensor * (a * b) / (c * d)`, exactly `tensor` where the products are equal; 0 for a division by 0."""
         return tensor * tf.cast(tf.math.divide_no_nan(a * b, c * d), tensor.dtype)
 
     def start_sum(self, value: Any, name: str) -> Any:
@@ -209,7 +209,7 @@ class TensorFlowBackend:
         return False
 
     def weigh(self, tensors: list[Any], samples: Any, total: Any, size: int) -> list[Any]:
-        """Multiplies tensors by ``samples * size / total``; equal shares return them untouched, bit for
+        """Multiplies tensors by `samples * size / total`; equal shares return them untouched, bit for
         bit, and no samples zeros, whatever the tensors hold.
         """
 
@@ -237,7 +237,7 @@ class TensorFlowBackend:
             self.put_back(variables, before)
 
     def reduce(self, tensors: list[Any], op: str, name: str, *, half: bool, size: int) -> list[Any]:
-        """All-reduces dense tensors of one dtype as one group. ``op``: ``average`` | ``max``."""
+        """All-reduces dense tensors of one dtype as one group. `op`: `average` | `max`."""
         dtype = tensors[0].dtype
         if half and op == "average" and dtype.size > 2:
             # divided before the cast: a sum of N values then fits wherever one value does
@@ -253,9 +253,9 @@ class TensorFlowBackend:
         return came
 
     def gather_sparse(self, slices: Any, name: str, size: int) -> Any:
-        """The average of ``IndexedSlices`` over ranks: all slices, values divided by the number of ranks.
+        """The average of `IndexedSlices` over ranks: all slices, values divided by the number of ranks.
 
-        Horovod's ``grouped_allreduce`` takes the wrong ``dense_shape`` when a list mixes dense and sparse
+        Horovod's `grouped_allreduce` takes the wrong `dense_shape` when a list mixes dense and sparse
         tensors, so values and indices travel on their own here.
         """
         dtype = slices.values.dtype
@@ -275,14 +275,14 @@ class TensorFlowBackend:
         return tf.convert_to_tensor(gradient)
 
     def agree_finite(self, finite: Any, name: str) -> Any:
-        """True only if ``finite`` is true on every rank."""
+        """True only if `finite` is true on every rank."""
         flag = tf.reshape(tf.cast(finite, tf.int32), [1])
         with tf.device("CPU:0"):
             lowest = self.hvd.allreduce(flag, op=self.hvd.Min, name=name, ignore_name_scope=True)
         return tf.equal(lowest[0], 1)
 
     def in_branch(self) -> bool:
-        """True while a ``tf.cond`` branch is being traced: ranks may take different branches."""
+        """True while a `tf.cond` branch is being traced: ranks may take different branches."""
         graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
         return type(graph).__name__ == "CondBranchFuncGraph"
 
@@ -299,14 +299,14 @@ class TensorFlowBackend:
             tf.config.experimental.set_memory_growth(gpu, True)
 
     def random_state(self) -> dict[str, np.ndarray]:
-        """Random state outside of seed generators: what ``tf.random``'s operations keep cannot be read."""
+        """Random state outside of seed generators: what `tf.random`'s operations keep cannot be read."""
         return {}
 
     def set_random_state(self, state: dict[str, np.ndarray]) -> None:
         del state
 
     def reseed(self, seed: int) -> None:
-        """Seeds ``tf.random``'s operations, of the functions that are being traced too."""
+        """Seeds `tf.random`'s operations, of the functions that are being traced too."""
         with tf.init_scope():
             tf.random.set_seed(seed)
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -332,7 +332,7 @@ _host_operations: dict[tuple[str, str], Any] = {}
 def _on_host(operation: Callable[..., Any], array: np.ndarray, kind: str, **options: Any) -> np.ndarray:
     """Runs one of Horovod's operations on an array [n], outside of whatever is being traced.
 
-    Through a ``tf.function``: called eagerly, Horovod's operations ignore their names, and all-reduces pair with
+    Through a `tf.function`: called eagerly, Horovod's operations ignore their names, and all-reduces pair with
     whichever other one a rank happens to be in. One function for each kind and dtype; a name of its own for each call
     would be traced each time.
     """

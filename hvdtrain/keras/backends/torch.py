@@ -1,7 +1,7 @@
 """The PyTorch backend of Keras: everything the adapter does with torch tensors and Horovod's torch
 operations.
 
-Twin of ``tensorflow.py``; both implement the protocol in ``chosen.py``.
+Twin of `tensorflow.py`; both implement the protocol in `chosen.py`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 class TorchBackend:
-    """Tensor and collective operations for ``KERAS_BACKEND=torch``."""
+    """Tensor and collective operations for `KERAS_BACKEND=torch`."""
 
     name = "torch"
 
     @property
     def hvd(self) -> Any:
-        """``horovod.torch``, imported when the first collective needs it (one process needs none)."""
+        """`horovod.torch`, imported when the first collective needs it (one process needs none)."""
         import horovod.torch as hvd
 
         return hvd
 
     # ---------------------------------------------------------------- host side
     def host_allreduce(self, array: np.ndarray, op: str, name: str) -> np.ndarray:
-        """Reduces a host array over ranks. ``op``: ``sum`` | ``min`` | ``max``."""
+        """Reduces a host array over ranks. `op`: `sum` | `min` | `max`."""
         operation = {"sum": self.hvd.Sum, "min": self.hvd.Min, "max": self.hvd.Max}[op]
         return self.hvd.allreduce(_host(array), op=operation, name=name).numpy()
 
@@ -52,7 +52,7 @@ class TorchBackend:
         return np.asarray(keras.ops.convert_to_numpy(variable.value))
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
-        """Device-side copies of the variables' values, for ``put_back``."""
+        """Device-side copies of the variables' values, for `put_back`."""
         return [variable.value.detach().clone() for variable in variables]
 
     def put_back(self, variables: Sequence[Any], copies: Sequence[Any]) -> None:
@@ -65,14 +65,14 @@ class TorchBackend:
         return torch.stack([_checksum(variable.value) for variable in variables]).cpu().numpy()
 
     def make_checksums(self, variables: Sequence[Any]) -> Callable[[], np.ndarray]:
-        """``checksums`` as a function to be called often."""
+        """`checksums` as a function to be called often."""
         return lambda: self.checksums(variables)
 
     # ---------------------------------------------------------------- inside a step
     def split_dead(self, x: Any, sample_weight: Any) -> tuple[float, Any]:
         """Returns this rank's samples, and its sample weights as Keras may see them.
 
-        See ``session.NO_SAMPLE``.
+        See `session.NO_SAMPLE`.
         """
         first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         weights = [torch.as_tensor(w) for w in keras.tree.flatten(sample_weight) if w is not None]
@@ -101,7 +101,7 @@ class TorchBackend:
         return float("nan") if session.step_loss is None else session.step_loss
 
     def keep_first(self, data: Any, session: Any) -> None:
-        """Keeps the first batch as ``session.kept_batch``."""
+        """Keeps the first batch as `session.kept_batch`."""
         if session.kept_batch is None:
             session.kept_batch = data
 
@@ -125,11 +125,11 @@ class TorchBackend:
         return tuple(values.shape) == (first.shape[0],)
 
     def unless_zero(self, value: Any, samples: float) -> Any:
-        """``value``, or 0 if there are no samples."""
+        """`value`, or 0 if there are no samples."""
         return value if samples else value * 0.0
 
     def times(self, tensor: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-        """``tensor * (a * b) / (c * d)``, exactly ``tensor`` where the products are equal; 0 for a division by 0."""
+        """`tensor * (a * b) / (c * d)`, exactly `tensor` where the products are equal; 0 for a division by 0."""
         below = c * d
         if torch.is_tensor(below):
             ratio = torch.where(below == 0, torch.zeros_like(below), a * b / below)
@@ -151,7 +151,7 @@ class TorchBackend:
         return True
 
     def weigh(self, tensors: list[Any], samples: float, total: float, size: int) -> list[Any]:
-        """Multiplies tensors by ``samples * size / total``; equal shares return them untouched, bit for
+        """Multiplies tensors by `samples * size / total`; equal shares return them untouched, bit for
         bit, and no samples zeros, whatever the tensors hold.
         """
         if samples * size == total:
@@ -170,7 +170,7 @@ class TorchBackend:
             self.put_back(variables, before)
 
     def reduce(self, tensors: list[Any], op: str, name: str, *, half: bool, size: int) -> list[Any]:
-        """All-reduces dense tensors of one dtype as one group. ``op``: ``average`` | ``max``."""
+        """All-reduces dense tensors of one dtype as one group. `op`: `average` | `max`."""
         dtype = tensors[0].dtype
         tensors = [tensor.detach() for tensor in tensors]
         if half and op == "average" and dtype.itemsize > 2:
@@ -197,7 +197,7 @@ class TorchBackend:
         return gradient.to_dense()
 
     def agree_finite(self, finite: Any, name: str) -> Any:
-        """True only if ``finite`` is true on every rank."""
+        """True only if `finite` is true on every rank."""
         flag = torch.as_tensor(finite).to("cpu", torch.int32).reshape(1)
         return bool(self.hvd.allreduce(flag, op=self.hvd.Min, name=name)[0])
 

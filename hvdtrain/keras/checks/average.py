@@ -1,7 +1,7 @@
 """Proves, on the user's own model and optimizer, that gradients are averaged over ranks and replicas are
 equal.
 
-The proof applies one update to the real weights through the real outermost ``optimizer.apply``, with
+The proof applies one update to the real weights through the real outermost `optimizer.apply`, with
 gradients that are known and different on every rank, and compares the outcome with the update of their mean;
 then it puts everything back, bit for bit. Nothing is assumed about how the averaging is done, so an optimizer
 that does it itself passes as well.

@@ -173,7 +173,7 @@ def _add(known: list[list[Any]]) -> list[float]:
 def _loss(
     model: keras.Model, x: Any, y: Any, weight: Any, weights: list[float] | None = None
 ) -> tuple[float, list[Any], int]:
-    """The loss in inference mode, what each Keras loss in it divided by (``weights`` multiply those), and how many
+    """The loss in inference mode, what each Keras loss in it divided by (`weights` multiply those), and how many
     others return one number for a batch.
     """
     divisors: list[Any] = []

@@ -57,7 +57,7 @@ def fingerprint(model: keras.Model) -> str:
     """Returns the SHA-256 (hex) of all the model's weights, moving statistics included; local, not
     collective.
 
-    Equal on all ranks whenever the replicas are equal: after every epoch, and after ``fit``.
+    Equal on all ranks whenever the replicas are equal: after every epoch, and after `fit`.
     """
     digest = hashlib.sha256()
     for variable in model.weights:

@@ -59,7 +59,7 @@ def partition(
     links: Link | Sequence[Link] = Link(),  # noqa: B008 - frozen
     balance: Balance = "time",
 ) -> Partition:
-    """Cut a chain of segments into one stage a device, in the order of the devices.
+    """Cuts a chain of segments into one stage a device, in the order of the devices.
 
     "time" minimises the slowest stage's time in a step, and of cuts that are equal in that the largest stage's bytes;
     "memory" the other way round. Both keep to each device's memory. A cut by hand (segments of each stage) is taken as

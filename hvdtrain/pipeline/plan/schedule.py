@@ -58,7 +58,7 @@ def actions(schedule: Schedule, stage: int, stages: int, micro_batches: int) -> 
     """What one stage does, in order.
 
     "gpipe" (Huang et al., arXiv 1811.06965): all forwards, then all backwards in reverse order. "1f1b" (Narayanan et
-    al., PipeDream-flush, arXiv 2006.09503): ``stages - stage`` forwards, then one backward and one forward in turn, so
+    al., PipeDream-flush, arXiv 2006.09503): `stages - stage` forwards, then one backward and one forward in turn, so
     that a stage holds the activations of no more micro-batches than there are stages from it to the end.
 
     Args:

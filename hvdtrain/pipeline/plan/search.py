@@ -63,7 +63,7 @@ class Cluster:
 
 
 def all_reduce_seconds(size_bytes: float, replicas: int, link: Link) -> float:
-    """A ring all-reduce: each replica sends ``2 (n - 1) / n`` of the bytes in ``2 (n - 1)`` messages (Patarasuk and
+    """A ring all-reduce: each replica sends `2 (n - 1) / n` of the bytes in `2 (n - 1)` messages (Patarasuk and
     Yuan, "Bandwidth optimal all-reduce algorithms", 2009)."""
     rounds = 2 * (replicas - 1)
     return rounds * link.seconds(size_bytes / replicas)
@@ -307,7 +307,7 @@ class _Search:
         return free_s - step.step_s
 
     def _least_memory(self, plan: Plan) -> Plan:
-        """Cut so that the fullest device is as little overfull as possible."""
+        """Cuts so that the fullest device is as little overfull as possible."""
         devices = [replace(one, memory_bytes=None) for one in self._devices(plan)]
         cut = self._cut(plan, devices, "memory")
         plan = self._filled_in(plan, cut)

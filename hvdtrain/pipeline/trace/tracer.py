@@ -6,7 +6,7 @@ A trace is one run with stand-ins for tensors: what Python decides in that run i
   opened but called (a leaf), as are those that cannot be traced, have hooks, change attributes, or draw from Python's
   random numbers;
 * the root itself may differ (GoogLeNet's auxiliary outputs): then both lists are kept;
-* functions that make tensors out of nothing are recorded, not their result; ``no_grad`` is recorded;
+* functions that make tensors out of nothing are recorded, not their result; `no_grad` is recorded;
 * in-place operators stay in place.
 """
 
@@ -156,7 +156,7 @@ class _Proxy(fx.Proxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
     def __bool__(self) -> bool:
-        """An ``assert`` is recorded, and holds in the trace; all else that Python decides by a value cannot be."""
+        """An `assert` is recorded, and holds in the trace; all else that Python decides by a value cannot be."""
         frame = inspect.currentframe()
         caller = frame.f_back if frame is not None else None
         if caller is not None and _asserts(caller):
@@ -167,7 +167,7 @@ class _Proxy(fx.Proxy):
 
 
 def _asserts(frame: types.FrameType) -> bool:
-    """Whether the frame is at the branch of an ``assert`` with one condition."""
+    """Whether the frame is at the branch of an `assert` with one condition."""
     steps = list(dis.get_instructions(frame.f_code))
     at = next((place for place, step in enumerate(steps) if step.offset == frame.f_lasti), len(steps))
     rest = [step.opname for step in steps[at : at + 3] if step.opname != "NOT_TAKEN"]
@@ -263,7 +263,7 @@ class _Tracer(fx.Tracer):
         return forward
 
     def _call_homeless(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A module that a forward makes itself, ``nn.Softmax(1)(x)``: kept as a function."""
+        """A module that a forward makes itself, `nn.Softmax(1)(x)`: kept as a function."""
         if next(m.parameters(), None) is not None or next(m.buffers(), None) is not None:
             raise ValueError(f"calls a {type(m).__name__} with weights that is no submodule of the model")
         return self.create_proxy("call_function", m, args, kwargs, name=type(m).__name__.lower())
@@ -329,7 +329,7 @@ class _Run:
 
 
 class _Factories(TorchFunctionMode):
-    """Records ``torch.arange(...)`` and its like as operations."""
+    """Records `torch.arange(...)` and its like as operations."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ class _Factories(TorchFunctionMode):
 
 @contextmanager
 def _recording(tracer: _Tracer) -> Iterator[None]:
-    """Records what fx would not: functions that make tensors, and a user's ``autograd.Function`` as one operation
+    """Records what fx would not: functions that make tensors, and a user's `autograd.Function` as one operation
     (followed inside, its own backward would be lost)."""
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 

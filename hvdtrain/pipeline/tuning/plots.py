@@ -1,6 +1,6 @@
 """The pictures of a pipeline, drawn from measured seconds: bars, time over split size, and who works when.
 
-`plot` takes what to draw and where to write it. matplotlib is imported only then (``pip install hvdtrain[plot]``).
+`plot` takes what to draw and where to write it. matplotlib is imported only then (`pip install hvdtrain[plot]`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Drawable(Protocol):
 
 
 def plot(what: Bars | SplitCurve | Timeline | Drawable, path: str | Path) -> Path:
-    """Draws a picture and writes it; the file's ending says how (``.png``, ``.svg``, ``.pdf``).
+    """Draws a picture and writes it; the file's ending says how (`.png`, `.svg`, `.pdf`).
 
     Args:
         what: what to draw; a `Tuning` draws its split sizes.

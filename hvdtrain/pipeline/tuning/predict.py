@@ -72,7 +72,7 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
 
     On CPUs the stages' own passes are timed: one at a time, and side by side, from which comes how much they slow each
     other down. On GPUs, where a pass has only been asked for when its call returns, the costs are those of
-    ``pipe.profile``; without one, whole steps are timed, and the stages taken to be alike.
+    `pipe.profile`; without one, whole steps are timed, and the stages taken to be alike.
 
     Args:
         pipe, x, y, loss: as in `Pipeline.step`.

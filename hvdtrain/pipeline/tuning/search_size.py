@@ -152,7 +152,7 @@ def tune(
     budget_s: float | None = None,
     require: bool = False,
 ) -> Tuning:
-    """Finds the micro-batch count that makes a step fastest, and sets ``pipe.micro_batches`` to it.
+    """Finds the micro-batch count that makes a step fastest, and sets `pipe.micro_batches` to it.
 
     A few short steps of parts of the batch give what each stage takes over the samples of a micro-batch; from these
     the step time of every candidate is predicted (`hvdtrain.pipeline.plan.simulate`). Around the predicted minimum

@@ -34,7 +34,7 @@ def verify(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | No
         world: only to compare with theirs.
 
     Returns:
-        The proof; ``str(proof)`` is one line.
+        The proof; `str(proof)` is one line.
 
     Raises:
         ConfigError: not prepared, not together, or in the middle of an update.

@@ -216,7 +216,7 @@ def couples(loss: Tensor, outputs: list[Tensor], samples: int) -> bool | None:
     """Whether the loss compares samples with each other, so that no weights can put it together of pieces.
 
     A loss that adds up over samples has second derivatives within each sample only; those of the model's outputs of one
-    half of the batch by the other half's are looked at. Nothing is added to any ``.grad``, no random stream is used.
+    half of the batch by the other half's are looked at. Nothing is added to any `.grad`, no random stream is used.
 
     Args:
         loss: a scalar, whose graph is kept.

@@ -1,6 +1,6 @@
 """`check`: runs a step on a whole batch and on two pieces of it, and names what differs.
 
-Gradients are taken with ``torch.autograd.grad``: nothing reaches a ``.grad``, a buffer, an optimizer or a random
+Gradients are taken with `torch.autograd.grad`: nothing reaches a `.grad`, a buffer, an optimizer or a random
 stream that is not put back.
 """
 
@@ -82,7 +82,7 @@ def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -
             what the loss's graph says.
 
     Returns:
-        What was found; ``str(found)`` is one line.
+        What was found; `str(found)` is one line.
 
     Raises:
         ConfigError: a batch of fewer than two samples, or a step that gives no scalar.

@@ -17,7 +17,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Normalise:
-    """``(x / 255 - mean) / std`` of uint8 images, ``(x - mean) / std`` of floating ones; float32 [n, C, H, W].
+    """`(x / 255 - mean) / std` of uint8 images, `(x - mean) / std` of floating ones; float32 [n, C, H, W].
 
     Args:
         mean, std: by channel, of values from 0 to 1.
@@ -57,8 +57,8 @@ class Normalise:
 class CropFlip(Normalise):
     """Shifts each image by up to `pad` pixels (black comes in), mirrors half of them, and normalises.
 
-    The standard augmentation of CIFAR (Lee et al. 2015, He et al. 2016): what torchvision's ``RandomCrop(size,
-    padding=pad)`` and ``RandomHorizontalFlip()`` do.
+    The standard augmentation of CIFAR (Lee et al. 2015, He et al. 2016): what torchvision's `RandomCrop(size,
+    padding=pad)` and `RandomHorizontalFlip()` do.
     """
 
     draws = 3  # down, right, mirror

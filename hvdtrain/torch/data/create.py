@@ -76,19 +76,19 @@ def loader(
     on how many ranks there are; collective.
 
     Args:
-        data: the same on every rank: arrays or tensors of all samples, as a tuple ``(x, y, ...)`` (served in whole
-            batches from memory, the GPU's if they fit), or a map-style ``torch.utils.data.Dataset``.
+        data: the same on every rank: arrays or tensors of all samples, as a tuple `(x, y, ...)` (served in whole
+            batches from memory, the GPU's if they fit), or a map-style `torch.utils.data.Dataset`.
         per_rank_batch: samples a rank takes in a full step.
         world: the ranks; by default those of `hvdtrain.init`.
         shuffle: False keeps the data's order.
         tail: samples that do not fill a global step are dealt out and weighed exactly, or left out ("drop").
-        workers: processes that read a ``Dataset``; "auto" sizes them to the cores that this rank really has.
-        augment: called with each batch's first part, on the device, and ``augment.draws`` uniform numbers a sample,
-            which depend on the sample's place in the epoch only; by default ``data.augment`` if there is one.
+        workers: processes that read a `Dataset`; "auto" sizes them to the cores that this rank really has.
+        augment: called with each batch's first part, on the device, and `augment.draws` uniform numbers a sample,
+            which depend on the sample's place in the epoch only; by default `data.augment` if there is one.
         seed: of order and augmentation; by default the world's. Loaders of as many samples with the same seed have the
             same order: two of them in one loop are refused.
         collate: makes a batch of a list of samples (of arrays: of their rows); by default
-            ``torch.utils.data.default_collate``.
+            `torch.utils.data.default_collate`.
 
     Raises:
         ConfigError: an argument is wrong, or the data has no samples.

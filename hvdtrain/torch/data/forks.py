@@ -58,11 +58,11 @@ class Process(multiprocessing.context.ForkProcess):
 
 
 class Context(multiprocessing.context.ForkContext):
-    """What a ``DataLoader`` starts its workers by."""
+    """What a `DataLoader` starts its workers by."""
 
     Process = Process  # type: ignore[assignment]
 
 
 def worker_context() -> Context | None:
-    """Returns how to start workers; None where ``torch.multiprocessing`` is set to another way than a fork."""
+    """Returns how to start workers; None where `torch.multiprocessing` is set to another way than a fork."""
     return Context() if torch.multiprocessing.get_start_method(allow_none=True) in (None, "fork") else None

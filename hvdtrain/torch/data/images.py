@@ -38,7 +38,7 @@ class Files(Protocol):
 
 
 class ImageFiles(torch.utils.data.Dataset[Any]):
-    """A data set of ``(uint8 [3, size, size], label)``; the loader normalises whole batches with `augment`.
+    """A data set of `(uint8 [3, size, size], label)`; the loader normalises whole batches with `augment`.
 
     For training: a random part of 8 % to 100 % of the area, scaled to the size, mirrored or not (Szegedy et al. 2015).
     Else: the shorter side scaled to `resize`, and the centre.
@@ -53,7 +53,7 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
         resize: for the centre: of the shorter side before it is cut; by default size · 256 / 224.
         strict: a file that cannot be read is an error.
         transform: takes the place of crops and scaling: of a uint8 picture [3, H, W], for example by
-            ``torchvision.transforms.v2``; its random numbers depend on the sample's place in the epoch only.
+            `torchvision.transforms.v2`; its random numbers depend on the sample's place in the epoch only.
         augment: what the loader does to whole batches; by default it normalises by ImageNet's mean and deviation.
     """
 

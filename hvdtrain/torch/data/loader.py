@@ -39,7 +39,7 @@ class Loader:
 
     Each sample comes once. In the last step of an epoch some ranks may have no sample: a loop that trains the model
     which `prepare` was given this loader for gets a batch of others there, which count nothing (`step.padding`) and
-    keep the ranks in step. Any other loop, and one under ``torch.no_grad()``, is over one batch earlier on these ranks.
+    keep the ranks in step. Any other loop, and one under `torch.no_grad()`, is over one batch earlier on these ranks.
 
     Attributes:
         plan: the `hvdtrain.Plan` that deals the samples.
@@ -121,7 +121,7 @@ class Loader:
         return self.plan.place_after(self._epoch, done)
 
     def _notice_end(self) -> None:
-        """A loop that was left (by ``break``, say) is gone: as anywhere, a new loop is a new epoch."""
+        """A loop that was left (by `break`, say) is gone: as anywhere, a new loop is a new epoch."""
         if self._begun and (self._loop is None or self._loop() is None):
             self._left = (self._epoch, self._done) if self.plan.steps(self._done) else None
             self._end_of_loop(self._epoch + 1, 0)

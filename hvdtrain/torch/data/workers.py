@@ -156,9 +156,9 @@ class Workers:
     """A `Source` of a map-style data set.
 
     Workers are started for each pass, as PyTorch's own loader does by default: they read the data set as it is then,
-    as this process does where there are none. They are started in the way ``torch.multiprocessing`` is set to (by
+    as this process does where there are none. They are started in the way `torch.multiprocessing` is set to (by
     default a fork, see `hvdtrain.torch.data.forks`; on InfiniBand, where forked processes can corrupt memory, call
-    ``torch.multiprocessing.set_start_method("forkserver")`` first, as Horovod's examples do).
+    `torch.multiprocessing.set_start_method("forkserver")` first, as Horovod's examples do).
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Staged(Protocol):
     def step(
         self, x: Any, y: Any, loss: Callable[[Any, Any], Tensor], *, weight: Any = None, factor: float | Tensor = 1.0
     ) -> Tensor:
-        """Runs forward and backward; adds `factor` times the gradient of the mean loss to ``p.grad``, in threads that
+        """Runs forward and backward; adds `factor` times the gradient of the mean loss to `p.grad`, in threads that
         are gone when it returns. Returns the mean loss, detached.
 
         Args:
@@ -94,13 +94,13 @@ class EngineModel(Protocol):
 
         Args:
             loss: a scalar.
-            reduce: the update's last pass: start to sum the gradients. Else they add up in ``p.grad``, locally.
+            reduce: the update's last pass: start to sum the gradients. Else they add up in `p.grad`, locally.
             extras: float64 [k] on the engine's device, with `reduce`: summed over ranks in place; ready after `finish`.
         """
         ...
 
     def finish(self) -> None:
-        """Waits for the sums. Then ``p.grad`` is the sum over ranks; None, on every rank, where no rank had one."""
+        """Waits for the sums. Then `p.grad` is the sum over ranks; None, on every rank, where no rank had one."""
         ...
 
     def step(self) -> None:

@@ -2,7 +2,7 @@
 
 As `torch.nn.DataParallel`, with its pitfalls mended: outputs that are means (a loss computed inside the model) are
 averaged by the samples of their pieces, not as a mean of means; a batch that the devices do not divide, or that is
-smaller than their number, is cut unevenly; checkpoints carry no ``module.`` prefix; and it runs on a CPU, where the
+smaller than their number, is cut unevenly; checkpoints carry no `module.` prefix; and it runs on a CPU, where the
 pieces follow one another, so that what is tested there is what GPUs run.
 """
 

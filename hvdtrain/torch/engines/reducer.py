@@ -1,7 +1,7 @@
 """Sums gradients over ranks while the backward pass is still running.
 
 Gradients are copied, as they come, into flat buckets; a bucket that is full is sent at once. One copy in, none out:
-afterwards ``p.grad`` is a view of the bucket. (Buckets: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.)
+afterwards `p.grad` is a view of the bucket. (Buckets: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.)
 With Horovod this also means a handful of tensors to negotiate instead of one a parameter, and no fusion buffer.
 
 A model that is cut into stages adds up the gradients of many micro-batches, one stage after the other. Its buckets hold
@@ -52,7 +52,7 @@ class Bucket:
         self.wire = self.flat
 
     def begin(self) -> None:
-        """Forgets the last update; where the user has kept ``p.grad`` of it, that memory is left to the user."""
+        """Forgets the last update; where the user has kept `p.grad` of it, that memory is left to the user."""
         if any(sys.getrefcount(view) > OWN_REFERENCES for view in self.views):
             self._allocate()
         self.missing = len(self.parameters)
