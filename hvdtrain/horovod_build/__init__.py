@@ -1,4 +1,4 @@
-"""``hvdtrain build-horovod``: the one recipe for a Horovod wheel that works with the frameworks installed here.
+"""`hvdtrain build-horovod`: the one recipe for a Horovod wheel that works with the frameworks installed here.
 
 `support` holds the table of versions, `patches` what is changed in Horovod's sources, `patching` applies it,
 `environment` looks around, `cuda` finds a CUDA compiler, `build` compiles, proves and caches.
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def install(wheel: Path) -> None:
-    """Install ``wheel`` here, over whatever Horovod is installed."""
+    """Installs `wheel` here, over whatever Horovod is installed."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--force-reinstall", str(wheel)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

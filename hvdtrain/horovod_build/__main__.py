@@ -1,4 +1,4 @@
-"""``python -m hvdtrain.horovod_build``: `hvdtrain build-horovod` without the rest of the package.
+"""`python -m hvdtrain.horovod_build`: `hvdtrain build-horovod` without the rest of the package.
 
 For images: a stage that holds only this folder and hvdtrain/core/errors.py compiles again only when those change.
 """

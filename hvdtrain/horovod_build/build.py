@@ -35,7 +35,7 @@ def cache_folder() -> Path:
 
 
 def cache_key(environment: Environment, cuda: str = "auto", sdist_sha256: str = SDIST_SHA256) -> str:
-    """Hash of everything that decides what the wheel contains."""
+    """Hashes of everything that decides what the wheel contains."""
     matters = {
         "horovod": HOROVOD_VERSION,
         "sdist": sdist_sha256,
@@ -117,7 +117,7 @@ class Steps:
         log.write_text("")
 
     def __call__(self, what: str, command: list[str], **options) -> str:
-        """Run ``command``; returns what it printed. Options: env, cwd, progress (function of a line), timeout_s."""
+        """Runs `command`; returns what it printed. Options: env, cwd, progress (function of a line), timeout_s."""
         self.say(what)
         progress, timeout_s = options.pop("progress", None), options.pop("timeout_s", None)
         printed: list[str] = []
@@ -175,7 +175,7 @@ def _kill_tree(process: subprocess.Popen) -> None:
 
 
 def _kill_after(process: subprocess.Popen, timeout_s: float | None) -> Callable[[], None]:
-    """Start a timer that kills ``process``; returns the function that stops the timer."""
+    """Starts a timer that kills `process`; returns the function that stops the timer."""
     if timeout_s is None:
         return lambda: None
     import threading
@@ -186,9 +186,9 @@ def _kill_after(process: subprocess.Popen, timeout_s: float | None) -> Callable[
 
 
 def fetch_sdist(cache: Path, run: Steps) -> Path:
-    """Horovod's source distribution from PyPI, kept in ``cache``; its checksum is compared at every use.
+    """Horovod's source distribution from PyPI, kept in `cache`; its checksum is compared at every use.
 
-    pip runs an archive's setup.py to learn its requirements, so pip compares the checksum first (``--require-hashes``):
+    pip runs an archive's setup.py to learn its requirements, so pip compares the checksum first (`--require-hashes`):
     nothing of an archive that the index made up is run.
 
     Raises:
@@ -213,7 +213,7 @@ def fetch_sdist(cache: Path, run: Steps) -> Path:
 
 
 def unpack(archive: Path, target: Path) -> Path:
-    """Unpack the source distribution; returns its top folder.
+    """Unpacks the source distribution; returns its top folder.
 
     Raises:
         HvdtrainError: not a tar archive, or not horovod 0.28.1.
@@ -238,7 +238,7 @@ def unpack(archive: Path, target: Path) -> Path:
 
 
 def _extract(tar: tarfile.TarFile, target: Path) -> None:
-    """Extract into ``target``, whatever the archive says about where.
+    """Extracts into `target`, whatever the archive says about where.
 
     Debian 12's Python is 3.11.2 and has no extraction filters (PEP 706: 3.11.4): with it, an archive may hold plain
     files and folders inside its own folder, as Horovod's does, and nothing else.
@@ -376,7 +376,7 @@ def _require_built(printed: str, environment: Environment) -> str:
 
 
 def _store(wheel: Path, folder: Path, record: dict) -> Path:
-    """Move the wheel and its record into the cache by one rename; a broken older entry gives way."""
+    """Moves the wheel and its record into the cache by one rename; a broken older entry gives way."""
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
     kept = Path(shutil.copy2(wheel, partial))
     record |= {"wheel": wheel.name, "sha256": sha256_of(kept)}

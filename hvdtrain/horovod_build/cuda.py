@@ -44,7 +44,7 @@ class Cuda:
 
 
 def find(version: str, *, source: str, cache: Path, run: Runner) -> Cuda:
-    """A CUDA compiler of ``version`` (PyTorch's, "13.0").
+    """A CUDA compiler of `version` (PyTorch's, "13.0").
 
     Args:
         source: "auto" (a complete installed toolkit of that version, else wheels), "wheels", or a toolkit's folder.
@@ -100,7 +100,7 @@ def _why_incomplete(home: Path, version: str) -> str | None:
 
 
 def _home_from_wheels(version: str, cache: Path, run: Runner) -> Path:
-    """Install the compiler's wheels beside each other; one folder then is a CUDA_HOME but for two links.
+    """Installs the compiler's wheels beside each other; one folder then is a CUDA_HOME but for two links.
 
     nvcc finds its parts relative to its own real path, so it must not be a link into several site-packages.
     """

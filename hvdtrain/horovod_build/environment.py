@@ -66,7 +66,7 @@ class Environment:
 
 
 def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
-    """Probe the environment this runs in.
+    """Probes the environment this runs in.
 
     Args:
         gpu: "auto" (NCCL when PyTorch is a CUDA build), "none" or "nccl".

@@ -53,7 +53,7 @@ class Patch:
 
     @classmethod
     def read(cls, name: str) -> Patch:
-        """Return the patch of that name."""
+        """Returns the patch of that name."""
         reason, start, diff = (FOLDER / f"{name}.patch").read_text(encoding="utf-8").partition("diff --git ")
         return cls(name, reason.strip(), start + diff)
 
@@ -67,12 +67,12 @@ class Patch:
 
 
 def needed(gpu: str) -> list[Patch]:
-    """Return the patches for a build with ``gpu`` support ("none" or "nccl"), in their order."""
+    """Returns the patches for a build with `gpu` support ("none" or "nccl"), in their order."""
     return [Patch.read(name) for name in (*ALWAYS, *BY_GPU[gpu])]
 
 
 def apply(source: Path, patches: Iterable[Patch]) -> None:
-    """Apply ``patches`` to the unpacked source distribution at ``source``.
+    """Applies `patches` to the unpacked source distribution at `source`.
 
     Every patch is tried before the first file is written, so a refused source tree is left as it came.
 
@@ -110,7 +110,7 @@ def _refused(patch: Patch, file: str, came: str) -> HvdtrainError:
 
 
 def table() -> str:
-    """Return the patches for people: name, files, when, reason."""
+    """Returns the patches for people: name, files, when, reason."""
     when = {name: f"--gpu {gpu} only: {why}" for gpu, names in BY_GPU.items() for name, why in names.items()}
     lines = []
     for name in (*ALWAYS, *when):

@@ -1,4 +1,4 @@
-"""One rank of the proof that Horovod works: ``python -m hvdtrain.horovod_build.prove_rank torch|tensorflow [LIMIT_S]``.
+"""One rank of the proof that Horovod works: `python -m hvdtrain.horovod_build.prove_rank torch|tensorflow [LIMIT_S]`.
 
 All-reduce, broadcast and grouped all-reduce on values that differ by rank, each against the known answer. Prints one
 line per rank that ends in "proven"; any wrong value raises. With LIMIT_S, as `hvdtrain doctor` asks, rank 0 prints how

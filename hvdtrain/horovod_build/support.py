@@ -1,6 +1,6 @@
 """What the recipe accepts. The one table of versions beside setup.cfg's pins.
 
-A range is [first, last): ``first`` was built and tested, ``last`` is the first version known or expected not to
+A range is [first, last): `first` was built and tested, `last` is the first version known or expected not to
 work. Everything outside is refused with the reason, because a Horovod that half works trains silently wrong.
 """
 
@@ -58,7 +58,7 @@ def parse(version: str) -> tuple[int, ...]:
 
 
 def refuse_unsupported(name: str, version: str) -> str | None:
-    """The reason why ``version`` of ``name`` is refused, or None when it is accepted."""
+    """The reason why `version` of `name` is refused, or None when it is accepted."""
     supported = SUPPORTED[name]
     if supported.holds(version):
         return None
