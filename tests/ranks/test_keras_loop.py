@@ -63,6 +63,7 @@ RIGHT = {
                            "trained, Progress(epoch=3, step=12, samples_seen=192, samples_in_epoch=0)",
                            "fit goes on with the samples that are left"),
     "several_rates_recorded": ("K16g", "run= with a MultiOptimizer", "trained", "records the first one's rate"),
+    "who_may_stop": ("", "", "equal", ""),
     "stop_on_one_rank": ("K12b", "a callback stops one rank at step 2", "2 updates, equal", "all stop after step 2"),
     "stop_on_one_rank_only_there": ("K12c", "a callback that only one rank has stops it at step 2", "2 updates, equal",
                                     "all stop after step 2"),

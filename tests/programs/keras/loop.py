@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ from jobs import CASES, RANK, SIZE, O, case, compiled, data, fit, hvk, run_cases
 
 import hvdtrain
 from hvdtrain import LR
+from hvdtrain.keras.fit import _may_stop as may_stop
 
 CASES.clear()  # those of `accepted` belong to catches.py
 K = keras.callbacks
@@ -417,6 +419,65 @@ def stopped(callback: Any, *, rows: int = 64, epochs: int = 3) -> str:
         fitted, epochs=epochs, verbose=0, validation_data=(X[:8], Y[:8]), callbacks=[*callback, *hvk.callbacks(model)]
     )
     return f"{int(numpy_of(model.optimizer.iterations))} updates, {equal(model)}"
+
+
+class Timer(K.Callback):
+    """What only measures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ends.append((now(), float(batch)))
+
+
+def now() -> float:
+    return time.perf_counter()
+
+
+class Stopper:
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+
+
+class Holder(K.Callback):
+    """Knows a model by way of another object."""
+
+    def __init__(self, model: keras.Model) -> None:
+        super().__init__()
+        self.inner = Stopper(model)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.inner.end()
+
+
+def end_it() -> None:
+    GLOBAL[0].stop_training = True
+
+
+GLOBAL: list[keras.Model] = []
+
+
+@case
+def who_may_stop() -> str:
+    """Ranks ask each other after every step only where a callback knows a model."""
+    model, ends = compiled(), []
+    may_not = [Timer(), K.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(batch))]
+    may = [
+        Stop(1), Holder(model), K.TerminateOnNaN(), K.LambdaCallback(on_train_batch_end=lambda *_: model.stop()),
+        K.LambdaCallback(on_train_batch_begin=lambda *_: end_it()),
+    ]  # fmt: skip
+    assert [may_stop(callback) for callback in (*may_not, *may)] == [False] * 2 + [True] * 5
+    asked = []
+    for callback in (Timer(), Stop(100)):
+        model = hvk.prepare(compiled())
+        log = K.LambdaCallback(
+            on_train_end=lambda logs, model=model: asked.append(vars(model)["_hvdtrain"].stops_in_epoch)
+        )
+        fit(model, [log, callback, *hvk.callbacks(model)])
+    assert asked == [False, True], asked
+    return equal(model)
 
 
 @case
