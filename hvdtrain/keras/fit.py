@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import io
+import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -252,12 +253,12 @@ def _reaches_a_model(value: Any, seen: set[int]) -> bool:
     """False if what a callback holds is plain, and the code of all its functions, and of those that they call, names no
     model: a timer, a logger. Then ranks need not ask each other after every step. What is overlooked is no stop on one
     rank alone, but an error: see `steps`."""
-    if (
-        id(value) in seen
-        or value is None
-        or isinstance(value, (*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType))
-    ):
+    if id(value) in seen or value is None or isinstance(value, (*_PLAIN, types.BuiltinFunctionType)):
         return False
+    if isinstance(value, (type, types.ModuleType)):  # the user's own may hold anything
+        home = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+        own = isinstance(value, type) and issubclass(value, _K.Callback)  # of super(): its code is read below
+        return not own and home.split(".")[0] not in {*sys.stdlib_module_names, "numpy"}
     seen.add(id(value))
     if isinstance(value, (list, tuple, set, frozenset)):
         return any(_reaches_a_model(item, seen) for item in value)

@@ -429,7 +429,8 @@ class Timer(K.Callback):
         self.ends: list[tuple[float, float]] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.ends.append((now(), float(batch)))
+        super().on_train_batch_end(batch, logs)
+        self.ends.append((now(), float(np.float64(batch))))
 
 
 def now() -> float:
@@ -452,6 +453,20 @@ class Holder(K.Callback):
         self.inner.end()
 
 
+class Ender:
+    @staticmethod
+    def end(callback: K.Callback) -> None:
+        callback.model.stop_training = True
+
+
+class Outside(K.Callback):
+    """Has others stop it."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
+        Ender.end(self)
+
+
 def end_it() -> None:
     GLOBAL[0].stop_training = True
 
@@ -465,10 +480,11 @@ def who_may_stop() -> str:
     model, ends = compiled(), []
     may_not = [Timer(), K.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(batch))]
     may = [
-        Stop(1), Holder(model), K.TerminateOnNaN(), K.LambdaCallback(on_train_batch_end=lambda *_: model.stop()),
+        Stop(1), Holder(model), Outside(), K.TerminateOnNaN(),
+        K.LambdaCallback(on_train_batch_end=lambda *_: model.stop()),
         K.LambdaCallback(on_train_batch_begin=lambda *_: end_it()),
     ]  # fmt: skip
-    assert [may_stop(callback) for callback in (*may_not, *may)] == [False] * 2 + [True] * 5
+    assert [may_stop(callback) for callback in (*may_not, *may)] == [False] * 2 + [True] * 6
     asked = []
     for callback in (Timer(), Stop(100)):
         model = hvk.prepare(compiled())
