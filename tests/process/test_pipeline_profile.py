@@ -23,6 +23,7 @@ def found() -> dict[str, dict[str, Any]]:
     return cases
 
 
+@pytest.mark.thorough  # by the clock: it wants a machine of its own
 def test_seconds_of_each_segment_and_size(found: dict[str, Any]) -> None:
     case = found["seconds"]
     assert case["samples"] == [1, 2]
