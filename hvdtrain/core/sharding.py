@@ -288,6 +288,27 @@ def _scattered(values: np.ndarray, key: np.uint64) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
+class Dealt:
+    """What a loader of either adapter says of its plan."""
+
+    plan: Plan
+
+    @property
+    def samples(self) -> int:
+        """Samples in the data set."""
+        return self.plan.samples
+
+    @property
+    def per_rank_batch(self) -> int:
+        """Samples that a rank takes in a full step."""
+        return self.plan.per_rank_batch
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in a full step."""
+        return self.plan.global_batch
+
+
 def tail_pieces(samples: int, full: int, pieces: int) -> int:
     """Returns into how many pieces a tail is cut so that none is larger than those of a full batch.
 

@@ -12,7 +12,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.sharding import Plan
+from hvdtrain.core.sharding import Dealt, Plan
 from hvdtrain.core.world import World
 from hvdtrain.keras import averaging, metric_states
 from hvdtrain.keras.backends.chosen import BACKEND
@@ -20,7 +20,7 @@ from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.session import KEY, NO_SAMPLE, Session, world_or_current
 
 
-class Loader(keras.utils.PyDataset, DataAdapter):
+class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
     """One rank's batches of in-memory arrays; made by `loader`.
 
     It is its own data adapter, which `fit` takes as it is: the adapter that Keras makes for a `PyDataset`
@@ -103,20 +103,6 @@ class Loader(keras.utils.PyDataset, DataAdapter):
 
     def get_torch_dataloader(self) -> Any:
         return self._adapter.get_torch_dataloader()
-
-    @property
-    def samples(self) -> int:
-        """Samples in the data set."""
-        return self.plan.samples
-
-    @property
-    def per_rank_batch(self) -> int:
-        return self.plan.per_rank_batch
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of all ranks in a full step."""
-        return self.plan.global_batch
 
     @property
     def batch_size(self) -> int | None:

@@ -10,17 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdtrain.datasets import digits, mnist
-
-
-@pytest.fixture(autouse=True)
-def keras_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty Keras cache of the test's own."""
-    home = tmp_path / "keras home"
-    monkeypatch.setenv("KERAS_HOME", str(home))
-    monkeypatch.delenv(mnist.URL_VARIABLE, raising=False)
-    return home
-
+from hvdtrain.datasets import digits
 
 # ---- the embedded digits
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.sharding import ORDER_RULE, Plan, Step
+from hvdtrain.core.sharding import ORDER_RULE, Dealt, Plan, Step
 from hvdtrain.core.world import World
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.draws import uniforms
@@ -34,7 +34,7 @@ class Follower(Protocol):
     def handed_out(self, step: Step | None) -> None: ...
 
 
-class Loader:
+class Loader(Dealt):
     """One rank's batches; made by `loader`. A loop over it is one epoch, and the next loop the next epoch.
 
     Each sample comes once. In the last step of an epoch some ranks may have no sample: a loop that trains the model
@@ -68,20 +68,6 @@ class Loader:
         self._left_reported = False
         self._differentiated: Step | None = None
         self._start = 0, 0  # where training begins: what is only looked at before does not count
-
-    @property
-    def samples(self) -> int:
-        """Samples in the data set."""
-        return self.plan.samples
-
-    @property
-    def per_rank_batch(self) -> int:
-        return self.plan.per_rank_batch
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of all ranks in a full step."""
-        return self.plan.global_batch
 
     @property
     def workers(self) -> int:
