@@ -43,7 +43,7 @@ def requirements(setup_cfg: str, variant: str, frameworks: str, torch_index: str
     if unknown:
         raise ValueError(f"FRAMEWORKS must be extras of setup.cfg ({', '.join(extras)}), not {', '.join(unknown)}")
     if not {"torch", "keras"} & set(wanted):
-        raise ValueError(f"FRAMEWORKS must have torch or keras in it: Horovod is built for them; came: {wanted}")
+        raise ValueError(f"FRAMEWORKS must have torch or keras in it: Horovod is built for them; received: {wanted}")
     if variant == "cuda" and "torch" not in wanted:
         raise ValueError("VARIANT=cuda needs torch in FRAMEWORKS: Horovod's NCCL support is PyTorch's")
     lists = [setup["options"]["install_requires"], *(extras[name] for name in [*wanted, "build"])]

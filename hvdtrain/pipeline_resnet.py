@@ -110,8 +110,8 @@ def hardware(devices: Sequence[str]) -> list[str]:
     smi = shutil.which("nvidia-smi")
     if smi and any(device.startswith("cuda") for device in devices):
         query = "--query-gpu=index,name,driver_version,memory.used,memory.total"
-        told = subprocess.run([smi, query, "--format=csv,noheader"], capture_output=True, text=True, check=False)
-        lines += [f"GPU {line}" for line in told.stdout.strip().splitlines()]
+        answer = subprocess.run([smi, query, "--format=csv,noheader"], capture_output=True, text=True, check=False)
+        lines += [f"GPU {line}" for line in answer.stdout.strip().splitlines()]
     return [*lines, f"devices: {', '.join(devices)}"]
 
 

@@ -66,8 +66,8 @@ def train(args: argparse.Namespace, world: World) -> None:
         scores = hvt.evaluate(model, held_out, hvt.classification(top=(1,)))
         run.result(**scores, weights_sha256=hvt.fingerprint(model))
     if world.is_main:  # + one of them talks
-        told = f"{args.per_rank_batch * world.size} pictures an update, {time.perf_counter() - started:.1f} s in all"
-        print(f"{images.note}\ntop-1 {scores['top1']:.4f}; {told}", flush=True)
+        message = f"{args.per_rank_batch * world.size} pictures an update, {time.perf_counter() - started:.1f} s in all"
+        print(f"{images.note}\ntop-1 {scores['top1']:.4f}; {message}", flush=True)
 
 
 def parser() -> argparse.ArgumentParser:

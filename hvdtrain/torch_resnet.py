@@ -312,9 +312,9 @@ def parser() -> argparse.ArgumentParser:
 def check_flags(args: argparse.Namespace) -> None:
     """Refuses flags that contradict each other."""
     if args.resume and args.weights is not None:
-        came = f"--resume --weights {args.weights}"
+        received = f"--resume --weights {args.weights}"
         rule = "a run goes on with its own weights, or starts from those of --weights"
-        raise ConfigError(rule, came, "leave one of them out", shared=True)
+        raise ConfigError(rule, received, "leave one of them out", shared=True)
     pipelines.check_flags(args)
 
 
@@ -325,8 +325,8 @@ def check_early(args: argparse.Namespace, detected: Detected) -> None:
     if detected.rank == 0 and args.run_dir is not None:
         folder.check_run_dir(args.run_dir, resume=args.resume)
     if detected.rank == 0 and args.weights is not None and not args.weights.is_dir():
-        came = f"{args.weights}: no such folder"
-        raise ConfigError("--weights is a checkpoint's folder", came, "name one: RUN/checkpoints/epoch-...")
+        received = f"{args.weights}: no such folder"
+        raise ConfigError("--weights is a checkpoint's folder", received, "name one: RUN/checkpoints/epoch-...")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,7 +37,7 @@ parse() {
       --port) PORT=$2 ;;
       --known-hosts) GIVEN=$2 ;;
       --fingerprint)
-        [[ $2 =~ ^[^=]+=SHA256:[A-Za-z0-9+/]+$ ]] || refuse "--fingerprint is HOST=SHA256:..., came: $2"
+        [[ $2 =~ ^[^=]+=SHA256:[A-Za-z0-9+/]+$ ]] || refuse "--fingerprint is HOST=SHA256:..., received: $2"
         FINGERPRINTS[${2%%=*}]=${2#*=} ;;
       -*) refuse "no such flag: $1" "  fix: $0 --help" ;;
       *) HOSTS+=("$1"); shift; continue ;;
@@ -48,9 +48,9 @@ parse() {
   local host
   for host in "${HOSTS[@]}"; do # nothing that a shell or ssh takes for something else than a name
     [[ $host =~ ^([A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] ||
-      refuse "a host is a name of letters, digits, '.', '_' and '-', or user@name" "  came: $(printf %q "$host")"
+      refuse "a host is a name of letters, digits, '.', '_' and '-', or user@name" "  received: $(printf %q "$host")"
   done
-  [[ $PORT =~ ^[0-9]*$ ]] || refuse "--port is a number" "  came: $(printf %q "$PORT")"
+  [[ $PORT =~ ^[0-9]*$ ]] || refuse "--port is a number" "  received: $(printf %q "$PORT")"
   [ -z "$GIVEN" ] || [ -r "$GIVEN" ] || refuse "--known-hosts: cannot read $GIVEN"
 }
 
@@ -135,12 +135,12 @@ trusted() {
     while read -r line; do
       [[ $(fingerprint "$line") != "$wanted "* ]] || { printf '%s\n' "$line"; return; }
     done <<<"$lines"
-    refuse "$host: no key with the fingerprint $wanted" "  came: $(fingerprint "$lines")" \
+    refuse "$host: no key with the fingerprint $wanted" "  received: $(fingerprint "$lines")" \
       "  fix: ask who runs $host which is right; somebody may be in between"
   fi
   line=$({ grep ' ssh-ed25519 ' <<<"$lines" || head -n 1 <<<"$lines"; } | head -n 1)
   [ -t 0 ] || refuse "$host: its key is not known, and there is no terminal to ask on" \
-    "  came: $(fingerprint "$line")" \
+    "  received: $(fingerprint "$line")" \
     "  fix: compare that with what ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub prints on $host, then:" \
     "       $0 --fingerprint $host=SHA256:... ${HOSTS[*]}"
   printf 'ssh_setup: %s shows the key %s\n' "$host" "$(fingerprint "$line")" >&2
@@ -157,15 +157,15 @@ let_in() {
   case $said in
     *"IDENTIFICATION HAS CHANGED"* | *"Host key verification failed"*)
       refuse "$host: its key is not the one that is known" \
-        "  came: $(grep -i 'offending\|SHA256:' <<<"$said" | tr '\n' ' ')" \
+        "  received: $(grep -i 'offending\|SHA256:' <<<"$said" | tr '\n' ' ')" \
         "  fix: ask who runs $host; if it was installed anew: ssh-keygen -R '$(known_as "$host")', and start again" ;;
     *"Permission denied"*) ;;
-    *) refuse "$host: cannot be reached" "  came: $said" "  fix: hvdtrain doctor -H $host" ;;
+    *) refuse "$host: cannot be reached" "  received: $said" "  fix: hvdtrain doctor -H $host" ;;
   esac
   mapfile -t options < <(ssh_options | sed '/^-i$/,$d')
   ssh-copy-id "${options[@]}" -i "$IDENTITY.pub" "$host" >/dev/null </dev/null || refuse "$host: lets nobody in" \
     "  fix: give the right password, or have $IDENTITY.pub added to ~/.ssh/authorized_keys there"
-  said=$(on "$host" true 2>&1 </dev/null) || refuse "$host: took the key, but does not let it in" "  came: $said" \
+  said=$(on "$host" true 2>&1 </dev/null) || refuse "$host: took the key, but does not let it in" "  received: $said" \
     "  fix: on $host, ~ and ~/.ssh must belong to the user and be writable by nobody else; see sshd's log there"
   say "$host: lets this machine's key in"
 }

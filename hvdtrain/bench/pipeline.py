@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     cores = sorted(os.sched_getaffinity(0))
     used = cores[: args.stages]
     if not args.ours and not 2 <= args.stages == len(used):
-        came = f"{len(cores)} core(s) for {args.stages} stage(s)"
+        received = f"{len(cores)} core(s) for {args.stages} stage(s)"
         remedy = f"--stages {len(cores)}, or --ours to leave out all but the pipeline"
-        raise ConfigError("each of several stages has a core of its own, as the others' have", came, remedy)
+        raise ConfigError("each of several stages has a core of its own, as the others' have", received, remedy)
     result = begin("pipeline", args, "this benchmark is one process")
     result["machine"]["versions"] |= stats.versions("torchgpipe")
     share_cores(detect(os.environ))  # before PyTorch is imported
@@ -291,13 +291,13 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
             lines.append(judged(mine, name, RIVAL_TARGET))
     if not result["settings"].get("ours"):
         reached = max(efficiency(result, name) for name in ours)
-        told = stats.kept(reached >= EFFICIENCY_TARGET)
-        lines.append(f"efficiency: {reached:.3f} (target >= {EFFICIENCY_TARGET}: {told})")
+        message = stats.kept(reached >= EFFICIENCY_TARGET)
+        lines.append(f"efficiency: {reached:.3f} (target >= {EFFICIENCY_TARGET}: {message})")
     for key, what in (("predicted_s", "from a few short steps"), ("predicted_by_profile_s", "from the profile")):
         if result[key]:
             off = max(abs(median(its) / median(seconds[name]) - 1) for name, its in result[key].items())
-            told = stats.kept(off <= PREDICTION_TARGET)
-            lines.append(f"prediction {what}: at most {off:.1%} off (target <= {PREDICTION_TARGET:.0%}: {told})")
+            message = stats.kept(off <= PREDICTION_TARGET)
+            lines.append(f"prediction {what}: at most {off:.1%} off (target <= {PREDICTION_TARGET:.0%}: {message})")
     if ALL_CORES in seconds:
         ratio = stats.ratio_of_medians(seconds[best], seconds[ALL_CORES], paired=True)
         lines.append(f"{best} / {ALL_CORES}: {ratio} (no target: one process with all cores)")

@@ -78,8 +78,8 @@ def asked_for(listed: str | None, hostfile: Path | None, environ: Mapping[str, s
     if listed is not None and hostfile is not None:
         raise ConfigError("hosts come from -H or from --hostfile", "both", "give one of them")
     if listed is not None and not listed.strip():
-        rule, came = "-H names at least one host", f"{listed!r}: the variable it comes from may not be set"
-        raise ConfigError(rule, came, "-H host1:4,host2:4, or leave -H out for this machine alone")
+        rule, received = "-H names at least one host", f"{listed!r}: the variable it comes from may not be set"
+        raise ConfigError(rule, received, "-H host1:4,host2:4, or leave -H out for this machine alone")
     if hostfile is not None:
         return read_hostfile(hostfile)
     given = listed or job_hosts(environ)
@@ -104,7 +104,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
         try:
             hosts.append(_host(re.sub(r"\s+slots\s*=\s*(?=\S+$)", ":", text), text))
         except ConfigError as error:
-            raise ConfigError(error.rule, f"{path}, line {number}: {error.came}", error.remedy) from None
+            raise ConfigError(error.rule, f"{path}, line {number}: {error.received}", error.remedy) from None
     if not hosts:
         raise ConfigError("a host file names at least one host", f"{path}: none", "a line each: host1 slots=4")
     return _distinct(hosts)
@@ -118,8 +118,10 @@ def assign(hosts: Sequence[Host], np: int) -> list[Slot]:
     """
     slots = sum(host.slots for host in hosts)
     if not 1 <= np <= slots:
-        came = f"-np {np}, {slots} slot(s): {', '.join(map(str, hosts))}"
-        raise ConfigError("a job has at least 1 rank and a slot for each", came, f"-np {max(slots, 1)}, or more slots")
+        received = f"-np {np}, {slots} slot(s): {', '.join(map(str, hosts))}"
+        raise ConfigError(
+            "a job has at least 1 rank and a slot for each", received, f"-np {max(slots, 1)}, or more slots"
+        )
     local_sizes, left = [], np
     for host in hosts:
         local_sizes.append(min(host.slots, left))

@@ -103,8 +103,8 @@ def is_this_machine(name: str) -> bool:
         return False
     if address.is_loopback and str(address) != host and host.partition(".")[0] != own.partition(".")[0]:
         rule = "the name of another host must lead there, and not back to this machine"
-        came = f"{host} is {address} here ({own}): ranks meant for it would run on this machine"
-        raise ConfigError(rule, came, f"correct /etc/hosts: getent hosts {host}; this machine itself is localhost")
+        received = f"{host} is {address} here ({own}): ranks meant for it would run on this machine"
+        raise ConfigError(rule, received, f"correct /etc/hosts: getent hosts {host}; this machine itself is localhost")
     return address.is_loopback or any(found.ip == address for its in interfaces().values() for found in its)
 
 

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     inputs = _given(args, devices) if devices else _real(args)
     found = plans(inputs.costs, batch=args.batch, cluster=inputs.cluster)
-    print(_told(args, inputs, found))
+    print(_report(args, inputs, found))
     if args.json is not None:
         _write(args, inputs, found)
     print(f"planned in {time.perf_counter() - started:.0f} s", file=sys.stderr)
@@ -194,7 +194,7 @@ def _check_profile(path: Path, wanted: Mapping[str, Any]) -> None:
         raise ConfigError("--profile holds the costs of what is planned", f"{path}: {'; '.join(wrong)}", "name another")
 
 
-def _told(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[Plan]) -> str:
+def _report(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[Plan]) -> str:
     """The tables, and where the numbers come from."""
     fitting, others = [plan for plan in found if not plan.reason], [plan for plan in found if plan.reason]
     nodes = f"{args.nodes} nodes of {args.devices}" if args.nodes > 1 else args.devices

@@ -206,7 +206,7 @@ def text(found: Found) -> str:
         lines.append(f"{name}: {'ok' if its['ok'] else 'FAILED'} in {its['seconds']:.0f} s{_with(its)}")
         width = max((len(check["name"]) for check in its["checks"]), default=0)
         for check in its["checks"]:
-            lines.append(f"  {check['name']:<{width}}  {'ok' if check['ok'] else 'FAILED':<6}  {check['told']}")
+            lines.append(f"  {check['name']:<{width}}  {'ok' if check['ok'] else 'FAILED':<6}  {check['message']}")
             lines += [f"    fix: {_FIXES[check['name']]}"] * (not check["ok"])
         if "failed" in its:
             lines.append(f"  {its['failed']}")

@@ -236,8 +236,8 @@ def choose_engine(engine: str, detected: Detected, framework: str) -> str:
     if detected.size == 1 or detected.launcher in kind.launchers:
         return engine
     if not kind.launchers:
-        rule, came = f"engine {engine!r} is for one process", f"{detected.launcher} started {detected.size} ranks"
+        rule, received = f"engine {engine!r} is for one process", f"{detected.launcher} started {detected.size} ranks"
     else:
         rule = f"{engine}'s ranks cannot be started by {detected.launcher}"
-        came = f"{detected.launcher} gave rank {detected.rank} of {detected.size}"
-    raise LauncherError(rule, came, kind.remedy.format(size=detected.size))
+        received = f"{detected.launcher} gave rank {detected.rank} of {detected.size}"
+    raise LauncherError(rule, received, kind.remedy.format(size=detected.size))

@@ -27,22 +27,22 @@ class HvdtrainError(RuntimeError):
 
     Args:
         rule: what must hold, as one sentence.
-        came: what was found instead, per rank where ranks differ.
+        received: what was found instead, per rank where ranks differ.
         remedy: what the user can type or change.
         shared: True when every rank raises this same error, so that only rank 0 has to print it whole.
     """
 
-    def __init__(self, rule: str, came: str = "", remedy: str = "", *, shared: bool = False) -> None:
-        super().__init__(rule, came, remedy)
+    def __init__(self, rule: str, received: str = "", remedy: str = "", *, shared: bool = False) -> None:
+        super().__init__(rule, received, remedy)
         self.rule = rule
-        self.came = came
+        self.received = received
         self.remedy = remedy
         self.shared = shared
 
     def __str__(self) -> str:
         lines = [self.rule]
-        if self.came:
-            lines.append("  came: " + self.came.replace("\n", "\n        "))
+        if self.received:
+            lines.append("  received: " + self.received.replace("\n", "\n            "))
         if self.remedy:
             lines.append("  fix: " + self.remedy.replace("\n", "\n       "))
         return "\n".join(lines)
@@ -113,13 +113,13 @@ class MainRankError(HvdtrainError):
     def __init__(
         self,
         rule: str,
-        came: str = "",
+        received: str = "",
         remedy: str = "",
         *,
         error_type: str = "",
         main_traceback: str = "",
     ) -> None:
-        super().__init__(rule, came, remedy, shared=True)
+        super().__init__(rule, received, remedy, shared=True)
         self.error_type = error_type
         self.main_traceback = main_traceback
 
@@ -136,8 +136,8 @@ def describe(program: str, error: BaseException, rank: int) -> str:
         text = "".join(traceback_module.format_exception(error)).rstrip()
         return f"{who}{type(error).__name__}: {error}\n{text}"
     if error.shared and rank != 0:
-        came = f" (came: {'; '.join(error.came.splitlines())})" if error.came else ""
-        return f"{who}ended with rank 0: {error.rule}{came}"
+        received = f" (received: {'; '.join(error.received.splitlines())})" if error.received else ""
+        return f"{who}ended with rank 0: {error.rule}{received}"
     return who + str(error)
 
 

@@ -121,16 +121,16 @@ def _import_error(error: Exception, framework: str) -> Exception:
     """Returns the error to raise instead: with the remedy where the cause is a package; else `error` itself."""
     missing = (error.name or str(error)) if isinstance(error, ModuleNotFoundError) else ""
     what = f"no module {missing!r}" if missing else f"{type(error).__name__}: {error}"
-    came = f"{what} in {sys.executable} on {socket.gethostname()}"
+    received = f"{what} in {sys.executable} on {socket.gethostname()}"
     if missing.startswith("hvdtrain."):
         return ConfigError(f"this hvdtrain {__version__} must have an adapter for {framework}", what)
     if missing and missing.split(".")[0] != "horovod":
-        return ConfigError(f"the {framework} adapter needs {missing}", came, install_command(framework))
+        return ConfigError(f"the {framework} adapter needs {missing}", received, install_command(framework))
     # an extension that was not built, or for other frameworks: ImportError, OSError or TensorFlow's NotFoundError
     if missing or (not isinstance(error, HvdtrainError) and "horovod" in str(error).lower()):
         return LauncherError(
             "Horovod must be installed on every rank, built for this Python and its frameworks",
-            came,
+            received,
             build_horovod_command(),
         )
     return error

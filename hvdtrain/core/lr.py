@@ -150,9 +150,9 @@ class LR:
         )
 
 
-def _check(ok: bool, rule: str, **came: object) -> None:
+def _check(ok: bool, rule: str, **received: object) -> None:
     if not ok:
-        raise ConfigError(rule, ", ".join(f"{name}={value!r}" for name, value in came.items()))
+        raise ConfigError(rule, ", ".join(f"{name}={value!r}" for name, value in received.items()))
 
 
 def _whole(value: object, least: int) -> bool:

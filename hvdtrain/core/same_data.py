@@ -117,8 +117,8 @@ def check(world: World, mine: Digest, *, what: str = "the data", remedy: str = A
     if all(card == cards[0] for card in cards):
         return
     sketches = world.gather(mine.sketch()[:_SKETCH])
-    came, fix = _diagnose(cards, sketches, remedy)
-    raise ReplicaError(f"{what} must be the same on every rank, in the same order", came, fix, shared=True)
+    received, fix = _diagnose(cards, sketches, remedy)
+    raise ReplicaError(f"{what} must be the same on every rank, in the same order", received, fix, shared=True)
 
 
 # -------------------------------------------------------------------- what differs

@@ -79,8 +79,10 @@ def job_hosts(environ: Mapping[str, str]) -> str | None:
     nodes, tasks = environ.get("SLURM_JOB_NODELIST", ""), environ.get("SLURM_TASKS_PER_NODE", "")
     names, counts = expand(nodes), tasks_per_node(tasks)
     if len(names) != len(counts):
-        came = f"SLURM_JOB_NODELIST={nodes!r}, SLURM_TASKS_PER_NODE={tasks!r}"
-        raise LauncherError("Slurm must give the tasks of every node of the job", came, "name the hosts: -H h1:2,h2:2")
+        received = f"SLURM_JOB_NODELIST={nodes!r}, SLURM_TASKS_PER_NODE={tasks!r}"
+        raise LauncherError(
+            "Slurm must give the tasks of every node of the job", received, "name the hosts: -H h1:2,h2:2"
+        )
     return ",".join(f"{name}:{count}" for name, count in zip(names, counts, strict=True))
 
 

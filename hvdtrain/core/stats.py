@@ -118,8 +118,8 @@ def rotated(names: Iterable[Name], turn: int) -> list[Name]:
 
 def judged(what: str, ratio: Interval, target: float) -> str:
     """A ratio against the target that it must not exceed, in words."""
-    told = kept(ratio.value <= target) + ", within the noise" * (ratio.low <= target < ratio.high)
-    return f"{what}: {ratio} (target <= {target:.3g}: {told})"
+    message = kept(ratio.value <= target) + ", within the noise" * (ratio.low <= target < ratio.high)
+    return f"{what}: {ratio} (target <= {target:.3g}: {message})"
 
 
 def kept(it: bool) -> str:

@@ -239,7 +239,7 @@ class _Failure:
     """Rank 0's exception as plain text: its class need not exist, nor be picklable, on the other ranks."""
 
     rule: str
-    came: str
+    received: str
     remedy: str
     error_type: str
     main_traceback: str
@@ -248,12 +248,12 @@ class _Failure:
     def of(cls, error: BaseException) -> _Failure:
         text = "".join(traceback.format_exception(error))
         if isinstance(error, HvdtrainError):
-            return cls(error.rule, error.came, error.remedy, type(error).__name__, text)
+            return cls(error.rule, error.received, error.remedy, type(error).__name__, text)
         return cls(f"{type(error).__name__} on rank 0: {error}", "", "", type(error).__name__, text)
 
     def error(self) -> MainRankError:
         return MainRankError(
-            self.rule, self.came, self.remedy, error_type=self.error_type, main_traceback=self.main_traceback
+            self.rule, self.received, self.remedy, error_type=self.error_type, main_traceback=self.main_traceback
         )
 
 

@@ -140,8 +140,8 @@ def _from_archive(path: Path) -> Parts:
     """Reads members by name; nothing is unpacked, so no member can write anywhere."""
     if not tarfile.is_tarfile(path):
         with path.open("rb") as opened:
-            came = f"{path}: {path.stat().st_size} bytes that start with {opened.read(8)!r}"
-        raise ConfigError(f"CIFAR-10 comes as {' or '.join(ARCHIVES)}", came, _REPLACE)
+            received = f"{path}: {path.stat().st_size} bytes that start with {opened.read(8)!r}"
+        raise ConfigError(f"CIFAR-10 comes as {' or '.join(ARCHIVES)}", received, _REPLACE)
     parts: Parts = {}
     with tarfile.open(path) as archive:
         for member in archive:
@@ -167,8 +167,8 @@ def _parse(data: bytes, where: str, suffix: str) -> tuple[np.ndarray, np.ndarray
 
     if suffix == ".bin":  # a byte of label, then the red, green and blue plane, row by row; again and again
         if not data or len(data) % (1 + PICTURE_BYTES):
-            came = f"{where}: {len(data)} bytes"
-            raise ConfigError(f"a batch has {1 + PICTURE_BYTES} bytes a picture", came, _REPLACE)
+            received = f"{where}: {len(data)} bytes"
+            raise ConfigError(f"a batch has {1 + PICTURE_BYTES} bytes a picture", received, _REPLACE)
         rows = np.frombuffer(data, np.uint8).reshape(-1, 1 + PICTURE_BYTES)
         pictures, labels = rows[:, 1:], rows[:, 0]
     else:
@@ -191,8 +191,10 @@ def _unpickled(data: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
     # what a pickle that is cut off, or is no pickle, ends in
     except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        came = f"{where}: {type(error).__name__}: {error}"
-        raise ConfigError("a batch of the Python version is a pickled dictionary of arrays", came, _REPLACE) from error
+        received = f"{where}: {type(error).__name__}: {error}"
+        raise ConfigError(
+            "a batch of the Python version is a pickled dictionary of arrays", received, _REPLACE
+        ) from error
 
 
 class _Unpickler(pickle.Unpickler):

@@ -129,8 +129,8 @@ def _read_npz(file: Path) -> Arrays:
                 )
             return {name: stored[name] for name in IDX_STEMS}
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        came = f"{file} ({file.stat().st_size} bytes): {error}"
-        raise ConfigError("a .npz file is a whole zip archive of numpy arrays", came, _REPLACE) from error
+        received = f"{file} ({file.stat().st_size} bytes): {error}"
+        raise ConfigError("a .npz file is a whole zip archive of numpy arrays", received, _REPLACE) from error
 
 
 def _read_idx(file: Path) -> np.ndarray:
@@ -147,8 +147,8 @@ def _read_idx(file: Path) -> np.ndarray:
         if len(data) - start != math.prod(shape):
             raise ValueError(f"the header says {shape}, but {len(data) - start} values follow")
     except (ValueError, EOFError, zlib.error, gzip.BadGzipFile, struct.error) as error:
-        came = f"{file} ({file.stat().st_size} bytes): {error}"
-        raise ConfigError("an IDX file is whole", came, _REPLACE) from error
+        received = f"{file} ({file.stat().st_size} bytes): {error}"
+        raise ConfigError("an IDX file is whole", received, _REPLACE) from error
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 

@@ -95,8 +95,8 @@ def load_folder(path: str | os.PathLike[str], *, world: World | None = None) -> 
 def _parts(top: Path) -> dict[str, list[str]]:
     """The classes in each part of the data: {"train": [...], "val": [...]}, or {"": [...]} of the folder itself."""
     if not top.is_dir():
-        came = f"{top}: " + ("a file" if top.exists() else "no such folder")
-        raise ConfigError("image data is a folder that exists on every node", came, "correct the path")
+        received = f"{top}: " + ("a file" if top.exists() else "no such folder")
+        raise ConfigError("image data is a folder that exists on every node", received, "correct the path")
     try:
         found = {name: _class_names(top / name) for name in (*TRAIN_NAMES, *VAL_NAMES) if (top / name).is_dir()}
         if not found:

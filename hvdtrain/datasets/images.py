@@ -55,8 +55,8 @@ def as_rgb(images: Images, size: int = 32) -> Images:
 
     border = size - images.x_train.shape[-1]
     if images.x_train.ndim != 3 or border < 0:
-        came = f"{images.name}: {list(images.x_train.shape)}, size={size}"
-        raise ConfigError("grey pictures [N, S, S] with S <= size become [N, 3, size, size]", came)
+        received = f"{images.name}: {list(images.x_train.shape)}, size={size}"
+        raise ConfigError("grey pictures [N, S, S] with S <= size become [N, 3, size, size]", received)
 
     def change(pictures: np.ndarray) -> np.ndarray:
         before = border // 2
@@ -78,16 +78,16 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
     try:
         outcome: tuple[T | None, tuple[str, str, str] | None] = (work(), None)
     except HvdtrainError as error:
-        outcome = (None, (error.rule, error.came, error.remedy))
+        outcome = (None, (error.rule, error.received, error.remedy))
     except Exception as error:  # a bug of ours: no rank is left waiting for it either
         outcome = (None, (f"{type(error).__name__} while loading the data: {error}", "", ""))
     outcomes = world.gather(outcome)
     failed = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
     if failed:
-        rank, (rule, came, remedy) = next(iter(failed.items()))
+        rank, (rule, received, remedy) = next(iter(failed.items()))
         if len(failed) < world.size:
-            came = f"on rank {', '.join(map(str, failed))} of {world.size}: {came}"
-        raise ConfigError(rule, came, remedy, shared=True)
+            received = f"on rank {', '.join(map(str, failed))} of {world.size}: {received}"
+        raise ConfigError(rule, received, remedy, shared=True)
     return [result for result, _ in outcomes]  # type: ignore[misc]
 
 

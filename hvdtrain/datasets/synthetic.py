@@ -21,8 +21,8 @@ def synthetic(samples: int = 1280, *, classes: int = 1000, size: int = 224, seed
     import numpy as np
 
     if samples < 2 or classes < 1 or size < 1:
-        came = f"samples={samples}, classes={classes}, size={size}"
-        raise ConfigError("synthetic data has samples >= 2, classes >= 1 and size >= 1", came)
+        received = f"samples={samples}, classes={classes}, size={size}"
+        raise ConfigError("synthetic data has samples >= 2, classes >= 1 and size >= 1", received)
     pixels = samples * 3 * size * size
     words = np.random.Philox(key=np.array([seed, 0], np.uint64)).random_raw(-(-pixels // 8))
     noise = words.view(np.uint8)[:pixels].reshape(samples, 3, size, size)

@@ -134,7 +134,7 @@ class Steps:
         if code:
             raise HvdtrainError(
                 rule=f"{what}: failed with exit code {code}",
-                came="the last lines of its log:\n    " + "    ".join(printed[-LOG_TAIL_LINES:]).rstrip(),
+                received="the last lines of its log:\n    " + "    ".join(printed[-LOG_TAIL_LINES:]).rstrip(),
                 remedy=f"the whole log is {self.log}",
             )
         return "".join(printed)
@@ -206,7 +206,7 @@ def fetch_sdist(cache: Path, run: Steps) -> Path:
     if found != SDIST_SHA256:
         raise HvdtrainError(
             rule=f"the source distribution must have sha256 {SDIST_SHA256}",
-            came=f"the package index sent {found}",
+            received=f"the package index sent {found}",
             remedy="check the index pip is configured for, or pass a copy you trust with --sdist FILE",
         )
     return archive
@@ -223,7 +223,7 @@ def unpack(archive: Path, target: Path) -> Path:
             _extract(tar, target)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise HvdtrainError(
-            rule="the source distribution must be a readable .tar.gz", came=f"{archive}: {error}",
+            rule="the source distribution must be a readable .tar.gz", received=f"{archive}: {error}",
             remedy=f"pass horovod-{HOROVOD_VERSION}.tar.gz from PyPI, sha256 {SDIST_SHA256}",
         ) from error  # fmt: skip
     top = target / f"horovod-{HOROVOD_VERSION}"
@@ -231,7 +231,7 @@ def unpack(archive: Path, target: Path) -> Path:
         found = ", ".join(sorted(path.name for path in target.iterdir())) or "nothing"
         raise HvdtrainError(
             rule=f"the recipe patches horovod {HOROVOD_VERSION} and no other version",
-            came=f"{archive} contains {found}",
+            received=f"{archive} contains {found}",
             remedy=f"pass horovod-{HOROVOD_VERSION}.tar.gz",
         )
     return top
@@ -333,7 +333,7 @@ def prove(wheel: Path, environment: Environment, run: Steps) -> list[str]:
                 if len(found) != 2 or any(f"over {name}" not in line for line in found):
                     raise HvdtrainError(
                         rule=f"2 ranks of {framework} over {name} must each prove the collectives",
-                        came=f"{len(found)} did: {'; '.join(found) or 'none'}", remedy=f"read {run.log}",
+                        received=f"{len(found)} did: {'; '.join(found) or 'none'}", remedy=f"read {run.log}",
                     )  # fmt: skip
                 lines += sorted(found)
         return lines
@@ -370,7 +370,7 @@ def _require_built(printed: str, environment: Environment) -> str:
     if missing:
         raise HvdtrainError(
             rule="check-build must list everything this build was asked for",
-            came=f"missing {', '.join(missing)} in:\n{printed}", remedy="read the build log",
+            received=f"missing {', '.join(missing)} in:\n{printed}", remedy="read the build log",
         )  # fmt: skip
     return "check-build: " + ", ".join(name for name, needed in wanted.items() if needed)
 

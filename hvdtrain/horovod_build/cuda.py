@@ -79,7 +79,7 @@ def _installed_toolkit(version: str, source: str) -> Path | None:
     if source != "auto":
         raise HvdtrainError(
             rule=f"--cuda must name a CUDA toolkit of version {version}, the one PyTorch was built with",
-            came="; ".join(reasons),
+            received="; ".join(reasons),
             remedy="give another folder, or --cuda wheels",
         )
     return None
@@ -107,7 +107,7 @@ def _home_from_wheels(version: str, cache: Path, run: Runner) -> Path:
     if version not in CUDA_WHEELS:
         raise HvdtrainError(
             rule=f"PyPI's wheels give a usable CUDA compiler for CUDA {', '.join(CUDA_WHEELS)} only",
-            came=f"PyTorch was built with CUDA {version}, and no complete toolkit of that version was found",
+            received=f"PyTorch was built with CUDA {version}, and no complete toolkit of that version was found",
             remedy=f"install the CUDA {version} toolkit and pass --cuda DIR, or build with --gpu none",
         )
     target = cache / f"cuda-{version}"

@@ -91,7 +91,7 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
     if problems:
         raise HvdtrainError(
             rule="this environment cannot build Horovod",
-            came="; ".join(problems),
+            received="; ".join(problems),
             remedy="change what is named above, then run `hvdtrain build-horovod` again",
         )
     use_nccl = gpu == "nccl" or (gpu == "auto" and torch is not None and torch["cuda"] is not None)

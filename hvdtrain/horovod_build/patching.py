@@ -58,7 +58,7 @@ class Patch:
         return cls(name, reason.strip(), start + diff)
 
     def hunks(self) -> Iterable[tuple[str, int, list[str]]]:
-        """Yield the file, the number of its first line before this patch, and the lines, of every hunk."""
+        """Yields the file, the number of its first line before this patch, and the lines, of every hunk."""
         _, *files = _FILE.split(self.diff)
         for file, text in zip(files[::2], files[1::2], strict=True):
             _, *hunks = _HUNK.split(text)
@@ -93,18 +93,18 @@ def apply(source: Path, patches: Iterable[Patch]) -> None:
             found = texts[file][start : start + len(before)]
             if found != before:
                 at = next(n for n, line in enumerate(before) if found[n : n + 1] != [line])
-                came = repr(found[at]) if at < len(found) else "missing"
-                raise _refused(patch, file, f"line {first + at} is {came}, expected {before[at]!r}")
+                received = repr(found[at]) if at < len(found) else "missing"
+                raise _refused(patch, file, f"line {first + at} is {received}, expected {before[at]!r}")
             texts[file][start : start + len(before)] = after
             grown[file] = grown.get(file, 0) + len(after) - len(before)
     for file, lines in texts.items():
         (source / file).write_bytes("\n".join(lines).encode())
 
 
-def _refused(patch: Patch, file: str, came: str) -> HvdtrainError:
+def _refused(patch: Patch, file: str, received: str) -> HvdtrainError:
     return HvdtrainError(
         rule=f"patch '{patch.name}' must find its lines in {file}",
-        came=came,
+        received=received,
         remedy="use the unmodified horovod 0.28.1 source distribution (from PyPI, or --sdist FILE)",
     )
 

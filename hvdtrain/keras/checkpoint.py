@@ -183,10 +183,10 @@ class Extra(ExtraPart):
 
     def put_back(self, value: Any, saved: Any) -> Any:
         variables = value.variables if _has_variables(value) else [value] if isinstance(value, keras.Variable) else []
-        came = saved if _has_variables(value) else [saved]
-        if len(variables) > 0 and len(came) != len(variables):
-            raise ValueError(f"{len(came)} variables in the checkpoint, {len(variables)} here")
-        for variable, array in zip(variables, came, strict=False):
+        received = saved if _has_variables(value) else [saved]
+        if len(variables) > 0 and len(received) != len(variables):
+            raise ValueError(f"{len(received)} variables in the checkpoint, {len(variables)} here")
+        for variable, array in zip(variables, received, strict=False):
             variable.assign(array)
         if isinstance(value, np.ndarray):
             if value.shape != saved.shape:

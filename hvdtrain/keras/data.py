@@ -56,8 +56,8 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
             ConfigError: no such place in this data.
         """
         if self.plan.samples == 0 or self.plan.steps(samples_in_epoch) == 0:
-            came = f"{self.plan.samples} samples, {samples_in_epoch} done"
-            raise ConfigError("an epoch needs samples", came, "give more data")
+            received = f"{self.plan.samples} samples, {samples_in_epoch} done"
+            raise ConfigError("an epoch needs samples", received, "give more data")
         self.first_epoch, self._done, self._begun = epoch, samples_in_epoch, False
         self._read(epoch)
 

@@ -143,7 +143,7 @@ class Keep(fit_callbacks.Callback):
             moving_average.keep(self.model, self.session, began_within=self.began_within)
 
 
-# -------------------------------------------------------------------- one hand, one clock
+# ------------------------------------------------------- the learning rate and the clock
 def _begin(session: Session, given: dict[str, Any]) -> bool:
     """Puts the data where `fit` begins, which is where a restored run had stopped; True if that is within an epoch.
 
@@ -170,27 +170,27 @@ def _begin(session: Session, given: dict[str, Any]) -> bool:
 
 
 def _check_clock(session: Session, callbacks: Any, given: dict[str, Any]) -> None:
-    """The learning rate has one hand, and counts the samples that are fitted, which are those that are left."""
+    """The learning rate is set in one place, and counts the samples that are fitted, which are those that are left."""
     found = _listed(callbacks)
     rate = next((callback for callback in found if isinstance(callback, fit_callbacks.Rate)), None)
-    hands = [c for c in found if isinstance(c, (_K.ReduceLROnPlateau, _K.LearningRateScheduler))]
-    if rate is not None and hands:
+    others = [c for c in found if isinstance(c, (_K.ReduceLROnPlateau, _K.LearningRateScheduler))]
+    if rate is not None and others:
         raise ConfigError(
-            "one hand sets the learning rate: lr=, or a callback",
-            f"lr={rate.lr} and {type(hands[0]).__name__}",
-            f"leave {type(hands[0]).__name__} out, or lr= (then scale the optimizer's rate yourself)",
+            "the learning rate is set in one place: lr=, or a callback",
+            f"lr={rate.lr} and {type(others[0]).__name__}",
+            f"leave {type(others[0]).__name__} out, or lr= (then scale the optimizer's rate yourself)",
             shared=True,
         )
-    data, told = session.fitted, session.per_rank_batch
-    came = ""
-    if data is not None and told not in (None, data.per_rank_batch):
-        came = f"loader(per_rank_batch={data.per_rank_batch})"
-    elif data is None and _arrays(given) is not None and (given.get("batch_size") or 32) != told:
-        came = f"fit(batch_size={given.get('batch_size')}); Keras' default is 32"
-    if rate is not None and came:
+    data, prepared_batch = session.fitted, session.per_rank_batch
+    received = ""
+    if data is not None and prepared_batch not in (None, data.per_rank_batch):
+        received = f"loader(per_rank_batch={data.per_rank_batch})"
+    elif data is None and _arrays(given) is not None and (given.get("batch_size") or 32) != prepared_batch:
+        received = f"fit(batch_size={given.get('batch_size')}); Keras' default is 32"
+    if rate is not None and received:
         raise ConfigError(
             "the learning rate is computed from the batch that is fitted",
-            f"prepare(per_rank_batch={told}), {came}",
+            f"prepare(per_rank_batch={prepared_batch}), {received}",
             "give fit() the data that prepare() was given: prepare(model, data, lr=...), fit(data, ...)",
             shared=True,
         )

@@ -101,7 +101,7 @@ class Epoch(Callback):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._in_epoch = self._dealt = self._told = False
+        self._in_epoch = self._dealt = self._said_so = False
         self._train: tuple[metric_states.States, float] | None = None
         self._validation = ExitStack()
 
@@ -132,9 +132,9 @@ class Epoch(Callback):
         if validated:
             states, val_samples = self._now()
             same = not self._dealt and metric_states.same(states, self.world)
-            if same and not self._told:
+            if same and not self._said_so:
                 self.session.say("validation: all ranks evaluate the same samples; loader(...) would deal them")
-                self._told = True
+                self._said_so = True
             results = metric_states.results(self.model, states, self.world, val_samples, same=same)
             known.update({f"val_{name}": value for name, value in results.items()})
         own = {k: float(v) for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
@@ -219,7 +219,7 @@ class Rate(Callback):
         found = rate_of(self.model.optimizer)
         if self._now is not None and not np.isclose(found, self._now, rtol=1e-5, atol=0):
             raise ConfigError(
-                "one hand sets the learning rate: lr=, or something else",
+                "the learning rate is set in one place: lr=, or something else",
                 f"lr= had set {self._now:g}, epoch {epoch} begins with {found:g}",
                 "leave out what sets it (a callback?), or lr=", shared=True,
             )  # fmt: skip
@@ -402,7 +402,7 @@ def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
         own = leaf._learning_rate
         if isinstance(own, keras.optimizers.schedules.LearningRateSchedule) or not isinstance(own, keras.Variable):
             raise ConfigError(
-                "one hand sets the learning rate: lr=, or the optimizer's own schedule",
+                "the learning rate is set in one place: lr=, or the optimizer's own schedule",
                 f"lr={lr} and {type(own).__name__} in {leaf.name!r}",
                 f"make the optimizer with learning_rate={lr.base}, or leave lr= out",
             )

@@ -79,8 +79,10 @@ def _reduce_groups(tensors: list[Any], where: Sequence[int], op: str, name: str,
     half = session.compression == "fp16"
     for dtype in sorted(groups):
         members = groups[dtype]
-        came = BACKEND.reduce([tensors[i] for i in members], op, f"{name}.{dtype}", half=half, size=session.world.size)
-        for i, tensor in zip(members, came, strict=True):
+        received = BACKEND.reduce(
+            [tensors[i] for i in members], op, f"{name}.{dtype}", half=half, size=session.world.size
+        )
+        for i, tensor in zip(members, received, strict=True):
             tensors[i] = tensor
     return tensors
 

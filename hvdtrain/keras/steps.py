@@ -113,11 +113,11 @@ def ended_early(model: keras.Model, session: Session, steps: int | None) -> None
         )
 
 
-def same_work(came: str) -> ReplicaError:
+def same_work(received: str) -> ReplicaError:
     """The error for ranks that all train on the same samples."""
     return ReplicaError(
         "each rank must train on samples of its own",
-        came + ": the same work as many times, for what one rank alone would learn",
+        received + ": the same work as many times, for what one rank alone would learn",
         "data = hvdtrain.keras.loader((x, y), per_rank_batch=...) and model.fit(data); a tf.data.Dataset:"
         " dataset.shard(world.size, world.rank) before batch()",
         shared=True,

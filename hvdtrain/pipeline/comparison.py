@@ -172,7 +172,7 @@ class Comparison:
         names = [text for text, weights in _candidates(self._loss, self._pieces) if _alike(weights, found)]
         raise ConfigError(
             "the weight of a micro-batch is what its mean loss divides by",
-            f"single samples have the shares {_told(found)} of this loss, counted would be {_told(ours)}",
+            f"single samples have the shares {_formatted(found)} of this loss, counted would be {_formatted(ours)}",
             f"step(x, y, loss, weight={names[0]}), or what else fits these samples and is what the loss divides by"
             if names
             else "weight=: a function of the targets that counts what the mean is over (tokens, pixels, valid labels,\n"
@@ -196,7 +196,7 @@ def _alike(weights: Sequence[float], found: Sequence[float]) -> bool:
     return all(abs(w / total - f) < 1e-4 for w, f in zip(weights, found, strict=True))
 
 
-def _told(numbers: Sequence[float]) -> str:
+def _formatted(numbers: Sequence[float]) -> str:
     return ", ".join(f"{number:.3g}" for number in numbers)
 
 

@@ -77,8 +77,8 @@ def batch_size(arguments: tuple[Any, ...]) -> int:
     for tensor in tensors_of(arguments):
         if tensor.dim():
             return len(tensor)
-    came = ", ".join(type(value).__name__ for value in arguments) or "nothing"
-    raise ConfigError("a batch holds a tensor whose dimension 0 counts the samples", came)
+    received = ", ".join(type(value).__name__ for value in arguments) or "nothing"
+    raise ConfigError("a batch holds a tensor whose dimension 0 counts the samples", received)
 
 
 def cut(values: Any, sizes: Sequence[int], *, every: str | None = None) -> list[Any]:
@@ -185,5 +185,5 @@ def _number(value: Any) -> float:
         number = math.nan
     if math.isfinite(number) and number >= 0:
         return number
-    came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) and not single else repr(value)
-    raise ConfigError("a weight is a number >= 0: what the mean loss divides by", came, _EXAMPLES)
+    received = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) and not single else repr(value)
+    raise ConfigError("a weight is a number >= 0: what the mean loss divides by", received, _EXAMPLES)

@@ -96,7 +96,7 @@ class Proof:
             raise ConfigError(
                 "inputs of a batch are cut along dimension 0, and an output belongs to one sample",
                 f"other outputs from two halves of a batch of {batch} than from the whole; cut were inputs of shape"
-                f" {shapes}{'' if isinstance(parts, list) else f'; {parts.came.splitlines()[0]}'}{counts}",
+                f" {shapes}{'' if isinstance(parts, list) else f'; {parts.received.splitlines()[0]}'}{counts}",
                 "an input that is as long as the batch by chance (a mask): split(..., chunk=[0, None]), 0 or None for\n"
                 "each argument; inputs [sequence, batch, ...]: a model that takes [batch, sequence, ...]; samples\n"
                 "that look at each other: micro_batches=1",

@@ -227,11 +227,11 @@ class Draws:
         ):
             return
         rule = "while a pipeline works, nobody else draws from the global generators"
-        came = "numbers were drawn by another thread, or by a layer that drew none in its first pass"
+        received = "numbers were drawn by another thread, or by a layer that drew none in its first pass"
         remedy = "a torch.Generator or random.Random of its own for the other thread; split again after a layer changed"
         if repeats:
-            raise ConfigError(rule, f"{came}; with remat a pass may have been repeated with others", remedy)
-        warnings.warn(f"{rule}: {came}, so that a seed does not repeat this step. Fix: {remedy}", stacklevel=5)
+            raise ConfigError(rule, f"{received}; with remat a pass may have been repeated with others", remedy)
+        warnings.warn(f"{rule}: {received}, so that a seed does not repeat this step. Fix: {remedy}", stacklevel=5)
 
     def close(self) -> None:
         """The next step draws other numbers, if this one drew any."""

@@ -58,12 +58,12 @@ class Head:
             return nothing, nothing
         loss = self.loss(output, on.bring(self.targets[micro], None))
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not (loss.requires_grad or not torch.is_grad_enabled()):
-            came = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             if isinstance(loss, Tensor) and loss.numel() == 1:
-                came += ", requires_grad=False"
+                received += ", requires_grad=False"
             raise ConfigError(
                 "loss(output, target) returns one number that can be differentiated: the mean over its samples",
-                came,
+                received,
                 "for example torch.nn.CrossEntropyLoss()",
             )
         loss = loss.reshape(())

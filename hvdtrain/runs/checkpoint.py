@@ -405,7 +405,7 @@ def _unusable(info: Info, error: Exception) -> Info:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, HvdtrainError):
-        return error.came or error.rule
+        return error.received or error.rule
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 

@@ -41,8 +41,8 @@ def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256:
         except FileExistsError:
             continue
         except OSError as error:
-            came = f"{root.absolute()}: {error.strerror}"
-            raise ConfigError("a run needs a directory to write to", came, "name one: --run-dir DIR") from error
+            received = f"{root.absolute()}: {error.strerror}"
+            raise ConfigError("a run needs a directory to write to", received, "name one: --run-dir DIR") from error
 
 
 def _numbered(stem: str) -> list[Path]:
@@ -63,8 +63,8 @@ def choose_run(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str
     if not resume and restarts(os.environ):
         own = [run_dir for run_dir in ([wanted] if wanted else _numbered(stem)) if goes_on(run_dir)]
         if len(own) > 1 and job_of(os.environ):
-            came = f"restart {restarts(os.environ)} of {job_of(os.environ)}, which made {', '.join(map(str, own))}"
-            raise ConfigError("a job that is started again goes on with its run", came, "name it: --run-dir DIR")
+            received = f"restart {restarts(os.environ)} of {job_of(os.environ)}, which made {', '.join(map(str, own))}"
+            raise ConfigError("a job that is started again goes on with its run", received, "name it: --run-dir DIR")
         if own:
             wanted, resume = own[-1], True
     return choose_run_dir(wanted, stem, resume=resume, data_sha256=data_sha256), resume
@@ -91,29 +91,29 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         earlier = read_run(run_dir)
     except OSError as error:
-        came = f"{run_dir}: {error.strerror}"
+        received = f"{run_dir}: {error.strerror}"
         raise ConfigError(
-            "a run directory is one that this user can write", came, "name another: --run-dir DIR"
+            "a run directory is one that this user can write", received, "name another: --run-dir DIR"
         ) from error
     if not os.access(run_dir, os.W_OK):
-        came = f"{run_dir}: not writable by user {os.getuid()}"
-        raise ConfigError("a run directory is one that this user can write", came, "name another: --run-dir DIR")
+        received = f"{run_dir}: not writable by user {os.getuid()}"
+        raise ConfigError("a run directory is one that this user can write", received, "name another: --run-dir DIR")
     status = (earlier or {}).get("status", "running")
     if status != "running" and not (resume or goes_on(run_dir)):  # one that says "running" may be alive: RunLog knows
-        came = f"{run_dir} holds a run that is {status}"
-        raise ConfigError("a run directory holds one run", came, "name another: --run-dir DIR, or add --resume")
+        received = f"{run_dir} holds a run that is {status}"
+        raise ConfigError("a run directory holds one run", received, "name another: --run-dir DIR, or add --resume")
 
 
 def _check_resumable(run_dir: Path, data_sha256: str) -> None:
     try:
         earlier = read_run(run_dir)
     except OSError as error:
-        came = f"{run_dir}: {error.strerror}"
-        raise ConfigError("--resume reads a run's directory", came, "correct --run-dir") from error
+        received = f"{run_dir}: {error.strerror}"
+        raise ConfigError("--resume reads a run's directory", received, "correct --run-dir") from error
     if earlier is None:
         remedy = "leave --resume out to start a run, or name its directory: --run-dir DIR"
         raise ConfigError("--resume goes on with a run", f"no run in {run_dir}", remedy)
     config = earlier.get("config", {})
     if config.get("data_sha256") != data_sha256:
-        came = f"{run_dir} was trained on other data: {config.get('data')}"
-        raise ConfigError("a run goes on with the data it was started with", came, "give the same --data")
+        received = f"{run_dir} was trained on other data: {config.get('data')}"
+        raise ConfigError("a run goes on with the data it was started with", received, "give the same --data")

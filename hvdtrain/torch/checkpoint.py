@@ -235,10 +235,10 @@ class TrainingPart(Part):
         CLOCK.enter("checkpoint")
         session = self.optimizer.session
         if session.gradients.state in ("ready", "more"):
-            came = "an update is complete and not applied"
+            received = "an update is complete and not applied"
             if session.gradients.state == "more":
-                came = "backward(..., more=True) announced another backward()"
-            raise ConfigError("a checkpoint is taken after step()", came, "step() first")
+                received = "backward(..., more=True) announced another backward()"
+            raise ConfigError("a checkpoint is taken after step()", received, "step() first")
         session.losses.settle()
         self.streams = session.world.gather(session.streams())
 
@@ -278,7 +278,7 @@ class TrainingPart(Part):
             try:
                 self.data.load_state_dict(saved["loader"])
             except ConfigError as error:
-                raise CheckpointError(error.rule, error.came, error.remedy) from error
+                raise CheckpointError(error.rule, error.received, error.remedy) from error
         world = session.world
         if len(saved["streams"]) == world.size:
             restore_streams(saved["streams"][world.rank], world.devices)

@@ -85,10 +85,10 @@ def _sums(model: nn.Module, batches: Loader, metrics: Metrics) -> tuple[dict[str
         values = metrics(model(*batch[:-1]), batch[-1])
         for name, value in values.items():
             if not isinstance(value, Tensor) or value.shape != (step.samples,):
-                came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                received = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ConfigError(
                     "a metric is a tensor with one value a sample",
-                    f"{name}: {came} for {step.samples} samples",
+                    f"{name}: {received} for {step.samples} samples",
                     'without a mean: reduction="none", or (outputs.argmax(1) == targets)',
                 )
             total = value.detach().to(torch.float64).sum()

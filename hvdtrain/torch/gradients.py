@@ -279,13 +279,13 @@ def _where_counted(weight: Tensor, gradient: Tensor) -> Tensor:
 def check_loss(loss: Tensor, *, untracked: bool = False) -> None:
     """Raises `ConfigError` unless `loss` is one number, with a gradient (unless `untracked`)."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not (loss.requires_grad or untracked):
-        came = (
+        received = (
             f"{type(loss).__name__}"
             if not isinstance(loss, Tensor)
             else f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
         )
         raise ConfigError(
             "backward() takes the loss: one number, the mean over this rank's batch",
-            came,
+            received,
             "optimizer.backward(loss_fn(model(x), y)), with reduction='mean', outside of torch.no_grad()",
         )

@@ -111,7 +111,7 @@ class Optimizer(torch.optim.Optimizer):
                 except ConfigError as error:  # seen in this rank's own samples: the others are in the reduction
                     if session.world.size == 1:
                         raise
-                    session.proof.found(f"{error.rule}: {error.came}; {error.remedy}", gradients.tally)
+                    session.proof.found(f"{error.rule}: {error.received}; {error.remedy}", gradients.tally)
                     gradients.tally.text = str  # nothing more to say
                 else:
                     gradients.add_loss(mean, amount, coefficient)

@@ -167,7 +167,7 @@ class Rates:
         now = rates_of(self._optimizer)
         if self._last is not None and now != self._last:
             raise ConfigError(
-                "one hand sets the learning rate: prepare(..., lr=...) does so before each update",
+                "the learning rate is set in one place: prepare(..., lr=...) does so before each update",
                 f"it was set to {self._last}, and is now {now}",
                 "take the scheduler away, or leave lr= out and keep the scheduler",
             )

@@ -88,7 +88,7 @@ def test_an_agent_that_never_says_hello(tmp_path):
 def test_an_agent_of_another_version(tmp_path):
     with pytest.raises(LauncherError, match="every host needs the same hvdtrain") as error:
         run_with(tmp_path, "say('hello', **{**hello(), 'version': '0.0.1'}); sys.stdin.read()")
-    assert "localhost: 0.0.1" in error.value.came
+    assert "localhost: 0.0.1" in error.value.received
 
 
 def test_an_agent_that_falls_silent(tmp_path):

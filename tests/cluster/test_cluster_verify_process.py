@@ -21,7 +21,7 @@ def holds(result: Result, *frameworks: str, launcher: str) -> dict[str, Any]:
     for its in found["frameworks"].values():
         assert its["launcher"] == launcher and len(its["ranks"]) == 2, result.text
         assert all(check["ok"] for check in its["checks"]) and len(its["checks"]) == 5
-        assert "a step that skips the averaging is off by 0." in its["checks"][2]["told"]
+        assert "a step that skips the averaging is off by 0." in its["checks"][2]["message"]
         assert "averaging proven: 2 ranks" in its["proof"]
     return found
 
@@ -87,4 +87,4 @@ def test_ranks_that_do_not_average_are_seen(tmp_path: Any) -> None:
     found = {check["name"]: check for check in json.loads(line.removeprefix(MARK))["checks"]}
     wrong = {name for name, check in found.items() if not check["ok"]}
     assert wrong == {"averaging", "training", "replicas"}, found
-    assert "every rank used its own gradient" in found["averaging"]["told"]
+    assert "every rank used its own gradient" in found["averaging"]["message"]

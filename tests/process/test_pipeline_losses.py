@@ -31,17 +31,17 @@ def test_equal_to_the_unsplit_model(found: dict[str, Any], limit: Limit) -> None
 
 
 def test_one_number_is_a_weight_for_one_micro_batch(found: dict[str, Any]) -> None:
-    came = found["one number"]
-    assert came["off"] <= TOLERANCE
-    assert "weight=15 for 3 micro-batches" in came["several"] and "a function of the targets" in came["several"]
-    assert "came: -1" in came["negative"] and "came: shape (3, 5)" in came["shape"]
+    received = found["one number"]
+    assert received["off"] <= TOLERANCE
+    assert "weight=15 for 3 micro-batches" in received["several"] and "a function of the targets" in received["several"]
+    assert "received: -1" in received["negative"] and "received: shape (3, 5)" in received["shape"]
 
 
 def test_a_micro_batch_without_weight_does_no_harm(found: dict[str, Any], limit: Limit) -> None:
-    came = found["nothing counts"]
+    received = found["nothing counts"]
     for remat in ("never", "all"):
-        assert came[f"loss_{remat}"] == 0 and came[f"gradients_{remat}"] == 0
-    worst = max(came["off_never"], came["off_all"])
+        assert received[f"loss_{remat}"] == 0 and received[f"gradients_{remat}"] == 0
+    worst = max(received["off_never"], received["off_all"])
     assert worst <= TOLERANCE
     limit("A6c", "pipeline, a micro-batch with all targets ignored, and NaN in its inputs", exact=worst)
 
@@ -83,10 +83,10 @@ def test_few_samples_or_a_later_step_that_make_the_mean_another_one(found: dict[
 
 
 def test_what_the_refusals_are_for(found: dict[str, Any], limit: Limit) -> None:
-    came = found["refused"]
-    assert came["twin"] > 1e-3, "without the proof the gradient is off"
-    assert came["later"][0].startswith("nothing raised") and "(y != -100)" in came["later"][1]
-    assert "(y != -100)" in came["wrong"]
-    limit("A6d", "pipeline, `ignore_index`, without `weight=`", refused=came["ignore_index"][0])
-    limit("A6e", "pipeline, class weights, without `weight=`", refused=came["class_weights"][0])
-    limit("A6f", 'pipeline, `reduction="sum"`', refused=came["sum"][0])
+    received = found["refused"]
+    assert received["twin"] > 1e-3, "without the proof the gradient is off"
+    assert received["later"][0].startswith("nothing raised") and "(y != -100)" in received["later"][1]
+    assert "(y != -100)" in received["wrong"]
+    limit("A6d", "pipeline, `ignore_index`, without `weight=`", refused=received["ignore_index"][0])
+    limit("A6e", "pipeline, class weights, without `weight=`", refused=received["class_weights"][0])
+    limit("A6f", 'pipeline, `reduction="sum"`', refused=received["sum"][0])

@@ -42,11 +42,11 @@ def found() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("model", [*SMALL, *LARGE])
 def test_equal_to_the_unsplit_model(found: dict[str, Any], model: str) -> None:
-    came = found[model]
-    assert came["combinations"] == 120 if model in SMALL else came["combinations"] >= 3
-    assert came["segments"] >= 4
+    received = found[model]
+    assert received["combinations"] == 120 if model in SMALL else received["combinations"] >= 3
+    assert received["segments"] >= 4
     for what in ("loss", "gradients", "buffers", "outputs"):
-        assert came[what] <= TOLERANCE, f"{what} off by {came[what]:.3g}"
+        assert received[what] <= TOLERANCE, f"{what} off by {received[what]:.3g}"
 
 
 @pytest.mark.parametrize(

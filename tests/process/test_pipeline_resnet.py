@@ -138,7 +138,7 @@ def test_training_is_handed_on() -> None:
     assert training("--train")[2:] == ["--pipeline", "2"]
     with pytest.raises(ConfigError, match="--train takes how the model is cut") as caught:
         training("--compare", "--repeats", "3", "--train")
-    assert caught.value.came == "--compare --repeats"
+    assert caught.value.received == "--compare --repeats"
 
 
 REFUSED = {
@@ -161,18 +161,18 @@ def mains(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str, mains: dict[str, dict[str, Any]]) -> None:
-    came = mains[name]
-    assert came["code"] == 2 and came["threads"] == [], came
+    received = mains[name]
+    assert received["code"] == 2 and received["threads"] == [], received
     for part in ("hvdtrain.pipeline_resnet: rank 0: ", *REFUSED[name][1]):
-        assert part in came["err"], came
-    assert "Traceback" not in came["err"]
+        assert part in received["err"], received
+    assert "Traceback" not in received["err"]
 
 
 def test_interrupted(mains: dict[str, dict[str, Any]]) -> None:
     """One line, exit code 130, no thread left."""
-    came = mains["interrupt"]
-    assert (came["code"], came["threads"]) == (130, []), came
-    assert came["err"].strip() == "hvdtrain.pipeline_resnet: interrupted"
+    received = mains["interrupt"]
+    assert (received["code"], received["threads"]) == (130, []), received
+    assert received["err"].strip() == "hvdtrain.pipeline_resnet: interrupted"
 
 
 def test_not_below_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,35 +24,35 @@ pytestmark = pytest.mark.slow
 
 
 def test_draws_do_not_depend_on_the_cut(found: dict[str, Any]) -> None:
-    came = found["draws"]
-    assert came["several"] and came["alone"] and came["another_seed_differs"]
-    assert not came["twin"], "numbers taken in the order of the stages' work must differ"
+    received = found["draws"]
+    assert received["several"] and received["alone"] and received["another_seed_differs"]
+    assert not received["twin"], "numbers taken in the order of the stages' work must differ"
 
 
 def test_draws_are_draws(found: dict[str, Any]) -> None:
-    came = found["masks"]
-    assert came["masks"] == 2 * 3 * 4 and came["different"]
-    assert 0.4 < came["kept"] < 0.6
+    received = found["masks"]
+    assert received["masks"] == 2 * 3 * 4 and received["different"]
+    assert 0.4 < received["kept"] < 0.6
 
 
 def test_a_stage_that_raises(found: dict[str, Any]) -> None:
-    came = found["raising"]
+    received = found["raising"]
     for part in (
         "stage 2 of 3 (2 .. 3, cpu)",
         "forward of micro-batch 2 of 3",
         "ValueError: spoilt on purpose",
         "fix: ",
     ):
-        assert part in came["said"]
-    assert "runtime.py:" in came["said"] and came["cause"] == "ValueError"
-    assert came["threads"] == 1 and came["gradients"] and came["next_step"]
-    assert came["looked_at"] == 4 and came["alive"] == 0, "activations must be freed although the error is kept"
+        assert part in received["said"]
+    assert "runtime.py:" in received["said"] and received["cause"] == "ValueError"
+    assert received["threads"] == 1 and received["gradients"] and received["next_step"]
+    assert received["looked_at"] == 4 and received["alive"] == 0, "activations must be freed although the error is kept"
 
 
 def test_a_backward_pass_that_raises(found: dict[str, Any]) -> None:
-    came = found["backward_raising"]
-    assert "stage 1 of 2 (0 .. 2, cpu) failed in the backward of micro-batch 1 of 4" in came["said"]
-    assert came["threads"] == 1 and came["gradients"] == 0
+    received = found["backward_raising"]
+    assert "stage 1 of 2 (0 .. 2, cpu) failed in the backward of micro-batch 1 of 4" in received["said"]
+    assert received["threads"] == 1 and received["gradients"] == 0
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -85,9 +85,12 @@ def test_refused(found: dict[str, Any], case: str) -> None:
 
 
 def test_inference(found: dict[str, Any]) -> None:
-    came = found["inference"]
-    assert came["no_grad"] and came["inference_mode"] and came["grad"] and came["empty"]
-    assert "one entry for each sample" in came["rank_2_scalar"] and "shape () for 6 samples" in came["rank_2_scalar"]
+    received = found["inference"]
+    assert received["no_grad"] and received["inference_mode"] and received["grad"] and received["empty"]
+    assert (
+        "one entry for each sample" in received["rank_2_scalar"]
+        and "shape () for 6 samples" in received["rank_2_scalar"]
+    )
 
 
 def test_mixed_precision_reaches_the_stages(found: dict[str, Any]) -> None:
@@ -110,21 +113,23 @@ def test_the_schedule_is_what_is_done(found: dict[str, Any]) -> None:
 
 
 def test_passes_take_turns_on_too_few_cores(found: dict[str, Any]) -> None:
-    came = found["turns"]
-    assert came["most"] == dict([("1", 1), ("2", 2)][: len(os.sched_getaffinity(0))])
-    assert came["served"] == [0, 1, 2, 3, 4] and came["free"] == 1, "first come, first served, failures included"
+    received = found["turns"]
+    assert received["most"] == dict([("1", 1), ("2", 2)][: len(os.sched_getaffinity(0))])
+    assert received["served"] == [0, 1, 2, 3, 4] and received["free"] == 1, (
+        "first come, first served, failures included"
+    )
 
 
 def test_gradient_hooks_know_the_last_pass(found: dict[str, Any]) -> None:
-    came = found["hooks"]
-    assert came["calls"] == {"0": [False, False, True], "1": [False, False, True]}
-    assert came["once"] and came["owned"] == [4, 6, 0] and came["after"] == [False, False]
+    received = found["hooks"]
+    assert received["calls"] == {"0": [False, False, True], "1": [False, False, True]}
+    assert received["once"] and received["owned"] == [4, 6, 0] and received["after"] == [False, False]
 
 
 def test_looks_like_the_unsplit_model(found: dict[str, Any]) -> None:
-    came = found["like_the_model"]
-    assert came["names"] and came["same_objects"] and came["factor_and_sum"] and came["loaded"]
-    assert came["modes"] == [False, False, True, True] and came["attribute"] == ["mine", True]
+    received = found["like_the_model"]
+    assert received["names"] and received["same_objects"] and received["factor_and_sum"] and received["loaded"]
+    assert received["modes"] == [False, False, True, True] and received["attribute"] == ["mine", True]
 
 
 def test_one_batch_at_a_time(found: dict[str, Any]) -> None:

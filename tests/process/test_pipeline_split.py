@@ -156,7 +156,7 @@ REFUSALS = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_refusal_says_what_came_and_what_to_do(name: str, options: Lines) -> None:
     found = options[name]
-    for part in ("came: ", *REFUSALS[name]):
+    for part in ("received: ", *REFUSALS[name]):
         assert part in found["error"], found
     assert found["untouched"], "before anything is moved"
 

@@ -32,7 +32,7 @@ def test_report_says_when_the_target_is_missed() -> None:
 def test_failed_job_shows_its_end() -> None:
     with pytest.raises(HvdtrainError) as caught:
         train.measure(arguments("--per-rank-batch=4", "--steps=1"), "jax")
-    assert "ended with 2" in caught.value.came and "tensorflow or torch" in caught.value.came
+    assert "ended with 2" in caught.value.received and "tensorflow or torch" in caught.value.received
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ class TestFullDisk:
         big = {"a.bin": Blob(b"x" * 100_000), "b.bin": Blob(b"y" * 200_000)}
         with pytest.raises(CheckpointError, match="written whole") as caught:
             Checkpointer(folder).save(big, progress=Progress(step=2))
-        assert "No space left" in caught.value.came and "make room" in caught.value.remedy
+        assert "No space left" in caught.value.received and "make room" in caught.value.remedy
         assert steps(folder) == [1] and step_of(restored(folder)) == 1
         assert len(list(folder.iterdir())) == 1, "the failed attempt takes no room"
         assert save(folder, 3).exists()

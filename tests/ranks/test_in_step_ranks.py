@@ -43,16 +43,16 @@ def check_ended(done: Result, folder: Path, strays: str) -> str:
     assert RULE in done.ranks_error[0] and RULE in done.ranks_error[1], done.text
     # PyTorch begins the lines of a traceback with the rank
     lines = [re.sub(r"^\[rank\d+\]:", "", line).strip() for line in done.ranks_error[0].splitlines()]
-    came = next(i for i, line in enumerate(lines) if line.startswith("came: rank 0: "))
-    assert "# here" in lines[came] or "at the end of" in lines[came], done.text
-    assert lines[came + 1].startswith("rank 1: ") and strays in lines[came + 1], done.text
-    assert "# here" in lines[came + 1] or "at the end of" in lines[came + 1], done.text
+    received = next(i for i, line in enumerate(lines) if line.startswith("received: rank 0: "))
+    assert "# here" in lines[received] or "at the end of" in lines[received], done.text
+    assert lines[received + 1].startswith("rank 1: ") and strays in lines[received + 1], done.text
+    assert "# here" in lines[received + 1] or "at the end of" in lines[received + 1], done.text
     assert any(line.startswith("fix: ") for line in lines)
-    assert lines[came].removeprefix("came: ") in done.ranks_error[1], "both ranks tell both lines"
+    assert lines[received].removeprefix("received: ") in done.ranks_error[1], "both ranks tell both lines"
     parted = [float(file.read_text()) for file in folder.glob("parted.*")]
     lived = max((folder / str(rank)).stat().st_mtime for rank in range(2)) - max(parted)
     assert lived <= NAMED_WITHIN_S, f"{lived:.1f} s"
-    return "; ".join(lines[came : came + 2])
+    return "; ".join(lines[received : received + 2])
 
 
 def check_raised(done: Result, ways: list[str]) -> dict[str, str]:

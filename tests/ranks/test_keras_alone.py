@@ -40,4 +40,4 @@ def test_jax_in_keras_json_is_refused_by_name(tmp_path: Path, limit: Limit) -> N
     assert ended.returncode != 0 and "pip install" not in ended.err, ended.text
     said = "hvdtrain.keras trains on the tensorflow and torch backends"
     assert said in ended.err and "KERAS_BACKEND=jax (from keras.json)" in ended.err, ended.text
-    limit("K16h", "jax in keras.json", refused=f"{said} of Keras 3; came: KERAS_BACKEND=jax (from keras.json)")
+    limit("K16h", "jax in keras.json", refused=f"{said} of Keras 3; received: KERAS_BACKEND=jax (from keras.json)")

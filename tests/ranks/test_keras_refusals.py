@@ -46,7 +46,7 @@ REFUSED = {
     "optimizer_inside_loss_scale": ("ReplicaError", "outermost optimizer", "prepare(model)"),
     "accumulation_inside_multi": ("ConfigError", "MultiOptimizer", "gradient_accumulation_steps=2"),
     "scaled_twice": ("ConfigError", "scaled twice"),
-    "two_schedules": ("ConfigError", "one hand sets the learning rate", "ExponentialDecay"),
+    "two_schedules": ("ConfigError", "the learning rate is set in one place", "ExponentialDecay"),
     "rate_without_batch": ("ConfigError", "per_rank_batch"),
     "callbacks_made_after_fit_is_looked_up": (
         "ConfigError",

@@ -31,7 +31,7 @@ class TestOneRunADirectory:
             log.result(accuracy=1.0)
         with pytest.raises(ConfigError, match="holds one run") as caught:
             open_log(tmp_path)
-        assert "finished" in caught.value.came and "--resume" in caught.value.remedy
+        assert "finished" in caught.value.received and "--resume" in caught.value.remedy
         assert read_run(tmp_path)["result"] == {"accuracy": 1.0}  # type: ignore[index]
 
     def test_resume_appends(self, tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ class TestOneRunADirectory:
         (tmp_path / ".lock").write_text("pid 1 on a-host-with-a-very-long-name-that-was-here-before since 1999\n" * 3)
         with open_log(tmp_path), pytest.raises(ConfigError, match="one run at a time") as caught:
             open_log(tmp_path, resume=True)
-        assert f"pid {os.getpid()} on " in caught.value.came and "since 20" in caught.value.came
-        assert "1999" not in caught.value.came
+        assert f"pid {os.getpid()} on " in caught.value.received and "since 20" in caught.value.received
+        assert "1999" not in caught.value.received
         with open_log(tmp_path, resume=True):
             pass  # and free again
 
@@ -76,7 +76,7 @@ sys.stdin.read()
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
             with pytest.raises(ConfigError, match="one run at a time") as caught:
                 open_log(tmp_path, resume=True)
-            assert f"pid {child.pid}" in caught.value.came
+            assert f"pid {child.pid}" in caught.value.received
             assert run_status(tmp_path) == "running"
             child.send_signal(signal.SIGKILL)
             child.wait()
@@ -129,7 +129,7 @@ class TestUnwritable:
         for folder in (tmp_path / "run", tmp_path / "run" / "below"):
             with pytest.raises(ConfigError, match="that this user can write") as caught:
                 open_log(folder)
-            assert str(folder) in caught.value.came
+            assert str(folder) in caught.value.received
 
     def test_read_only(self, tmp_path: Path, mount: Any) -> None:
         with open_log(tmp_path / "used"):
@@ -137,7 +137,7 @@ class TestUnwritable:
         mount("tmpfs", tmp_path / "empty", "ro,size=64k")
         with pytest.raises(ConfigError, match="that this user can write") as caught:
             open_log(tmp_path / "empty" / "run")
-        assert "ead-only" in caught.value.came
+        assert "ead-only" in caught.value.received
 
     def test_full_from_the_start(self, tmp_path: Path, mount: Any) -> None:
         mount("tmpfs", tmp_path / "full", "size=16k")

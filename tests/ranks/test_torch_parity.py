@@ -90,12 +90,12 @@ def difference(a: Outcome, b: Outcome, case: str) -> float:
 
 
 def check_case(case: str, one: Outcome, many: Outcome, tolerance: float) -> None:
-    wanted, came = one.facts[case], many.facts[case]
-    assert came["equal"], "replicas differ"
+    wanted, received = one.facts[case], many.facts[case]
+    assert received["equal"], "replicas differ"
     assert difference(one, many, case) <= tolerance
-    np.testing.assert_allclose(came["losses"], wanted["losses"], rtol=0, atol=tolerance)
-    assert {k: came[k] for k in ("steps", "samples")} == {k: wanted[k] for k in ("steps", "samples")}
-    assert came["lr"] == pytest.approx(wanted["lr"], rel=1e-12)
+    np.testing.assert_allclose(received["losses"], wanted["losses"], rtol=0, atol=tolerance)
+    assert {k: received[k] for k in ("steps", "samples")} == {k: wanted[k] for k in ("steps", "samples")}
+    assert received["lr"] == pytest.approx(wanted["lr"], rel=1e-12)
 
 
 @pytest.mark.parametrize("case", [*MATRIX, *OTHERS])

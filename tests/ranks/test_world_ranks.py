@@ -21,20 +21,20 @@ FOLDER = PROGRAMS / "core"
 class TestErrors:
     def test_text_has_rule_what_came_and_remedy(self) -> None:
         error = ConfigError("epochs must be >= 1", "epochs=0", "give --epochs 1\nor more")
-        assert str(error) == "epochs must be >= 1\n  came: epochs=0\n  fix: give --epochs 1\n       or more"
+        assert str(error) == "epochs must be >= 1\n  received: epochs=0\n  fix: give --epochs 1\n       or more"
 
     def test_errors_travel(self) -> None:
         error = pickle.loads(pickle.dumps(ConfigError("a", "b", "c")))
-        assert (type(error), error.rule, error.came, error.remedy) == (ConfigError, "a", "b", "c")
+        assert (type(error), error.rule, error.received, error.remedy) == (ConfigError, "a", "b", "c")
 
     def test_a_shared_error_is_told_once(self) -> None:
         error = MainRankError("the data must be there", "/nowhere", "give --data")
         assert errors.describe("program", error, 1) == (
-            "program: rank 1: ended with rank 0: the data must be there (came: /nowhere)"
+            "program: rank 1: ended with rank 0: the data must be there (received: /nowhere)"
         )
         assert "fix: give --data" in errors.describe("program", error, 0)
         lines = errors.describe("program", MainRankError("a", "b\nc"), 1)
-        assert lines == "program: rank 1: ended with rank 0: a (came: b; c)"
+        assert lines == "program: rank 1: ended with rank 0: a (received: b; c)"
 
     def test_a_bug_is_told_with_its_traceback(self) -> None:
         try:
@@ -47,7 +47,7 @@ class TestErrors:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment(), check=False
         )
-        assert (done.returncode, done.stderr) == (2, "program: rank 0: a\n  came: b\n  fix: c\n")
+        assert (done.returncode, done.stderr) == (2, "program: rank 0: a\n  received: b\n  fix: c\n")
 
 
 class TestInit:

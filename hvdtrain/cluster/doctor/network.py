@@ -104,7 +104,7 @@ def network(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
     """All that was measured between the hosts."""
     if links.no_network is not None:
         yield Finding(
-            "no-common-network", "error", (), f"{links.no_network.rule}\n{links.no_network.came}",
+            "no-common-network", "error", (), f"{links.no_network.rule}\n{links.no_network.received}",
             "ranks connect to each other directly", links.no_network.remedy,
         )  # fmt: skip
     yield from _interfaces(cluster, links)

@@ -65,7 +65,7 @@ class Sessions:
         argv = [python, "-c", _START, str(len(text))]
         for name, local in are_this_machine(names).items():
             if isinstance(local, ConfigError):
-                self.lost[name] = SshProblem("unknown_name", f"{local.rule}: {local.came}", local.remedy)
+                self.lost[name] = SshProblem("unknown_name", f"{local.rule}: {local.received}", local.remedy)
                 continue
             try:
                 self.alive[name] = Channel(name, argv, ssh, functools.partial(self._take, name), local=local)

@@ -231,7 +231,7 @@ class Agents:
 
 
 def _unreached(problems: Sequence[tuple[Host, SshProblem]]) -> LauncherError:
-    came = "\n".join(problem.what for _, problem in problems)
+    received = "\n".join(problem.what for _, problem in problems)
     fix = "\n".join(dict.fromkeys(problem.fix for _, problem in problems))
     rule = f"the agent must start on every host (from {socket.gethostname()})"
-    return LauncherError(rule, came, fix)
+    return LauncherError(rule, received, fix)

@@ -70,8 +70,10 @@ class Logs:
             self.folder = folder or _next_folder(Path("runs"))
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            came = f"{error.filename}: {error.strerror}"
-            raise ConfigError("the ranks' logs need a folder to write to", came, "name one: --log-dir DIR") from error
+            received = f"{error.filename}: {error.strerror}"
+            raise ConfigError(
+                "the ranks' logs need a folder to write to", received, "name one: --log-dir DIR"
+            ) from error
         self._files: dict[int, IO[str]] = {}
         self._broken = False
 

@@ -209,12 +209,12 @@ class Check:
     Attributes:
         name: of it.
         ok: whether it holds, and would have been missed if it did not.
-        told: the numbers.
+        message: the numbers.
     """
 
     name: str
     ok: bool
-    told: str
+    message: str
 
 
 def checks(ranks: Sequence[Measured], expected_size: int | None = None) -> list[Check]:

@@ -92,8 +92,8 @@ def _watch_mpi(rank: int, size: int, seconds: float, started: threading.Event) -
         if waited >= note_s:
             note_s *= 2
             if rank < 2:  # should rank 0 be the one that is missing
-                told = f"for {waited:.0f} s, up to {seconds:.0f} s ({TIMEOUT_VARIABLE})"
-                print(f"hvdtrain: rank {rank} waits {told} for others to start MPI", file=sys.stderr, flush=True)
+                message = f"for {waited:.0f} s, up to {seconds:.0f} s ({TIMEOUT_VARIABLE})"
+                print(f"hvdtrain: rank {rank} waits {message} for others to start MPI", file=sys.stderr, flush=True)
 
 
 def wait_for_all(store: Store, rank: int, size: int, seconds: float) -> None:

@@ -252,7 +252,7 @@ class Watch:
                     link.send(ask=self._question)
         elif all(report.get("asked") == self._question for report in reports.values()):
             error = out_of_step(stuck)
-            _end([error.rule, error.came, error.remedy], 0, links)
+            _end([error.rule, error.received, error.remedy], 0, links)
 
     def _note(self, absent: list[int]) -> None:
         """Tells once a place whom rank 0 waits for: a rank that is stopped cannot say so."""
@@ -306,10 +306,10 @@ def _end(error: list[str], rank: int, links: Sequence[_Link]) -> None:
         rank: this one.
         links: of rank 0, to all others; of the others, to rank 0.
     """
-    rule, came, remedy = error
+    rule, received, remedy = error
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    print(describe("hvdtrain", ReplicaError(rule, came, remedy, shared=True), rank), file=sys.stderr, flush=True)
+    print(describe("hvdtrain", ReplicaError(rule, received, remedy, shared=True), rank), file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):  # the engine breaks as soon as one rank is gone: no more need be said
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for link in links:

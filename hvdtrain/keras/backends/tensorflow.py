@@ -131,8 +131,8 @@ class TensorFlowBackend:
         wanted = session.wants_first
 
         def store(*arrays: Any) -> None:
-            came = iter([np.array(array) for array in arrays])
-            session.kept_batch = keras.tree.map_structure(lambda leaf: None if leaf is None else next(came), data)
+            received = iter([np.array(array) for array in arrays])
+            session.kept_batch = keras.tree.map_structure(lambda leaf: None if leaf is None else next(received), data)
 
         def keep() -> Any:
             with tf.control_dependencies([tf.numpy_function(store, leaves, [])]):
@@ -246,11 +246,11 @@ class TensorFlowBackend:
         else:
             sent = tensors if dtype.name in REDUCIBLE else [tf.cast(tensor, tf.float32) for tensor in tensors]
             operation = self.hvd.Average if op == "average" else self.hvd.Max
-        came = self.hvd.grouped_allreduce(sent, op=operation, name=name, ignore_name_scope=True)
-        came = [value if value.dtype == dtype else tf.cast(value, dtype) for value in came]
-        for value, tensor in zip(came, tensors, strict=True):
+        received = self.hvd.grouped_allreduce(sent, op=operation, name=name, ignore_name_scope=True)
+        received = [value if value.dtype == dtype else tf.cast(value, dtype) for value in received]
+        for value, tensor in zip(received, tensors, strict=True):
             value.set_shape(tensor.shape)
-        return came
+        return received
 
     def gather_sparse(self, slices: Any, name: str, size: int) -> Any:
         """The average of `IndexedSlices` over ranks: all slices, values divided by the number of ranks.

@@ -181,8 +181,8 @@ class TorchBackend:
             # Horovod wants contiguous memory; it reduces in place, in `variable.grad` as a rule
             sent = [tensor.contiguous() if dtype in REDUCIBLE else tensor.to(torch.float32) for tensor in tensors]
             operation = self.hvd.Average if op == "average" else self.hvd.Max
-        came = self.hvd.grouped_allreduce_(sent, op=operation, name=name)
-        return [value if value.dtype == dtype else value.to(dtype) for value in came]
+        received = self.hvd.grouped_allreduce_(sent, op=operation, name=name)
+        return [value if value.dtype == dtype else value.to(dtype) for value in received]
 
     def gather_sparse(self, slices: Any, name: str, size: int) -> Any:
         raise NotImplementedError("Keras on PyTorch computes dense gradients only")

@@ -177,12 +177,12 @@ def broadcast(variables: Sequence[Any], world: World, root: int = 0) -> None:
         mine = [np.array(BACKEND.to_numpy(v), order="C", copy=True) for v in group]  # keeps 0-d shapes
         data = b"".join(value.tobytes() for value in mine) if world.rank == root else None
         with world.in_step("broadcast of variables"):
-            came = world.comm.broadcast_bytes(data, root)
+            received = world.comm.broadcast_bytes(data, root)
         if world.rank == root:
             continue
         start = 0
         for variable, value in zip(group, mine, strict=True):
-            part = np.frombuffer(came, np.uint8, value.nbytes, start).view(value.dtype).reshape(value.shape)
+            part = np.frombuffer(received, np.uint8, value.nbytes, start).view(value.dtype).reshape(value.shape)
             variable.assign(part)
             start += value.nbytes
 

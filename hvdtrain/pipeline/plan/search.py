@@ -151,8 +151,8 @@ def plans(
         ConfigError: no device, or no sample.
     """
     if batch < 1 or not cluster.devices or cluster.nodes < 1:
-        came = f"batch={batch}, {len(cluster.devices)} devices, {cluster.nodes} nodes"
-        raise ConfigError("a plan needs at least one sample, one device and one node", came)
+        received = f"batch={batch}, {len(cluster.devices)} devices, {cluster.nodes} nodes"
+        raise ConfigError("a plan needs at least one sample, one device and one node", received)
     groups = list(coarsened(costs, MOST_SEGMENTS))
     search = _Search([_merged(group) for group in groups], [len(group) for group in groups], batch, cluster)
     counts = range(1, min(len(cluster.devices), len(groups)) + 1)
@@ -253,7 +253,7 @@ class _Search:
         try:
             cut = self._cut(plan, self._devices(plan), "time")
         except ConfigError as error:
-            return replace(plan, reason=error.came)
+            return replace(plan, reason=error.received)
         stages = stage_costs(self.costs, cut.sizes, self._devices(plan))
         links, pools = self.cluster.between(plan.stages), self._pools(plan)
         sizes = micro_batch_sizes(plan.part, plan.micro_batches)

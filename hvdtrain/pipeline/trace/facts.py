@@ -66,16 +66,16 @@ def look(program: Program, example: tuple[Any, ...]) -> Facts:
     except Exception as error:
         raise ConfigError(
             "the model takes the example",
-            told(error),
+            message_of(error),
             "an example like the batches of training: shapes, types, devices; a tuple for several arguments",
         ) from error
     try:  # a model may want batches of a certain size
         return _look(program, example)
     except Exception:
-        raise Different(told(first)) from first
+        raise Different(message_of(first)) from first
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """An error in a line or some."""
     return f"{type(error).__name__}: {str(error).strip()[:600]}"
 

@@ -352,8 +352,8 @@ def _check(chain: Chain) -> None:
             if training:
                 chain.facts.counts = _counting(model, changed, lambda: model(*to_device(few, device)))
             with preserved_state(model, device):
-                came = whole(*to_device(few, device))[0]
-        if not same(wanted, came):
+                received = whole(*to_device(few, device))[0]
+        if not same(wanted, received):
             mode = "training" if training else "evaluation"
             raise Different(f"other results in {mode} mode, for the example's first samples")
 

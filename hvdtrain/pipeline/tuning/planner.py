@@ -151,8 +151,8 @@ def described(text: str, *, reserve_bytes: float = 0.0) -> tuple[Device, ...] | 
         count, amount, unit, speed = match.groups()
         size = float(amount) * {"gib": 2**30, "gb": 1e9, "mib": 2**20, "mb": 1e6}[unit.lower()] - reserve_bytes
         if size <= 0 or count == "0" or (speed is not None and not float(speed)):
-            came = f"{part}, of which {reserve_bytes / 2**30:g} GiB are not for training"
-            raise ConfigError("a device has memory, and speed", came)
+            received = f"{part}, of which {reserve_bytes / 2**30:g} GiB are not for training"
+            raise ConfigError("a device has memory, and speed", received)
         for _ in range(int(count or 1)):
             devices.append(Device(f"device {len(devices)}", float(speed or 1), size))
     return tuple(devices)

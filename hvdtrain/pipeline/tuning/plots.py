@@ -127,8 +127,8 @@ def _refuse_empty(picture: Bars | SplitCurve | Timeline) -> None:
         return
     empty = [str(name) for name, its in picture.seconds.items() if not its]
     if empty or not picture.seconds:
-        came = f"no seconds for {', '.join(empty)}" if empty else "no seconds at all"
-        raise ConfigError("a picture needs something to draw", came, "measure each at least once")
+        received = f"no seconds for {', '.join(empty)}" if empty else "no seconds at all"
+        raise ConfigError("a picture needs something to draw", received, "measure each at least once")
 
 
 def _new_figure(picture: Bars | SplitCurve | Timeline) -> Figure:

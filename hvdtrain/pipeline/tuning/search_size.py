@@ -221,9 +221,9 @@ def _counts(candidates: Sequence[int] | None, batch: int) -> list[int]:
         return usual_counts(batch)
     wrong = [count for count in candidates if isinstance(count, bool) or not 1 <= count <= batch]
     if wrong or not candidates:
-        came = f"{', '.join(map(str, wrong)) or 'none'} for a batch of {batch}"
+        received = f"{', '.join(map(str, wrong)) or 'none'} for a batch of {batch}"
         rule = "candidates are numbers of micro-batches, from 1 to the samples of a batch"
-        raise ConfigError(rule, came, f"between 1 and {batch}")
+        raise ConfigError(rule, received, f"between 1 and {batch}")
     return sorted(set(candidates))
 
 

@@ -30,7 +30,7 @@ def explained(where: str, sizes: Callable[[], str], remedy: str = _REMEDY) -> It
     except (RuntimeError, MemoryError) as error:
         if not _to_be_explained(error):
             raise
-        text = f"{error.rule}: {error.came}" if isinstance(error, HvdtrainError) else str(error).strip()
+        text = f"{error.rule}: {error.received}" if isinstance(error, HvdtrainError) else str(error).strip()
         raise HvdtrainError(
             f"out of memory in the {where}",
             f"{sizes()}\n{text.splitlines()[0][:300] if text else type(error).__name__}",

@@ -174,8 +174,8 @@ def weight_of(weight: Weight, device: torch.device) -> Number:
         number = math.nan
     if math.isfinite(number) and number >= 0:
         return number
-    came = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) and not single else repr(weight)
-    raise ConfigError("a weight is a number >= 0: what the mean loss divides by", came, _EXAMPLES)
+    received = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) and not single else repr(weight)
+    raise ConfigError("a weight is a number >= 0: what the mean loss divides by", received, _EXAMPLES)
 
 
 def _together(divisors: list[Number]) -> Number:

@@ -112,7 +112,7 @@ def load_fails_on_rank_1(world: World, folder: Path) -> None:
     save(folder, 1)
     part = Blob() if world.is_main else Refusing()
     error = refused(CheckpointError, Checkpointer(folder).restore, {"a.bin": part})
-    assert "rank 1: ValueError: not on this rank" in str(error) and "rank 0" not in error.came
+    assert "rank 1: ValueError: not on this rank" in str(error) and "rank 0" not in error.received
 
 
 def not_at_the_same_point(world: World, folder: Path) -> None:
@@ -139,7 +139,7 @@ def disk_of_rank_1_fills_up(world: World, folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (checkpoint_files.CHUNK_BYTES + 1, limits[1]))
     error = refused(HvdtrainError, restored, folder if world.is_main else folder / "not_here")
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "rank 1: OSError" in str(error) and "rank 0" not in error.came, error
+    assert "rank 1: OSError" in str(error) and "rank 0" not in error.received, error
 
 
 def main() -> None:

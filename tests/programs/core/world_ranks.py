@@ -89,7 +89,7 @@ def on_main_error(world: World) -> None:
 def on_main_hvdtrain_error(world: World) -> None:
     kind = ConfigError if world.is_main else MainRankError
     error = raised(kind, world.on_main, fail_with, ConfigError("rule", "came", "remedy"))
-    assert (error.rule, error.came, error.remedy) == ("rule", "came", "remedy")
+    assert (error.rule, error.received, error.remedy) == ("rule", "came", "remedy")
 
 
 def on_main_result_that_cannot_travel(world: World) -> None:

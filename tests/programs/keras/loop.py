@@ -362,14 +362,14 @@ def mid_epoch_without_its_counts() -> str:
 
 
 @case
-def two_hands_on_the_rate() -> str:
+def a_callback_that_sets_the_rate() -> str:
     model = hvk.prepare(compiled(), lr=LR(0.1, 8), per_rank_batch=8)
     fit(model, [*hvk.callbacks(model), K.ReduceLROnPlateau()])
     return "trained"
 
 
 @case
-def two_hands_by_a_callback() -> str:
+def a_callback_of_the_users_sets_the_rate() -> str:
     model = hvk.prepare(compiled(), lr=LR(0.1, 8), per_rank_batch=8)
 
     def halve(*_: Any, **__: Any) -> None:

@@ -594,8 +594,8 @@ def starts() -> dict[str, Any]:
             with mock.patch.object(threading.Thread, "start", interrupted(at, error, launched)):
                 try:
                     pipe.step(X, Y, MSE)
-                except (KeyboardInterrupt, HvdtrainError) as came:
-                    raised = f"{type(came).__name__}: {came}".splitlines()[0]
+                except (KeyboardInterrupt, HvdtrainError) as received:
+                    raised = f"{type(received).__name__}: {received}".splitlines()[0]
             for thread in threading.enumerate():  # one that had not begun goes by itself
                 if thread is not threading.current_thread():
                     thread.join(timeout=20)

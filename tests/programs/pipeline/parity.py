@@ -112,12 +112,16 @@ def pipeline(model: nn.Module, parts: Sequence[Segment], combination: Combinatio
     )  # fmt: skip
 
 
-def gap(came: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def gap(received: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """The largest difference, relative to the tensor's largest value where that is above 1."""
-    if set(came) != set(wanted):
+    if set(received) != set(wanted):
         return float("inf")
     return max(
-        (float(((came[n] - w).abs().max() / max(1.0, float(w.abs().max())))) for n, w in wanted.items() if w.numel()),
+        (
+            float(((received[n] - w).abs().max() / max(1.0, float(w.abs().max()))))
+            for n, w in wanted.items()
+            if w.numel()
+        ),
         default=0.0,
     )
 

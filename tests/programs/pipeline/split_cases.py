@@ -101,10 +101,10 @@ def compared(name: str, *, change: Callable[[list[Segment]], None] | None = None
                 torch.manual_seed(1)
                 wanted = whole(plain, copied(arguments))
                 torch.manual_seed(1)
-                came = run(its, copied(arguments))
+                received = run(its, copied(arguments))
             key = f"{subject} {'training' if training else 'evaluation'}"
             found[key] = max(
-                difference(wanted, came),
+                difference(wanted, received),
                 difference(gradients(plain), gradients(model)),
                 difference(dict(plain.named_buffers()), dict(model.named_buffers())),
             )
@@ -116,8 +116,8 @@ def compared_stages(model: nn.Module, parts: list[Segment], arguments: tuple[Any
     """Parts that were given by hand, each a stage, against the whole."""
     plain = copy.deepcopy(model)
     stages = build_stages(model, parts, [1] * len(parts), ["cpu"] * len(parts))
-    wanted, came = whole(plain, copied(arguments)), run(stages, copied(arguments))
-    return max(difference(wanted, came), difference(gradients(plain), gradients(model)))
+    wanted, received = whole(plain, copied(arguments)), run(stages, copied(arguments))
+    return max(difference(wanted, received), difference(gradients(plain), gradients(model)))
 
 
 def copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

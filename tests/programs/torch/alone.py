@@ -276,7 +276,7 @@ def case_learning_rates_are_scaled_once_and_by_one_hand(world: hvdtrain.World) -
     assert abs(optimizer.lr - 0.4) < 1e-12
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.backward(loss_of(model, next(batches)))
-    with refused("one hand", kind=ConfigError):
+    with refused("set in one place", kind=ConfigError):
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.4
     torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)  # which would not touch the rate for a long time

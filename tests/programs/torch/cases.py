@@ -41,7 +41,7 @@ def refused(*parts: str, kind: type[HvdtrainError] = HvdtrainError) -> Iterator[
     except kind as error:
         missing = [part for part in parts if part not in str(error)]
         assert not missing, f"{missing} not in:\n{error}"
-        assert error.rule and (error.remedy or error.came), f"no remedy:\n{error}"
+        assert error.rule and (error.remedy or error.received), f"no remedy:\n{error}"
     else:
         raise AssertionError(f"not refused: {parts}")
 

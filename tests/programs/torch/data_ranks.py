@@ -264,7 +264,7 @@ def strict(world: World) -> Any:
             for _ in batches:
                 pass
         except ConfigError as error:
-            assert "corrupt.jpg" in error.came and "UnidentifiedImageError" in error.came, error
+            assert "corrupt.jpg" in error.received and "UnidentifiedImageError" in error.received, error
         else:
             raise AssertionError("not refused")
         batches.close()

@@ -426,11 +426,11 @@ def look_at(name: str, world: hvdtrain.World, everything: bool) -> list[dict[str
         for accumulate in (1, 3):
             one = world.size * accumulate == 1 and micro_batches < 2
             for weight in dict.fromkeys([None, case.weight]):
-                came = on_ranks(case, world, accumulate, call, weight, micro_batches)
+                received = on_ranks(case, world, accumulate, call, weight, micro_batches)
                 found.append({
                     "case": name, "call": call, "accumulate": accumulate, "micro_batches": micro_batches, "one": one,
-                    "weight": weight is not None, "refusal": came[2],
-                    "error": None if came[2] else distance(came[:2], wanted),
+                    "weight": weight is not None, "refusal": received[2],
+                    "error": None if received[2] else distance(received[:2], wanted),
                 })  # fmt: skip
     return found
 

@@ -259,8 +259,8 @@ def case_evaluation_is_that_of_the_whole_model(world: hvdtrain.World) -> None:
     prepared, optimizer = quietly(pipe, sgd(pipe), data)
     metrics = hvt.classification(top=(1,))
     modes = [layer.training for layer in model.modules()]
-    came = hvt.evaluate(prepared, points(), metrics, per_rank_batch=5)
-    assert came == hvt.evaluate(whole, points(), metrics, per_rank_batch=5)
+    received = hvt.evaluate(prepared, points(), metrics, per_rank_batch=5)
+    assert received == hvt.evaluate(whole, points(), metrics, per_rank_batch=5)
     assert [layer.training for layer in model.modules()] == modes and prepared.training
     assert hvt.unwrap(prepared) is model and hvt.unwrap(pipe) is model
     assert hvt.fingerprint(prepared) == hvt.fingerprint(whole) and list(prepared.state_dict()) == list(

@@ -304,7 +304,7 @@ def case_a_restored_learning_rate_is_no_other_hand(world: hvdtrain.World) -> Non
     optimizer.load_state_dict(saved)
     update(model, optimizer, next(batches))
     optimizer.wrapped.param_groups[0]["lr"] = 3.0
-    with refused("one hand sets the learning rate", kind=ConfigError):
+    with refused("the learning rate is set in one place", kind=ConfigError):
         update(model, optimizer, next(batches))
 
 

@@ -208,15 +208,15 @@ def case_m_tensors_that_share_or_expand_memory_come_back(world: hvdtrain.World) 
 
     with folder(world) as checkpoints:
         checkpoints.save(hvt.model_state(Odd(3.0), world=world), progress=hvdtrain.Progress())
-        came = Odd(7.0)
-        checkpoints.restore(hvt.model_state(came, world=world))
-        assert all(torch.equal(came.state_dict()[name], value) for name, value in Odd(3.0).state_dict().items())
+        received = Odd(7.0)
+        checkpoints.restore(hvt.model_state(received, world=world))
+        assert all(torch.equal(received.state_dict()[name], value) for name, value in Odd(3.0).state_dict().items())
         checkpoints.save(hvt.model_state(Odd(3.0, tied=False), world=world), progress=hvdtrain.Progress(step=1))
         with refused("weight and again are one tensor in the model", kind=HvdtrainError):
             checkpoints.restore(hvt.model_state(Odd(7.0), world=world))
-        came.wide = nn.Parameter(torch.zeros(1, dtype=torch.complex128))
+        received.wide = nn.Parameter(torch.zeros(1, dtype=torch.complex128))
         with refused("wide is torch.strided, torch.complex128"):
-            checkpoints.save(hvt.model_state(came, world=world), progress=hvdtrain.Progress(step=2))
+            checkpoints.save(hvt.model_state(received, world=world), progress=hvdtrain.Progress(step=2))
 
 
 def case_t15_what_is_saved_of_numpy_is_numpys(world: hvdtrain.World) -> None:

@@ -156,7 +156,7 @@ def test_each_fault_is_seen(spoil: Callable[[list[Measured]], None], name: str, 
     ranks = ranks_of(4)
     spoil(ranks)
     found = by_name(checks(ranks))[name]
-    assert not found.ok and told in found.told, found
+    assert not found.ok and told in found.message, found
 
 
 def test_every_check_has_a_fix() -> None:
@@ -195,7 +195,7 @@ def test_flags_are_frozen() -> None:
 
 FINDINGS = {
     "framework": "torch", "versions": {"torch": "2"}, "launcher": "horovodrun", "engine": "horovod", "ranks": [{}, {}],
-    "checks": [{"name": "averaging", "ok": True, "told": "off by 0"}], "proof": "", "ok": True,
+    "checks": [{"name": "averaging", "ok": True, "message": "off by 0"}], "proof": "", "ok": True,
 }  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def test_ranks_on_this_machine_are_as_many_as_gpus(
 
 
 def test_what_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    check = {"name": "averaging", "ok": False, "told": "every rank used its own gradient"}
+    check = {"name": "averaging", "ok": False, "message": "every rank used its own gradient"}
     wrong = FINDINGS | {"ok": False, "checks": [check]}
     failure = Failure(1, "h2", 1, "exit code 1", (), 3.0)
     ended(monkeypatch, Outcome(1, failure, outputs={0: MARK + json.dumps(wrong)}))

@@ -48,7 +48,7 @@ def test_who_does_not_come_is_named_by_all(missing: list[int], capsys: pytest.Ca
     for error in come(Memory(), there, 4, 0.2):
         assert isinstance(error, LauncherError) and arrival.TIMEOUT_VARIABLE in error.remedy
         named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come"
-        assert named in error.came, error
+        assert named in error.received, error
         assert error.shared == (0 not in missing), "rank 0 speaks for all where it is there"
 
 

@@ -57,7 +57,7 @@ def test_who_waits_in_vain(states: list[State], expected: bool) -> None:
 
 def test_the_error_names_every_rank_and_folds_equal_ones() -> None:
     error = out_of_step([update(3), gather(1, updates=2), gather(1, updates=2)])
-    assert error.came.splitlines() == [
+    assert error.received.splitlines() == [
         "rank 0: in update 3: a.py:1",
         "ranks 1-2: in gather, after 2 update(s): a.py:1",
     ]

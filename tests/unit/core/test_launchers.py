@@ -102,7 +102,7 @@ class TestDetect:
         try:
             found = detect(environ)
         except LauncherError as error:
-            assert error.rule and error.came
+            assert error.rule and error.received
             return
         assert 0 <= found.rank < found.size
         assert 0 <= found.local_rank < found.local_size <= found.size
@@ -121,7 +121,7 @@ class TestStrangers:
         for environ in ({rank: "1"}, {rank: "0", size: "2"}):
             with pytest.raises(LauncherError, match="a launcher hvdtrain knows") as caught:
                 detect(environ)
-            assert rank in caught.value.came
+            assert rank in caught.value.received
         assert detect({rank: "0", size: "1"}).launcher == "none"
 
     def test_known_launchers_set_some_of_these_too(self) -> None:
@@ -226,7 +226,7 @@ class TestMeetingPoint:
         ],
     )
     def test_what_is_missing_is_named(self, environ: dict[str, str], missing: str) -> None:
-        with pytest.raises(LauncherError, match=f"^.*to find rank 0\n  came: {missing} missing"):
+        with pytest.raises(LauncherError, match=f"^.*to find rank 0\n  received: {missing} missing"):
             self.at(environ)
 
     def test_ranks_of_one_host_work_it_out(self) -> None:

@@ -110,7 +110,7 @@ class TestOptimizer:
     def test_scaled_by_hand_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="scaled twice") as caught:
             self.rate.check_optimizer(0.4, 128)
-        assert "0.1 x 4" in caught.value.came and "0.1" in caught.value.remedy
+        assert "0.1 x 4" in caught.value.received and "0.1" in caught.value.remedy
 
     def test_with_factor_one_the_peak_is_the_base(self) -> None:
         self.rate.check_optimizer(0.1, 32)
@@ -118,7 +118,7 @@ class TestOptimizer:
     def test_another_rate_is_refused_and_both_are_named(self) -> None:
         with pytest.raises(ConfigError, match="must be the base") as caught:
             self.rate.check_optimizer(0.01, 128)
-        assert "0.01" in caught.value.came and "0.1" in caught.value.came
+        assert "0.01" in caught.value.received and "0.1" in caught.value.received
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ class TestOptimizer:
 def test_arguments_that_mean_nothing(arguments: dict) -> None:
     with pytest.raises(ConfigError) as caught:
         LR(**{"base": 0.1, "reference_batch": 32, **arguments})
-    assert "=" in caught.value.came  # names what came
+    assert "=" in caught.value.received  # names what came
 
 
 @pytest.mark.parametrize(("seen", "batch"), [(-1, 8), (0.5, 8), (0, 0), (0, -8), (0, 1.5)])

@@ -42,7 +42,7 @@ def test_missing_modules_are_all_named_before_any_is_imported() -> None:
     needed = {"json": "never", "hvdtrain_no_such": "do a", "horovod_no_such.torch": "do b"}
     with pytest.raises(LauncherError) as caught:
         startup.find_modules(needed)
-    assert "no hvdtrain_no_such, horovod_no_such in " + sys.executable in caught.value.came
+    assert "no hvdtrain_no_such, horovod_no_such in " + sys.executable in caught.value.received
     assert caught.value.remedy == "do a && do b"
 
 
@@ -59,7 +59,7 @@ def test_broken_module_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
     with pytest.raises(LauncherError) as caught:
         startup.import_modules({"hvdtrain_broken": "build it"})
-    assert "libmpi.so.40" in caught.value.came and caught.value.remedy == "build it"
+    assert "libmpi.so.40" in caught.value.received and caught.value.remedy == "build it"
 
 
 def test_backends_without_adapter_are_refused() -> None:
@@ -237,7 +237,7 @@ def test_a_restarted_job_with_several_runs_must_say_which(started_again: pytest.
         put_own_run(Path(f"runs/prog-{number}"), "ours", data_sha256="d")
     with pytest.raises(ConfigError) as caught:
         choose_again()
-    assert "runs/prog-1, runs/prog-2" in caught.value.came and "--run-dir" in caught.value.remedy
+    assert "runs/prog-1, runs/prog-2" in caught.value.received and "--run-dir" in caught.value.remedy
     assert choose_again(Path("runs/prog-2")) == (Path("runs/prog-2"), True)
 
 

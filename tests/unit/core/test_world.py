@@ -68,7 +68,7 @@ def test_every_rank_is_asked_whether_it_agrees(odd: int) -> None:
     many = dataclasses.replace(World.solo(), size=5, comm=Among(*others))
     with pytest.raises(ReplicaError, match="batch must be the same") as caught:
         many.agree("batch", 7)
-    assert f"rank {odd}: 8" in caught.value.came
+    assert f"rank {odd}: 8" in caught.value.received
 
 
 @pytest.mark.parametrize("odd", range(1, 5))
@@ -84,5 +84,5 @@ def test_of_all_that_ranks_must_have_alike_the_first_that_differs_is_named(
         World.solo().agree_all(mine, "{} differs", lambda name: f"the same {name}")
     others = {1: ("rank 0", "ranks 2-4"), 2: ("ranks 0-1", "ranks 3-4"), 3: ("ranks 0-2", "rank 4"), 4: ("ranks 0-3",)}
     first, *last = [f"{who}: 3" for who in others[odd]]
-    assert caught.value.came.splitlines() == [first, f"rank {odd}: 4", *last]
+    assert caught.value.received.splitlines() == [first, f"rank {odd}: 4", *last]
     assert caught.value.remedy == "the same seed" and caught.value.shared

@@ -380,7 +380,7 @@ def test_one_ranks_failure_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "download", fake)
     results = Threads(4, ranks_per_node=4).run(lambda world: load_mnist("mnist", world=world))
     assert all(isinstance(error, ConfigError) and error.shared for error in results)
-    assert {str(error) for error in results} == {"no network\n  came: on rank 0 of 4: nothing\n  fix: get one"}
+    assert {str(error) for error in results} == {"no network\n  received: on rank 0 of 4: nothing\n  fix: get one"}
 
 
 def test_a_bug_on_one_rank_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_broken_binary_batches(tmp_path: Path, name: str, content: bytes, messag
     (folder / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message) as caught:
         load_cifar10(folder)
-    assert name in caught.value.came
+    assert name in caught.value.received
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_ranks_that_see_other_classes_are_refused(tmp_path: Path) -> None:
     results = Ranks(2, ranks_per_node=1).run(lambda world: load_folder(tmp_path / f"{world.rank}", world=world))
     for error in results:
         assert isinstance(error, ReplicaError) and error.shared
-        assert "rank 0: a, b" in error.came and "rank 1: a, c" in error.came
+        assert "rank 0: a, b" in error.received and "rank 1: a, c" in error.received
 
 
 def test_one_ranks_missing_folder_reaches_all(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_one_ranks_missing_folder_reaches_all(tmp_path: Path) -> None:
     write(tmp_path / "empty/c", "x.txt")
     group = Ranks(2, ranks_per_node=1)
     results = group.run(lambda world: load_folder(tmp_path / f"{world.rank}", world=world))
-    assert all(isinstance(error, ConfigError) and "on rank 1 of 2" in error.came for error in results)
+    assert all(isinstance(error, ConfigError) and "on rank 1 of 2" in error.received for error in results)
     results = group.run(lambda world: load_folder(tmp_path / "empty", world=world))
     assert all(isinstance(error, HvdtrainError) and "every class has images" in str(error) for error in results)
 

@@ -90,10 +90,10 @@ def test_a_patch_refuses_sources_that_differ_in_any_line_it_names(before, tmp_pa
             lines = before[name][file].splitlines(keepends=True)
             lines[number - 1] = b"another\n"
             changed = {**before[name], file: b"".join(lines)}
-            came = (
+            received = (
                 rf"patch '{name}' must find its lines in {re.escape(file)}(.|\n)*line {number} is 'another', expected"
             )
-            with pytest.raises(HvdtrainError, match=came):
+            with pytest.raises(HvdtrainError, match=received):
                 patching.apply(write(changed, tmp_path), [patch])
             assert snapshot(tmp_path) == changed
     patching.apply(write(before[name], tmp_path), [patch])  # the twin: nothing differs

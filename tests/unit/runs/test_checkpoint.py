@@ -77,7 +77,7 @@ class TestSaveAndRestore:
         save(tmp_path, 1)
         with pytest.raises(CheckpointError, match="every file that is to be restored") as caught:
             Checkpointer(tmp_path).restore({"a.bin": Blob(), "optimizer.bin": Blob()})
-        assert "lacks optimizer.bin" in caught.value.came and "a.bin, b.bin" in caught.value.came
+        assert "lacks optimizer.bin" in caught.value.received and "a.bin, b.bin" in caught.value.received
 
     def test_what_cannot_be_loaded_names_the_rank(self, tmp_path: Path) -> None:
         class Refusing(Blob):
@@ -87,7 +87,7 @@ class TestSaveAndRestore:
         save(tmp_path, 1)
         with pytest.raises(CheckpointError, match="able to load") as caught:
             Checkpointer(tmp_path).restore({"a.bin": Refusing()})
-        assert "rank 0: ValueError: shape (3,) is not (4,)" in caught.value.came
+        assert "rank 0: ValueError: shape (3,) is not (4,)" in caught.value.received
 
     @pytest.mark.parametrize("name", ["../x", "a/b", "/etc/x", MANIFEST, ".hidden", "", ".", ".."])
     def test_names_that_are_not_plain(self, tmp_path: Path, name: str) -> None:
@@ -111,7 +111,7 @@ class TestSaveAndRestore:
                 Checkpointer(tmp_path).save({"a.bin": Opaque()}, progress=Progress(step=2))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert "File too large" in caught.value.came
+        assert "File too large" in caught.value.received
         with pytest.raises(RuntimeError, match="a mistake"):  # which is no matter of room
             Checkpointer(tmp_path).save({"a.bin": Opaque()}, progress=Progress(step=2))
         assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
@@ -355,7 +355,7 @@ class TestDamage:
             (save(tmp_path, step) / "b.bin").write_bytes(b"")
         with pytest.raises(CheckpointError, match="no checkpoint is whole") as caught:
             restored(tmp_path)
-        assert "b.bin has 0 bytes instead of 100" in caught.value.came
+        assert "b.bin has 0 bytes instead of 100" in caught.value.received
         with pytest.raises(CheckpointError, match="no checkpoint is whole"):
             restored(tmp_path, which="best")
 

@@ -66,7 +66,7 @@ def test_what_is_not_there_is_told_early(tmp_path: Path) -> None:
         image_data.check(source)
     with pytest.raises(ConfigError) as caught:
         image_data.check("cifar")
-    assert "auto, digits, cifar10, mnist, synthetic" in str(caught.value) and "cifar: no such" in caught.value.came
+    assert "auto, digits, cifar10, mnist, synthetic" in str(caught.value) and "cifar: no such" in caught.value.received
 
 
 def test_mean_and_deviation_of_each_channel() -> None:
