@@ -15,7 +15,7 @@ import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from hvdtrain.core.errors import ConfigError
 
@@ -327,3 +327,21 @@ def contiguous(samples: int, rank: int, size: int) -> slice:
     each, extra = divmod(samples, size)
     start = rank * each + min(rank, extra)
     return slice(start, start + each + (rank < extra))
+
+
+def weight_number(weight: Any, example: str) -> float:
+    """Returns what a batch counts by, of a number or of a tensor or array with one element.
+
+    Raises:
+        ConfigError: no single number >= 0; `example` is the remedy.
+    """
+    shape = getattr(weight, "shape", None)
+    single = not isinstance(weight, (str, bytes)) if shape is None else math.prod(shape) == 1
+    try:
+        number = float(weight) if single else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isfinite(number) and number >= 0:
+        return number
+    received = repr(weight) if single or shape is None else f"shape {tuple(shape)}"
+    raise ConfigError("a weight is a number >= 0: what the mean loss divides by", received, example)

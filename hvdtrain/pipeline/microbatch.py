@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.sharding import weight_number
 
 # leaves of nested values besides tensors
 SIMPLE = (int, float, bool, complex, str, torch.dtype, torch.device, type(None))
@@ -164,9 +164,9 @@ def shares(weight: Weight, targets: Sequence[Any], sizes: Sequence[int]) -> list
     if weight is None:
         weights: list[float] = list(sizes)
     elif callable(weight):
-        weights = [_number(weight(target)) for target in targets]
+        weights = [weight_number(weight(target), _EXAMPLES) for target in targets]
     else:
-        weights = [_number(weight)]
+        weights = [weight_number(weight, _EXAMPLES)]
         if len(sizes) > 1:
             raise ConfigError(
                 "a batch that is cut into micro-batches needs the weight of each of them",
@@ -175,15 +175,3 @@ def shares(weight: Weight, targets: Sequence[Any], sizes: Sequence[int]) -> list
             )
     total = sum(weights)
     return [one / total if one else 0.0 for one in weights]
-
-
-def _number(value: Any) -> float:
-    single = value.numel() == 1 if isinstance(value, Tensor) else not isinstance(value, str)
-    try:
-        number = float(value) if single else math.nan
-    except (TypeError, ValueError):
-        number = math.nan
-    if math.isfinite(number) and number >= 0:
-        return number
-    received = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) and not single else repr(value)
-    raise ConfigError("a weight is a number >= 0: what the mean loss divides by", received, _EXAMPLES)

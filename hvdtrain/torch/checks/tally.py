@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
+from hvdtrain.core.sharding import weight_number
 from hvdtrain.torch.checks.loss_graph import Term
 
 Number = float | Tensor
@@ -167,15 +168,7 @@ def weight_of(weight: Weight, device: torch.device) -> Number:
     """
     if isinstance(weight, Tensor) and weight.numel() == 1 and weight.device.type != "cpu":
         return weight.detach().double().reshape(()).to(device)
-    single = weight.numel() == 1 if isinstance(weight, Tensor) else not isinstance(weight, (str, bytes))
-    try:
-        number = float(weight) if single else math.nan  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    if math.isfinite(number) and number >= 0:
-        return number
-    received = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) and not single else repr(weight)
-    raise ConfigError("a weight is a number >= 0: what the mean loss divides by", received, _EXAMPLES)
+    return weight_number(weight, _EXAMPLES)
 
 
 def _together(divisors: list[Number]) -> Number:
