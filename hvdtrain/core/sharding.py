@@ -338,7 +338,7 @@ def weight_number(weight: Any, example: str) -> float:
     shape = getattr(weight, "shape", None)
     single = not isinstance(weight, (str, bytes)) if shape is None else math.prod(shape) == 1
     try:
-        number = float(weight) if single else math.nan
+        number = float(getattr(weight, "item", lambda: weight)()) if single else math.nan
     except (TypeError, ValueError):
         number = math.nan
     if math.isfinite(number) and number >= 0:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from limits import Limit
 
 from hvdtrain import ConfigError, Plan, contiguous
-from hvdtrain.core.sharding import ROUNDS, SMALL, Step, _feistel, _words
+from hvdtrain.core.sharding import ROUNDS, SMALL, Step, _feistel, _words, weight_number
 
 GRID = list(itertools.product(range(41), range(1, 5), range(1, 6)))
 
@@ -295,3 +295,18 @@ def test_rank_out_of_range(rank: int) -> None:
 def test_consumed_out_of_range_names_the_likely_cause(consumed: int) -> None:
     with pytest.raises(ConfigError, match="another data set"):
         Plan(10, 2, 2).step_slices(0, consumed, rank=0)
+
+
+class TestWeightNumber:
+    @pytest.mark.parametrize("weight", [2, 2.0, np.float32(2), np.array([2.0]), np.array([[2]]), True + 1])
+    def test_one_number(self, weight) -> None:
+        assert weight_number(weight, "") == 2.0
+
+    @pytest.mark.parametrize(
+        ("weight", "received"),
+        [(-1, "-1"), (math.nan, "nan"), (math.inf, "inf"), ("2", "'2'"), (b"2", "b'2'"), (None, "None"), ([2], r"\[2\]"),
+         (np.ones(3), r"shape \(3,\)"), (np.ones(0), r"shape \(0,\)"), (np.array([-1.0]), r"array\(\[-1.\]\)")],
+    )  # fmt: skip
+    def test_anything_else_is_refused(self, weight, received: str) -> None:
+        with pytest.raises(ConfigError, match=f"received: {received}\n  fix: give another$"):
+            weight_number(weight, "give another")
