@@ -305,7 +305,7 @@ class TestWeightNumber:
     @pytest.mark.parametrize(
         ("weight", "received"),
         [(-1, "-1"), (math.nan, "nan"), (math.inf, "inf"), ("2", "'2'"), (b"2", "b'2'"), (None, "None"),
-         ([2], r"\[2\]"), (np.ones(3), r"shape \(3,\)"), (np.ones(0), r"shape \(0,\)"), (np.array([-1.0]), r"array\(\[-1.\]\)")],
+         ([2], r"\[2\]"), (np.ones(3), r"shape \(3,\)"), (np.ones(0), r"shape \(0,\)")],
     )  # fmt: skip
     def test_anything_else_is_refused(self, weight, received: str) -> None:
         with pytest.raises(ConfigError, match=f"received: {received}\n  fix: give another$"):
