@@ -6,20 +6,21 @@ run code; it is read by an unpickler that can make arrays, numbers and text, and
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import pickle
 import tarfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.world import World
-from hvdtrain.datasets.download import download
-from hvdtrain.datasets.images import Images, count_of, keep_own, together
+from hvdtrain.datasets.download import fill_cache
+from hvdtrain.datasets.images import Images, contents, count_of, load_same, not_usable, start_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +36,7 @@ PICTURE_BYTES = 3 * 32 * 32
 ARCHIVES = ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz")
 FOLDERS = {".bin": "cifar-10-batches-bin", "": "cifar-10-batches-py"}
 TRAIN, TEST = tuple(f"data_batch_{number}" for number in range(1, 6)), "test_batch"
-_REPLACE = "put a good copy in its place, name another one with --data PATH, or train on --data digits"
+BATCHES = (*TRAIN, TEST)
 
 
 def load_cifar10(source: str | os.PathLike[str] = "auto", *, world: World | None = None) -> Images:
@@ -57,11 +58,9 @@ def load_cifar10(source: str | os.PathLike[str] = "auto", *, world: World | None
     world = world or World.solo()
     source = os.fspath(source)
     if source == "cifar10":
-        together(world, partial(_ensure_cached, cache(), downloads=world.local_rank == 0))
+        fill_cache(world, cache(), CIFAR10_URL, CIFAR10_SHA256, CIFAR10_BYTES, variable=URL_VARIABLE)
     path = cache() if source in ("auto", "cifar10") else Path(os.path.expanduser(source))
-    images = keep_own(world, partial(read, path))
-    world.agree("training data (SHA-256 of pictures and labels)", images.fingerprint())
-    return images
+    return load_same(world, partial(read, path))
 
 
 def cache() -> Path:
@@ -70,41 +69,33 @@ def cache() -> Path:
     return home / "hvdtrain" / ARCHIVES[0]
 
 
-def _ensure_cached(target: Path, *, downloads: bool) -> None:
-    if target.is_file() or not downloads:
-        return
-    url = os.environ.get(URL_VARIABLE) or CIFAR10_URL
-    print(f"downloading {url} ({CIFAR10_BYTES / 1e6:.0f} MB) to {target}", flush=True)
-    remedy = (
-        f"train on --data digits (built in, no network); copy {ARCHIVES[0]} there, or name one with --data PATH;\n"
-        f"behind a proxy set https_proxy; for a mirror of your own set {URL_VARIABLE}"
-    )
-    download(url, target, CIFAR10_SHA256, size_limit_bytes=2 * CIFAR10_BYTES, remedy=remedy)
-
-
 def read(path: Path) -> Images:
     """Returns the pictures of an archive or folder.
 
     Raises:
         ConfigError: missing, incomplete, corrupt, or something else.
     """
-    try:
-        found = _find(path)
-        parts = _from_archive(found) if found.is_file() else _from_folder(found)
-    except (OSError, tarfile.TarError, zlib.error, EOFError) as error:
-        raise ConfigError(f"{path} can be read whole", f"{type(error).__name__}: {error}", _REPLACE) from error
     import numpy as np
 
-    x_train = np.concatenate([parts[name][0] for name in TRAIN])
-    y_train = np.concatenate([parts[name][1] for name in TRAIN])
+    try:
+        found, suffix = _find(path)
+        batches = _of_archive(found) if found.is_file() else _of_folder(found, suffix)
+        parts = {name: _parse(data, where, ending) for name, ending, where, data in batches}
+    except (OSError, tarfile.TarError, zlib.error, EOFError) as error:
+        raise not_usable(f"{path} can be read whole", f"{type(error).__name__}: {error}") from error
+    missing = [f"{name}{suffix}" for name in BATCHES if name not in parts]
+    if missing:
+        received = f"{found} lacks {', '.join(missing)}"
+        raise not_usable("CIFAR-10 has five batches for training and one for testing", received)
+    x_train, y_train = (np.concatenate([parts[name][kind] for name in TRAIN]) for kind in (0, 1))
     note = f"CIFAR-10: {count_of(x_train, parts[TEST][0])} pictures from {found}"
     return Images("cifar10", x_train, y_train, *parts[TEST], note=note)
 
 
-def _find(path: Path) -> Path:
-    """The archive, or the folder with the batches, at `path` or directly in it."""
+def _find(path: Path) -> tuple[Path, str]:
+    """The archive, or the folder with the batches and what their names end in, at `path` or directly in it."""
     if path.is_file():
-        return path
+        return path, ""
     if not path.is_dir():
         raise ConfigError(
             "CIFAR-10 is a file or folder that exists on every node",
@@ -113,52 +104,34 @@ def _find(path: Path) -> Path:
         )
     for suffix, name in FOLDERS.items():
         for folder in (path, path / name):
-            if any((folder / f"{part}{suffix}").is_file() for part in (*TRAIN, TEST)):
-                return folder
+            if any((folder / f"{part}{suffix}").is_file() for part in BATCHES):
+                return folder, suffix
     for name in ARCHIVES:
         if (path / name).is_file():
-            return path / name
-    names = sorted(entry.name for entry in path.iterdir())
-    raise ConfigError(
-        f"a folder with CIFAR-10 holds {' or '.join(ARCHIVES)}, or what is in them",
-        f"{path} holds " + (", ".join(names[:8]) + (" ..." if len(names) > 8 else "") or "nothing"),
-        _REPLACE,
-    )
+            return path / name, ""
+    raise not_usable(f"a folder with CIFAR-10 holds {' or '.join(ARCHIVES)}, or what is in them", contents(path))
 
 
-Parts = dict[str, tuple["np.ndarray", "np.ndarray"]]
+def _of_folder(folder: Path, suffix: str) -> Iterator[tuple[str, str, str, bytes]]:
+    """Each batch that is there: name, suffix, where it is, content."""
+    for name in BATCHES:
+        file = folder / f"{name}{suffix}"
+        if file.is_file():
+            yield name, suffix, str(file), file.read_bytes()
 
 
-def _from_folder(folder: Path) -> Parts:
-    suffix = ".bin" if any((folder / f"{part}.bin").is_file() for part in (*TRAIN, TEST)) else ""
-    names = {part: folder / f"{part}{suffix}" for part in (*TRAIN, TEST)}
-    _all_there(str(folder), [file.name for file in names.values() if not file.is_file()])
-    return {part: _parse(file.read_bytes(), str(file), suffix) for part, file in names.items()}
-
-
-def _from_archive(path: Path) -> Parts:
-    """Reads members by name; nothing is unpacked, so no member can write anywhere."""
+def _of_archive(path: Path) -> Iterator[tuple[str, str, str, bytes]]:
+    """As `_of_folder`. Reads members by name; nothing is unpacked, so no member can write anywhere."""
     if not tarfile.is_tarfile(path):
-        with path.open("rb") as opened:
-            received = f"{path}: {path.stat().st_size} bytes that start with {opened.read(8)!r}"
-        raise ConfigError(f"CIFAR-10 comes as {' or '.join(ARCHIVES)}", received, _REPLACE)
-    parts: Parts = {}
+        received = f"{path}: {path.stat().st_size} bytes that start with {start_of(path, 8)!r}"
+        raise not_usable(f"CIFAR-10 comes as {' or '.join(ARCHIVES)}", received)
     with tarfile.open(path) as archive:
         for member in archive:
-            name = Path(member.name).name
-            part, _, suffix = name.partition(".")
-            if member.isfile() and part in (*TRAIN, TEST) and suffix in ("", "bin"):
+            name, dot, ending = Path(member.name).name.partition(".")
+            if member.isfile() and name in BATCHES and ending in ("", "bin"):
                 content = archive.extractfile(member)
                 assert content is not None  # a regular file has content
-                parts[part] = _parse(content.read(), f"{path}:{member.name}", f".{suffix}" if suffix else "")
-    _all_there(str(path), [part for part in (*TRAIN, TEST) if part not in parts])
-    return parts
-
-
-def _all_there(where: str, missing: list[str]) -> None:
-    if missing:
-        raise ConfigError("CIFAR-10 has five batches for training and one for testing",
-                          f"{where} lacks {', '.join(missing)}", _REPLACE)  # fmt: skip
+                yield name, dot + ending, f"{path}:{member.name}", content.read()
 
 
 def _parse(data: bytes, where: str, suffix: str) -> tuple[np.ndarray, np.ndarray]:
@@ -167,8 +140,7 @@ def _parse(data: bytes, where: str, suffix: str) -> tuple[np.ndarray, np.ndarray
 
     if suffix == ".bin":  # a byte of label, then the red, green and blue plane, row by row; again and again
         if not data or len(data) % (1 + PICTURE_BYTES):
-            received = f"{where}: {len(data)} bytes"
-            raise ConfigError(f"a batch has {1 + PICTURE_BYTES} bytes a picture", received, _REPLACE)
+            raise not_usable(f"a batch has {1 + PICTURE_BYTES} bytes a picture", f"{where}: {len(data)} bytes")
         rows = np.frombuffer(data, np.uint8).reshape(-1, 1 + PICTURE_BYTES)
         pictures, labels = rows[:, 1:], rows[:, 0]
     else:
@@ -179,7 +151,7 @@ def _parse(data: bytes, where: str, suffix: str) -> tuple[np.ndarray, np.ndarray
     elif labels.min() < 0 or labels.max() >= len(CLASSES):
         wrong = f"labels from {labels.min()} to {labels.max()}"
     if wrong:
-        raise ConfigError(f"pictures are uint8 [n, {PICTURE_BYTES}], labels 0 to 9", f"{where}: {wrong}", _REPLACE)
+        raise not_usable(f"pictures are uint8 [n, {PICTURE_BYTES}], labels 0 to 9", f"{where}: {wrong}")
     return np.ascontiguousarray(pictures).reshape(-1, 3, 32, 32), labels.astype(np.uint8)
 
 
@@ -192,17 +164,13 @@ def _unpickled(data: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
     # what a pickle that is cut off, or is no pickle, ends in
     except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         received = f"{where}: {type(error).__name__}: {error}"
-        raise ConfigError(
-            "a batch of the Python version is a pickled dictionary of arrays", received, _REPLACE
-        ) from error
+        raise not_usable("a batch of the Python version is a pickled dictionary of arrays", received) from error
 
 
 class _Unpickler(pickle.Unpickler):
     """Makes what the published files hold; a name that is not in the list is not looked up, let alone called."""
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
-        import codecs
-
         import numpy as np
 
         allowed: dict[tuple[str, str], Callable[..., Any]] = {

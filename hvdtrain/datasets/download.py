@@ -1,8 +1,8 @@
-"""One file over https: within a time limit, checked against its hash, in place whole or not at all."""
+"""One file over https: within a time limit, checked against its hash, in place whole or not at all; on one rank of each
+node."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import queue
@@ -15,11 +15,37 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.world import World
+from hvdtrain.datasets.images import together
 
 ANSWER_WITHIN_S = 8.0  # name look-up, connection and first answer together
 STALL_AFTER_S = 10.0
 WHOLE_WITHIN_S = 600.0
 _BLOCK_BYTES = 1 << 16
+
+
+def fill_cache(world: World, target: Path, url: str, sha256: str, size_bytes: int, *, variable: str) -> None:
+    """Downloads a published file to `target` unless it is there; collective: one rank of each node does so.
+
+    Args:
+        world: the ranks.
+        target: where it goes, under the name that it is published by.
+        url, sha256, size_bytes: of what is published.
+        variable: of the environment, for a mirror of one's own; the hash holds for it too.
+    """
+
+    def work() -> None:
+        if target.is_file() or world.local_rank > 0:
+            return
+        source = os.environ.get(variable) or url
+        print(f"downloading {source} ({size_bytes / 1e6:.0f} MB) to {target}", flush=True)
+        remedy = (
+            f"train on --data digits (built in, no network); copy {target.name} there, or name one with --data PATH;\n"
+            f"behind a proxy set https_proxy; for a mirror of your own set {variable}"
+        )
+        download(source, target, sha256, size_limit_bytes=2 * size_bytes, remedy=remedy)
+
+    together(world, work)
 
 
 def download(url: str, target: Path, sha256: str, *, size_limit_bytes: int, remedy: str) -> None:
@@ -48,8 +74,7 @@ def download(url: str, target: Path, sha256: str, *, size_limit_bytes: int, reme
         raise ConfigError(rule, f"{type(error).__name__}: {error}", remedy) from error
     finally:
         if partial is not None:
-            with contextlib.suppress(FileNotFoundError):  # renamed: all went well
-                partial.unlink()
+            partial.unlink(missing_ok=True)  # it is renamed when all went well
 
 
 def _open(url: str) -> Any:

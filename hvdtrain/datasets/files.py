@@ -11,11 +11,11 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.datasets.images import contents, not_usable, start_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +31,6 @@ IDX_STEMS = {
     "y_test": "t10k-labels-idx1-ubyte",
 }
 IMAGE_SIZE, CLASSES = 28, 10
-_REPLACE = "put a good copy in its place, name another one with --data PATH, or train on --data digits"
 
 
 def read(path: Path) -> Arrays:
@@ -44,9 +43,11 @@ def read(path: Path) -> Arrays:
         if path.is_dir():
             return _checked(_read_folder(path), path)
         if path.is_file():
-            return _checked(_read_npz(path) if _is_zip(path) else _read_neighbours(path), path)
+            # by its name or by its first bytes, so that a broken `mnist.npz` is reported as such
+            is_zip = path.suffix == ".npz" or start_of(path, 2) == b"PK"
+            return _checked(_read_npz(path) if is_zip else _read_neighbours(path), path)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read", f"{type(error).__name__}: {error}", _REPLACE) from error
+        raise not_usable(f"{path} cannot be read", f"{type(error).__name__}: {error}") from error
     raise ConfigError(
         "--data names a file or folder that exists on every node",
         f"{path}: no such file or folder",
@@ -56,33 +57,34 @@ def read(path: Path) -> Arrays:
 
 def holds(folder: Path) -> bool:
     """Whether `read` would look for MNIST in this folder: it has a `.npz` or an IDX file under its published name."""
-    return (folder / NPZ_NAME).is_file() or any(any(found.values()) for _, found in _idx_files(folder))
+    return (folder / NPZ_NAME).is_file() or _idx_files(folder) is not None
 
 
-def _idx_files(folder: Path) -> Iterator[tuple[Path, dict[str, Path | None]]]:
+def _idx_files(folder: Path) -> tuple[Path, dict[str, Path | None]] | None:
+    """Which of the IDX files are where, in the first place that has any."""
     for place in (folder, folder / "MNIST" / "raw"):  # the second is where torchvision unpacks to
-        yield place, {array: _idx_file(place, stem) for array, stem in IDX_STEMS.items()}
+        found = {array: _idx_file(place, stem) for array, stem in IDX_STEMS.items()}
+        if any(found.values()):
+            return place, found
+    return None
 
 
 def _read_folder(folder: Path) -> Arrays:
     if (folder / NPZ_NAME).is_file():
         return _read_npz(folder / NPZ_NAME)
-    for place, found in _idx_files(folder):
-        if any(found.values()):
-            missing = [IDX_STEMS[array] for array, file in found.items() if file is None]
-            if missing:
-                raise ConfigError(
-                    "a folder with IDX files holds all four of them",
-                    f"{place} lacks {', '.join(missing)} (with or without .gz)",
-                    "add the missing files",
-                )
-            return {array: _read_idx(file) for array, file in found.items() if file is not None}
-    names = sorted(entry.name for entry in folder.iterdir())
-    raise ConfigError(
-        f"a data folder holds {NPZ_NAME}, or the four IDX files ({', '.join(IDX_STEMS.values())})",
-        f"{folder} holds " + (", ".join(names[:8]) + (" ..." if len(names) > 8 else "") or "nothing"),
-        "name the folder or file with --data PATH, or train on --data digits, which are built in",
-    )
+    at = _idx_files(folder)
+    if at is None:
+        raise ConfigError(
+            f"a data folder holds {NPZ_NAME}, or the four IDX files ({', '.join(IDX_STEMS.values())})",
+            contents(folder),
+            "name the folder or file with --data PATH, or train on --data digits, which are built in",
+        )
+    place, found = at
+    missing = [IDX_STEMS[array] for array, file in found.items() if file is None]
+    if missing:
+        received = f"{place} lacks {', '.join(missing)} (with or without .gz)"
+        raise ConfigError("a folder with IDX files holds all four of them", received, "add the missing files")
+    return {array: _read_idx(file) for array, file in found.items() if file is not None}
 
 
 def _read_neighbours(file: Path) -> Arrays:
@@ -90,12 +92,9 @@ def _read_neighbours(file: Path) -> Arrays:
     plain = file.name.removesuffix(".gz").replace(".idx", "-idx")
     if plain in IDX_STEMS.values():
         return _read_folder(file.parent)
-    with file.open("rb") as opened:
-        start = opened.read(16)
-    raise ConfigError(
+    raise not_usable(
         "an MNIST file is a mnist.npz (a zip archive), or an IDX file under its published name",
-        f"{file}: {file.stat().st_size} bytes that start with {start!r}",
-        _REPLACE,
+        f"{file}: {file.stat().st_size} bytes that start with {start_of(file)!r}",
     )
 
 
@@ -105,32 +104,24 @@ def _idx_file(folder: Path, stem: str) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
-def _is_zip(file: Path) -> bool:
-    """By its name or by its first bytes, so that a broken `mnist.npz` is reported as such."""
-    with file.open("rb") as opened:
-        return file.suffix == ".npz" or opened.read(2) == b"PK"
-
-
 def _read_npz(file: Path) -> Arrays:
     import numpy as np
 
     try:
-        with file.open("rb") as opened:
-            start = opened.read(16)
+        start = start_of(file)
         if start[:2] != b"PK":
             raise ValueError(f"starts with {start!r}, not as a zip archive does")
         with np.load(file, allow_pickle=False) as stored:  # pickles could run code
             missing = [name for name in IDX_STEMS if name not in stored.files]
             if missing:
-                raise ConfigError(
+                raise not_usable(
                     "an MNIST .npz holds the arrays x_train, y_train, x_test and y_test",
                     f"{file} holds {', '.join(stored.files) or 'none'}; missing: {', '.join(missing)}",
-                    _REPLACE,
                 )
             return {name: stored[name] for name in IDX_STEMS}
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         received = f"{file} ({file.stat().st_size} bytes): {error}"
-        raise ConfigError("a .npz file is a whole zip archive of numpy arrays", received, _REPLACE) from error
+        raise not_usable("a .npz file is a whole zip archive of numpy arrays", received) from error
 
 
 def _read_idx(file: Path) -> np.ndarray:
@@ -148,7 +139,7 @@ def _read_idx(file: Path) -> np.ndarray:
             raise ValueError(f"the header says {shape}, but {len(data) - start} values follow")
     except (ValueError, EOFError, zlib.error, gzip.BadGzipFile, struct.error) as error:
         received = f"{file} ({file.stat().st_size} bytes): {error}"
-        raise ConfigError("an IDX file is whole", received, _REPLACE) from error
+        raise not_usable("an IDX file is whole", received) from error
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 
@@ -166,10 +157,7 @@ def _checked(arrays: Arrays, path: Path) -> Arrays:
         elif labels.min() < 0 or labels.max() >= CLASSES:
             wrong = f"y_{part} has labels from {labels.min()} to {labels.max()}"
         if wrong:
-            raise ConfigError(
-                f"images are uint8 [N, {IMAGE_SIZE}, {IMAGE_SIZE}], labels integers [N] 0 to {CLASSES - 1}",
-                f"{path}: {wrong}",
-                _REPLACE,
-            )
+            rule = f"images are uint8 [N, {IMAGE_SIZE}, {IMAGE_SIZE}], labels integers [N] 0 to {CLASSES - 1}"
+            raise not_usable(rule, f"{path}: {wrong}")
         arrays[f"y_{part}"] = labels.astype(np.uint8)
     return arrays

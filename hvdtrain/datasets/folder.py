@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
-TRAIN_NAMES, VAL_NAMES = ("train",), ("val", "validation", "valid", "test")
+TRAIN_NAME, VAL_NAMES = "train", ("val", "validation", "valid", "test")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +78,7 @@ def load_folder(path: str | os.PathLike[str], *, world: World | None = None) -> 
                     shared=True,
                 )
     names = seen[0]
-    train_name = next((name for name in TRAIN_NAMES if name in names), "")
+    train_name = TRAIN_NAME if TRAIN_NAME in names else ""
     val_name = next((name for name in VAL_NAMES if name in names), None)
     classes = names[train_name]
     train = world.on_main(scan, top / train_name, classes)
@@ -98,18 +99,16 @@ def _parts(top: Path) -> dict[str, list[str]]:
         received = f"{top}: " + ("a file" if top.exists() else "no such folder")
         raise ConfigError("image data is a folder that exists on every node", received, "correct the path")
     try:
-        found = {name: _class_names(top / name) for name in (*TRAIN_NAMES, *VAL_NAMES) if (top / name).is_dir()}
-        if not found:
-            found = {"": _class_names(top)}
+        found = {name: _class_names(top / name) for name in (TRAIN_NAME, *VAL_NAMES) if (top / name).is_dir()}
+        found = found or {"": _class_names(top)}
         for name, classes in found.items():
             if not classes:
                 raise _no_classes(top / name)
-        if not any(name in found for name in ("", *TRAIN_NAMES)):
+        if not found.keys() & {"", TRAIN_NAME}:
             raise _no_classes(top)
     except OSError as error:
-        raise ConfigError(
-            f"{top} can be listed", f"{type(error).__name__}: {error}", "check its permissions"
-        ) from error
+        received = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{top} can be listed", received, "check its permissions") from error
     return found
 
 
@@ -122,7 +121,7 @@ def _no_classes(folder: Path) -> ConfigError:
     names = sorted(entry.name for entry in folder.iterdir())
     return ConfigError(
         "a data folder holds one folder a class with its images (train/cat/1.jpg, train/dog/2.jpg, ... and val/...)",
-        f"{folder} holds {_some(names) if names else 'nothing'}",
+        f"{folder} holds {_some(names)}",
         "name the folder above train and val; move loose images into folders named after their classes",
     )
 
@@ -140,19 +139,14 @@ def scan(folder: Path, classes: list[str], *, present: list[str] | None = None) 
     """
     import numpy as np
 
-    names: list[bytes] = []
-    counts = []
-    for one in classes:
-        before = len(names)
-        names += [os.fsencode(os.path.relpath(file, folder)) for file in _images_below(folder / one)]
-        counts.append(len(names) - before)
-    empty = [one for one, count in zip(classes, counts, strict=True) if not count and one in (present or classes)]
+    below = [[os.fsencode(os.path.relpath(file, folder)) for file in _images_below(folder / one)] for one in classes]
+    counts = list(map(len, below))
+    wanted = zip(classes, counts, strict=True)
+    empty = [str(folder / one) for one, count in wanted if not count and one in (present or classes)]
     if empty:
-        raise ConfigError(
-            "every class has images",
-            f"none ({', '.join(SUFFIXES)}) in {_some([str(folder / one) for one in empty])}",
-            "remove empty class folders, or put images in",
-        )
+        received = f"none ({', '.join(SUFFIXES)}) in {_some(empty)}"
+        raise ConfigError("every class has images", received, "remove empty class folders, or put images in")
+    names = list(itertools.chain.from_iterable(below))
     lengths = np.array([0, *(len(name) + 1 for name in names)], np.int64)
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
     return Folder(str(folder), tuple(classes), b"".join(name + b"\0" for name in names), np.cumsum(lengths), labels)

@@ -1,10 +1,13 @@
-"""Pictures in memory, and how ranks load them together: all of them have the same at the end, or all of them raise."""
+"""Pictures in memory, and how ranks load them together: all of them have the same at the end, or all of them raise; and
+what is said of files that are not pictures, or not whole.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError
@@ -66,10 +69,11 @@ def as_rgb(images: Images, size: int = 32) -> Images:
     return replace(images, x_train=change(images.x_train), x_test=change(images.x_test))
 
 
-def keep_own(world: World, work: Callable[[], T]) -> T:
-    """`together` for results that are too big to be sent around."""
-    kept: list[T] = []
-    together(world, lambda: kept.append(work()))
+def load_same(world: World, load: Callable[[], Images]) -> Images:
+    """Runs `load` on every rank, and refuses ranks that hold different data; collective."""
+    kept: list[Images] = []
+    together(world, lambda: kept.append(load()))  # too big to be sent around
+    world.agree("training data (SHA-256 of pictures and labels)", kept[0].fingerprint())
     return kept[0]
 
 
@@ -89,6 +93,24 @@ def together(world: World, work: Callable[[], T]) -> list[T]:
             received = f"on rank {', '.join(map(str, failed))} of {world.size}: {received}"
         raise ConfigError(rule, received, remedy, shared=True)
     return [result for result, _ in outcomes]  # type: ignore[misc]
+
+
+def not_usable(rule: str, received: str) -> ConfigError:
+    """The error for a file of pictures that is damaged, or something else."""
+    remedy = "put a good copy in its place, name another one with --data PATH, or train on --data digits"
+    return ConfigError(rule, received, remedy)
+
+
+def contents(folder: Path) -> str:
+    """What a folder holds, or the first of it."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    return f"{folder} holds " + (", ".join(names[:8]) + (" ..." if len(names) > 8 else "") or "nothing")
+
+
+def start_of(file: Path, size_bytes: int = 16) -> bytes:
+    """The first bytes of a file."""
+    with file.open("rb") as opened:
+        return opened.read(size_bytes)
 
 
 def count_of(x_train: np.ndarray, x_test: np.ndarray) -> str:

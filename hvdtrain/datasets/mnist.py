@@ -12,8 +12,8 @@ from pathlib import Path
 
 from hvdtrain.core.world import World
 from hvdtrain.datasets import digits, files
-from hvdtrain.datasets.download import download
-from hvdtrain.datasets.images import Images, as_rgb, count_of, keep_own, together
+from hvdtrain.datasets.download import fill_cache
+from hvdtrain.datasets.images import Images, as_rgb, count_of, load_same, together
 
 # The file, and the SHA-256, of keras.datasets.mnist (keras/src/datasets/mnist.py)
 MNIST_URL = "https://storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz"
@@ -42,15 +42,13 @@ def load_mnist(source: str | os.PathLike[str] = "auto", *, world: World | None =
         source = "mnist" if all(have_it) else "digits"
         why = f"; no real MNIST at {cache}{_on_ranks(have_it)}: --data mnist downloads it"
     if source == "digits":
-        work = partial(_digits, why)
+        work = partial(_digits, 28, f"28x28{why}")
     elif source == "mnist":
-        together(world, partial(_ensure_cached, cache, downloads=world.local_rank == 0))
-        work = partial(_from_cache, cache)
+        fill_cache(world, cache, MNIST_URL, MNIST_SHA256, MNIST_BYTES, variable=URL_VARIABLE)
+        work = partial(_read, cache, published=True)
     else:
-        work = partial(_from_path, Path(os.path.expanduser(source)))
-    images = keep_own(world, work)
-    world.agree("training data (SHA-256 of pictures and labels)", images.fingerprint())
-    return images
+        work = partial(_read, Path(os.path.expanduser(source)), published=False)
+    return load_same(world, work)
 
 
 def keras_cache() -> Path:
@@ -59,47 +57,24 @@ def keras_cache() -> Path:
     return home / "datasets" / files.NPZ_NAME
 
 
-def _digits(why: str) -> Images:
-    x_train, y_train, x_test, y_test = digits.load()
-    what = "real 8x8 handwritten digits (UCI), enlarged to 28x28"
-    note = f"the embedded digits: {count_of(x_train, x_test)} {what}{why}"
+def load_digits(size: int = 32) -> Images:
+    """Returns the embedded digits in colour, uint8 `[N, 3, size, size]`, for networks made for photographs."""
+    return as_rgb(_digits(size, f"3x{size}x{size}"), size)
+
+
+def _digits(size: int, enlarged: str) -> Images:
+    x_train, y_train, x_test, y_test = digits.load(size)
+    what = f"real 8x8 handwritten digits (UCI), enlarged to {enlarged}"
+    note = f"the embedded digits: {count_of(x_train, x_test)} {what}"
     return Images("digits", x_train, y_train, x_test, y_test, note)
 
 
-def load_digits(size: int = 32) -> Images:
-    """Returns the embedded digits in colour, uint8 `[N, 3, size, size]`, for networks made for photographs."""
-    x_train, y_train, x_test, y_test = digits.load(size)
-    what = f"real 8x8 handwritten digits (UCI), enlarged to 3x{size}x{size}"
-    note = f"the embedded digits: {count_of(x_train, x_test)} {what}"
-    return as_rgb(Images("digits", x_train, y_train, x_test, y_test, note), size)
-
-
-def _from_cache(cache: Path) -> Images:
-    return _images(files.read(cache), cache, hashlib.sha256(cache.read_bytes()).hexdigest())
-
-
-def _from_path(path: Path) -> Images:
-    return _images(files.read(path), path, None)
-
-
-def _images(arrays: files.Arrays, path: Path, sha256: str | None) -> Images:
+def _read(path: Path, *, published: bool) -> Images:
+    arrays = files.read(path)
     note = f"MNIST: {count_of(arrays['x_train'], arrays['x_test'])} pictures from {path}"
-    if sha256 not in (None, MNIST_SHA256):
+    if published and (sha256 := hashlib.sha256(path.read_bytes()).hexdigest()) != MNIST_SHA256:
         note += f" (not the published file: SHA-256 {sha256})"
     return Images("mnist", **arrays, note=note)
-
-
-def _ensure_cached(cache: Path, *, downloads: bool) -> None:
-    """Downloads MNIST unless it is there, on the one rank of each node that does so."""
-    if cache.is_file() or not downloads:
-        return
-    url = os.environ.get(URL_VARIABLE) or MNIST_URL
-    print(f"downloading {url} ({MNIST_BYTES / 1e6:.0f} MB) to {cache}", flush=True)
-    remedy = (
-        "train on --data digits (built in, no network); copy mnist.npz there, or name one with --data PATH;\n"
-        f"behind a proxy set https_proxy; for a mirror of your own set {URL_VARIABLE}"
-    )
-    download(url, cache, MNIST_SHA256, size_limit_bytes=2 * MNIST_BYTES, remedy=remedy)
 
 
 def _on_ranks(have_it: list[bool]) -> str:

@@ -102,7 +102,7 @@ def test_auto_takes_the_cache_else_the_digits(keras_home: Path) -> None:
 
 
 def test_auto_never_uses_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mnist, "download", lambda *_, **__: pytest.fail("surprise download"))
+    monkeypatch.setattr(download_module, "download", lambda *_, **__: pytest.fail("surprise download"))
     load_mnist("auto")
 
 
@@ -366,7 +366,7 @@ def test_one_rank_per_node_downloads(keras_home: Path, monkeypatch: pytest.Monke
         calls.append(threading.current_thread().name)
         write_npz(target.with_name(f"{threading.get_ident()}.npz")).replace(target)
 
-    monkeypatch.setattr(mnist, "download", fake)
+    monkeypatch.setattr(download_module, "download", fake)
     results = Threads(4, ranks_per_node=2).run(lambda world: load_mnist("mnist", world=world))
     assert all(same(images, small()) for images in results)
     assert 1 <= len(calls) <= 2  # two leaders; the second may find the first one's file in this shared cache
@@ -377,7 +377,7 @@ def test_one_ranks_failure_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(*_: Any, **__: Any) -> None:
         raise ConfigError("no network", "nothing", "get one")
 
-    monkeypatch.setattr(mnist, "download", fake)
+    monkeypatch.setattr(download_module, "download", fake)
     results = Threads(4, ranks_per_node=4).run(lambda world: load_mnist("mnist", world=world))
     assert all(isinstance(error, ConfigError) and error.shared for error in results)
     assert {str(error) for error in results} == {"no network\n  received: on rank 0 of 4: nothing\n  fix: get one"}
