@@ -16,6 +16,7 @@ from hvdtrain.core.slurm import first_host, port_of, tasks_per_node
 
 Environ = Mapping[str, str]
 UNKNOWN_NODE = -1
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
 RESTART, JOB = "HVDTRAIN_RESTART", "HVDTRAIN_JOB"  # what hvdtrain's own launcher sets
 
 
@@ -45,34 +46,14 @@ def detect(environ: Environ) -> Detected:
     Raises:
         LauncherError: some of a launcher's variables are missing (they are named) or contradict each other.
     """
-    for row in _TABLE:
-        if row.started(environ):
-            return _checked(row.read(environ))
+    for _, started, read in _TABLE:
+        if started(environ):
+            return _checked(read(environ))
     return ALONE
-
-
-@dataclass(frozen=True)
-class _Row:
-    launcher: str
-    started: Callable[[Environ], bool]
-    read: Callable[[Environ], Detected]
 
 
 def _any_of(*names: str) -> Callable[[Environ], bool]:
     return lambda environ: any(name in environ for name in names)
-
-
-def _need(environ: Environ, launcher: str, *names: str, hint: str = "") -> str:
-    """Returns the first of `names` that is set; they are alternatives, most exact first."""
-    for name in names:
-        if environ.get(name, "") != "":
-            return environ[name]
-    present = sorted(name for name in environ if name.startswith(_PREFIXES.get(launcher, ("\0",))))
-    raise LauncherError(
-        f"{launcher} must set {' or '.join(names)}",
-        f"{names[0]} is missing; set are: {', '.join(present) or 'none'}",
-        hint or f"start the program through {launcher}, or unset its variables to train in one process",
-    )
 
 
 _PREFIXES: dict[str, tuple[str, ...]] = {
@@ -85,12 +66,38 @@ _PREFIXES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _number(environ: Environ, launcher: str, *names: str, hint: str = "") -> int:
-    text = _need(environ, launcher, *names, hint=hint)
-    name = next(name for name in names if environ.get(name, "") != "")
-    if not re.fullmatch(r"\d+", text.strip()):
-        raise LauncherError(f"{name} (set by {launcher}) must be a whole number >= 0", f"{name}={text!r}")
-    return int(text)
+@dataclass(frozen=True)
+class _Variables:
+    """What a launcher has set. Names are alternatives, most exact first; `hint` is the remedy where all are missing."""
+
+    environ: Environ
+    launcher: str
+    hint: str = ""
+
+    def text(self, *names: str) -> str:
+        return self.environ[self._first(names)]
+
+    def number(self, *names: str) -> int:
+        name = self._first(names)
+        text = self.environ[name]
+        if not re.fullmatch(r"\d+", text.strip()):
+            raise LauncherError(f"{name} (set by {self.launcher}) must be a whole number >= 0", f"{name}={text!r}")
+        return int(text)
+
+    def rendezvous(self, size: int, host: str, *ports: str) -> str | None:
+        """Returns "host:port", which several ranks need."""
+        return f"{self.text(host)}:{self.number(*ports)}" if size > 1 else None
+
+    def _first(self, names: tuple[str, ...]) -> str:
+        for name in names:
+            if self.environ.get(name, "") != "":
+                return name
+        present = sorted(name for name in self.environ if name.startswith(_PREFIXES.get(self.launcher, ("\0",))))
+        raise LauncherError(
+            f"{self.launcher} must set {' or '.join(names)}",
+            f"{names[0]} is missing; set are: {', '.join(present) or 'none'}",
+            self.hint or f"start the program through {self.launcher}, or unset its variables to train in one process",
+        )
 
 
 def _checked(found: Detected) -> Detected:
@@ -111,14 +118,12 @@ def _checked(found: Detected) -> Detected:
 
 # -- horovodrun over Gloo (also Horovod on Spark and Ray) ----------------------------------------------------
 def _horovodrun(environ: Environ) -> Detected:
+    its = _Variables(environ, "horovodrun")
     rank, size, local_rank, local_size = (
-        _number(environ, "horovodrun", f"HOROVOD_{what}") for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        its.number(f"HOROVOD_{what}") for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
-    rendezvous = None
-    if size > 1:
-        address = _need(environ, "horovodrun", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
-        rendezvous = f"{address}:{_number(environ, 'horovodrun', 'HOROVOD_GLOO_RENDEZVOUS_PORT')}"
-    node = _number(environ, "horovodrun", "HOROVOD_CROSS_RANK") if local_size < size else 0
+    rendezvous = its.rendezvous(size, "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+    node = its.number("HOROVOD_CROSS_RANK") if local_size < size else 0
     return Detected("horovodrun", rank, size, local_rank, local_size, node, rendezvous)
 
 
@@ -126,50 +131,42 @@ def _horovodrun(environ: Environ) -> Detected:
 def _torchrun(environ: Environ) -> Detected:
     hint = (
         "start the program through `torchrun --nnodes ... --nproc-per-node ...` (one per node),"
-        " or unset RANK, WORLD_SIZE"
-        " and LOCAL_RANK to train in one process"
+        " or unset RANK, WORLD_SIZE and LOCAL_RANK to train in one process"
     )
-    rank, size, local_rank = (
-        _number(environ, "torchrun", name, hint=hint) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    )
-    local_size = _number(environ, "torchrun", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", hint=hint)
-    rendezvous = None
-    if size > 1:
-        address = _need(environ, "torchrun", "MASTER_ADDR", hint=hint)
-        rendezvous = f"{address}:{_number(environ, 'torchrun', 'MASTER_PORT', hint=hint)}"
-    node = _number(environ, "torchrun", "GROUP_RANK", "CROSS_RANK", hint=hint) if local_size < size else 0
+    its = _Variables(environ, "torchrun", hint)
+    rank, size, local_rank = map(its.number, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    local_size = its.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    rendezvous = its.rendezvous(size, *_MASTER)
+    node = its.number("GROUP_RANK", "CROSS_RANK") if local_size < size else 0
     return Detected("torchrun", rank, size, local_rank, local_size, node, rendezvous)
 
 
 # -- mpirun: Open MPI, and MPICH / Intel MPI (hydra); the same inside a Kubernetes MPIJob --------------------
 def _in_mpijob(environ: Environ) -> bool:
     """Whether the MPI Operator made this pod. Ranks on worker pods come through ssh, which drops the pod's
-    variables: what mpirun forwards (OMPI_MCA_*) still tells, because the operator puts its host file under
-        /etc/mpi."""
+    variables: what mpirun forwards (OMPI_MCA_*) still tells, because the operator puts its host file under /etc/mpi."""
+    forwarded = ("OMPI_MCA_orte_default_hostfile", "OMPI_MCA_plm_rsh_agent")
     return (
         "K_MPI_JOB_ROLE" in environ
         or "KUBERNETES_SERVICE_HOST" in environ
-        or environ.get("OMPI_MCA_orte_default_hostfile", "").startswith("/etc/mpi/")
-        or environ.get("OMPI_MCA_plm_rsh_agent", "").startswith("/etc/mpi/")
+        or any(environ.get(name, "").startswith("/etc/mpi/") for name in forwarded)
     )
 
 
-def _open_mpi(environ: Environ) -> Detected:
-    launcher = "mpijob" if _in_mpijob(environ) else "mpirun"
-    rank, size, local_rank, local_size = (
-        _number(environ, launcher, f"OMPI_COMM_WORLD_{what}") for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    )
-    # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the node's index: nothing in the environment
-    # has that
-    return Detected(launcher, rank, size, local_rank, local_size, _node_if_one(size, local_size), None)
+def _mpi(*names: str) -> Callable[[Environ], Detected]:
+    """Returns what reads rank, size, local rank and local size from these variables."""
+
+    def read(environ: Environ) -> Detected:
+        its = _Variables(environ, "mpijob" if _in_mpijob(environ) else "mpirun")
+        rank, size, local_rank, local_size = map(its.number, names)
+        # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the node's index: nothing in the environment has that
+        node = 0 if local_size == size else UNKNOWN_NODE
+        return Detected(its.launcher, rank, size, local_rank, local_size, node, None)
+
+    return read
 
 
-def _hydra(environ: Environ) -> Detected:
-    launcher = "mpijob" if _in_mpijob(environ) else "mpirun"
-    rank, size = (_number(environ, launcher, name) for name in ("PMI_RANK", "PMI_SIZE"))
-    local_rank = _number(environ, launcher, "MPI_LOCALRANKID")
-    local_size = _number(environ, launcher, "MPI_LOCALNRANKS")
-    return Detected(launcher, rank, size, local_rank, local_size, _node_if_one(size, local_size), None)
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 
 
 def _hydra_started(environ: Environ) -> bool:
@@ -177,10 +174,6 @@ def _hydra_started(environ: Environ) -> bool:
     if "MPI_LOCALRANKID" in environ or "MPI_LOCALNRANKS" in environ:
         return True
     return ("PMI_RANK" in environ or "PMI_SIZE" in environ) and not _in_slurm_step(environ)
-
-
-def _node_if_one(size: int, local_size: int) -> int:
-    return 0 if local_size == size else UNKNOWN_NODE
 
 
 def _mpijob_without_mpirun(environ: Environ) -> Detected:
@@ -192,33 +185,34 @@ def _mpijob_without_mpirun(environ: Environ) -> Detected:
 
 
 # -- OpenPAI: one task is one container; ranks = task index x processes a task + local rank ------------------
+_PAI_TASK = ("PAI_TASK_INDEX", "PAI_CURRENT_TASK_ROLE_CURRENT_TASK_INDEX")
+
+
 def _openpai(environ: Environ) -> Detected:
+    its = _Variables(environ, "openpai")
     role = environ.get("PAI_CURRENT_TASK_ROLE_NAME", "worker")
-    task = _number(environ, "openpai", "PAI_TASK_INDEX", "PAI_CURRENT_TASK_ROLE_CURRENT_TASK_INDEX")
-    tasks = _openpai_tasks(environ, role)
+    task = its.number(*_PAI_TASK)
+    tasks = _openpai_tasks(its, role)
     local_rank, local_size = 0, 1
     if "LOCAL_RANK" in environ or _gpus_a_task(environ) > 1:
         hint = (
             "start one process a GPU: `torchrun --nnodes $PAI_CURRENT_TASK_ROLE_TASK_COUNT"
-            " --node-rank $PAI_TASK_INDEX ...`;"
-            " for one process a task: LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
+            " --node-rank $PAI_TASK_INDEX ...`; for one process a task: LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
         )
-        local_rank = _number(environ, "openpai", "LOCAL_RANK", hint=hint)
-        local_size = _number(environ, "openpai", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", hint=hint)
+        of_task = _Variables(environ, "openpai", hint)
+        local_rank = of_task.number("LOCAL_RANK")
+        local_size = of_task.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
     size = tasks * local_size
-    rendezvous = None
-    if size > 1:
-        address = _need(environ, "openpai", f"PAI_HOST_IP_{role}_0")
-        port = _number(environ, "openpai", f"PAI_{role}_0_SynPort_PORT", f"PAI_PORT_LIST_{role}_0_SynPort")
-        rendezvous = f"{address}:{port}"
+    ports = (f"PAI_{role}_0_SynPort_PORT", f"PAI_PORT_LIST_{role}_0_SynPort")
+    rendezvous = its.rendezvous(size, f"PAI_HOST_IP_{role}_0", *ports)
     return Detected("openpai", task * local_size + local_rank, size, local_rank, local_size, task, rendezvous)
 
 
-def _openpai_tasks(environ: Environ, role: str) -> int:
+def _openpai_tasks(its: _Variables, role: str) -> int:
     """Returns the role's number of tasks; older OpenPAI does not say it, but names every task's host."""
-    hosts = sum(re.fullmatch(rf"PAI_HOST_IP_{re.escape(role)}_\d+", name) is not None for name in environ)
+    hosts = sum(re.fullmatch(rf"PAI_HOST_IP_{re.escape(role)}_\d+", name) is not None for name in its.environ)
     names = (f"PAI_TASK_ROLE_TASK_COUNT_{role}", "PAI_CURRENT_TASK_ROLE_TASK_COUNT")
-    return hosts if hosts and not any(name in environ for name in names) else _number(environ, "openpai", *names)
+    return hosts if hosts and not any(name in its.environ for name in names) else its.number(*names)
 
 
 def _gpus_a_task(environ: Environ) -> int:
@@ -236,36 +230,35 @@ def _in_slurm_step(environ: Environ) -> bool:
 
 
 def _srun(environ: Environ) -> Detected:
-    rank = _number(environ, "srun", "SLURM_PROCID")
-    size = _number(environ, "srun", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    local_rank = _number(environ, "srun", "SLURM_LOCALID")
-    node = _number(environ, "srun", "SLURM_NODEID") if size > 1 else 0
+    its = _Variables(environ, "srun")
+    rank = its.number("SLURM_PROCID")
+    size = its.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    local_rank = its.number("SLURM_LOCALID")
     if size == 1:
         return Detected("srun", rank, size, local_rank, 1, 0, None)
-    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    per_node = tasks_per_node(_need(environ, "srun", *names))
+    node = its.number("SLURM_NODEID")
+    tasks = its.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    per_node = tasks_per_node(tasks)
     if len(per_node) == 1:
         per_node = per_node * (node + 1)  # SLURM_NTASKS_PER_NODE=4: the same on every node
     if node >= len(per_node):
-        raise LauncherError(
-            "srun must give the tasks of every node",
-            f"SLURM_NODEID={node}, tasks per node {_need(environ, 'srun', *names)!r}",
-        )
-    return Detected("srun", rank, size, local_rank, per_node[node], node, _srun_rendezvous(environ))
+        raise LauncherError("srun must give the tasks of every node", f"SLURM_NODEID={node}, tasks per node {tasks!r}")
+    return Detected("srun", rank, size, local_rank, per_node[node], node, _srun_rendezvous(its))
 
 
-def _srun_rendezvous(environ: Environ) -> str | None:
+def _srun_rendezvous(its: _Variables) -> str | None:
     """Where rank 0 listens: on the step's first node, as Slurm numbers tasks from there, on a port of the step's own.
 
     MASTER_ADDR and MASTER_PORT, which many batch scripts export, win. None where Slurm does not say enough: MPI, and so
     Horovod, meets without (`meeting_point` names what is missing to those who need it).
     """
+    environ = its.environ
     nodes = environ.get("SLURM_STEP_NODELIST", "")  # not the job's: a step may start on a later node
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     address = environ.get("MASTER_ADDR", "") or (first_host(nodes) if nodes else "")
     if not address or not (environ.get("MASTER_PORT") or job):
         return None
-    port = _number(environ, "srun", "MASTER_PORT") if environ.get("MASTER_PORT") else port_of(job, step)
+    port = its.number("MASTER_PORT") if environ.get("MASTER_PORT") else port_of(job, step)
     return f"{address}:{port}"
 
 
@@ -294,19 +287,20 @@ def _stranger(environ: Environ) -> Detected:
     )
 
 
-_TABLE = (
-    _Row("horovodrun", _any_of("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_GLOO_RENDEZVOUS_ADDR"), _horovodrun),
-    _Row("torchrun", _any_of("TORCHELASTIC_RUN_ID"), _torchrun),
-    _Row("mpirun", _any_of("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi),
-    _Row("mpirun", _hydra_started, _hydra),
-    _Row("mpijob", _any_of("K_MPI_JOB_ROLE"), _mpijob_without_mpirun),
-    _Row("srun", _in_slurm_step, _srun),
-    _Row("openpai", _any_of("PAI_TASK_INDEX", "PAI_CURRENT_TASK_ROLE_CURRENT_TASK_INDEX"), _openpai),
+# whose it is, whether it has started this process, and what it says
+_TABLE: tuple[tuple[str, Callable[[Environ], bool], Callable[[Environ], Detected]], ...] = (
+    ("horovodrun", _any_of("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_GLOO_RENDEZVOUS_ADDR"), _horovodrun),
+    ("torchrun", _any_of("TORCHELASTIC_RUN_ID"), _torchrun),
+    ("mpirun", _any_of(*_OPEN_MPI[:2]), _mpi(*_OPEN_MPI)),
+    ("mpirun", _hydra_started, _mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    ("mpijob", _any_of("K_MPI_JOB_ROLE"), _mpijob_without_mpirun),
+    ("srun", _in_slurm_step, _srun),
+    ("openpai", _any_of(*_PAI_TASK), _openpai),
     # set by hand or by DeepSpeed: the names are common words, so everything more specific comes first
-    _Row("torchrun", _any_of("RANK", "WORLD_SIZE", "LOCAL_RANK"), _torchrun),
-    _Row("none", _any_of(*_UNKNOWN_LAUNCHERS), _stranger),
+    ("torchrun", _any_of("RANK", "WORLD_SIZE", "LOCAL_RANK"), _torchrun),
+    ("none", _any_of(*_UNKNOWN_LAUNCHERS), _stranger),
 )
-LAUNCHERS = tuple(dict.fromkeys(row.launcher for row in _TABLE))
+LAUNCHERS = tuple(dict.fromkeys(launcher for launcher, _, _ in _TABLE))
 
 
 # what differs from job to job in the variables that the ranks of one host share
@@ -315,7 +309,6 @@ _JOB_VARIABLES = {
     "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     "mpijob": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 }
-_MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def meeting_point(environ: Environ, detected: Detected) -> tuple[str, int]:
@@ -331,7 +324,7 @@ def meeting_point(environ: Environ, detected: Detected) -> tuple[str, int]:
         address, _, port = detected.rendezvous.rpartition(":")
         return address, int(port)
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
-        return environ["MASTER_ADDR"], _number(environ, detected.launcher, "MASTER_PORT")
+        return environ["MASTER_ADDR"], _Variables(environ, detected.launcher).number("MASTER_PORT")
     job = [environ[name] for name in _JOB_VARIABLES.get(detected.launcher, ()) if environ.get(name)]
     if job and detected.local_size == detected.size:
         return "127.0.0.1", port_of(*job)
@@ -348,8 +341,7 @@ def meeting_point(environ: Environ, detected: Detected) -> tuple[str, int]:
 def gpus_for(local_rank: int, local_size: int, visible: int, per_rank: int = 1) -> tuple[int, ...]:
     """Returns the GPUs of one rank as indices among the visible ones; pure.
 
-    Two rules cover what launchers do: all of a host's ranks see all its GPUs, then rank r takes the r-th
-        group; or the
+    Two rules cover what launchers do: all of a host's ranks see all its GPUs, then rank r takes the r-th group; or the
     launcher masks (`srun --gpus-per-task`, CUDA_VISIBLE_DEVICES per rank), then a rank sees exactly its own.
 
     Args:
