@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from hvdtrain.core.errors import ConfigError
 
@@ -26,40 +27,23 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message[:1].upper() + message[1:], remedy=f"{self.prog} --help", shared=True)
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """A type for flags: a whole number, at least `least`."""
+Number = TypeVar("Number", int, float)
 
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number >= {least}, not {text!r}")
-        return value
+
+def _number(kind: str, convert: Callable[[str], Number], fits: Callable[[Number], bool]) -> Callable[[str], Number]:
+    def parse(text: str) -> Number:
+        with contextlib.suppress(ValueError):
+            if fits(value := convert(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {kind}, not {text!r}")
 
     return parse
 
 
-def positive(text: str) -> float:
-    """A type for flags: a finite number above 0."""
-    value = _finite(text)
-    if value is None or value <= 0:
-        raise argparse.ArgumentTypeError(f"must be a number > 0, not {text!r}")
-    return value
+def whole(least: int) -> Callable[[str], int]:
+    """A type for flags: a whole number, at least `least`."""
+    return _number(f"a whole number >= {least}", int, lambda value: value >= least)
 
 
-def at_least_0(text: str) -> float:
-    """A type for flags: a finite number, 0 or more."""
-    value = _finite(text)
-    if value is None or value < 0:
-        raise argparse.ArgumentTypeError(f"must be a number >= 0, not {text!r}")
-    return value
-
-
-def _finite(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+positive = _number("a number > 0", float, lambda value: 0 < value < math.inf)
+at_least_0 = _number("a number >= 0", float, lambda value: 0 <= value < math.inf)

@@ -64,14 +64,18 @@ def init(
         raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
     detected = detect(os.environ)
     after_s(os.environ)  # a variable that rank 0 alone reads later is refused on all ranks
-    _check_framework(framework)
+    if framework not in ("torch", "keras"):
+        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
     chosen = choose_engine(engine, detected, framework)
     attach = _adapter(framework)
     earlier = current()
     if earlier is not None:  # all ranks come again, or none
         with earlier.in_step("hvdtrain.init"):
             pass
-    _seed_everything(seed)
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
     try:
         comm = attach(detected, engine=chosen, device=device, gpus_per_rank=gpus_per_rank, seed=seed)
     except ImportError as error:
@@ -104,11 +108,6 @@ def _leave_at_exit(world: World, pid: int) -> None:
         return  # the engine is down, which the rank that ended first has explained
 
 
-def _check_framework(framework: str) -> None:
-    if framework not in ("torch", "keras"):
-        raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
-
-
 def _adapter(framework: str) -> Callable[..., Engine]:
     """Returns `attach` of the framework's adapter; the only place where a framework's name is looked up."""
     try:
@@ -136,30 +135,22 @@ def _import_error(error: Exception, framework: str) -> Exception:
     return error
 
 
-def _seed_everything(seed: int) -> None:
-    import numpy
-
-    random.seed(seed)
-    numpy.random.seed(seed)
-
-
 def _check_engine(detected: Detected, comm: Engine) -> None:
     """Refuses a world in which launcher and engine disagree: each rank training alone looks just like training."""
     if (comm.rank, comm.size) == (detected.rank, detected.size):
         return
-    remedy = {
+    remedies = {
         "srun": "start the ranks with `srun --mpi=pmix` (or pmi2), with a Horovod built with that MPI",
         "mpirun": f"rebuild Horovod with the MPI of this mpirun: {build_horovod_command()}",
         "mpijob": f"rebuild Horovod with the MPI of this image: {build_horovod_command()}",
-    }.get(
-        detected.launcher,
-        "unset variables left over from another launcher, and start again through one launcher",
-    )
+    }
     raise LauncherError(
         "the launcher and the engine must see the same world",
         f"{detected.launcher} says rank {detected.rank} of {detected.size},"
         f" {comm.name} says rank {comm.rank} of {comm.size}",
-        remedy,
+        remedies.get(
+            detected.launcher, "unset variables left over from another launcher, and start again through one launcher"
+        ),
     )
 
 

@@ -48,54 +48,31 @@ class LR:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "milestones", tuple(self.milestones))
-        _check(_positive(self.base), "base must be a finite rate > 0", base=self.base)
-        _check(
-            _whole(self.reference_batch, 1),
-            "reference_batch must be samples >= 1",
-            reference_batch=self.reference_batch,
-        )
-        _check(
-            self.scale in ("linear", "sqrt", "none"),
-            'scale must be "linear", "sqrt" or "none"',
-            scale=self.scale,
-        )
-        _check(
-            _whole(self.warmup_samples, 0),
-            "warmup_samples must be samples >= 0",
-            warmup_samples=self.warmup_samples,
-        )
-        _check(
-            not (self.warmup_samples and self.scale == "none"),
-            'warm-up goes from base to the scaled peak: with scale="none" there is nothing to warm up to',
-            warmup_samples=self.warmup_samples, scale=self.scale,
-        )  # fmt: skip
-        self._check_schedule()
-
-    def _check_schedule(self) -> None:
-        _check(
-            self.schedule in ("constant", "step", "cosine"),
-            'schedule must be "constant", "step" or "cosine"',
-            schedule=self.schedule,
-        )
+        self._check(_positive(self.base), "base must be a finite rate > 0", "base")
+        self._check(_whole(self.reference_batch, 1), "reference_batch must be samples >= 1", "reference_batch")
+        scales = self.scale in ("linear", "sqrt", "none")
+        self._check(scales, 'scale must be "linear", "sqrt" or "none"', "scale")
+        self._check(_whole(self.warmup_samples, 0), "warmup_samples must be samples >= 0", "warmup_samples")
+        rule = 'warm-up goes from base to the scaled peak: with scale="none" there is nothing to warm up to'
+        self._check(not (self.warmup_samples and self.scale == "none"), rule, "warmup_samples", "scale")
+        scheduled = self.schedule in ("constant", "step", "cosine")
+        self._check(scheduled, 'schedule must be "constant", "step" or "cosine"', "schedule")
         if self.schedule == "step":
             ordered = list(self.milestones) == sorted(set(self.milestones)) and bool(self.milestones)
-            _check(
-                ordered and all(_whole(m, 1) and m >= self.warmup_samples for m in self.milestones),
-                "milestones must be growing numbers of samples, not before the end of the warm-up",
-                milestones=self.milestones, warmup_samples=self.warmup_samples,
-            )  # fmt: skip
-            _check(_positive(self.gamma), "gamma must be finite and > 0", gamma=self.gamma)
+            later = all(_whole(m, 1) and m >= self.warmup_samples for m in self.milestones)
+            rule = "milestones must be growing numbers of samples, not before the end of the warm-up"
+            self._check(ordered and later, rule, "milestones", "warmup_samples")
+            self._check(_positive(self.gamma), "gamma must be finite and > 0", "gamma")
         else:
-            _check(not self.milestones, 'milestones belong to schedule="step"', schedule=self.schedule)
+            self._check(not self.milestones, 'milestones belong to schedule="step"', "schedule")
         if self.schedule == "cosine":
-            _check(
-                self.total_samples is not None
-                and _whole(self.total_samples, 1)
-                and self.total_samples > self.warmup_samples,
-                "a cosine needs total_samples > warmup_samples",
-                total_samples=self.total_samples, warmup_samples=self.warmup_samples,
-            )  # fmt: skip
-            _check(0 <= self.final <= 1, "final is a fraction of the peak, 0..1", final=self.final)
+            end = self.total_samples
+            far = end is not None and _whole(end, 1) and end > self.warmup_samples
+            self._check(far, "a cosine needs total_samples > warmup_samples", "total_samples", "warmup_samples")
+            self._check(0 <= self.final <= 1, "final is a fraction of the peak, 0..1", "final")
+
+    def _check(self, ok: bool, rule: str, *names: str) -> None:
+        _check(ok, rule, **{name: getattr(self, name) for name in names})
 
     def factor(self, global_batch: int) -> float:
         """Returns peak / base at `global_batch` samples an update: ranks x per-rank batch x accumulation."""

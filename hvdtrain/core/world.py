@@ -193,18 +193,18 @@ class World(Generic[EngineT]):
         with self.in_step("on_main"):
             if self.rank == 0:
                 return self._run_for_all(fn, args, kw)
-            outcome = pickle.loads(self.comm.broadcast_bytes(None, 0))
-        if isinstance(outcome, _Failure):
-            raise outcome.error()
-        return outcome.value
+            failure, result = pickle.loads(self.comm.broadcast_bytes(None, 0))
+        if failure is not None:
+            raise failure
+        return result
 
     def _run_for_all(self, fn: Callable[..., T], args: tuple[Any, ...], kw: dict[str, Any]) -> T:
         try:
             with self.tracker.on_main(getattr(fn, "__qualname__", repr(fn))):
                 result = fn(*args, **kw)
-            outcome = pickle.dumps(_Success(result))
+            outcome = pickle.dumps((None, result))
         except BaseException as error:  # whatever it is, the others are waiting for an answer
-            self.comm.broadcast_bytes(pickle.dumps(_Failure.of(error)), 0)
+            self.comm.broadcast_bytes(pickle.dumps((_failure_on_main(error), None)), 0)
             if isinstance(error, HvdtrainError):
                 error.shared = True
             raise
@@ -216,11 +216,8 @@ class World(Generic[EngineT]):
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         """Leaves the ranks. On an exception nothing collective runs: the others may be elsewhere, or gone."""
-        if exc_type is None:
-            self._leave()
-
-    def _leave(self) -> None:
-        """Leaves the ranks when all have come to their end."""
+        if exc_type is not None:
+            return
         with self.in_step(END):
             pass
         self.tracker.leave()
@@ -229,32 +226,12 @@ class World(Generic[EngineT]):
             set_current(None)
 
 
-@dataclass(frozen=True)
-class _Success:
-    value: Any
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Rank 0's exception as plain text: its class need not exist, nor be picklable, on the other ranks."""
-
-    rule: str
-    received: str
-    remedy: str
-    error_type: str
-    main_traceback: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> _Failure:
-        text = "".join(traceback.format_exception(error))
-        if isinstance(error, HvdtrainError):
-            return cls(error.rule, error.received, error.remedy, type(error).__name__, text)
-        return cls(f"{type(error).__name__} on rank 0: {error}", "", "", type(error).__name__, text)
-
-    def error(self) -> MainRankError:
-        return MainRankError(
-            self.rule, self.received, self.remedy, error_type=self.error_type, main_traceback=self.main_traceback
-        )
+def _failure_on_main(error: BaseException) -> MainRankError:
+    """What the other ranks raise: plain text, as the class need not exist, nor be picklable, there."""
+    name, text = type(error).__name__, "".join(traceback.format_exception(error))
+    if isinstance(error, HvdtrainError):
+        return MainRankError(error.rule, error.received, error.remedy, error_type=name, main_traceback=text)
+    return MainRankError(f"{name} on rank 0: {error}", error_type=name, main_traceback=text)
 
 
 def fsum(values: Any) -> float:
