@@ -19,8 +19,9 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "core.lr": "LR",
     "core.sharding": "Plan Step contiguous",
     "core.world": "World current",
-    "runs.checkpoint": "Checkpointer Progress",
+    "runs.checkpoint": "Checkpointer",
     "runs.log": "RunLog",
+    "runs.parts": "Progress",
 })  # fmt: skip
 
 __all__ += ["__version__"]
@@ -45,5 +46,5 @@ if TYPE_CHECKING:
     from hvdtrain.core.world import World as World
     from hvdtrain.core.world import current as current
     from hvdtrain.runs.checkpoint import Checkpointer as Checkpointer
-    from hvdtrain.runs.checkpoint import Progress as Progress
     from hvdtrain.runs.log import RunLog as RunLog
+    from hvdtrain.runs.parts import Progress as Progress

@@ -70,9 +70,10 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Adds the figures of both parts."""
     import hvdtrain
+    from hvdtrain.torch.engine import device_of
 
     with hvdtrain.init("torch", engine="solo", device=args.device) as world:
-        result["device"] = str(world.comm.device)
+        result["device"] = str(device_of(world))
         progress(f"1/2 pictures in memory, {args.rounds} rounds")
         result["memory"] = {"images_per_s": interleaved(memory_variants(args, world), args, args.per_rank_batch)}
         progress(f"2/2 JPEG files, {args.rounds} rounds")
@@ -215,7 +216,9 @@ def _plain(dataset: Any, batch: int, workers: int, world: World) -> Start:
     """The loader that PyTorch's examples use."""
     from torch.utils.data import DataLoader
 
-    device = world.comm.device
+    from hvdtrain.torch.engine import device_of
+
+    device = device_of(world)
 
     def batches(loader: Any) -> Iterator[Any]:
         for _ in range(EPOCHS):

@@ -35,7 +35,7 @@ def main() -> int:
     import torch
 
     rank, device, step = ARMS[args.arm](args)
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait: Step = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(WARMUP_STEPS):
         step()
     wait()
@@ -104,9 +104,10 @@ def hvdtrain_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """hvdtrain on Horovod (alone: one process)."""
     import hvdtrain
     import hvdtrain.torch as hvt
+    from hvdtrain.torch.engine import device_of
 
     world = hvdtrain.init("torch", device=args.device)
-    device = world.comm.device
+    device = device_of(world)
     module, inner, loss_of, x, y = _parts(args, device)
     model, optimizer = hvt.prepare(module, inner)
     return world.rank, device, _loop(model, optimizer, loss_of, x, y, optimizer.backward)

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from hvdtrain.core.engines import Engine, SoloEngine
 from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, ReplicaError, by_rank
@@ -20,11 +20,10 @@ from hvdtrain.core.in_step.meeting import BARRIER, END, OFF, Tracker
 from hvdtrain.core.launchers import ALONE, Detected
 
 T = TypeVar("T")
-EngineT = TypeVar("EngineT", bound=Engine)  # an adapter's own, which carries tensors
 
 
 @dataclass(frozen=True)
-class World(Generic[EngineT]):
+class World:
     """The ranks of one job, seen from this process.
 
     Attributes:
@@ -46,7 +45,7 @@ class World(Generic[EngineT]):
     engine: str
     devices: tuple[int, ...]
     seed: int
-    comm: EngineT = field(repr=False, compare=False)
+    comm: Engine = field(repr=False, compare=False)
     tracker: Tracker = field(default=OFF, repr=False, compare=False)
 
     @property
@@ -60,7 +59,7 @@ class World(Generic[EngineT]):
         return World.on(SoloEngine(), ALONE, seed=seed, node=0)
 
     @classmethod
-    def on(cls, comm: EngineT, detected: Detected, *, seed: int, node: int, tracker: Tracker = OFF) -> World[EngineT]:
+    def on(cls, comm: Engine, detected: Detected, *, seed: int, node: int, tracker: Tracker = OFF) -> World:
         """Returns the world of an engine whose ranks have met, by `node`, the index of this host."""
         return World(
             rank=comm.rank,

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.horovod_build import build, environment, patching
+    from hvdtrain.horovod_build import build, environment, patching, support
 
     if args.edits:
         print(patching.table())
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         )
     found = environment.look(args.gpu, args.mpi)
     cache = args.cache or build.cache_folder()
-    digest = build.sha256_of(args.sdist) if args.sdist else build.SDIST_SHA256
+    digest = build.sha256_of(args.sdist) if args.sdist else support.SDIST_SHA256
     folder = cache / build.cache_key(found, args.cuda, digest)
     wheel = None if args.rebuild else build.find_cached(folder)
     _say(f"Horovod 0.28.1 for {found.describe()}")

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build import cuda as cuda_toolchain
@@ -116,7 +117,7 @@ class Steps:
         self.log, self.say = log, say
         log.write_text("")
 
-    def __call__(self, what: str, command: list[str], **options) -> str:
+    def __call__(self, what: str, command: list[str], **options: Any) -> str:
         """Runs `command`; returns what it printed. Options: env, cwd, progress (function of a line), timeout_s."""
         self.say(what)
         progress, timeout_s = options.pop("progress", None), options.pop("timeout_s", None)
@@ -141,7 +142,7 @@ class Steps:
 
 
 @contextmanager
-def _process(command: list[str], **options) -> Iterator[subprocess.Popen]:
+def _process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
     """A child in its own session whose whole tree is gone when the block ends."""
     process = subprocess.Popen(
         command,
@@ -160,7 +161,7 @@ def _process(command: list[str], **options) -> Iterator[subprocess.Popen]:
             process.wait()
 
 
-def _kill_tree(process: subprocess.Popen) -> None:
+def _kill_tree(process: subprocess.Popen[str]) -> None:
     import psutil  # one of the build modules the environment check asks for
 
     try:
@@ -174,7 +175,7 @@ def _kill_tree(process: subprocess.Popen) -> None:
             continue
 
 
-def _kill_after(process: subprocess.Popen, timeout_s: float | None) -> Callable[[], None]:
+def _kill_after(process: subprocess.Popen[str], timeout_s: float | None) -> Callable[[], None]:
     """Starts a timer that kills `process`; returns the function that stops the timer."""
     if timeout_s is None:
         return lambda: None
@@ -375,7 +376,7 @@ def _require_built(printed: str, environment: Environment) -> str:
     return "check-build: " + ", ".join(name for name, needed in wanted.items() if needed)
 
 
-def _store(wheel: Path, folder: Path, record: dict) -> Path:
+def _store(wheel: Path, folder: Path, record: dict[str, Any]) -> Path:
     """Moves the wheel and its record into the cache by one rename; a broken older entry gives way."""
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
     kept = Path(shutil.copy2(wheel, partial))

@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build.support import refuse_unsupported
@@ -112,7 +113,7 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
     )
 
 
-def _torch(problems: list[str]) -> dict | None:
+def _torch(problems: list[str]) -> dict[str, Any] | None:
     """PyTorch's version and build, asked in a child so that this process stays small."""
     if importlib.util.find_spec("torch") is None:
         return None
@@ -151,7 +152,7 @@ def _missing_modules() -> list[str]:
     return [f"missing Python packages: pip install {' '.join(missing)}"] if missing else []
 
 
-def _gpu_problems(gpu: str, torch: dict | None) -> list[str]:
+def _gpu_problems(gpu: str, torch: dict[str, Any] | None) -> list[str]:
     if gpu == "nccl" and (torch is None or torch["cuda"] is None):
         have = f"torch {torch['version']}" if torch else "no torch"
         return [f"--gpu nccl needs a CUDA build of PyTorch, found {have}"]

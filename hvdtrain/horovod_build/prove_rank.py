@@ -12,11 +12,19 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MARK = "HVDTRAIN-LIVE "
 _TOO_LATE = 124  # exit code, as of timeout(1); cluster.launch.failures reads it
 _BYTES = 16 << 20
 _REPEATS = 4
+
+Tensor = Callable[[Any], Any]  # of a framework, from numbers
+Read = Callable[[Any], "np.ndarray"]
 
 
 def main(framework: str, limit_s: float | None = None) -> None:
@@ -43,7 +51,7 @@ def main(framework: str, limit_s: float | None = None) -> None:
     print(f"{framework} rank {rank} of {size} over {via} (built with {built}): proven", flush=True)
 
 
-def _timed(hvd, tensor, read, name: str) -> float:
+def _timed(hvd: Any, tensor: Tensor, read: Read, name: str) -> float:
     import numpy
 
     rank, size = hvd.rank(), hvd.size()
@@ -58,7 +66,7 @@ def _timed(hvd, tensor, read, name: str) -> float:
     return seconds
 
 
-def _torch():
+def _torch() -> tuple[Any, str, Tensor, Read]:
     import horovod.torch as hvd
     import torch
 
@@ -69,20 +77,20 @@ def _torch():
     return hvd, device.type, lambda v: torch.tensor(v, dtype=torch.float64, device=device), lambda t: t.cpu().numpy()
 
 
-def _tensorflow():
+def _tensorflow() -> tuple[Any, str, Tensor, Read]:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
     hvd.init()
 
-    def tensor(values):
+    def tensor(values: Any) -> Any:
         with tf.device("cpu"):
             return tf.constant(values, dtype=tf.float64)
 
     return hvd, "cpu", tensor, lambda t: t.numpy()
 
 
-def _expect(what: str, got, wanted: list[float]) -> None:
+def _expect(what: str, got: np.ndarray, wanted: list[float]) -> None:
     if got.tolist() != wanted:
         raise RuntimeError(f"{what} gave {got.tolist()}, expected {wanted}")
 

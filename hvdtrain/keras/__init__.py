@@ -109,8 +109,8 @@ def prepare(
     if optimizer is model:
         averaging.hook_optimizer(optimizer, session)
     else:
-        averaging.attach(model, session)  # type: ignore[arg-type]
-        fit.wrap_fit(model, session)  # type: ignore[arg-type]
+        averaging.attach(model, session)
+        fit.wrap_fit(model, session)
     return model
 
 

@@ -26,8 +26,9 @@ from hvdtrain.keras.checkpoint import check_saveable, model_state
 from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.data import Loader
 from hvdtrain.keras.session import Session, is_built, is_hooked, leaves_of, missing_hook
-from hvdtrain.runs.checkpoint import Checkpointer, Progress
+from hvdtrain.runs.checkpoint import Checkpointer
 from hvdtrain.runs.log import RunLog
+from hvdtrain.runs.parts import Progress
 
 
 class Callback(keras.callbacks.Callback):

@@ -20,8 +20,8 @@ import numpy as np
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World, given_or_current
-from hvdtrain.runs.checkpoint import Progress
 from hvdtrain.runs.clock import Clock
+from hvdtrain.runs.parts import Progress
 
 KEY = "_hvdtrain"
 # A rank that has no sample left takes part with a batch of one row that is none. Its sample weight says so: NaN, which

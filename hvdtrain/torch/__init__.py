@@ -43,8 +43,8 @@ __getattr__, __dir__, __all__ = public(__name__, {
 
 
 if TYPE_CHECKING:
+    from hvdtrain.core.in_step.proof import Proof as Proof
     from hvdtrain.torch.checkpoint import model_state as model_state
-    from hvdtrain.torch.checks.averaging import Proof as Proof
     from hvdtrain.torch.checks.averaging import verify as verify
     from hvdtrain.torch.checks.pieces import Check as Check
     from hvdtrain.torch.checks.pieces import check as check

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.core.world import World, current
-from hvdtrain.runs.checkpoint import Progress
-from hvdtrain.runs.parts import Part
+from hvdtrain.runs.parts import Part, Progress
 from hvdtrain.torch import start
 from hvdtrain.torch.checks import nonfinite
 from hvdtrain.torch.clock import CLOCK

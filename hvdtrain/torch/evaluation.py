@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.world import World, fsum
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.data.create import Augment, loader
+from hvdtrain.torch.data.create import loader
 from hvdtrain.torch.data.loader import Loader
+from hvdtrain.torch.data.source import Augment
 from hvdtrain.torch.engine import world_or_current
 from hvdtrain.torch.engines.buffers import synchronize
 from hvdtrain.torch.shell import unwrap

@@ -70,7 +70,7 @@ class Model(nn.Module):
             session.proof.saw(out)
         return out
 
-    forward = __call__  # type: ignore[assignment]
+    forward = __call__
 
     def check_entered(self) -> None:
         """Raises `ConfigError` where mixed precision was asked for, and no forward pass went through this model."""
@@ -83,7 +83,7 @@ class Model(nn.Module):
         self.session.entered = False
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         return self.module.training
 
     @training.setter
@@ -137,7 +137,7 @@ class Model(nn.Module):
         return True  # not the length of a container
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.module)})
+        return sorted({*nn.Module.__dir__(self), *dir(self.module)})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
         """What `to`, `cuda`, `half` and the like come to: allowed where nothing changes."""

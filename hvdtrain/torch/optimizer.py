@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.runs.checkpoint import Progress
+from hvdtrain.runs.parts import Progress
 from hvdtrain.torch.amp import ScalerAdapter
 from hvdtrain.torch.batches import Batch, require_batch
 from hvdtrain.torch.checks import replicas

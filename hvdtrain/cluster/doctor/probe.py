@@ -26,6 +26,8 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 FACT_LIMIT_S = 3.0
 PACKAGES = (
@@ -46,7 +48,7 @@ SECRET = re.compile(
 )
 
 
-def _system():
+def _system() -> "dict[str, Any]":
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot_id = file.read().strip()
     return {
@@ -55,7 +57,7 @@ def _system():
     }  # fmt: skip
 
 
-def _os_name():
+def _os_name() -> str:
     try:
         with open("/etc/os-release") as file:
             found = re.search(r'^PRETTY_NAME="?([^"\n]*)', file.read(), re.MULTILINE)
@@ -64,17 +66,17 @@ def _os_name():
     return found.group(1) if found else platform.system()
 
 
-def _python():
+def _python() -> "dict[str, str]":
     return {
         "executable": sys.executable, "version": platform.python_version(), "prefix": sys.prefix,
         "implementation": platform.python_implementation(), "suffix": sysconfig.get_config_var("EXT_SUFFIX") or "",
     }  # fmt: skip
 
 
-def _packages():
+def _packages() -> "dict[str, str]":
     """Versions by package, from the names of the metadata folders: the first on the path counts, as for import."""
     pattern = re.compile(r"^(.+?)-([^-]+?)(?:-py[\d.]+)?\.(?:dist-info|egg-info)$")
-    found = {}  # type: dict
+    found: dict[str, str] = {}
     for folder in sys.path:
         try:
             names = os.listdir(folder or ".")
@@ -97,7 +99,7 @@ def _packages():
     return found
 
 
-def package_folder(name):
+def package_folder(name: str) -> "str | None":
     """Where a package would be imported from; None when it is not there. Imports nothing."""
     try:
         spec = importlib.util.find_spec(name)
@@ -107,7 +109,7 @@ def package_folder(name):
     return os.path.dirname(spec.origin) if spec and spec.origin and spec.submodule_search_locations else None
 
 
-def _text(path, pattern):
+def _text(path: str, pattern: str) -> "str | None":
     try:
         with open(path, errors="replace") as file:
             found = re.search(pattern, file.read())
@@ -116,7 +118,7 @@ def _text(path, pattern):
     return found.group(1) if found else None
 
 
-def _code():
+def _code() -> "dict[str, str] | None":
     """A digest of hvdtrain's own sources: the same version can be another checkout."""
     folder = package_folder("hvdtrain")
     if folder is None:
@@ -128,7 +130,7 @@ def _code():
     return {"folder": folder, "sha256": digest.hexdigest()}
 
 
-def _horovod():
+def _horovod() -> "dict[str, Any] | None":
     folder = package_folder("horovod")
     if folder is None:
         return None
@@ -149,7 +151,7 @@ def _horovod():
     }  # fmt: skip
 
 
-def extension_facts(path):
+def extension_facts(path: str) -> "dict[str, Any]":
     """What a Horovod extension was built with, and which of its libraries this host lacks; the file is not loaded.
 
     The names of its C++ classes, of the libraries that it needs and of the folders it looks for them in are plain text
@@ -164,12 +166,12 @@ def extension_facts(path):
     return dict(built, needs=found, missing=[name for name in found if not _loadable(name, folders)])
 
 
-def _word(data, start):
+def _word(data: mmap.mmap, start: bytes) -> "str | None":
     at = data.find(start)
     return data[at + 1 : data.find(b"\0", at + 1)].decode("ascii", "replace") if at >= 0 else None
 
 
-def _loadable(name, folders):
+def _loadable(name: str, folders: "list[str]") -> bool:
     if any(os.path.exists(os.path.join(folder, name)) for folder in folders):
         return True
     try:
@@ -179,7 +181,7 @@ def _loadable(name, folders):
     return True
 
 
-def _torch():
+def _torch() -> "dict[str, str | None] | None":
     folder = package_folder("torch")
     if folder is None:
         return None
@@ -187,18 +189,18 @@ def _torch():
     return {"cuda": _text(path, r"cuda(?:: [\w\[\] |]+)? = '([^']+)'"), "hip": _text(path, r"hip(?:: .*)? = '([^']+)'")}
 
 
-def _mpi():
+def _mpi() -> "dict[str, Any] | None":
     path = shutil.which("mpirun")
     return {"mpirun": path, "version": _output([path, "--version"]).splitlines()[:1]} if path else None
 
 
-def _output(command, limit_s=FACT_LIMIT_S):
+def _output(command: "list[str]", limit_s: float = FACT_LIMIT_S) -> str:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           universal_newlines=True, timeout=limit_s)  # fmt: skip
     return done.stdout
 
 
-def _tools():
+def _tools() -> "dict[str, str | None]":
     found = {}
     for name, flag in (("c++", "-dumpfullversion"), ("cmake", "--version"), ("nvcc", "--version")):
         path = shutil.which(name)
@@ -207,13 +209,13 @@ def _tools():
     return found
 
 
-def gpu_count():
+def gpu_count() -> int:
     """Devices that this process may use, without asking the driver's tools: for the quick checks."""
     nodes = [name for name in os.listdir("/dev") if re.match(r"^nvidia\d+$", name)]
     return visible(len(nodes), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def visible(count, mask):
+def visible(count: int, mask: "str | None") -> int:
     """How many of `count` devices a CUDA_VISIBLE_DEVICES leaves."""
     if mask is None:
         return count
@@ -225,7 +227,7 @@ def visible(count, mask):
     return min(count, len(chosen))
 
 
-def _gpus():
+def _gpus() -> "dict[str, Any]":
     """Every GPU as nvidia-smi tells it; which cards the PCI bus has, seen or not."""
     cards = 0
     for folder in glob.glob("/sys/bus/pci/devices/*"):
@@ -246,7 +248,7 @@ def _gpus():
     return {"cards": cards, "devices": devices, "driver": driver, "error": "; ".join(errors) or None}
 
 
-def _cores():
+def _cores() -> "dict[str, Any]":
     return {
         "usable": len(os.sched_getaffinity(0)),
         "quota": _quota(),
@@ -255,7 +257,7 @@ def _cores():
     }
 
 
-def _quota():
+def _quota() -> "float | None":
     """Cores that the control group (version 2, or 1) leaves; None: no limit."""
     limit = _text("/sys/fs/cgroup/cpu.max", r"(\S+ \d+)")
     if limit is None:
@@ -265,19 +267,19 @@ def _quota():
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
 
 
-def _cpu_flags():
+def _cpu_flags() -> "list[str]":
     flags = (_text("/proc/cpuinfo", r"(?m)^flags\s*:\s*(.*)") or "").split()
     return sorted(set(flags) & {"avx", "avx2", "avx512f", "f16c", "fma"})
 
 
-def _memory():
+def _memory() -> "dict[str, int]":
     with open("/proc/meminfo") as file:
         text = file.read()
     kib = {name: re.search(rf"(?m)^{name}:\s+(\d+)", text) for name in ("MemTotal", "MemAvailable")}
     return {name: int(match.group(1)) << 10 for name, match in kib.items() if match}
 
 
-def _limits():
+def _limits() -> "dict[str, list[int | None]]":
     names = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "as": resource.RLIMIT_AS}
     found = {name: list(resource.getrlimit(number)) for name, number in names.items()}
     return {
@@ -285,7 +287,7 @@ def _limits():
     }
 
 
-def interfaces():
+def interfaces() -> "list[dict[str, Any]]":
     """Every IPv4 address: [{"name", "address", "prefix", "mtu", "up"}] (SIOCGIFCONF, as `ip` needs not be there)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         buffer = ctypes.create_string_buffer(40 << 14)
@@ -307,7 +309,7 @@ def interfaces():
         return found
 
 
-def _folder(path):
+def _folder(path: str) -> "dict[str, Any]":
     """Room in the file system that holds `path` or would hold it."""
     while not os.path.exists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
@@ -321,7 +323,7 @@ def _folder(path):
     }
 
 
-def _temporary():
+def _temporary() -> "dict[str, Any]":
     """The folder for temporary files; Python itself tries to write to it, and to others if it cannot."""
     wanted = os.environ.get("TMPDIR") or "/tmp"
     try:
@@ -331,12 +333,12 @@ def _temporary():
     return dict(_folder(wanted), path=wanted, error=None if usable == wanted else "not writable")
 
 
-def _variables():
+def _variables() -> "dict[str, str]":
     kept = {name: value for name, value in os.environ.items() if VARIABLES.match(name) and not SECRET.search(name)}
     return {name: value[:200] for name, value in sorted(kept.items())}
 
 
-def reached():
+def reached() -> "str | None":
     """This host's IPv4 address that the ssh connection came to; None without ssh, or through IPv6."""
     # "client's address, its port, server's address, its port": sshd sets it
     parts = os.environ.get("SSH_CONNECTION", "").split()
@@ -347,7 +349,7 @@ def reached():
         return None
 
 
-def _other_ranks():
+def _other_ranks() -> "list[int]":
     """Processes of this user that are ranks of a Horovod or MPI job."""
     found = []
     for path in glob.glob("/proc/[0-9]*/environ"):
@@ -361,14 +363,17 @@ def _other_ranks():
     return sorted(found)[:64]
 
 
-QUICK = {"system": _system, "python": _python, "packages": _packages, "code": _code, "horovod": _horovod,
-         "gpu_count": gpu_count, "cores": _cores, "interfaces": interfaces,
-         "reached": reached}  # fmt: skip
-THOROUGH = {"torch": _torch, "mpi": _mpi, "tools": _tools, "gpus": _gpus, "memory": _memory, "limits": _limits,
-            "temporary": _temporary, "variables": _variables, "other_ranks": _other_ranks}  # fmt: skip
+QUICK: "dict[str, Callable[[], Any]]" = {
+    "system": _system, "python": _python, "packages": _packages, "code": _code, "horovod": _horovod,
+    "gpu_count": gpu_count, "cores": _cores, "interfaces": interfaces, "reached": reached,
+}  # fmt: skip
+THOROUGH: "dict[str, Callable[[], Any]]" = {
+    "torch": _torch, "mpi": _mpi, "tools": _tools, "gpus": _gpus, "memory": _memory, "limits": _limits,
+    "temporary": _temporary, "variables": _variables, "other_ranks": _other_ranks,
+}  # fmt: skip
 
 
-def facts(request):
+def facts(request: "dict[str, Any]") -> "dict[str, Any]":
     """Everything asked for: {fact: value}, or {fact: {"unanswered": why}} where that failed or took too long."""
     sys.path[:0] = [folder for folder in request.get("paths", []) if folder not in sys.path]
     cwd = request.get("cwd")
@@ -380,11 +385,11 @@ def facts(request):
     return ask(questions, request.get("limit_s", FACT_LIMIT_S))
 
 
-def ask(questions, limit_s):
+def ask(questions: "dict[str, Callable[[], Any]]", limit_s: float) -> "dict[str, Any]":
     """Calls every function in a thread of its own; an answer that takes longer than `limit_s` is given up."""
-    answers = {name: {"unanswered": f"no answer in {limit_s:g} s"} for name in questions}
+    answers: dict[str, Any] = {name: {"unanswered": f"no answer in {limit_s:g} s"} for name in questions}
 
-    def answer(name, question):
+    def answer(name: str, question: "Callable[[], Any]") -> None:
         try:
             answers[name] = question()
         except Exception as error:  # whatever a host's files or drivers do: the other facts still count

@@ -12,6 +12,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 MARK = "\x1e"  # before every reply, as in `protocol`: a shell's start-up files print before it
 LIFE_S = 120.0  # then this process ends itself, whatever became of the one that started it
@@ -22,14 +24,14 @@ MARKER = ".hvdtrain-doctor-%s-%d"
 MARKER_BYTES = 1 << 20
 
 _token = b""
-_markers = []  # type: list
+_markers: "list[str]" = []
 
 
-def listen(request):
+def listen(request: "dict[str, Any]") -> "dict[str, Any]":
     """Opens a port on each address: {"ports": {address: port}, "errors": {address: text}}."""
     global _token
     _token = request["token"].encode()
-    reply = {"ports": {}, "errors": {}}  # type: dict
+    reply: dict[str, dict[str, Any]] = {"ports": {}, "errors": {}}
     for address in request["addresses"]:
         try:
             server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -43,13 +45,13 @@ def listen(request):
     return reply
 
 
-def _accept(server):
+def _accept(server: socket.socket) -> None:
     while True:
         connection, _ = server.accept()
         threading.Thread(target=_answer, args=(connection,), daemon=True).start()
 
 
-def _answer(connection):
+def _answer(connection: socket.socket) -> None:
     """One visitor: the token, then E (send back what comes) or S (count what comes)."""
     try:
         connection.settimeout(SOCKET_LIMIT_S)
@@ -66,7 +68,7 @@ def _answer(connection):
         connection.close()
 
 
-def _exactly(connection, count):
+def _exactly(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         piece = connection.recv(count - len(data))
@@ -76,7 +78,7 @@ def _exactly(connection, count):
     return data
 
 
-def _count(connection):
+def _count(connection: socket.socket) -> None:
     """Receives until the sender has sent all, and tells it how much came in how many seconds."""
     buffer, total, start = bytearray(CHUNK_BYTES), 0, None
     while True:
@@ -89,11 +91,11 @@ def _count(connection):
     connection.sendall(json.dumps({"bytes": total, "seconds": seconds}).encode())
 
 
-def reach(request):
+def reach(request: "dict[str, Any]") -> "dict[str, Any]":
     """Connects to every peer at once: {"reach": {name: {"seconds", "source"} or {"error", "text"}}}."""
-    found = {}
+    found: dict[str, Any] = {}
 
-    def visit(name, address, port):
+    def visit(name: str, address: str, port: int) -> None:
         found[name] = _visit(address, port, request["token"].encode(), request["timeout_s"])
 
     threads = [threading.Thread(target=visit, args=peer, daemon=True) for peer in request["peers"]]
@@ -105,7 +107,7 @@ def reach(request):
     return {"reach": {peer[0]: found.get(peer[0], missing) for peer in request["peers"]}}
 
 
-def _visit(address, port, token, timeout_s):
+def _visit(address: str, port: int, token: bytes, timeout_s: float) -> "dict[str, Any]":
     """Connects, and measures the shortest time of a byte there and back."""
     connected = False
     try:
@@ -124,7 +126,7 @@ def _visit(address, port, token, timeout_s):
         return {"error": _kind(error, connected), "text": str(error)}
 
 
-def _kind(error, connected):
+def _kind(error: OSError, connected: bool) -> str:
     if isinstance(error, socket.timeout):
         return "silent" if connected else "timeout"
     if connected:
@@ -136,7 +138,7 @@ def _kind(error, connected):
     return kinds.get(error.errno or 0, "other")
 
 
-def send(request):
+def send(request: "dict[str, Any]") -> "dict[str, Any]":
     """Sends to one peer for a while: {"bytes", "seconds"} as the receiver counted, or {"error", "text"}."""
     address, port = request["peer"]
     chunk = memoryview(bytearray(CHUNK_BYTES))
@@ -160,12 +162,12 @@ def send(request):
         return {"error": "other", "text": str(error)}
 
 
-def clock(request):
+def clock(request: "dict[str, Any]") -> "dict[str, Any]":
     """The time here: {"time": seconds since 1970}."""
     return {"time": time.time()}
 
 
-def mark(request):
+def mark(request: "dict[str, Any]") -> "dict[str, Any]":
     """Writes this host's file into a folder, to the disk: {} or {"error": text, "errno": number}."""
     path = os.path.join(request["folder"], MARKER % (request["token"], request["index"]))
     try:
@@ -183,13 +185,13 @@ def mark(request):
     return {}
 
 
-def see(request):
+def see(request: "dict[str, Any]") -> "dict[str, Any]":
     """Which hosts' files are seen in a folder here: {"seen": [index]}."""
     paths = [os.path.join(request["folder"], MARKER % (request["token"], index)) for index in range(request["count"])]
     return {"seen": [index for index, path in enumerate(paths) if os.path.exists(path)]}
 
 
-def unmark(request):
+def unmark(request: "dict[str, Any]") -> "dict[str, Any]":
     """Removes what `mark` wrote."""
     while _markers:
         try:
@@ -199,7 +201,7 @@ def unmark(request):
     return {}
 
 
-def serve(answers):
+def serve(answers: "dict[str, Callable[[dict[str, Any]], Any]]") -> None:
     """Answers requests (one line of JSON each) until standard input ends; then nothing is left."""
     end = threading.Timer(LIFE_S, os._exit, [3])
     end.daemon = True

@@ -11,6 +11,7 @@ from typing import Literal
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.schedule import (
+    Action,
     Device,
     Link,
     Remat,
@@ -221,7 +222,7 @@ class _Chain:
         return Partition(tuple(sizes), seconds, tuple(self.bytes(*group) for group in groups), max(seconds))
 
 
-def _step_seconds(cost: SegmentCost, sizes: Sequence[int], order: Sequence, remat: Remat) -> float:
+def _step_seconds(cost: SegmentCost, sizes: Sequence[int], order: Sequence[Action], remat: Remat) -> float:
     """Of one segment for all micro-batches."""
     again = Counter(sizes[micro] for micro in recomputed(remat, order))
     return sum(

@@ -60,7 +60,7 @@ class Process(multiprocessing.context.ForkProcess):
 class Context(multiprocessing.context.ForkContext):
     """What a `DataLoader` starts its workers by."""
 
-    Process = Process  # type: ignore[assignment]
+    Process = Process
 
 
 def worker_context() -> Context | None:

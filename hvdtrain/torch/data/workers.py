@@ -203,7 +203,7 @@ class Workers:
                 DataLoader(
                     reader,
                     batch_size=None,  # the reader makes whole batches
-                    sampler=questions,  # type: ignore[arg-type]
+                    sampler=questions,
                     collate_fn=_as_it_is,  # type: ignore[arg-type]
                     num_workers=workers,
                     multiprocessing_context=worker_context() if workers > 0 else None,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hvdtrain.core.same_data import is_statistic
 from hvdtrain.core.world import World
 from hvdtrain.torch.checks.replicas import checksums
-from hvdtrain.torch.engines.base import TorchEngine
+from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines.sync_batchnorm import is_synchronized
 from hvdtrain.torch.shell import unwrap
 
@@ -43,19 +43,19 @@ def synchronize(model: nn.Module, world: World) -> None:
         broadcast_([buffers[name] for name in differ if name not in statistics], world)
 
 
-def average_(tensors: Sequence[Tensor], world: World[TorchEngine]) -> None:
+def average_(tensors: Sequence[Tensor], world: World) -> None:
     """Sets floating tensors to their mean over ranks, summed in float64; collective."""
     for group in _groups(tensors):
         flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in group])
-        flat = world.comm.sum_(flat) / world.size
+        flat = engine_of(world).sum_(flat) / world.size
         _unpack(flat, group)
 
 
-def broadcast_(tensors: Sequence[Tensor], world: World[TorchEngine], root: int = 0) -> None:
+def broadcast_(tensors: Sequence[Tensor], world: World, root: int = 0) -> None:
     """Gives every rank root's tensors, in place; collective. Any dtypes, layouts in memory and devices."""
     for group in _groups(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        _unpack(world.comm.broadcast_(flat, root), group)
+        _unpack(engine_of(world).broadcast_(flat, root), group)
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -151,7 +151,7 @@ class _Normalise(torch.autograd.Function):
         return output, mean, var, count
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, var, count = ctx.saved_tensors
         invstd = (var + ctx.eps).rsqrt()
         shape = [1, -1] + [1] * (x.dim() - 2)
