@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -29,7 +30,7 @@ def wait_for(what: Callable[[], bool], timeout_s: float = 20) -> None:
         time.sleep(0.02)
 
 
-def run(folder: Path, *command: str, stdout: object = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess:
+def run(folder: Path, *command: str, stdout: IO[str] | int = -1, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [*LAUNCH, *command], cwd=folder, env=clean_environment(env), stdout=stdout, stderr=subprocess.PIPE,
         text=True, errors="replace", timeout=TIMEOUT_S, check=False,
@@ -180,7 +181,12 @@ def test_a_silence_shorter_than_the_signs_of_life_is_refused(limit):
 def test_names_are_looked_up_at_the_same_time(monkeypatch, limit):
     """One after the other they took 91 s with a dead resolver, and the first agents gave the launcher up."""
     names = [f"h{number}" for number in range(40)]
-    monkeypatch.setattr("hvdtrain.cluster.ssh.is_this_machine", lambda name: time.sleep(0.25) or True)
+
+    def looked_up(name: str) -> bool:
+        time.sleep(0.25)
+        return True
+
+    monkeypatch.setattr("hvdtrain.cluster.ssh.is_this_machine", looked_up)
     started = time.monotonic()
     agents = Agents(Job(["true"], parse_hosts(",".join(names)), 40, python="/bin/true"), None)
     seconds = time.monotonic() - started

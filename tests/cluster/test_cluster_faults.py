@@ -100,7 +100,7 @@ def launch(hosts: Cluster, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         *flags: str, fault: str = "", program: Sequence[str | Path] = (), limit_s: float | None = LIMIT_S
     ) -> Launched:
         limits = ["--lost-after", f"{limit_s}", "--stopped-after", f"{limit_s}", "--grace", f"{GRACE_S}"]
-        line = ["hvdtrain", "launch", "-np", "2", "-H", "host1:1,host2:1", "--log-dir", tmp_path / "logs", *flags]
+        line = ["hvdtrain", "launch", "-np", "2", "-H", "host1:1,host2:1", "--log-dir", f"{tmp_path}/logs", *flags]
         line += [] if limit_s is None else limits
         program = program or [sys.executable, STEPS, tmp_path, *filter(None, [fault])]
         with (tmp_path / "output").open("wb") as output:

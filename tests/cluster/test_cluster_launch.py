@@ -207,6 +207,7 @@ def test_a_reader_that_pauses_holds_the_job_back_but_does_not_end_it(tmp_path, l
 def test_a_reader_that_goes_away_ends_the_job(tmp_path):
     with launched(tmp_path, "*:many:60000", "*:sleep:60") as job:
         job.until("line 0 of")
+        assert job.process.stdout is not None
         job.process.stdout.close()
         assert job.process.wait(timeout=20) == 141
         job.process.stdout = None
@@ -302,7 +303,9 @@ def test_whoever_is_killed_nothing_is_left(tmp_path, who):
     with launched(tmp_path, "*:orphan:willing", "*:wait:60") as job:
         job.until("[0] waiting", "[1] waiting")
         guard, agent, *_ = job.belonging("hvdtrain.cluster.launch.agent")
-        {"launcher": job.process, "guard": guard, "agent": agent}[who].kill()
+        found: dict[str, subprocess.Popen[str] | psutil.Process]
+        found = {"launcher": job.process, "guard": guard, "agent": agent}
+        found[who].kill()
         ended = job.end(20)
         assert ended.code == (-9 if who == "launcher" else 255), ended.text
         assert job.left_after(8) == []

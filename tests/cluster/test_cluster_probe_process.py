@@ -39,13 +39,13 @@ def interpreters() -> dict[str, str]:
     found = {f"{sys.version_info[0]}.{sys.version_info[1]}": sys.executable}
     for minor in range(6, 16):
         version = f"3.{minor}"
-        places = [*Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), shutil.which(f"python{version}")]
-        for place in filter(None, places):
+        built = [str(path) for path in Path.home().glob(f".pyenv/versions/{version}.*/bin/python")]
+        for place in filter(None, [*built, shutil.which(f"python{version}")]):
             done = subprocess.run(
                 [place, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True
             )
             if done.stdout.strip() == str(minor):
-                found.setdefault(version, str(place))
+                found.setdefault(version, place)
     return found
 
 

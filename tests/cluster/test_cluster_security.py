@@ -84,7 +84,7 @@ def look(c: Cluster, seen: Seen) -> None:
 def seen(hosts: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """A job on the second network, looked at all the time."""
     folder, seen = tmp_path_factory.mktemp("job"), Seen()
-    flags = ["--network", NETWORK, "-x", "DATA_PASSWORD", "--log-dir", folder / "logs"]
+    flags = ["--network", NETWORK, "-x", "DATA_PASSWORD", "--log-dir", f"{folder}/logs"]
     with (folder / "output").open("wb") as output:
         job = hosts.popen(
             "host1", [*LAUNCH, *flags, "--", sys.executable, STEPS, folder], env=SECRETS,
@@ -153,7 +153,7 @@ def test_words_arrive_as_they_were_given(hosts: Cluster, tmp_path: Path) -> None
     folder = tmp_path / 'it\'s a $(touch it) "folder";'
     folder.mkdir()
     code = "import os, sys; print([os.getcwd(), *sys.argv[1:]])"
-    launch = ["hvdtrain", "launch", "-H", "host1:1,host2:1", "--log-dir", tmp_path / "logs", "--quiet", "--"]
+    launch = ["hvdtrain", "launch", "-H", "host1:1,host2:1", "--log-dir", f"{tmp_path}/logs", "--quiet", "--"]
     done = hosts.run("host1", [*launch, sys.executable, "-c", code, *WORDS], cwd=folder).check()
     for rank in (0, 1):
         log = (tmp_path / "logs" / f"rank-{rank:04d}.log").read_text()

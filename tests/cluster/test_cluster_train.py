@@ -115,7 +115,7 @@ def test_launch_trains_whatever_the_interfaces_names(
 ) -> None:
     run_dir = tmp_path / "run"
     program = command(programs, "torch_resnet", run_dir)
-    launch = [*LAUNCH, "-np", "4", "-H", TWO_HOSTS, "--log-dir", tmp_path / "logs", "--", *program]
+    launch: list[str | Path] = [*LAUNCH, "-np", "4", "-H", TWO_HOSTS, "--log-dir", tmp_path / "logs", "--", *program]
     done = mixed_hosts.run("host1", launch, timeout_s=240)
     check_training(done, run_dir, ON_TWO_HOSTS, mixed_hosts)
     assert "(eth0 10.77.0.11)" in done.text and "(ens5 10.77.0.12)" in done.text
@@ -126,7 +126,7 @@ def test_four_hosts_with_one_rank_each(mixed_hosts: Cluster, programs: dict[str,
     run_dir = tmp_path / "run"
     program = command(programs, "torch_resnet", run_dir)
     everywhere = "host1:1,host2:1,host3:1,host4:1"
-    launch = [*LAUNCH, "-np", "4", "-H", everywhere, "--log-dir", tmp_path / "logs", "--", *program]
+    launch: list[str | Path] = [*LAUNCH, "-np", "4", "-H", everywhere, "--log-dir", tmp_path / "logs", "--", *program]
     done = mixed_hosts.run("host1", launch, timeout_s=240)
     check_training(done, run_dir, ON_FOUR_HOSTS, mixed_hosts)
 
@@ -134,7 +134,7 @@ def test_four_hosts_with_one_rank_each(mixed_hosts: Cluster, programs: dict[str,
 def test_hosts_whose_own_names_mean_127_0_1_1_as_debian_installs_them(hosts: Cluster, tmp_path: Path) -> None:
     before = {host: (hosts.etc(host) / "hosts").read_text() for host in hosts.hosts}
     code = "import horovod.torch as hvd; hvd.init(); print('place:', hvd.rank()); hvd.shutdown()"
-    launch = [*LAUNCH, "--no-checks", "-H", "host1:1,host2:1", "--log-dir", tmp_path / "logs"]
+    launch: list[str | Path] = [*LAUNCH, "--no-checks", "-H", "host1:1,host2:1", "--log-dir", tmp_path / "logs"]
     try:
         for host, text in before.items():
             others = [line for line in text.splitlines() if not line.endswith(f" {host}")]

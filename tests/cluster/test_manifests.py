@@ -176,10 +176,10 @@ def test_openpai_commands_train_over_two_tasks(openpai: Job, tmp_path: Path) -> 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    tasks = []
+    tasks: list[subprocess.Popen[str]] = []
     try:
-        for task in range(2):
-            env = clean_environment(openpai_environment(task, 2, port) | {"PATH": path})
+        for index in range(2):
+            env = clean_environment(openpai_environment(index, 2, port) | {"PATH": path})
             command = ["timeout", "--signal=KILL", "90", "bash", "-euc", script]
             tasks.append(subprocess.Popen(command, env=env, cwd=tmp_path, stdout=-1, stderr=-1, text=True))
         said = [task.communicate(timeout=100) for task in tasks]

@@ -130,7 +130,7 @@ def epochs_in(run_dir: Path) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_preempted_it_is_requeued_and_resumes(queue: Slurm, few_pictures: Path, tmp_path: Path) -> None:
-    command = ["python", "-m", "hvdtrain.keras_mnist", "--data", few_pictures, "--run-dir", "run"]
+    command: list[str | Path] = ["python", "-m", "hvdtrain.keras_mnist", "--data", few_pictures, "--run-dir", "run"]
     job = queue.submit(tmp_path, *command, "--epochs", str(EPOCHS), "--per-rank-batch", "32")
     run_dir = tmp_path / "run"
     queue.wait(lambda: sum(map(len, epochs_in(run_dir))) >= 2 or job.state == "FAILED", 150, job.told)

@@ -39,7 +39,7 @@ def hosts(made: Cluster) -> Cluster:
 def set_up(c: Cluster, *arguments: str, answer: str | None = None) -> Result:
     """Run the script as the user on host1; `answer` is typed on a terminal, without it there is none."""
     env = {"SSH_ASKPASS": str(c.folder / "askpass"), "SSH_ASKPASS_REQUIRE": "force"}
-    line = [c.folder / "setup.sh", *arguments]
+    line: list[str | Path] = [c.folder / "setup.sh", *arguments]
     if answer is None:
         return c.run("host1", line, user=USER, cwd="/", env=env)
     ours, its = os.openpty()

@@ -67,7 +67,7 @@ def test_on_a_gpu() -> None:
     probe = [sys.executable, "-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"]
     if subprocess.run(probe, check=False).returncode:
         pytest.skip("PyTorch sees no GPU here")
-    arguments = [PROGRAM, "--device", "cuda:0", *SMALL, "resnet18"]
+    arguments = [str(PROGRAM), "--device", "cuda:0", *SMALL, "resnet18"]
     result = run_ranks(arguments, 1, launcher="none", timeout_s=400, env={"CUDA_VISIBLE_DEVICES": "0"}).check()
     lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
     assert len(lines) == 4 and not [line for line in lines if "bad" in line], result.out

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from harness import PROGRAMS, run_ranks, together
+from harness import PROGRAMS, Result, run_ranks, together
 
 from hvdtrain.core.in_step import arrival
 
 LATE = PROGRAMS / "core" / "late.py"
 
 
-def check_late(framework: str) -> None:
+def check_late(framework: str) -> Result:
     """Horovod would end this job after 5 s."""
     env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5", "KERAS_BACKEND": "tensorflow"}
     done = run_ranks([LATE, framework, "7"], 2, env=env).check()
     assert [done.ranks_output[rank] for rank in range(2)] == ["together: [0, 1]"] * 2, done.text
+    return done
 
 
 def test_a_rank_that_comes_late_and_one_that_does_not_come() -> None:

@@ -17,7 +17,7 @@ import pytest
 from harness import REPOSITORY
 
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.horovod_build import build, patching
+from hvdtrain.horovod_build import build, patching, support
 
 
 def snapshot(source: Path) -> dict[str, bytes]:
@@ -77,7 +77,7 @@ def test_an_archive_that_the_index_made_up_is_not_run(tmp_path, monkeypatch, lim
     """pip runs setup.py for an archive's metadata; the checksum has to come before that."""
     ran, index = tmp_path / "ran", tmp_path / "index" / "horovod"
     index.mkdir(parents=True)
-    top = tmp_path / f"horovod-{build.HOROVOD_VERSION}"
+    top = tmp_path / f"horovod-{support.HOROVOD_VERSION}"
     top.mkdir()
     (top / "setup.py").write_text(f"open({str(ran)!r}, 'w')\nimport setuptools\nsetuptools.setup(name='horovod')\n")
     archive = index / f"{top.name}.tar.gz"
@@ -90,7 +90,7 @@ def test_an_archive_that_the_index_made_up_is_not_run(tmp_path, monkeypatch, lim
     cache.mkdir()
     with pytest.raises(HvdtrainError, match="DO NOT MATCH THE HASHES") as error:
         build.fetch_sdist(cache, build.Steps(tmp_path / "log", print))
-    assert not ran.exists() and build.SDIST_SHA256 in str(error.value)
+    assert not ran.exists() and support.SDIST_SHA256 in str(error.value)
     limit("C11a", "a package index that lies: its archive's setup.py", refused=str(error.value).splitlines()[0])
 
 
@@ -151,14 +151,16 @@ def test_stock_keras_wrapper_warns_that_it_does_not_average():
 
 def extension(framework: str) -> Path:
     """The installed extension's library; found without importing a framework."""
-    (package,) = importlib.util.find_spec("horovod").submodule_search_locations
+    spec = importlib.util.find_spec("horovod")
+    assert spec is not None and spec.submodule_search_locations is not None
+    (package,) = spec.submodule_search_locations
     (library,) = (Path(package) / framework).glob("mpi_lib*.so")
     return library
 
 
 def test_extensions_carry_no_folder_of_the_build_machine():
     for framework in ("torch", "tensorflow"):
-        command = ["readelf", "-d", extension(framework)]
+        command = ["readelf", "-d", str(extension(framework))]
         dynamic = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         paths = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", dynamic)
         parts = [part for path in paths for part in path.split(":")]

@@ -55,7 +55,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def cases(request: pytest.FixtureRequest) -> list[str]:
-    here = [item for item in request.session.items if item.module is request.module]
+    here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
     return [] if any(item.get_closest_marker("thorough") for item in here) else QUICK
 
 

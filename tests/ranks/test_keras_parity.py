@@ -101,7 +101,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def cases(request: pytest.FixtureRequest, backend: str) -> list[str]:
     """What is run: nothing named is everything."""
-    here = [item for item in request.session.items if item.module is request.module]
+    here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
     everything = backend != "torch" or any(item.get_closest_marker("thorough") for item in here)
     return [] if everything else [*OF_TORCH, *MICRO, "off", "batchnorm", "jit_compile"]
 

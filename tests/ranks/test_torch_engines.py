@@ -117,7 +117,7 @@ def cluster(kind: str) -> list[dict[str, str]]:
 
 
 def spawn(variables: list[dict[str, str]], *program: object) -> Result:
-    command = [FOLDER / "spawn.py", json.dumps(variables), *map(str, program)]
+    command: list[str | Path] = [FOLDER / "spawn.py", json.dumps(variables), *map(str, program)]
     return run_ranks(command, 1, launcher="none", timeout_s=120)
 
 

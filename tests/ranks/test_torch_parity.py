@@ -80,7 +80,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     ids=lambda param: "-".join(map(str, param)),
 )
 def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run(*request.param, tmp_path_factory.mktemp("many"))
+    engine, ranks = request.param
+    return run(engine, ranks, tmp_path_factory.mktemp("many"))
 
 
 def difference(a: Outcome, b: Outcome, case: str) -> float:

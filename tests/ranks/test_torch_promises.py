@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch_cases
 from harness import Result, run_ranks
@@ -42,4 +44,5 @@ def test_limits_of_the_loader(result: Result, limit: Limit) -> None:
     shown = dict(line.removeprefix("shown ").split(" ", 1) for line in lines if line.startswith("shown "))
     for row, (attack, verdict) in ROWS.items():
         text = shown[row]
-        limit(row, attack, **{verdict: float(text) if verdict == "exact" else text})
+        told: dict[str, Any] = {verdict: float(text) if verdict == "exact" else text}
+        limit(row, attack, **told)

@@ -51,12 +51,13 @@ WARNINGS = {
     "no-such-interface",
 }  # fmt: skip
 BROKEN: dict[str, Broken] = {}
+Break = Callable[[Cluster], Iterator[None]]
 
 
-def broken(found: dict[str, list[str]], fix: str, *flags: str, **more: str) -> Callable:
+def broken(found: dict[str, list[str]], fix: str, *flags: str, **more: str) -> Callable[[Break], Break]:
     """Register a way to break a cluster; it is named after its function."""
 
-    def add(function: Callable) -> Callable:
+    def add(function: Break) -> Break:
         BROKEN[function.__name__] = Broken(contextmanager(function), found, fix, list(flags), **more)
         return function
 

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -114,8 +115,8 @@ class Cluster:
             seconds = time.monotonic() - start
             out.seek(0)
             err.seek(0)
-            wrote = (file.read().decode("utf-8", "replace") for file in (out, err))
-            done = Result(process.returncode, *wrote, seconds)
+            said, complained = (file.read().decode("utf-8", "replace") for file in (out, err))
+            done = Result(process.returncode, said, complained, seconds)
         if late:
             self.end_all()
             raise ClusterError(
@@ -131,7 +132,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         cwd: str | Path = REPOSITORY,
         user: str = "root",
-        **options: object,
+        **options: Any,
     ) -> subprocess.Popen[bytes]:
         """Start a command in a host. Signals sent to the result reach the command (SIGINT: its process group, as from a
         terminal; kill(): itself), its exit code is the command's."""
@@ -144,7 +145,7 @@ class Cluster:
             [*command, *map(str, argv)],
             env=environment,
             start_new_session=True,
-            **options,  # type: ignore[call-overload]
+            **options,
         )
 
     def environment(self, extra: Mapping[str, str] | None = None, *, home: Path, user: str = "root") -> dict[str, str]:

@@ -20,8 +20,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 NAMESPACES = {"ipc": 0x08000000, "uts": 0x04000000, "net": 0x40000000, "pid": 0x20000000, "mnt": 0x00020000}
 MS_NOSUID_NODEV_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2 | 0x4 | 0x8, 0x1000, 0x4000, 0x40000
@@ -92,7 +93,7 @@ def host(folder: str, name: str) -> None:
         signal.pause()
 
 
-def set_up(folder: str, name: str, settings: dict, boot: socket.socket) -> None:
+def set_up(folder: str, name: str, settings: dict[str, Any], boot: socket.socket) -> None:
     socket.sethostname(name)
     mount("proc", "/proc", "proc", MS_NOSUID_NODEV_NOEXEC)
     mount("sysfs", "/sys", "sysfs", MS_NOSUID_NODEV_NOEXEC)
@@ -157,4 +158,5 @@ def end_as(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    {"room": room, "host": host, "enter": enter}[sys.argv[1]](*sys.argv[2:])
+    parts: dict[str, Callable[..., None]] = {"room": room, "host": host, "enter": enter}
+    parts[sys.argv[1]](*sys.argv[2:])

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import psutil
 
@@ -83,7 +83,7 @@ def chosen_cases(request: Any) -> list[str]:
     """The values of ``case`` of the module's selected tests, for programs that run those alone; [] where a test among
     them has none, and all must run."""
     here = [item for item in request.session.items if item.module is request.module]
-    cases = [getattr(item, "callspec", None) and item.callspec.params.get("case") for item in here]
+    cases: list[Any] = [getattr(item, "callspec", None) and item.callspec.params.get("case") for item in here]
     return sorted(set(cases)) if all(cases) else []
 
 
@@ -293,7 +293,7 @@ def _stack_texts(processes: Sequence[psutil.Process]) -> Iterator[str]:
         yield f"--- process {process.pid}: {command}\n{shown}"
 
 
-def _read(file: tempfile._TemporaryFileWrapper) -> str:  # type: ignore[type-arg]
+def _read(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def test_rate_counts_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
             now += 9.0 if number < 3 else 0.5  # the first ones are slow: workers start
             yield None
 
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr(bench, "_finish", lambda: None)
     assert bench.rate(batches(), 16, seconds=5.0, warm=3) == 32.0
     assert bench.rate(batches(), 16, seconds=5.0, warm=0) < 20.0  # the negative twin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -277,7 +278,7 @@ def test_ranks_that_fail_are_told(
 
 
 def test_without_a_framework_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         verify.run(arguments())
     assert "neither torch nor keras" in str(caught.value) and "pip install" in caught.value.remedy

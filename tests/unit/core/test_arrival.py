@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -114,7 +115,7 @@ def test_a_time_that_is_none(text: str) -> None:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a rendezvous that fails at first."""
-    monkeypatch.setattr(arrival.time, "sleep", lambda _: None)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     held: set[str] = set()
     failures = iter([True, True])
 
@@ -153,6 +154,6 @@ def test_a_rendezvous_that_fails_twice_is_asked_again(served: str) -> None:
 
 
 def test_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrival.time, "sleep", lambda _: None)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     with pytest.raises(LauncherError, match="127.0.0.1:9: .*refused"):
         arrival.Rendezvous("127.0.0.1:9").set("here.0", "")

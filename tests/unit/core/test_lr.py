@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -53,7 +54,7 @@ def test_a_batch_under_the_reference_needs_no_warm_up() -> None:
     assert rate.at(0, 64) == rate.at(500, 64) == rate.at(2000, 64) == pytest.approx(0.025)
 
 
-schedules = st.one_of(
+schedules: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
     st.fixed_dictionaries(
         {"schedule": st.just("step"), "milestones": st.just((600, 900)), "gamma": st.floats(0.01, 1)}

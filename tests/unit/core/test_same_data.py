@@ -18,7 +18,7 @@ from hvdtrain.core import same_data
 def refusal(parts: list[Any], digest: Callable[[Any], same_data.Digest] = same_data.of_arrays) -> str:
     """What ranks that hold these parts are told; empty if they pass."""
     digests = [digest(part) for part in parts]
-    answers = {0: [digest.card for digest in digests], 1: [digest.sketch() for digest in digests]}
+    answers: dict[int, list[Any]] = {0: [digest.card for digest in digests], 1: [digest.sketch() for digest in digests]}
     asked: list[Any] = []
 
     def gather(mine: Any) -> list[Any]:

@@ -75,8 +75,8 @@ def test_every_rank_is_asked_whether_it_agrees(odd: int) -> None:
 def test_of_all_that_ranks_must_have_alike_the_first_that_differs_is_named(
     odd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = {"lr": 0.1, "seed": 3, "batch": 8}
-    everybody: list[dict[str, object]] = [mine] * 5
+    mine: dict[str, object] = {"lr": 0.1, "seed": 3, "batch": 8}
+    everybody = [mine] * 5
     monkeypatch.setattr(World, "gather", lambda _, obj: [type(obj)(its) for its in everybody])
     World.solo().agree_all(mine, "{} differs", str)
     everybody[odd] = {"seed": 4, "lr": 0.1, "more": 1}

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import struct
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +21,7 @@ from hvdtrain.core.world import World
 from hvdtrain.datasets import digits, files, load_mnist, mnist
 from hvdtrain.datasets import download as download_module
 from hvdtrain.datasets.download import download
+from hvdtrain.datasets.images import Images
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 
@@ -59,7 +61,7 @@ def write_idx(folder: Path, *, dot: bool = False, gz: bool = False) -> Path:
     return folder
 
 
-def same(images: mnist.Images, expected: dict[str, np.ndarray]) -> bool:
+def same(images: Images, expected: dict[str, np.ndarray]) -> bool:
     return all(np.array_equal(getattr(images, name), expected[name]) for name in ARRAYS)
 
 
@@ -152,12 +154,16 @@ def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
     (folder / "empty.npz").write_bytes(b"")
     (folder / "text").write_text("hello")
     np.savez(folder / "keys.npz", x_train=small()["x_train"], images=np.zeros(3))
-    np.savez(folder / "pickle.npz", **{**small(), "y_test": np.array([{}, {}, {}], object)})
-    np.savez(folder / "lengths.npz", **{**small(), "y_test": np.zeros(2, np.uint8)})
-    np.savez(folder / "labels.npz", **{**small(), "y_test": np.full(3, 10)})
-    np.savez(folder / "floats.npz", **{**small(), "x_train": np.zeros((7, 28, 28))})
-    np.savez(folder / "cifar.npz", **{**small(), "x_test": np.zeros((3, 32, 32, 3), np.uint8)})
-    np.savez(folder / "none.npz", **{**small(), "x_test": np.zeros((0, 28, 28), np.uint8)})
+    wrong: dict[str, dict[str, Any]] = {
+        "pickle": {"y_test": np.array([{}, {}, {}], object)},
+        "lengths": {"y_test": np.zeros(2, np.uint8)},
+        "labels": {"y_test": np.full(3, 10)},
+        "floats": {"x_train": np.zeros((7, 28, 28))},
+        "cifar": {"x_test": np.zeros((3, 32, 32, 3), np.uint8)},
+        "none": {"x_test": np.zeros((0, 28, 28), np.uint8)},
+    }
+    for name, arrays in wrong.items():
+        np.savez(folder / f"{name}.npz", **{**small(), **arrays})
     for kind in ("short", "header", "badgz"):
         write_idx(folder / kind, gz=kind == "badgz")
     short = folder / "short" / "train-images-idx3-ubyte"
@@ -269,7 +275,7 @@ def test_download_of_something_else_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     target = tmp_path / "cache" / "mnist.npz"
-    limit = {"size_limit_bytes": 10**6, "remedy": "do this"}
+    limit: dict[str, Any] = {"size_limit_bytes": 10**6, "remedy": "do this"}
     good = hashlib.sha256(body).hexdigest()
     with pytest.raises(ConfigError, match="SHA-256"):
         download(serve(body), target, "0" * 64, **limit)
@@ -289,7 +295,7 @@ def test_download_of_something_else_leaves_nothing(
 def test_no_answer_is_an_error_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download_module, "ANSWER_WITHIN_S", 0.2)
     never = threading.Event()
-    monkeypatch.setattr(download_module.urllib.request, "urlopen", lambda *_, **__: never.wait(30))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: never.wait(30))
     with pytest.raises(ConfigError, match="no answer within"):
         download("https://example.org/x", tmp_path / "x", "0", size_limit_bytes=1, remedy="")
     never.set()
@@ -324,7 +330,7 @@ class Threads:
 
     def world(self, rank: int) -> World:
         local_rank, node = rank % self.ranks_per_node, rank // self.ranks_per_node
-        comm = _ThreadEngine(self, rank)
+        comm: Any = _ThreadEngine(self, rank)  # the part of an engine that reading takes
         return World(rank, self.size, local_rank, self.ranks_per_node, node, "threads", "threads", (), 0, comm=comm)
 
     def run(self, work: Callable[[World], Any]) -> list[Any]:

@@ -86,7 +86,7 @@ def test_not_there(tmp_path: Path) -> None:
 class Ranks(Threads):
     """Threads with a broadcast: the last card that is no request."""
 
-    def world(self, rank: int):  # type: ignore[no-untyped-def]
+    def world(self, rank: int):
         world = super().world(rank)
         gather = world.comm.allgather_bytes
         object.__setattr__(world.comm, "broadcast_bytes", lambda data, root: gather(data or b"")[root])

@@ -10,6 +10,7 @@ import tarfile
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def snapshot(source: Path) -> Files:
 def pristine(sdist) -> Files:
     """The files that are patched, as they come: the whole is 3700 files, most of them other projects'."""
     wanted = {
-        f"horovod-{build.HOROVOD_VERSION}/{file}": file
+        f"horovod-{support.HOROVOD_VERSION}/{file}": file
         for name in NAMES
         for file in files_of(patching.Patch.read(name))
     }
@@ -146,7 +147,8 @@ HERE = environment.Environment(
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(environment.Environment)])
 def test_the_cache_key_sees_every_field(field):
-    other = dataclasses.replace(HERE, **{field: "none" if field == "gpu" else "other"})
+    changed: dict[str, Any] = {field: "none" if field == "gpu" else "other"}
+    other = dataclasses.replace(HERE, **changed)
     assert build.cache_key(other) != build.cache_key(HERE)
 
 

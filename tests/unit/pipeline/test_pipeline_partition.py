@@ -245,8 +245,8 @@ def test_it_beats_as_many_blocks_each(model, stages, by_hand_sizes, least_gain):
     """In the time of the slowest stage, which is what a long pipeline takes. These are cuts between blocks only: a cut
     may also lie inside one."""
     costs = [SegmentCost(name, Curve.per_sample(a / 1e3), Curve.per_sample(b / 1e3)) for name, (a, b) in model.items()]
-    devices, run = [Device(f"cpu {n}") for n in range(stages)], {"batch": 32, "micro_batches": 8}
+    devices = [Device(f"cpu {n}") for n in range(stages)]
     assert len(model) == sum(by_hand_sizes)
-    blocks = partition(costs, devices, balance=by_hand_sizes, **run)
-    best = partition(costs, devices, **run)
+    blocks = partition(costs, devices, balance=by_hand_sizes, batch=32, micro_batches=8)
+    best = partition(costs, devices, batch=32, micro_batches=8)
     assert blocks.bottleneck_s > least_gain * best.bottleneck_s, (blocks.bottleneck_s / best.bottleneck_s, best.sizes)

@@ -103,7 +103,8 @@ def test_pools_of_others_do_not_slow_down():
 
 
 def test_peak_bytes():
-    kept = StageCost(Device("d"), *[Curve.per_sample(1)] * 2, fixed_bytes=100, activation_bytes=Curve.per_sample(10))
+    once = Curve.per_sample(1)
+    kept = StageCost(Device("d"), once, once, fixed_bytes=100, activation_bytes=Curve.per_sample(10))
     peaks = {s: simulate([kept, kept], sizes=[1] * 8, schedule=s).peak_bytes for s in SCHEDULES}
     assert peaks == {"gpipe": (180, 180), "1f1b": (120, 110)}
 
@@ -174,7 +175,7 @@ def test_it_equals_longest_paths(stages, batch, micro_batches, link, schedule, r
     **modes,
 )
 def test_the_pool_is_found_again(passes, c, micro_batches, slots, schedule, remat):
-    stages = [stage(*seconds, pool="cpu") for seconds in passes]
+    stages = [stage(forward, backward, pool="cpu") for forward, backward in passes]
     speeds = tuple(1 / (1 + c * others) for others in range(len(stages)))
     sizes = [1] * micro_batches
     step = simulate(stages, sizes=sizes, schedule=schedule, remat=remat, pools={"cpu": Pool(speeds, slots)})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hvdtrain.runs.bottleneck import BETWEEN, STEP, Facts, phases_per_rank, verdict
@@ -135,7 +137,7 @@ def test_nothing_measured(nothing: list[dict[str, float]]) -> None:
 
 
 def test_phases_come_from_the_events_since_the_last_start() -> None:
-    events = [
+    events: list[dict[str, Any]] = [
         {"kind": "start"},
         {"kind": "epoch", "ranks": [{"input": 100.0}, {"input": 100.0}, {"input": 100.0}]},
         {"kind": "resume"},
