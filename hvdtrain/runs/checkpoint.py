@@ -9,6 +9,7 @@ the last good one, and said so. Older ones are deleted only after a newer one is
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -27,7 +28,6 @@ from hvdtrain.core.world import World, current
 from hvdtrain.runs.checkpoint_files import (
     MANIFEST,
     direction_of,
-    json_numbers,
     local_copy,
     read_manifest,
     seal,
@@ -35,6 +35,7 @@ from hvdtrain.runs.checkpoint_files import (
     verify,
     write_manifest,
 )
+from hvdtrain.runs.log_files import plain
 from hvdtrain.runs.parts import Part, Progress
 
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)(?:\.(\d+))?")
@@ -159,7 +160,7 @@ class Checkpointer:
                 files[name] = seal(temporary / name, mode)
             body = {
                 "format": 1, "sequence": sequence,
-                "progress": asdict(progress), "metrics": json_numbers(metrics),
+                "progress": asdict(progress), "metrics": plain({name: float(value) for name, value in metrics.items()}),
                 "files": files, "saved_unix_s": round(time.time(), 3), "world_size": self.world.size,
                 "versions": {"hvdtrain": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
             }  # fmt: skip
@@ -176,12 +177,8 @@ class Checkpointer:
     def _free_name(self, progress: Progress) -> Path:
         """Returns an unused name; a resumed run may come by the same step again, and gets "name.2"."""
         base = f"epoch-{progress.epoch:04d}-step-{progress.step:06d}"
-        path = self.directory / base
-        again = 1
-        while path.exists():
-            again += 1
-            path = self.directory / f"{base}.{again}"
-        return path
+        names = itertools.chain([base], (f"{base}.{again}" for again in itertools.count(2)))
+        return next(path for path in map(self.directory.joinpath, names) if not path.exists())
 
     def _unfinished(self, what: str) -> Path:
         return self.directory / f".{what}-{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
@@ -398,15 +395,10 @@ def _read_info(path: Path) -> Info:
     return info
 
 
-def _unusable(info: Info, error: Exception) -> Info:
+def _unusable(info: Info, error: OSError | HvdtrainError) -> Info:
     damaged = isinstance(error, (CheckpointError, FileNotFoundError, NotADirectoryError, IsADirectoryError))
-    return replace(info, ok=False, problem=_reason(error), damaged=damaged)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, HvdtrainError):
-        return error.received or error.rule
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    problem = (error.received or error.rule) if isinstance(error, HvdtrainError) else (error.strerror or str(error))
+    return replace(info, ok=False, problem=problem, damaged=damaged)
 
 
 def _is_abandoned(path: Path, host: str, pid: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from typing import Any, Literal
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.core.world import World
+from hvdtrain.runs.log_files import write_json
 
 MANIFEST = "manifest.json"
 # how metrics are called that are better when they are greater, and when they are less; without "val_" and numbers at
@@ -47,10 +47,7 @@ def _sha256(file: Any) -> str:
 
 
 def write_manifest(path: Path, body: dict[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({**body, "digest": _digest(body)}, file, indent=1, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
+    write_json(path, {**body, "digest": _digest(body)})
 
 
 def _digest(body: Mapping[str, Any]) -> str:
@@ -97,12 +94,6 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def json_numbers(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Metrics as JSON has them: NaN and infinities as text."""
-    numbers = {name: float(value) for name, value in metrics.items()}
-    return {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
 
 
 def direction_of(metric: str) -> Literal["min", "max"]:
@@ -163,32 +154,23 @@ def _send(world: World, source: Path, target: Path | None, size_bytes: int) -> E
     A rank whose disk fails goes on receiving, and rank 0 sends empty chunks: the others wait for them.
     """
     failure: Exception | None = None
-    for start in range(0, size_bytes, CHUNK_BYTES):
+    for start in range(0, max(1, size_bytes), CHUNK_BYTES):  # an empty file is one chunk too
         data = b""
-        if world.is_main:
-            try:
-                data = _read_chunk(source, start)
-            except OSError as error:
-                failure = error
+        try:
+            if world.is_main:
+                with open(source, "rb") as file:
+                    file.seek(start)
+                    data = file.read(CHUNK_BYTES)
+        except OSError as error:
+            failure = error
         data = world.comm.broadcast_bytes(data, 0)
-        if target is not None and failure is None:
-            failure = _append(target, data)
-    return _append(target, b"") if target is not None and size_bytes == 0 else failure
-
-
-def _append(path: Path, data: bytes) -> OSError | None:
-    try:
-        with open(path, "ab") as file:
-            file.write(data)
-    except OSError as error:
-        return error
-    return None
-
-
-def _read_chunk(path: Path, start: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(start)
-        return file.read(CHUNK_BYTES)
+        try:
+            if target is not None and failure is None:
+                with open(target, "ab") as file:
+                    file.write(data)
+        except OSError as error:
+            failure = error
+    return failure
 
 
 def has_files(path: Path, files: Mapping[str, dict[str, Any]]) -> bool:

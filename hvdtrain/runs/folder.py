@@ -5,6 +5,7 @@ Only the standard library is used, so that a wrong directory is told before a fr
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256:
         ConfigError: nothing to resume, or a run on other data; `runs` cannot be written.
     """
     root = Path("runs")
-    newest = max((int(path.name.removeprefix(f"{stem}-")) for path in _numbered(stem)), default=0)
+    newest = max(_numbered(stem), default=0)
     if resume:
         run_dir = wanted or root / f"{stem}-{newest}"
         _check_resumable(run_dir, data_sha256)
@@ -45,10 +46,10 @@ def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256:
             raise ConfigError("a run needs a directory to write to", received, "name one: --run-dir DIR") from error
 
 
-def _numbered(stem: str) -> list[Path]:
-    """The directories `runs/<stem>-N`, by number."""
-    numbers = [path.name.removeprefix(f"{stem}-") for path in Path("runs").glob(f"{stem}-*")]
-    return [Path("runs") / f"{stem}-{n}" for n in sorted((n for n in numbers if n.isdecimal()), key=int)]
+def _numbered(stem: str) -> dict[int, Path]:
+    """The directories `runs/<stem>-N`, by number, in its order."""
+    named = {path.name.removeprefix(f"{stem}-"): path for path in Path("runs").glob(f"{stem}-*")}
+    return dict(sorted((int(number), path) for number, path in named.items() if number.isdecimal()))
 
 
 def choose_run(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str) -> tuple[Path, bool]:
@@ -61,7 +62,7 @@ def choose_run(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str
         ConfigError: as `choose_run_dir`; or the job has made several runs, so that it takes a name to tell which.
     """
     if not resume and restarts(os.environ):
-        own = [run_dir for run_dir in ([wanted] if wanted else _numbered(stem)) if goes_on(run_dir)]
+        own = [run_dir for run_dir in ([wanted] if wanted else _numbered(stem).values()) if goes_on(run_dir)]
         if len(own) > 1 and job_of(os.environ):
             received = f"restart {restarts(os.environ)} of {job_of(os.environ)}, which made {', '.join(map(str, own))}"
             raise ConfigError("a job that is started again goes on with its run", received, "name it: --run-dir DIR")
@@ -90,14 +91,11 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         earlier = read_run(run_dir)
+        if not os.access(run_dir, os.W_OK):
+            raise PermissionError(errno.EACCES, f"not writable by user {os.getuid()}")
     except OSError as error:
-        received = f"{run_dir}: {error.strerror}"
-        raise ConfigError(
-            "a run directory is one that this user can write", received, "name another: --run-dir DIR"
-        ) from error
-    if not os.access(run_dir, os.W_OK):
-        received = f"{run_dir}: not writable by user {os.getuid()}"
-        raise ConfigError("a run directory is one that this user can write", received, "name another: --run-dir DIR")
+        rule, received = "a run directory is one that this user can write", f"{run_dir}: {error.strerror}"
+        raise ConfigError(rule, received, "name another: --run-dir DIR") from error
     status = (earlier or {}).get("status", "running")
     if status != "running" and not (resume or goes_on(run_dir)):  # one that says "running" may be alive: RunLog knows
         received = f"{run_dir} holds a run that is {status}"

@@ -11,6 +11,7 @@ JSON: NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf"
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import platform
 import socket
@@ -28,7 +29,6 @@ from hvdtrain.runs.log_files import (
     Line,
     ScalarWriter,
     Window,
-    available,
     effective_batch,
     end_last_line,
     fate,
@@ -94,7 +94,7 @@ class RunLog:
             self._lock = lock(self.run_dir)
             self._begin(config, self._earlier(resume))
             self._line = Line(config.get("total_samples")) if progress else None
-            if tensorboard and available():
+            if tensorboard and importlib.util.find_spec("tensorboard") is not None:
                 self._board = ScalarWriter(self.run_dir / "tensorboard")
             elif tensorboard and progress:
                 print("no TensorBoard scalars: the package tensorboard is not installed", flush=True)
@@ -266,12 +266,10 @@ class RunLog:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, _: object) -> None:
-        well = exc is None or (isinstance(exc, SystemExit) and exc.code in (None, 0))
-        if well:
+        if exc is None or (isinstance(exc, SystemExit) and exc.code in (None, 0)):
             self.finish()
         else:
-            assert exc_type is not None
-            self.finish("failed", f"{exc_type.__name__}: {exc}")
+            self.finish("failed", f"{type(exc).__name__}: {exc}")
 
 
 def run_status(run_dir: str | os.PathLike[str]) -> str | None:

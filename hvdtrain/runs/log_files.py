@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import errno
 import fcntl
-import importlib.util
 import json
 import math
 import os
@@ -57,12 +56,11 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def end_last_line(path: Path) -> None:
     """A killed process can leave half a line: end it, so that the next event starts on its own."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with open(path, "rb+") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
+    with open(path, "ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -230,11 +228,6 @@ def effective_batch(config: Mapping[str, Any], size: int) -> int | None:
 
 def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def available() -> bool:
-    """True if the `tensorboard` package is installed (the extra of that name)."""
-    return importlib.util.find_spec("tensorboard") is not None
 
 
 class ScalarWriter:
