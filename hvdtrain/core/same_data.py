@@ -28,28 +28,21 @@ _PIECE = 1 << 14  # rows hashed at a time
 _SKETCH = 512  # row hashes of a rank that are compared to say what differs
 
 
+Card = tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[str, ...]]
+
+
 @dataclass(frozen=True)
 class Digest:
     """What a rank holds, small enough to send.
 
     Attributes:
-        names: of the arrays, as a user would write them: "[0]", "['image']".
-        lengths: samples of each array.
-        kinds: dtype and shape of a sample of each array.
-        hashes: of each array's contents, with their order; hex.
+        card: what is sent. Of the arrays their names, as a user would write them ("[0]", "['image']"); samples of each;
+            dtype and shape of a sample; hashes of their contents, with their order, in hex.
         sketch: makes hashes of rows without their order (uint64), to tell why data differs; not sent with the rest.
     """
 
-    names: tuple[str, ...]
-    lengths: tuple[int, ...]
-    kinds: tuple[str, ...]
-    hashes: tuple[str, ...]
+    card: Card
     sketch: Callable[[], np.ndarray] = field(repr=False, compare=False)
-
-    @property
-    def card(self) -> tuple[Any, ...]:
-        """The part that is sent."""
-        return self.names, self.lengths, self.kinds, self.hashes
 
 
 def of_arrays(data: Any) -> Digest:
@@ -61,13 +54,10 @@ def of_arrays(data: Any) -> Digest:
     leaves = list(_leaves(data))
     arrays = [leaf for _, leaf in leaves]
     whole = sum(int(getattr(leaf, "nbytes", _WHOLE_BYTES + 1)) for leaf in arrays if leaf is not None) <= _WHOLE_BYTES
-    return Digest(
-        tuple(name for name, _ in leaves),
-        tuple(0 if leaf is None else len(leaf) for leaf in arrays),
-        tuple(_kind(leaf) for leaf in arrays),
-        tuple(_hash(leaf, whole) for leaf in arrays),
-        lambda: _row_hashes(arrays),
-    )
+    names = tuple(name for name, _ in leaves)
+    lengths = tuple(0 if leaf is None else len(leaf) for leaf in arrays)
+    hashes = tuple(_hash(leaf, whole) for leaf in arrays)
+    return Digest((names, lengths, tuple(map(_kind, arrays)), hashes), lambda: _row_hashes(arrays))
 
 
 def of_items(dataset: Any, *, items: int = 8, fixed: AbstractContextManager[Any] | None = None) -> Digest:
@@ -96,7 +86,7 @@ def of_items(dataset: Any, *, items: int = 8, fixed: AbstractContextManager[Any]
         return np.unique(np.array([int.from_bytes(hashlib.blake2b(r, digest_size=8).digest(), "big") for r in rows],
                                   dtype=np.uint64))  # fmt: skip
 
-    return Digest(("",), (length,), (type(dataset).__name__,), (digest,), sketch)
+    return Digest((("",), (length,), (type(dataset).__name__,), (digest,)), sketch)
 
 
 def check(world: World, mine: Digest, *, what: str = "the data", remedy: str = ALL_THE_DATA) -> None:
@@ -122,7 +112,7 @@ def check(world: World, mine: Digest, *, what: str = "the data", remedy: str = A
 
 
 # -------------------------------------------------------------------- what differs
-def _diagnose(cards: Sequence[tuple[Any, ...]], sketches: Sequence[Any], remedy: str) -> tuple[str, str]:
+def _diagnose(cards: Sequence[Card], sketches: Sequence[Any], remedy: str) -> tuple[str, str]:
     names, lengths, kinds, hashes = zip(*cards, strict=True)
     samples = [max(length, default=0) for length in lengths]
     held = "\n".join(
@@ -181,9 +171,9 @@ def _kind(leaf: Any) -> str:
 def _hash(leaf: Any, whole: bool) -> str:
     digest = hashlib.blake2b(digest_size=16)
     if leaf is not None and len(leaf):
-        rows = range(1) if whole else _positions(len(leaf), _ROWS)
-        for index in rows:
-            digest.update(_bytes(leaf if whole else leaf[index], _WHOLE_BYTES if whole else _ROW_BYTES))
+        rows = [leaf] if whole else (leaf[index] for index in _positions(len(leaf), _ROWS))
+        for row in rows:
+            digest.update(_bytes(row, _WHOLE_BYTES if whole else _ROW_BYTES))
     return digest.hexdigest()
 
 

@@ -191,8 +191,8 @@ class Workers:
 
     def digest(self) -> Digest:
         with closing(self._answers(_DigestReader(self.dataset), (0,), min(1, self.workers), False)) as answers:
-            ((names, lengths, kinds, hashes), sketch) = next(answers)
-        return Digest(names, lengths, kinds, hashes, lambda: sketch)
+            card, sketch = next(answers)
+        return Digest(card, lambda: sketch)
 
     def _answers(
         self, reader: Any, questions: Sequence[Any], workers: int, pin_memory: bool
