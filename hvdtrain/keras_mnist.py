@@ -118,18 +118,13 @@ def train(args: argparse.Namespace, world: World) -> None:
             found = verdict(phases_per_rank(read_events(run.run_dir)), facts)
             run.result(verdict=str(found), shares=found.shares)
             print(f"verdict: {found}")
-            saved = checkpoints.latest()
-            report(test, len(x_test), weights, world, seconds, saved.path / "model.keras" if saved else None)
-
-
-def report(
-    test: dict[str, float], samples: int, weights: str, world: World, seconds: float, saved: Path | None
-) -> None:
-    """Prints how it ended."""
-    right = f"{round(test['accuracy'] * samples)} of {samples} right"
-    print(f"weights: bit-equal on {plural(world.size)}, sha256 {weights[:16]}")
-    print(f"checkpoint: {saved}; plain Keras loads it: keras.saving.load_model({str(saved)!r})")
-    print(f"test loss {test['loss']:.4f}, test accuracy {test['accuracy']:.4f} ({right}), {seconds:.1f} s", flush=True)
+            print(f"weights: bit-equal on {plural(world.size)}, sha256 {weights[:16]}")
+            latest = checkpoints.latest()
+            saved = latest.path / "model.keras" if latest else None
+            print(f"checkpoint: {saved}; plain Keras loads it: keras.saving.load_model({str(saved)!r})")
+            right = f"{round(test['accuracy'] * len(x_test))} of {len(x_test)} right"
+            scores = f"test loss {test['loss']:.4f}, test accuracy {test['accuracy']:.4f} ({right})"
+            print(f"{scores}, {seconds:.1f} s", flush=True)
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,8 @@ def train(args: argparse.Namespace, world: World) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = flags.Parser(PROGRAM, description="CIFAR-10 with a small CNN on any number of ranks", epilog="")
-    p.add_argument(
-        "--data",
-        default="cifar10",
-        metavar="cifar10|digits|PATH",
-        help="PATH: its archive or folder (default: cifar10, from the cache or downloaded)",
-    )
+    text = "PATH: its archive or folder (default: cifar10, from the cache or downloaded)"
+    p.add_argument("--data", default="cifar10", metavar="cifar10|digits|PATH", help=text)
     p.add_argument("--epochs", type=flags.whole(1), default=10, metavar="N", help="(default: 10)")
     p.add_argument("--per-rank-batch", type=flags.whole(1), default=32, metavar="N", help="(default: 32)")
     p.add_argument("--lr", type=flags.positive, default=0.01, metavar="RATE", help="at batch 32 (default: 0.01)")

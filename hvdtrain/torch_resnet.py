@@ -206,9 +206,13 @@ def conclude(
     args: argparse.Namespace, plan: Settings, job: Job, scores: dict[str, float], run: hvdtrain.RunLog, world: World
 ) -> None:
     """Proves that the replicas are equal, and tells how it ended and where the time went; collective."""
+    import torch
+
     import hvdtrain.torch as hvt
 
-    facts = facts_of(job, plan, args, world)
+    workers = None if job.data.in_memory else job.batches.workers
+    threads = 1 if world.devices else torch.get_num_threads()
+    free_cores = max(0, int(usable_cores(world)) - threads - (workers or 0)) * world.local_size
     weights = hvt.fingerprint(job.model)
     world.agree("the final weights (SHA-256)", weights)
     unread = job.held_out.all_skipped()
@@ -216,6 +220,7 @@ def conclude(
     run.result(**scores, weights_sha256=weights, skipped=[name for name, _ in skipped])
     if not world.is_main:
         return
+    facts = Facts(workers, free_cores, world.local_size, args.compression, plan.accumulate)
     found = verdict(phases_per_rank(read_events(run.run_dir)), facts)
     run.result(verdict=str(found), shares=found.shares)
     if skipped:
@@ -230,16 +235,6 @@ def conclude(
     tested = job.data.val_samples - len(unread)
     right = f"{round(scores['top1'] * tested)} of {tested} right"
     print(f"loss {scores['loss']:.4f}, top-1 {scores['top1']:.4f} ({right}){top5}", flush=True)
-
-
-def facts_of(job: Job, plan: Settings, args: argparse.Namespace, world: World) -> Facts:
-    """What the verdict's advice depends on; collective."""
-    import torch
-
-    workers = None if job.data.in_memory else job.batches.workers
-    threads = 1 if world.devices else torch.get_num_threads()
-    spare = int(usable_cores(world)) - threads - (workers or 0)
-    return Facts(workers, max(0, spare) * world.local_size, world.local_size, args.compression, plan.accumulate)
 
 
 # ---- the flags, and what happens before a framework is imported

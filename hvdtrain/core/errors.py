@@ -111,13 +111,7 @@ class MainRankError(HvdtrainError):
     """
 
     def __init__(
-        self,
-        rule: str,
-        received: str = "",
-        remedy: str = "",
-        *,
-        error_type: str = "",
-        main_traceback: str = "",
+        self, rule: str, received: str = "", remedy: str = "", *, error_type: str = "", main_traceback: str = ""
     ) -> None:
         super().__init__(rule, received, remedy, shared=True)
         self.error_type = error_type
@@ -157,13 +151,8 @@ def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
         sys.stdout.flush()
     print(describe(program, error, rank), file=sys.stderr, flush=True)
     code = EXIT_CODE if isinstance(error, HvdtrainError) else FAULT_CODE
-    if _engine_is_up():
+    world_module = sys.modules.get("hvdtrain.core.world")  # which may not have been imported
+    world = world_module.current() if world_module is not None else None
+    if world is not None and world.engine != "solo":
         os._exit(code)
     sys.exit(code)
-
-
-def _engine_is_up() -> bool:
-    """Whether this process is joined to others; looks only at what is already imported."""
-    world_module = sys.modules.get("hvdtrain.core.world")
-    world = world_module.current() if world_module is not None else None
-    return world is not None and world.engine != "solo"

@@ -74,7 +74,12 @@ class Plan:
 
     def steps(self, consumed: int = 0) -> int:
         """Returns how many steps are left in an epoch of which `consumed` samples are done."""
-        left = self.samples - self._checked(consumed)
+        if not 0 <= consumed <= self.samples:
+            raise ConfigError(
+                f"samples done in this epoch must be within 0..{self.samples}", f"consumed={consumed}",
+                "the checkpoint belongs to another data set: give the same data, or another run directory",
+            )  # fmt: skip
+        left = self.samples - consumed
         return left // self.global_batch if self.tail == "drop" else -(-left // self.global_batch)
 
     def order(self, epoch: int, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -134,14 +139,6 @@ class Plan:
     def place_after(self, epoch: int, consumed: int) -> tuple[int, int]:
         """Returns (epoch, samples done in it) to go on with when `consumed` samples of an epoch are done."""
         return (epoch + 1, 0) if self.steps(consumed) == 0 else (epoch, consumed)
-
-    def _checked(self, consumed: int) -> int:
-        if not 0 <= consumed <= self.samples:
-            raise ConfigError(
-                f"samples done in this epoch must be within 0..{self.samples}", f"consumed={consumed}",
-                "the checkpoint belongs to another data set: give the same data, or another run directory",
-            )  # fmt: skip
-        return consumed
 
 
 @dataclass(frozen=True, eq=False)

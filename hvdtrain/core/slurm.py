@@ -34,11 +34,7 @@ def first_host(nodes: str) -> str:
     Raises:
         LauncherError: not in Slurm's form.
     """
-    match = re.match(r"(?:[\w.-]|\[[\d,\s-]+\])+(?=,|$)", nodes.strip())
-    if match is None:
-        raise LauncherError('Slurm writes nodes as "gpu[03-04,07],login"', repr(nodes))
-    # leading zeros belong to the name; lists of several dimensions ("rack[0-1]node[2-3]") start with the first of each
-    return re.sub(r"\[\s*(\d+)[^]]*\]", r"\1", match[0])
+    return expand(nodes.strip())[0]
 
 
 def expand(nodes: str) -> list[str]:

@@ -78,20 +78,15 @@ def keras_modules(backend: str, detected: Detected) -> dict[str, str]:
     Raises:
         ConfigError: a backend that hvdtrain has no adapter for.
     """
-    install = {
-        "tensorflow": install_command("keras", "build"),
-        "torch": install_command("keras", "torch", "build"),
-    }
-    if backend not in install:
+    if backend not in ("tensorflow", "torch"):
         remedy = "--backend tensorflow|torch, or KERAS_BACKEND"
         raise ConfigError("hvdtrain trains Keras on tensorflow or torch", backend, remedy, shared=True)
-    horovod = build_horovod_command()
-    launched = detected.launcher != "none"
-    needed = {"numpy": install[backend]}
-    needed |= {"horovod": horovod} if launched else {}  # before the slow ones: a broken one is known at once
-    needed |= {backend: install[backend], "keras": install[backend]}
-    needed |= {f"horovod.{backend}": horovod} if launched else {}
-    return needed
+    install = install_command("keras", *(["torch"] if backend == "torch" else []), "build")
+    needed = ["numpy", backend, "keras"]
+    if detected.launcher != "none":
+        needed.insert(1, "horovod")  # before the slow ones: a broken one is known at once
+        needed.append(f"horovod.{backend}")
+    return {name: build_horovod_command() if name.startswith("horovod") else install for name in needed}
 
 
 # the engine imports it: it looks for an accelerator while it loads, and must be told which before

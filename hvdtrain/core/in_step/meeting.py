@@ -123,8 +123,7 @@ class Tracker:
                 where another thread of this rank is in one.
             ConfigError: in a forked process, or when the world has been left.
         """
-        self._refuse_apart(kind)
-        self._refuse_alone(kind)
+        self._refuse_elsewhere(kind)
         self._refuse_second_thread(kind)
         if not self.on or (self._meeting is not None and self._meeting.agreed):
             yield 0.0 if value is None else comm.sum_floats([value])[0]
@@ -162,14 +161,6 @@ class Tracker:
         finally:
             self._on_main = ""
 
-    def _refuse_alone(self, kind: str) -> None:
-        if self._on_main and self.on:
-            raise ReplicaError(
-                "a function that rank 0 runs alone must not call a collective operation: the other ranks are not in it",
-                f"{kind}, {user_line()}\nin on_main({self._on_main})",
-                "call it on every rank, outside of on_main(); only what is done with its result is for rank 0",
-            )
-
     def _refuse_second_thread(self, kind: str) -> None:
         """Which of two threads comes first differs from rank to rank: they would get each other's answers."""
         other = self._meeting
@@ -180,7 +171,8 @@ class Tracker:
                 "call what is collective in one thread only",
             )
 
-    def _refuse_apart(self, kind: str) -> None:
+    def _refuse_elsewhere(self, kind: str) -> None:
+        """Refuses what is collective where the other ranks are not: in a fork, after the end, in `on_main`."""
         if self.size > 1 and os.getpid() != self._pid:
             raise ConfigError(
                 "what is collective belongs to the process that joined the ranks, not to one that was forked from it",
@@ -193,13 +185,18 @@ class Tracker:
                 f"{kind}, {user_line()}, after this rank has left its world",
                 "call it inside of `with hvdtrain.init(...)`, before the program's end",
             )
+        if self._on_main and self.on:
+            raise ReplicaError(
+                "a function that rank 0 runs alone must not call a collective operation: the other ranks are not in it",
+                f"{kind}, {user_line()}\nin on_main({self._on_main})",
+                "call it on every rank, outside of on_main(); only what is done with its result is for rank 0",
+            )
 
     # -- training --------------------------------------------------------------------------------------------------
     def begin_update(self, key: object) -> None:
         """Notes that this rank is in the reduction of a training step; the next `begin_update` replaces it."""
-        self._refuse_apart("a training step")
+        self._refuse_elsewhere("a training step")
         if self.on:
-            self._refuse_alone("a training step")
             self._update = Place("update", self.updates + 1, key)
 
     def end_update(self) -> None:
