@@ -185,6 +185,11 @@ class TestPieces:
         assert (its["right"], its["whole"]) == (21.0, 3.0)
         assert "under dataparallel a model returns tensors" in its["refused"]
 
+    def test_containers_of_the_users_own(self, found: dict[str, Any]) -> None:
+        doubled, given = [0.0, 2.0, 4.0, 6.0], [0.0, 1.0, 2.0, 3.0]
+        expected = {name: [name.capitalize(), doubled, 3.0, given] for name in ("fields", "wrapped")}
+        assert found["containers"] == expected
+
     def test_how_many_pieces(self, found: dict[str, Any]) -> None:
         assert found["pieces"] == [["dataparallel", 1, pieces] for pieces in (2, 3, 4)]
 

@@ -1,4 +1,5 @@
-"""Tensors in nested values: tuples (named ones too), lists and mappings are walked, and the rest stays as it is.
+"""Tensors in nested values: tuples (named ones too), lists, mappings and dataclasses are walked,
+and the rest stays as it is.
 
 Not by PyTorch's own pytree, to which a class of dict that it does not know, or another mapping (what tokenizers
 return), is a leaf: its tensors would be left where they are, or go whole where they should be cut.
@@ -15,32 +16,55 @@ import torch
 from torch import Tensor
 
 
+def parts_of(values: Any) -> dict[Any, Any] | None:
+    """Returns what a nested value is made of, by its place or name; None for any other value."""
+    if isinstance(values, Mapping):
+        return {name: values[name] for name in values}
+    if isinstance(values, (tuple, list)):
+        return dict(enumerate(values))
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        names = (field.name for field in dataclasses.fields(values))
+        return {name: getattr(values, name) for name in names if hasattr(values, name)}
+    return None
+
+
+def made_of(parts: dict[Any, Any], example: Any) -> Any:
+    """Returns a nested value like `example`, of other parts (`parts_of`); what else it has (a default, an order,
+    attributes) is the example's. The example stays as it is."""
+    if isinstance(example, (tuple, list)):
+        named = hasattr(example, "_fields")
+        return type(example)(*parts.values()) if named else type(example)(parts.values())
+    if not isinstance(example, Mapping):
+        made = copy.copy(example)
+        for name, part in parts.items():
+            object.__setattr__(made, name, part)  # frozen ones too
+        return made
+    if not isinstance(example, MutableMapping):
+        return parts
+    if isinstance(example, dict) or hasattr(example, "__copy__"):
+        made = copy.copy(example)
+    else:  # copied by its attributes it would share the dict behind it with the example
+        made = copy.deepcopy(example, {id(part): part for part in example.values()})
+    for name, part in parts.items():
+        made[name] = part
+    return made
+
+
 def map_tensors(change: Callable[[Any], Any], values: Any, kind: type = Tensor) -> Any:
     """Returns `values` with every tensor in it changed, or everything of another kind."""
     if isinstance(values, kind):
         return change(values)
-    if isinstance(values, tuple) and hasattr(values, "_fields"):
-        return type(values)(*(map_tensors(change, part, kind) for part in values))
-    if isinstance(values, (tuple, list)):
-        return type(values)(map_tensors(change, part, kind) for part in values)
-    if isinstance(values, Mapping):
-        # what else it has (a default, an order, attributes) stays
-        changed = copy.copy(values) if isinstance(values, MutableMapping) else dict(values)
-        for key, part in values.items():
-            changed[key] = map_tensors(change, part, kind)
-        return changed
-    return values
+    parts = parts_of(values)
+    if parts is None:
+        return values
+    return made_of({name: map_tensors(change, part, kind) for name, part in parts.items()}, values)
 
 
 def tensors_of(values: Any) -> list[Tensor]:
-    """Returns the tensors in nested values, in order; those in the fields of a dataclass too."""
+    """Returns the tensors in nested values, in order."""
     if isinstance(values, Tensor):
         return [values]
-    if isinstance(values, Mapping):
-        values = list(values.values())
-    elif dataclasses.is_dataclass(values):
-        values = list(vars(values).values())
-    return [tensor for part in values for tensor in tensors_of(part)] if isinstance(values, (tuple, list)) else []
+    return [tensor for part in (parts_of(values) or {}).values() for tensor in tensors_of(part)]
 
 
 def to_device(values: Any, device: torch.device) -> Any:

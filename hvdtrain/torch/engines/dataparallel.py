@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.parallel import parallel_apply, replicate
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.data.nested import batch_size, cut, to_device
+from hvdtrain.torch.data.nested import batch_size, cut, made_of, parts_of, to_device
 from hvdtrain.torch.engines.base import Settings, pick_devices
 from hvdtrain.torch.engines.solo import Solo, SoloModel
 
@@ -130,11 +130,10 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> 
         if first.dim():
             return torch.cat(moved)
         return sum(output * (size / sum(sizes)) for output, size in zip(moved, sizes, strict=True))
-    if isinstance(first, Mapping):
-        joined = {name: join([output[name] for output in outputs], sizes, device) for name in first}
-        return joined if type(first) is dict else type(first)(**joined)  # such as the named outputs of segmentation
-    if isinstance(first, list | tuple):
-        return _like(first, [join(column, sizes, device) for column in zip(*outputs, strict=True)])
+    opened = [parts_of(output) for output in outputs]
+    if opened[0] is not None:
+        columns = {name: [parts[name] for parts in opened if parts is not None] for name in opened[0]}
+        return made_of({name: join(column, sizes, device) for name, column in columns.items()}, first)
     if all(output is first or output == first for output in outputs):
         return first
     raise ConfigError(
@@ -142,11 +141,6 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> 
         f"{type(first).__name__}: {', '.join(map(repr, outputs))}",
         'return tensors, or use engine="ddp", which runs the model whole',
     )
-
-
-def _like(example: Any, values: Sequence[Any]) -> Any:
-    """Returns `values` as the kind of sequence that `example` is; named tuples too."""
-    return type(example)(*values) if hasattr(example, "_fields") else type(example)(values)
 
 
 def replica_of(module: nn.Module) -> nn.Module:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 from collections import OrderedDict
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +115,56 @@ def nested() -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Fields:
+    x: Tensor
+    scale: float
+
+
+class Wrapped(MutableMapping):
+    """A mapping over a dict of its own, without a copy method."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values_by_name = values
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values_by_name[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.values_by_name[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.values_by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_name)
+
+    def __len__(self) -> int:
+        return len(self.values_by_name)
+
+
+class Doubled(nn.Module):
+    """Returns what it is given, with `x` doubled."""
+
+    def forward(self, batch: Any) -> Any:
+        assert len(batch["x"] if isinstance(batch, Wrapped) else batch.x) == 2, "a piece"
+        if isinstance(batch, Wrapped):
+            return Wrapped(x=batch["x"] * 2, scale=batch["scale"])
+        return dataclasses.replace(batch, x=batch.x * 2)
+
+
+def containers() -> dict[str, Any]:
+    """Pieces of a user's own containers; the batch that was given is as it was."""
+    x = torch.arange(4.0)
+    fields, wrapped = Fields(x, 3.0), Wrapped(x=x, scale=3.0)
+    whole = bound_of(Doubled(), 2)
+    one, other = whole.call(fields), whole.call(wrapped)
+    return {
+        "fields": [type(one).__name__, one.x.tolist(), one.scale, fields.x.tolist()],
+        "wrapped": [type(other).__name__, other["x"].tolist(), other["scale"], wrapped["x"].tolist()],
+    }
+
+
 class Strange(nn.Module):
     def forward(self, x: Tensor) -> Any:
         return str(x.sum())
@@ -119,7 +172,7 @@ class Strange(nn.Module):
 
 def main() -> None:
     losses = {f"{n} over {k} {i}": gap(n, k, i) for n in (1, 2, 5, 8) for k in (1, 2, 3, 4) for i in (False, True)}
-    found: dict[str, Any] = {"losses": losses, "buffers": buffers(), "nested": nested()}
+    found: dict[str, Any] = {"losses": losses, "buffers": buffers(), "nested": nested(), "containers": containers()}
     found["sizes"] = [piece_sizes(10, 4), piece_sizes(3, 4), piece_sizes(8, 2)]
     pieces = []
     for variable, gpus in (("", 1), ("3", 1), ("3", 4)):
