@@ -279,9 +279,12 @@ def _reaches_a_model(value: Any, seen: set[int]) -> bool:
     for code in codes:
         codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
     names = {word for code in codes for word in (*code.co_names, *code.co_consts) if isinstance(word, str)}
+    parameters = {word for code in codes for word in code.co_varnames}  # of set_model(self, model)
     used = [function.__globals__.get(name) for name in names]
     used += [cell.cell_contents for cell in function.__closure__ or ()]
-    return bool(names & _OF_A_MODEL) or any(_reaches_a_model(item, seen) for item in used)
+    used += [getattr(value, "__self__", None), *(function.__defaults__ or ())]  # whose method it is
+    used += (function.__kwdefaults__ or {}).values()
+    return bool((names | parameters) & _OF_A_MODEL) or any(_reaches_a_model(item, seen) for item in used)
 
 
 class Last(fit_callbacks.Callback):

@@ -441,6 +441,12 @@ class Stopper:
     def __init__(self, model: keras.Model) -> None:
         self.model = model
 
+    def batch_ended(self, batch: int, logs: Any = None) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        self.model.stop_training = True
+
 
 class Holder(K.Callback):
     """Knows a model by way of another object."""
@@ -451,6 +457,16 @@ class Holder(K.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.inner.end()
+
+
+class Told(K.Callback):
+    """Keeps the model that it is told of."""
+
+    def set_model(self, model: keras.Model) -> None:
+        self.net = model
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.net.end()
 
 
 class Ender:
@@ -478,13 +494,17 @@ GLOBAL: list[keras.Model] = []
 def who_may_stop() -> str:
     """Ranks ask each other after every step only where a callback knows a model."""
     model, ends = compiled(), []
+    stopper = Stopper(model)
     may_not = [Timer(), K.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(batch))]
     may = [
         Stop(1), Holder(model), Outside(), K.TerminateOnNaN(),
         K.LambdaCallback(on_train_batch_end=lambda *_: model.stop()),
         K.LambdaCallback(on_train_batch_begin=lambda *_: end_it()),
+        K.LambdaCallback(on_train_batch_end=stopper.batch_ended),
+        K.LambdaCallback(on_train_batch_end=lambda batch, logs=None, by=stopper: by.finish()),
+        K.LambdaCallback(on_train_batch_end=lambda batch, logs=None, *, by=stopper: by.finish()), Told(),
     ]  # fmt: skip
-    assert [may_stop(callback) for callback in (*may_not, *may)] == [False] * 2 + [True] * 6
+    assert [may_stop(callback) for callback in (*may_not, *may)] == [False] * 2 + [True] * 10
     asked = []
     for callback in (Timer(), Stop(100)):
         model = hvk.prepare(compiled())
