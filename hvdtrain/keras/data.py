@@ -158,6 +158,7 @@ def loader(
     x, y, weights = _unpacked(data)
     x, y = arrays(x, "x"), arrays(y, "y")
     weights = _weights(y, weights, class_weight)
+    x, y, weights = keras.tree.lists_to_tuples((x, y, weights))  # as Keras' fit does: a tf.data.Dataset has no lists
     samples = _count(x, y, weights)
     same_data.check(world, same_data.of_arrays((x, y, weights)))
     seed = world.seed if seed is None else seed
@@ -284,7 +285,13 @@ def _weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | Non
         )
     if labels.ndim > 1:
         labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels[..., 0]
-    table = {int(label): float(weight) for label, weight in class_weight.items()}
-    classes, where = np.unique(labels, return_inverse=True)
-    each = np.array([table.get(int(label), 1.0) for label in classes], keras.backend.floatx())
+    keys = list(class_weight) if isinstance(class_weight, Mapping) else [None]
+    if any(not isinstance(label, (int, float, np.number)) or label % 1 for label in keys):
+        raise ConfigError(
+            "class_weight= is a dict from the number of a class, as y has it, to its weight",
+            f"class_weight={class_weight!r}",
+            "class_weight={0: 1.0, 1: 5.0}; of a list: dict(enumerate(...)); of text: {int(label): weight for ...}",
+        )
+    classes, where = np.unique(np.round(labels).astype(np.int64), return_inverse=True)  # 0.9 is class 1, as in Keras
+    each = np.array([class_weight.get(label, 1.0) for label in classes.tolist()], keras.backend.floatx())
     return each[where].reshape(labels.shape)

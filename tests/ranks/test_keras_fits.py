@@ -43,6 +43,7 @@ REFUSED = {
     "fit_with_class_weight": ("ConfigError", "does not read", "fit(class_weight=)", "loader((x, y"),
     "fit_with_steps": ("ConfigError", "does not read", "fit(steps_per_epoch=)", "leave steps_per_epoch= out"),
     "both_kinds_of_weights": ("ConfigError", "class_weight=", "sample weights beside it", "multiply"),
+    "classes_in_text": ("ConfigError", "class_weight={'0': 2.0}", "int(label)"),
     "synchronized_statistics": ("ConfigError", "synchronized=True", "GroupNormalization"),
     "a_function_that_sums": ("ReplicaError", "its pieces", "rank 1: loss", "one value per sample", "verify=False"),
     "rate_by_the_logs_of_a_batch": ("ReplicaError", "equal at the end of an epoch", "logs of a batch"),

@@ -16,12 +16,13 @@ PROGRAM = PROGRAMS / "keras" / "losses.py"
 WAYS = ("1/25", "3/44")
 EXACT = [
     "ce", "ignore_class", "one_rank_ignored", "mask_zero", "masking_lstm", "mask_and_weights", "sample_weight",
-    "weights_zero_on_a_rank", "mean_of_weights", "class_weight", "smoothing", "focal", "dice", "huber", "sum",
-    "masked_sum", "two_outputs", "two_losses_in_one", "add_loss", "regularised", "activity",
+    "weights_zero_on_a_rank", "mean_of_weights", "class_weight", "class_weight_of_soft_labels", "smoothing", "focal",
+    "dice", "huber", "sum", "masked_sum", "two_outputs", "lists", "two_losses_in_one", "add_loss", "regularised",
+    "activity",
 ]  # fmt: skip
 QUICK = [
     "ignore_class", "one_rank_ignored", "mask_zero", "masking_lstm", "mean_of_weights", "weights_zero_on_a_rank",
-    "class_weight", "sum", "two_outputs", "none", "dice_of_the_batch",
+    "class_weight", "class_weight_of_soft_labels", "sum", "two_outputs", "lists", "none", "dice_of_the_batch",
 ]  # fmt: skip
 REFUSED = {
     "none": ("ConfigError", "must be one number", "reduction=None in SparseCategoricalCrossentropy"),

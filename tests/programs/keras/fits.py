@@ -533,6 +533,12 @@ def both_kinds_of_weights() -> str:
 
 
 @case
+def classes_in_text() -> str:
+    hvk.loader((X[:24], Y[:24]), BATCH // SIZE, class_weight={"0": 2.0})
+    return "dealt"
+
+
+@case
 def synchronized_statistics() -> str:
     if BACKEND == "torch":  # refused by Keras itself
         layer = L.BatchNormalization()

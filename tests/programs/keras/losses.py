@@ -67,6 +67,13 @@ def two_outputs() -> keras.Model:
     return keras.Model(tokens, {"tags": wide(3)(inner), "label": dense(3)(L.GlobalAveragePooling1D()(inner))})
 
 
+def listed() -> keras.Model:
+    """Inputs and outputs in lists."""
+    one, other = L.Input((5,)), L.Input((STEPS,), dtype="int32")
+    inner = L.Concatenate()([one, L.Flatten()(L.Embedding(9, 4)(other))])
+    return keras.Model([one, other], [dense(3)(inner), dense(3)(inner)])
+
+
 class Kl(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
@@ -112,6 +119,10 @@ CASES: dict[str, dict[str, Any]] = {
         "model": net, "loss": lambda: ce(reduction="mean_with_sample_weight"), "y": LABEL, "sample_weight": WEIGHT,
     },
     "class_weight": {"model": net, "loss": ce, "y": LABEL, "class_weight": {0: 1.0, 1: 5.0, 2: 0.5}},
+    "class_weight_of_soft_labels": {
+        "model": lambda: net(1), "loss": lambda: keras.losses.BinaryCrossentropy(from_logits=True),
+        "y": np.where(LABEL > 0, 0.9, 0.1), "class_weight": {0: 1.0, 1: 5.0},
+    },
     "smoothing": {
         "model": net, "y": one_hot(LABEL),
         "loss": lambda: keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1),
@@ -124,6 +135,10 @@ CASES: dict[str, dict[str, Any]] = {
     "two_outputs": {
         "model": two_outputs, "loss": lambda: {"tags": ce(ignore_class=-1), "label": ce()}, "x": TOKENS,
         "y": {"tags": IGNORED, "label": LABEL}, "compile": {"loss_weights": {"tags": 0.7, "label": 2.0}},
+    },
+    "lists": {
+        "model": listed, "loss": lambda: [ce(), ce(ignore_class=1)], "x": [X, TOKENS], "y": [LABEL, LABEL[::-1].copy()],
+        "sample_weight": [WEIGHT, HALF_ZERO],
     },
     "two_losses_in_one": {"model": tagger, "loss": lambda: both, "x": TOKENS, "y": IGNORED},
     "add_loss": {"model": adding, "loss": lambda: ce(ignore_class=-1), "x": TOKENS, "y": IGNORED},
@@ -139,7 +154,7 @@ def train(case: dict[str, Any], accumulate: int, samples: int) -> tuple[keras.Mo
     x, y = (keras.tree.map_structure(lambda a: a[:samples], case.get(key, X)) for key in ("x", "y"))
     weights = {key: case[key] for key in ("sample_weight", "class_weight") if key in case}
     if "sample_weight" in weights:
-        weights["sample_weight"] = weights["sample_weight"][:samples]
+        weights["sample_weight"] = keras.tree.map_structure(lambda a: a[:samples], weights["sample_weight"])
     model = case["model"]()
     model.compile(
         O.SGD(0.5, gradient_accumulation_steps=accumulate if accumulate > 1 else None), case["loss"](),
