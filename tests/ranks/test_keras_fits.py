@@ -19,6 +19,7 @@ ACCEPTED = {
     "validates_on_all_samples_each": None,
     "means_of_batches_with_a_tail": None,
     "names_what_does_not_add_up": None,
+    "a_first_batch_that_is_not_finite": None,
     "averages_a_metric_that_says_so": None,
     "normalises_by_live_samples_only": None,
     "goes_on_accumulating": ("K6", "a second fit in the middle of an accumulated update"),

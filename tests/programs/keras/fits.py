@@ -210,6 +210,17 @@ def names_what_does_not_add_up() -> str:
     return "named"
 
 
+@case
+def a_first_batch_that_is_not_finite() -> str:
+    x = X[:24].copy()
+    x[0] = np.nan
+    model = hvk.prepare(net())
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        model.fit(deal(x, Y[:24]), verbose=0, callbacks=hvk.callbacks(model))
+    assert RANK or "the loss of the first batch is nan: it was not checked" in said.getvalue(), said.getvalue()
+    return "named"
+
+
 class Largest(keras.metrics.Metric):
     """A metric whose state is declared to be averaged over ranks."""
 
