@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.core.world import World
-from hvdtrain.runs.log_files import write_json
 
 MANIFEST = "manifest.json"
 # how metrics are called that are better when they are greater, and when they are less; without "val_" and numbers at
@@ -47,7 +46,10 @@ def _sha256(file: Any) -> str:
 
 
 def write_manifest(path: Path, body: dict[str, Any]) -> None:
-    write_json(path, {**body, "digest": _digest(body)})
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({**body, "digest": _digest(body)}, file, indent=1, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _digest(body: Mapping[str, Any]) -> str:
