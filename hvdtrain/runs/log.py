@@ -25,21 +25,8 @@ from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import job_of
 from hvdtrain.core.world import World
-from hvdtrain.runs.log_files import (
-    Line,
-    ScalarWriter,
-    Window,
-    effective_batch,
-    end_last_line,
-    fate,
-    lock,
-    now,
-    plain,
-    read_events,
-    read_run,
-    to_json,
-    write_json,
-)
+from hvdtrain.runs import log_files
+from hvdtrain.runs.log_files import read_events, read_run
 
 __all__ = ["RunLog", "read_events", "read_run", "run_status"]
 
@@ -80,22 +67,22 @@ class RunLog:
         self._run: dict[str, Any] = {}  # what run.json holds; on rank 0, as are all files
         self._lock: TextIO | None = None
         self._events: TextIO | None = None
-        self._board: ScalarWriter | None = None
-        self._line: Line | None = None
+        self._board: log_files.ScalarWriter | None = None
+        self._line: log_files.Line | None = None
         self._last_flush = 0.0
         self._warned = False
-        self._window = Window()
+        self._window = log_files.Window()
         self._phase_totals: dict[str, float] = {}
         world.on_main(self._open, dict(config), resume, progress, tensorboard)
 
     def _open(self, config: dict[str, Any], resume: bool, progress: bool, tensorboard: bool) -> None:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.run_dir)
+            self._lock = log_files.lock(self.run_dir)
             self._begin(config, self._earlier(resume))
-            self._line = Line(config.get("total_samples")) if progress else None
+            self._line = log_files.Line(config.get("total_samples")) if progress else None
             if tensorboard and importlib.util.find_spec("tensorboard") is not None:
-                self._board = ScalarWriter(self.run_dir / "tensorboard")
+                self._board = log_files.ScalarWriter(self.run_dir / "tensorboard")
             elif tensorboard and progress:
                 print("no TensorBoard scalars: the package tensorboard is not installed", flush=True)
         except OSError as error:
@@ -114,7 +101,7 @@ class RunLog:
         if earlier is not None and not resume:
             raise ConfigError(
                 "a run directory holds one run",
-                f"{self.run_dir} holds a run from {earlier.get('started')}, {fate(earlier)}",
+                f"{self.run_dir} holds a run from {earlier.get('started')}, {log_files.fate(earlier)}",
                 "give another run directory, or resume this run (--resume)",
             )
         return earlier or {}
@@ -123,10 +110,10 @@ class RunLog:
         world = self.world
         attempts = list(earlier.get("attempts", []))
         attempts.append(
-            {"started": now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname(),
+            {"started": log_files.now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname(),
              "job": job_of(os.environ)}
         )  # fmt: skip
-        self._run = plain(
+        self._run = log_files.plain(
             {
                 "format": 1,
                 "status": "running",
@@ -136,7 +123,7 @@ class RunLog:
                 "launcher": world.launcher,
                 "world": {"size": world.size, "local_size": world.local_size, "engine": world.engine,
                           "devices": world.devices, "seed": world.seed},
-                "effective_batch": effective_batch(config, world.size),
+                "effective_batch": log_files.effective_batch(config, world.size),
                 "lr": config.get("lr"),
                 "config": config,
                 "result": earlier.get("result", {}),
@@ -144,10 +131,10 @@ class RunLog:
                 "attempts": attempts,
             }
         )  # fmt: skip
-        write_json(self.run_dir / "run.json", self._run)
-        end_last_line(self.run_dir / "events.jsonl")
+        log_files.write_json(self.run_dir / "run.json", self._run)
+        log_files.end_last_line(self.run_dir / "events.jsonl")
         self._events = open(self.run_dir / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
-        was = {"earlier_status": fate(earlier)} if earlier else {}
+        was = {"earlier_status": log_files.fate(earlier)} if earlier else {}
         self.event("resume" if earlier else "start", size=world.size, config=config, **was)
 
     def path(self, *parts: str) -> Path:
@@ -161,7 +148,7 @@ class RunLog:
 
     def _write_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         assert self._events is not None
-        self._events.write(to_json({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n")
+        self._events.write(log_files.to_json({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n")
         since = time.monotonic()
         if kind != "step" or since - self._last_flush >= FLUSH_EVERY_S:
             self._events.flush()
@@ -233,15 +220,15 @@ class RunLog:
             self._update(result={**self._run["result"], **fields})
 
     def _update(self, **fields: Any) -> None:
-        self._run.update(plain(fields))
-        self._guarded(write_json, self.run_dir / "run.json", self._run)
+        self._run.update(log_files.plain(fields))
+        self._guarded(log_files.write_json, self.run_dir / "run.json", self._run)
 
     def finish(self, status: str = "finished", error: str | None = None) -> None:
         """Writes how the run ended and lets go of the directory; the second call does nothing."""
         if self._events is not None:
             self._end_window()
             self.event("end", status=status, error=error)
-            self._update(status=status, error=error, ended=now())
+            self._update(status=status, error=error, ended=log_files.now())
             self._close()
 
     def _guarded(self, write: Any, *args: Any) -> None:
