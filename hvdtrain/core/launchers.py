@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hvdtrain.core.errors import ConfigError, LauncherError
-from hvdtrain.core.slurm import first_host, port_of, tasks_per_node
+from hvdtrain.core.slurm import expand, port_of, tasks_per_node
 
 Environ = Mapping[str, str]
 UNKNOWN_NODE = -1
@@ -194,7 +194,8 @@ def _openpai(environ: Environ) -> Detected:
     task = its.number(*_PAI_TASK)
     tasks = _openpai_tasks(its, role)
     local_rank, local_size = 0, 1
-    if "LOCAL_RANK" in environ or _gpus_a_task(environ) > 1:
+    gpus = environ.get("PAI_CURRENT_TASK_ROLE_GPU_COUNT", "")
+    if "LOCAL_RANK" in environ or (gpus.isdigit() and int(gpus) > 1):
         hint = (
             "start one process a GPU: `torchrun --nnodes $PAI_CURRENT_TASK_ROLE_TASK_COUNT"
             " --node-rank $PAI_TASK_INDEX ...`; for one process a task: LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
@@ -213,11 +214,6 @@ def _openpai_tasks(its: _Variables, role: str) -> int:
     hosts = sum(re.fullmatch(rf"PAI_HOST_IP_{re.escape(role)}_\d+", name) is not None for name in its.environ)
     names = (f"PAI_TASK_ROLE_TASK_COUNT_{role}", "PAI_CURRENT_TASK_ROLE_TASK_COUNT")
     return hosts if hosts and not any(name in its.environ for name in names) else its.number(*names)
-
-
-def _gpus_a_task(environ: Environ) -> int:
-    text = environ.get("PAI_CURRENT_TASK_ROLE_GPU_COUNT", "0")
-    return int(text) if text.isdigit() else 0
 
 
 # -- srun ----------------------------------------------------------------------------------------------------
@@ -253,9 +249,9 @@ def _srun_rendezvous(its: _Variables) -> str | None:
     Horovod, meets without (`meeting_point` names what is missing to those who need it).
     """
     environ = its.environ
-    nodes = environ.get("SLURM_STEP_NODELIST", "")  # not the job's: a step may start on a later node
+    nodes = environ.get("SLURM_STEP_NODELIST", "").strip()  # not the job's: a step may start on a later node
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    address = environ.get("MASTER_ADDR", "") or (first_host(nodes) if nodes else "")
+    address = environ.get("MASTER_ADDR", "") or (expand(nodes)[0] if nodes else "")
     if not address or not (environ.get("MASTER_PORT") or job):
         return None
     port = its.number("MASTER_PORT") if environ.get("MASTER_PORT") else port_of(job, step)

@@ -28,15 +28,6 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def first_host(nodes: str) -> str:
-    """Returns the first name in a Slurm node list: "gpu[03-04,07],login" gives "gpu03"; pure.
-
-    Raises:
-        LauncherError: not in Slurm's form.
-    """
-    return expand(nodes.strip())[0]
-
-
 def expand(nodes: str) -> list[str]:
     """Returns all names of a Slurm node list, in order: "gpu[03-04,07],login" gives gpu03, gpu04, gpu07, login; pure.
 

@@ -91,11 +91,6 @@ def keras_modules(backend: str, detected: Detected) -> dict[str, str]:
 
 # the engine imports it: it looks for an accelerator while it loads, and must be told which before
 _LEFT_TO_THE_ENGINE = {"deepspeed"}
-# what an engine needs beside PyTorch, each with the command that helps
-_ENGINE_MODULES: dict[str, Callable[[], dict[str, str]]] = {
-    "horovod": lambda: dict.fromkeys(("horovod", "horovod.torch"), build_horovod_command()),
-    "deepspeed": lambda: {"deepspeed": install_command("torch", "deepspeed")},
-}
 
 
 def torch_modules(engine: str, detected: Detected, *, torchvision: bool = True) -> dict[str, str]:
@@ -117,7 +112,11 @@ def torch_modules(engine: str, detected: Detected, *, torchvision: bool = True) 
         raise
     install = install_command("torch", "build")
     needed = dict.fromkeys(("numpy", "torch", *(["torchvision"] * torchvision)), install)
-    return needed | _ENGINE_MODULES.get(chosen, dict)()
+    if chosen == "horovod":
+        needed |= dict.fromkeys(("horovod", "horovod.torch"), build_horovod_command())
+    elif chosen == "deepspeed":
+        needed["deepspeed"] = install_command("torch", "deepspeed")
+    return needed
 
 
 def find_modules(needed: Mapping[str, str]) -> None:

@@ -248,12 +248,7 @@ def _same_names(reports: Sequence[Mapping[str, float]]) -> list[str]:
 
 def per_rank(values: Sequence[Any]) -> str:
     """Lists values per rank, equal neighbours folded: "ranks 0-2: 0.1" / "rank 3: 0.2"."""
-    return by_rank([_short(value) for value in values])
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 300 else text[:297] + "..."
+    return by_rank([text if len(text) <= 300 else text[:297] + "..." for text in map(repr, values)])
 
 
 _current: World | None = None

@@ -7,6 +7,7 @@ without a word and without an end, also for a rank that has ended well: here a t
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import sys
@@ -174,10 +175,10 @@ class Rendezvous:
     def _ask(self, method: str, key: str, value: str | None = None) -> int:
         """Returns the answer's status; a server that a thousand ranks ask at once may need another try."""
         for left in reversed(range(_TRIES)):
-            connection = http.client.HTTPConnection(self._address, timeout=_REQUEST_S)
             try:
-                connection.request(method, f"/hvdtrain/{key}", value)
-                return connection.getresponse().status
+                with contextlib.closing(http.client.HTTPConnection(self._address, timeout=_REQUEST_S)) as connection:
+                    connection.request(method, f"/hvdtrain/{key}", value)
+                    return connection.getresponse().status
             except (OSError, http.client.HTTPException) as error:
                 if not left:
                     raise LauncherError(
@@ -185,7 +186,5 @@ class Rendezvous:
                         f"http://{self._address}: {error}",
                         "start the ranks again; if the launcher still ran: hvdtrain doctor -H ... looks for a firewall",
                     ) from error
-                time.sleep(1.0)
-            finally:
-                connection.close()
+            time.sleep(1.0)
         raise AssertionError("it has returned or raised")

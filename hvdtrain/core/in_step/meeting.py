@@ -129,7 +129,8 @@ class Tracker:
             yield 0.0 if value is None else comm.sum_floats([value])[0]
             return
         name = kind if kind in (BARRIER, END) else kind + _in_thread()
-        place = self._meeting = Place(name, self.meetings + 1, key, _ended() if kind == END else user_line())
+        line = f"at the end of {os.path.basename(sys.argv[0]) or 'the program'}" if kind == END else user_line()
+        place = self._meeting = Place(name, self.meetings + 1, key, line)
         place.within, place.receives = _function_of(_users_frame(sys._getframe(1))), receives
         try:
             total = self._compare(comm, place, value or 0.0)
@@ -338,7 +339,11 @@ def user_line(frame: FrameType | None = None) -> str:
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and not _is_users(frame):
+    while frame is not None:
+        module = (frame.f_globals.get("__name__") or "").partition(".")[0]
+        generated = os.path.basename(frame.f_code.co_filename).startswith("__autograph_generated_file")
+        if module not in _LIBRARIES and not generated:
+            break
         frame = frame.f_back
     return frame
 
@@ -347,17 +352,7 @@ def _function_of(frame: FrameType | None) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_qualname}" if frame is not None else ""
 
 
-def _is_users(frame: FrameType) -> bool:
-    name = frame.f_globals.get("__name__") or ""
-    generated = os.path.basename(frame.f_code.co_filename).startswith("__autograph_generated_file")
-    return name.partition(".")[0] not in _LIBRARIES and not generated
-
-
 def _in_thread() -> str:
     """Returns what tells this thread from others on all ranks alike: its name, less numbers, which count threads."""
     name = threading.current_thread().name
     return "" if name == "MainThread" else " in thread " + re.sub(r"[-_]\d+", "", name)
-
-
-def _ended() -> str:
-    return f"at the end of {os.path.basename(sys.argv[0]) or 'the program'}"

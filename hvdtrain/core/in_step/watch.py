@@ -74,20 +74,19 @@ def listen(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socke
     """
     seconds = after_s(environ)
     nowhere = Meeting(seconds, (), 0, "")
-    try:
-        return _listen(detected, environ, seconds) if seconds else (None, nowhere)
-    except OSError as error:  # to train without is better than not to train
-        print(f"hvdtrain: ranks that wait for one another will not be named: {error}", file=sys.stderr, flush=True)
+    if not seconds:
         return None, nowhere
-
-
-def _listen(detected: Detected, environ: Mapping[str, str], seconds: float) -> tuple[socket.socket, Meeting]:
     named = next((environ[name] for name in _INTERFACES if environ.get(name)), "")
     own = environ.get("HOROVOD_GLOO_ADDRESS") or _address_of(named)
     bound = "127.0.0.1" if detected.local_size == detected.size else own
-    listener = socket.create_server((bound, 0), backlog=min(detected.size, 1024))
+    try:
+        listener = socket.create_server((bound, 0), backlog=min(detected.size, 1024))
+        interfaces = [] if bound else [_address_of(name) for _, name in socket.if_nameindex()]
+    except OSError as error:  # to train without is better than not to train
+        print(f"hvdtrain: ranks that wait for one another will not be named: {error}", file=sys.stderr, flush=True)
+        return None, nowhere
     listener.setblocking(False)
-    addresses = (bound,) if bound else tuple(filter(None, (_address_of(name) for _, name in socket.if_nameindex())))
+    addresses = (bound,) if bound else tuple(filter(None, interfaces))
     return listener, Meeting(seconds, addresses, listener.getsockname()[1], secrets.token_hex(16))
 
 

@@ -9,7 +9,7 @@ from launcher_variables import HOROVODRUN, HYDRA, MPIJOB, OPEN_MPI, OPENPAI, SBA
 
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.launchers import LAUNCHERS, Detected, detect, gpus_for, meeting_point
-from hvdtrain.core.slurm import first_host, port_of, tasks_per_node
+from hvdtrain.core.slurm import expand, port_of, tasks_per_node
 
 
 class TestDetect:
@@ -173,12 +173,12 @@ class TestSlurm:
          ("login,gpu[1-2]", "login"), ("rack[0-1]node[2-3]", "rack0node2"), ("a-b.c[010-012]-ib", "a-b.c010-ib")],
     )  # fmt: skip
     def test_first_host(self, nodes: str, first: str) -> None:
-        assert first_host(nodes) == first
+        assert expand(nodes)[0] == first
 
     @pytest.mark.parametrize("nodes", ["", "[", "host[", "host[a]", "host 1", "host[1-2", ","])
     def test_not_a_node_list(self, nodes: str) -> None:
         with pytest.raises(LauncherError, match="Slurm writes nodes"):
-            first_host(nodes)
+            expand(nodes)
 
     @pytest.mark.parametrize("text", ["", "2(x", "x3", "2(x3)1", "2;3"])
     def test_not_slurms_form(self, text: str) -> None:
