@@ -139,12 +139,9 @@ def _own_ranks(framework: str, args: argparse.Namespace) -> dict[str, Any]:
     argv = [args.python, "-m", _RANK, framework, f"{args.limit:g}", str(job.np)]
     job = dataclasses.replace(job, argv=argv, env=environment.passed(os.environ) | no_gpus)
     started = time.perf_counter()
-    outcome = launcher.run(job, keep_output=True)
-    if outcome.interrupted is not None:
-        raise KeyboardInterrupt
-    found = launcher.result_in(outcome.outputs.get(0, ""), MARK)
-    if outcome.failed is not None and (found is None or found["ok"]):
-        return _timed(started, None, outcome.failed.in_words(args.limit), outcome.failed.lines)
+    found, failed = launcher.result_of(job, MARK)
+    if failed is not None and (found is None or found["ok"]):
+        return _timed(started, None, failed.in_words(args.limit), failed.lines)
     return _timed(started, found)
 
 
@@ -169,12 +166,13 @@ def _as_rank(framework: str, args: argparse.Namespace, detected: Detected) -> di
     command = [sys.executable, "-m", _RANK, framework, f"{args.limit:g}"]
     env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)  # ends itself after the limit
+    lines = child.stdout.splitlines()
     if child.returncode not in (0, FAILED):
         why = f"not done in {args.limit:g} s" if child.returncode == TOO_LATE else f"exit code {child.returncode}"
-        return _timed(started, None, f"rank {detected.rank}: {why}", child.stdout.splitlines())
+        return _timed(started, None, f"rank {detected.rank}: {why}", lines)
     if detected.rank != 0:
         return _timed(started, {"ok": child.returncode == 0, "checks": []})
-    return _timed(started, launcher.result_in(child.stdout, MARK))
+    return _timed(started, launcher.result_in(lines, MARK))
 
 
 def _timed(

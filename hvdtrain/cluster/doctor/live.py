@@ -62,18 +62,14 @@ def all_reduce(job: Job, cluster: ClusterFacts) -> Live | None:
     env = environment.passed(os.environ)
     job = dataclasses.replace(job, argv=argv, hosts=hosts, np=live.size, env=env, timeouts=Timeouts())
     try:
-        outcome = launcher.run(job, keep_output=True)
+        result, failed = launcher.result_of(job, prove_rank.MARK)
     except HvdtrainError as error:
         live.failed = str(error)
         return live
-    if outcome.interrupted is not None:
-        raise KeyboardInterrupt
-    if outcome.failed is not None:
-        live.failed = "\n".join([outcome.failed.in_words(LIMIT_S), *outcome.failed.lines[-_LINES:]])
-        live.host = outcome.failed.host
-        return live
-    result = launcher.result_in(outcome.outputs.get(0, ""), prove_rank.MARK)
-    if result is None:
+    if failed is not None:
+        live.failed = "\n".join([failed.in_words(LIMIT_S), *failed.lines[-_LINES:]])
+        live.host = failed.host
+    elif result is None:
         live.failed = "rank 0 ended without a result"
     else:
         live.seconds, live.bytes, live.device = result["seconds"], result["bytes"], result["device"]

@@ -13,8 +13,7 @@ import signal
 import threading
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -51,25 +50,27 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        exit_code: 0; the first failing rank's; 128+N when signal N ended the launcher's run.
         failed: what made it end; None if every rank ended well, or the user ended it.
         interrupted: the signal by which the user ended it.
-        outputs: each rank's output, both streams, if it was to be kept.
         left: processes that stay, because the agents may not end them, in words.
         seconds: from the ranks' start to the end of the last.
     """
 
-    exit_code: int
     failed: Failure | None = None
     interrupted: int | None = None
-    outputs: dict[int, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
+    @property
+    def exit_code(self) -> int:
+        """0; the first failing rank's; 128+N when signal N ended the launcher's run."""
+        if self.failed is not None:
+            return self.failed.code
+        return 128 + self.interrupted if self.interrupted is not None else 0
+
 
 class _Interrupted(Exception):
-    def __init__(self, number: int) -> None:
-        self.number = number
+    """The user ended the job before its ranks were started."""
 
 
 def run(
@@ -77,8 +78,7 @@ def run(
     *,
     on_line: OnLine | None = None,
     on_plan: Callable[[Plan], None] | None = None,
-    on_interrupt: Callable[[int], None] | None = None,
-    keep_output: bool = False,
+    on_interrupt: Callable[[int], None] = lambda number: None,
 ) -> Outcome:
     """Runs a job to its end.
 
@@ -92,41 +92,47 @@ def run(
             waits, so do the ranks. What it raises ends the job, and is raised here.
         on_plan: gets the plan before the ranks start.
         on_interrupt: gets the signal that ends the job, when it does, and every further one.
-        keep_output: whether `Outcome.outputs` holds what the ranks wrote.
 
     Raises:
         ConfigError: fewer slots than ranks; no network that the hosts share.
         LauncherError: hosts that cannot be reached, or that lack what the job needs; each is named.
     """
-    outputs: defaultdict[int, list[str]] = defaultdict(list)
-
-    def take(rank: int, stream: str, line: str) -> None:
-        if keep_output:
-            outputs[rank].append(line + "\n")
-        if on_line is not None:
-            on_line(rank, stream, line)
-
     with _signals() as received:
-        agents = Agents(job, take)
-        running = _Running(job, agents, received, on_interrupt or (lambda number: None))
-        interrupted = 0
+        agents = Agents(job, on_line)
+        running = _Running(job, agents, received, on_interrupt)
         try:
-            running.run(on_plan)
-        except _Interrupted as early:
-            interrupted = early.number
+            with contextlib.suppress(_Interrupted):
+                running.run(on_plan)
         finally:
             running.close()
-    outcome = Outcome(128 + interrupted, interrupted=interrupted) if interrupted else running.outcome()
     if agents.failed is not None:
         raise agents.failed
-    outcome.outputs = {rank: "".join(lines) for rank, lines in sorted(outputs.items())}
-    return outcome
+    return running.outcome
 
 
-def result_in(output: str, mark: str) -> dict[str, Any] | None:
+def result_of(job: Job, mark: str) -> tuple[dict[str, Any] | None, Failure | None]:
+    """Runs a job whose rank 0 prints a result behind a mark; returns it (see `result_in`), and what made the job end.
+
+    Raises:
+        KeyboardInterrupt: the user ended it.
+        ConfigError, LauncherError: as `run`.
+    """
+    lines: list[str] = []
+
+    def take(rank: int, stream: str, line: str) -> None:
+        if rank == 0:
+            lines.append(line)
+
+    outcome = run(job, on_line=take)
+    if outcome.interrupted is not None:
+        raise KeyboardInterrupt
+    return result_in(lines, mark), outcome.failed
+
+
+def result_in(lines: Sequence[str], mark: str) -> dict[str, Any] | None:
     """Returns what a rank printed as JSON behind a mark, the last time; None: nothing."""
-    lines = [line.removeprefix(mark) for line in output.splitlines() if line.startswith(mark)]
-    return json.loads(lines[-1]) if lines else None
+    found = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+    return json.loads(found[-1]) if found else None
 
 
 def look(job: Job) -> Plan:
@@ -151,13 +157,16 @@ def _plan(job: Job, agents: Agents) -> Plan:
 
 
 class _Running:
-    """One job from the agents' hello to its end."""
+    """One job from the agents' hello to its end.
+
+    Attributes:
+        outcome: how it ended, once it is closed.
+    """
 
     def __init__(self, job: Job, agents: Agents, received: list[int], on_interrupt: Callable[[int], None]) -> None:
         self._job, self._agents, self._received, self._on_interrupt = job, agents, received, on_interrupt
+        self.outcome = Outcome()
         self._ends: dict[int, RankEnd] = {}
-        self._failure: Failure | None = None
-        self._interrupted: int | None = None
         self._deadline_s: float | None = None  # of the end, once it has begun
         self._seen = 0  # of the received signals
         self._started_s = time.monotonic()
@@ -165,8 +174,6 @@ class _Running:
         self._token = uuid.uuid4().hex
         self._cut: dict[str, str] = {}  # by host: that it does not reach the first one any more
         self._cut_s = float("inf")  # when the first of them said so
-        self._left: list[str] = []
-        self._ended_s: float | None = None
         self._closing = False
 
     def run(self, on_plan: Callable[[Plan], None] | None) -> None:
@@ -190,7 +197,9 @@ class _Running:
 
     def close(self) -> None:
         """Lets the agents go, which end their ranks before they end, and passes on the last output."""
-        self._closing, self._ended_s = True, time.monotonic()
+        self._closing = True
+        if self._host_of:
+            self.outcome.seconds = time.monotonic() - self._started_s
         ended = all(its.ended for its in self._agents.connections)
         wait_s = 2.0 if ended else self._job.timeouts.grace_s + 2.0
         self._agents.close(wait_s, token=self._token if self._host_of else "", look=self._look_at_signals)
@@ -264,7 +273,7 @@ class _Running:
             self._cut[host] = f"for {message['for_s']:.0f} s"
             self._cut_s = min(self._cut_s, time.monotonic())
         elif kind == "left":
-            self._left.append(f"{host}: {message['what']}")
+            self.outcome.left.append(f"{host}: {message['what']}")
         elif kind == "stopped":
             why = f"stopped by a signal (SIGSTOP) for {message['for_s']:.0f} s"
             self._fail(message["rank"], host, 128 + signal.SIGSTOP, why)
@@ -278,11 +287,10 @@ class _Running:
                 self._host_is_lost(its, its.why_left or its.problem().what)
         if self._deadline_s is not None:
             return
-        if settled(ends, now) or (len(ends) == self._job.np and any(end.code for end in ends)):
-            first = first_failure(ends)
-            assert first is not None
+        all_ended, first = len(ends) == self._job.np, first_failure(ends)
+        if first is not None and (all_ended or settled(ends, now)):
             self._fail(first.rank, first.host, as_exit_code(first.code), described(first.code, first.host))
-        elif len(ends) == self._job.np:
+        elif all_ended:
             self._end(signal.SIGTERM)
 
     def _look_at_cuts(self) -> None:
@@ -316,7 +324,7 @@ class _Running:
         if self._deadline_s is not None:
             return
         lines = tuple(self._agents.tails[rank]) if rank is not None else ()
-        self._failure = Failure(rank, host, code, why, lines, time.monotonic() - self._started_s)
+        self.outcome.failed = Failure(rank, host, code, why, lines, time.monotonic() - self._started_s)
         self._end(signal.SIGTERM)
 
     # ---- the end
@@ -338,25 +346,19 @@ class _Running:
                 continue
             if number in _PASSED_ON:
                 self._agents.send("signal", number=int(number))
-            elif self._interrupted is not None:
+            elif self.outcome.interrupted is not None:
                 self._on_interrupt(number)
                 self._end(signal.SIGTERM, grace_s=0.0)
             else:
-                self._interrupted = number
+                self.outcome.interrupted = number
                 self._on_interrupt(number)
                 self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def _stop_if_asked(self) -> None:
         ending = [number for number in self._received if number in _ENDING]
         if ending:
-            raise _Interrupted(ending[0])
-
-    def outcome(self) -> Outcome:
-        """Returns how the job ended."""
-        code = 128 + self._interrupted if self._interrupted is not None else 0
-        code = self._failure.code if self._failure is not None else code
-        seconds = (self._ended_s or time.monotonic()) - self._started_s
-        return Outcome(code, self._failure, self._interrupted, seconds=seconds, left=self._left)
+            self.outcome.interrupted = ending[0]
+            raise _Interrupted
 
 
 @contextlib.contextmanager

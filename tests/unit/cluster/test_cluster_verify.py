@@ -200,13 +200,15 @@ FINDINGS = {
 }  # fmt: skip
 
 
-def ended(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> list[launcher.Job]:
-    """Have the launcher return `outcome`; returns the jobs it gets."""
+def ended(monkeypatch: pytest.MonkeyPatch, output: str = "", failed: Failure | None = None) -> list[launcher.Job]:
+    """Have rank 0 of the launcher's jobs write `output`, and the job end; returns the jobs it gets."""
     jobs: list[launcher.Job] = []
 
-    def run(job: launcher.Job, **options: Any) -> Outcome:
+    def run(job: launcher.Job, on_line: launcher.OnLine) -> Outcome:
         jobs.append(job)
-        return outcome
+        for line in output.splitlines():
+            on_line(0, "stdout", line)
+        return Outcome(failed)
 
     monkeypatch.setattr(launcher, "run", run)
     for name in ("SLURM_JOB_ID", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"):
@@ -215,7 +217,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> list[launcher.Jo
 
 
 def test_it_starts_its_ranks_on_the_hosts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = ended(monkeypatch, Outcome(0, outputs={0: f"noise\n{MARK}{json.dumps(FINDINGS)}\n"}))
+    jobs = ended(monkeypatch, f"noise\n{MARK}{json.dumps(FINDINGS)}\n")
     flags = ["-H", "h1:2,h2:2", "--framework", "torch", "--limit", "7", "--network", "10.0.0.0/8", "--ssh-port", "3"]
     assert verify.run(arguments(*flags)) == 0
     (job,) = jobs
@@ -226,7 +228,7 @@ def test_it_starts_its_ranks_on_the_hosts(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_hosts_of_the_slurm_job_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = ended(monkeypatch, Outcome(0, outputs={0: MARK + json.dumps(FINDINGS)}))
+    jobs = ended(monkeypatch, MARK + json.dumps(FINDINGS))
     for name, value in (("JOB_ID", "7"), ("JOB_NODELIST", "a[1-2]"), ("TASKS_PER_NODE", "3(x2)")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert verify.run(arguments("--framework", "torch")) == 0
@@ -248,7 +250,7 @@ def test_ranks_on_this_machine_are_as_many_as_gpus(
 ) -> None:
     monkeypatch.setattr(verify, "gpu_count", lambda: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    jobs = ended(monkeypatch, Outcome(0, outputs={0: MARK + json.dumps(FINDINGS)}))
+    jobs = ended(monkeypatch, MARK + json.dumps(FINDINGS))
     assert verify.run(arguments("--framework", "torch", *flags)) == 0
     assert jobs[0].np == ranks and (jobs[0].env.get("CUDA_VISIBLE_DEVICES") == "") == on_cpu
 
@@ -257,7 +259,7 @@ def test_what_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, caps
     check = {"name": "averaging", "ok": False, "message": "every rank used its own gradient"}
     wrong = FINDINGS | {"ok": False, "checks": [check]}
     failure = Failure(1, "h2", 1, "exit code 1", (), 3.0)
-    ended(monkeypatch, Outcome(1, failure, outputs={0: MARK + json.dumps(wrong)}))
+    ended(monkeypatch, MARK + json.dumps(wrong), failure)
     assert verify.run(arguments("--framework", "torch")) == 1
     told = capsys.readouterr().out
     assert "averaging  FAILED  every rank used its own gradient" in told and "fix: hvdtrain doctor" in told
@@ -270,7 +272,7 @@ def test_what_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, caps
 def test_ranks_that_fail_are_told(
     code: int, why: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended(monkeypatch, Outcome(code, Failure(1, "h2", code, why, ("no torch",), 3.0)))
+    ended(monkeypatch, failed=Failure(1, "h2", code, why, ("no torch",), 3.0))
     assert verify.run(arguments("--framework", "torch", "--json")) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["ok"] and found["frameworks"]["torch"]["failed"] == told
@@ -301,6 +303,6 @@ def test_what_a_launcher_cannot_try_is_left_out(launcher: str, chosen: list[str]
 
 
 def test_hosts_given_twice_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ended(monkeypatch, Outcome(0))
+    ended(monkeypatch)
     assert __main__.main(["verify", "-H", "a:1", "--hostfile", "b", "--framework", "torch"]) == 2
     assert "give one of them" in capsys.readouterr().err
