@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 MEMORY_TARGET = 10.0
 GOOD_ENOUGH = 0.95  # of the best rate: fewer workers for nearly the same
 MEMORY_IMAGES, MADE_UP_FILES, MADE_UP_SIZE = 10_000, 256, (500, 375)  # the size: ImageNet's average
-EPOCHS = 1_000_000  # more than any block reads
 
 # a variant: starts to read, returns its batches and what ends it
 Start = Callable[[], tuple[Iterator[Any], Callable[[], None]]]
@@ -165,16 +164,12 @@ def memory_variants(args: argparse.Namespace, world: World) -> dict[str, Start]:
     images = synthetic(MEMORY_IMAGES * 10 // 9, classes=10, size=32)
     x, y = images.x_train, images.y_train
 
-    def ours() -> tuple[Iterator[Any], Callable[[], None]]:
-        augment = hvt.crop_flip(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD)
-        loader = hvt.loader((x, y), args.per_rank_batch, world=world, augment=augment, tail="drop")
-        return _forever(loader), loader.close
-
+    augment = hvt.crop_flip(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD)
     plain = {
         f"DataLoader, {workers} workers": _plain(_Pictures(x, y), args.per_rank_batch, workers, world)
         for workers in args.workers
     }
-    return {**plain, "hvdtrain": ours}
+    return {**plain, "hvdtrain": _ours(lambda: (x, y), args.per_rank_batch, world=world, augment=augment)}
 
 
 def file_variants(args: argparse.Namespace, world: World, root: Path) -> tuple[dict[str, Start], str]:
@@ -188,18 +183,13 @@ def file_variants(args: argparse.Namespace, world: World, root: Path) -> tuple[d
     batch = min(_files_batch(args), len(train))
     folder = ImageFolder(train.root, _image_transform(args.image_size))
 
-    def ours(workers: int) -> Start:
-        def start() -> tuple[Iterator[Any], Callable[[], None]]:
-            files = hvt.ImageFiles(train, train=True, size=args.image_size)
-            loader = hvt.loader(files, batch, world=world, workers=workers, tail="drop")
-            return _forever(loader), loader.close
-
-        return start
+    def files() -> hvt.ImageFiles:
+        return hvt.ImageFiles(train, train=True, size=args.image_size)
 
     variants: dict[str, Start] = {}
     for workers in args.workers:
         variants[f"DataLoader, {workers} workers"] = _plain(folder, batch, workers, world)
-        variants[f"hvdtrain, {workers} workers"] = ours(workers)
+        variants[f"hvdtrain, {workers} workers"] = _ours(files, batch, world=world, workers=workers)
     return variants, train.note if args.data else f"{len(train)} made-up JPEGs of {'x'.join(map(str, MADE_UP_SIZE))}"
 
 
@@ -207,9 +197,14 @@ def _files_batch(args: argparse.Namespace) -> int:
     return max(1, args.per_rank_batch // 4)
 
 
-def _forever(loader: Any) -> Iterator[Any]:
-    for _ in range(EPOCHS):
-        yield from loader
+def _ours(source: Callable[[], Any], batch: int, **settings: Any) -> Start:
+    import hvdtrain.torch as hvt
+
+    def start() -> tuple[Iterator[Any], Callable[[], None]]:
+        loader = hvt.loader(source(), batch, tail="drop", **settings)
+        return itertools.chain.from_iterable(itertools.repeat(loader)), loader.close
+
+    return start
 
 
 def _plain(dataset: Any, batch: int, workers: int, world: World) -> Start:
@@ -221,9 +216,8 @@ def _plain(dataset: Any, batch: int, workers: int, world: World) -> Start:
     device = device_of(world)
 
     def batches(loader: Any) -> Iterator[Any]:
-        for _ in range(EPOCHS):
-            for x, y in loader:
-                yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        for x, y in itertools.chain.from_iterable(itertools.repeat(loader)):
+            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def start() -> tuple[Iterator[Any], Callable[[], None]]:
         loader: Any = DataLoader(

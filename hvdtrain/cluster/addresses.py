@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from typing import Any
 
-from hvdtrain.cluster.doctor import probe
 from hvdtrain.core.errors import ConfigError
 
 Interfaces = Mapping[str, Sequence[IPv4Interface]]
@@ -28,14 +27,14 @@ class Chosen:
     network: str
 
 
-def interfaces(found: Iterable[Mapping[str, Any]] | None = None) -> dict[str, list[IPv4Interface]]:
+def interfaces(found: Iterable[Mapping[str, Any]]) -> dict[str, list[IPv4Interface]]:
     """Returns the interfaces that are up and have a carrier, each with its IPv4 addresses and networks.
 
     Args:
-        found: what a probe told of its host (`probe.interfaces`); None: this machine.
+        found: what a probe told of its host (`probe.interfaces`).
     """
     usable: dict[str, list[IPv4Interface]] = {}
-    for its in probe.interfaces() if found is None else found:
+    for its in found:
         if its["up"]:
             usable.setdefault(its["name"], []).append(IPv4Interface(f"{its['address']}/{its['prefix']}"))
     return usable

@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from hvdtrain.cluster.protocol import Decoder, Message
+from hvdtrain.cluster.protocol import Decoder
 from hvdtrain.cluster.ssh import Ssh, SshProblem, explain
 
 _ERRORS_BYTES = 1 << 16  # of standard error are kept
@@ -32,7 +33,7 @@ class Channel:
         name: str,
         argv: Sequence[str],
         ssh: Ssh,
-        on_message: Callable[[Message | None], None],
+        on_message: Callable[[Any], object],
         *,
         local: bool,
         cwd: Path | None = None,
@@ -43,7 +44,8 @@ class Channel:
             name: the host.
             argv: the command there, which begins with an interpreter.
             ssh: how the host is reached.
-            on_message: gets every message, and None at the end; called by a thread, and must not wait there.
+            on_message: gets (this channel, message) for each, and (this channel, None) at the end; called by a thread,
+                and must not wait there.
             local: whether the host is this machine (`is_this_machine`, which may have to ask a slow name server).
             cwd: where the command runs, if that is here.
 
@@ -113,13 +115,10 @@ class Channel:
             self._inward = -1
             assert self._process.stdin is not None
             self._process.stdin.close()
-        for stop, patience_s in ((None, wait_s), (self._process.terminate, 1.0 if not self.local else 7.0)):
-            if stop is not None:
-                stop()
-            if self._waited(patience_s):
-                break
-        else:
-            self.kill()
+        if not self._waited(wait_s):
+            self._process.terminate()
+            if not self._waited(7.0 if self.local else 1.0):
+                self.kill()
         reading, errors = self._threads
         reading.join(timeout=5.0)
         errors.join(timeout=1.0)  # an ssh master in the background may hold standard error open
@@ -146,10 +145,10 @@ class Channel:
         while data := os.read(descriptor, 1 << 16):
             self._heard_s = time.monotonic()
             for message in self._decoder.feed(data):
-                self._on_message(message)
+                self._on_message((self, message))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)  # so that its exit code tells why
-        self._on_message(None)
+        self._on_message((self, None))
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

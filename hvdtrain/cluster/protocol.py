@@ -4,7 +4,7 @@ A message starts with the record separator (RFC 7464), so that what a login scri
 object whose "type" is one of these.
 
 To the agent:
-  settings    lost_s stopped_s grace_s                how long silence and a stop are borne, and ranks have to end
+  settings    start_s lost_s stopped_s grace_s        how long silence and a stop are borne, and ranks have to end
   rendezvous  address places                          serve Horovod's rendezvous there (first host only)
   start       argv cwd env defaults without ranks     `env` wins over the agent's own environment (less `without`),
               token own peer                          which wins over `defaults`; ranks: [{rank, env}]; `token` marks
@@ -15,7 +15,8 @@ To the agent:
   beat                                                I am alive
 From the agent:
   hello       python version host interfaces reached cores own
-                                                      own: {variable: digest}, what ranks here would inherit
+                                                      interfaces, reached: as the probe has them; own: {variable:
+                                                      digest}, what ranks here would inherit
   rendezvous  port
   failed      rank what                               it could not be started (rank null: the rendezvous)
   out         rank stream lines                       "stdout" or "stderr"; at most WINDOW that are not taken

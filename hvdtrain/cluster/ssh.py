@@ -12,11 +12,11 @@ import re
 import shlex
 import socket
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from hvdtrain.cluster.addresses import interfaces
+from hvdtrain.cluster.doctor import probe
 from hvdtrain.core.errors import ConfigError
 
 ALIVE_INTERVAL_S, ALIVE_COUNT = 5, 3  # ssh itself ends a session whose other end says nothing for 15 s
@@ -105,20 +105,13 @@ def is_this_machine(name: str) -> bool:
         rule = "the name of another host must lead there, and not back to this machine"
         received = f"{host} is {address} here ({own}): ranks meant for it would run on this machine"
         raise ConfigError(rule, received, f"correct /etc/hosts: getent hosts {host}; this machine itself is localhost")
-    return address.is_loopback or any(found.ip == address for its in interfaces().values() for found in its)
+    return address.is_loopback or any(its["address"] == str(address) for its in probe.interfaces() if its["up"])
 
 
-def are_this_machine(names: Sequence[str]) -> dict[str, bool | ConfigError]:
-    """Returns of each name what `is_this_machine` says, or raises: all at once, as a name server may be slow."""
-
-    def look_up(name: str) -> bool | ConfigError:
-        try:
-            return is_this_machine(name)
-        except ConfigError as error:
-            return error
-
+def are_this_machine(names: Sequence[str]) -> dict[str, Future[bool]]:
+    """Returns of each name what `is_this_machine` said, or raised: all at once, as a name server may be slow."""
     with ThreadPoolExecutor(min(len(names), _LOOK_UPS)) as pool:
-        return dict(zip(names, pool.map(look_up, names), strict=True))
+        return {name: pool.submit(is_this_machine, name) for name in names}
 
 
 def explain(host: str, returncode: int | None, said: str, ssh: Ssh | None = None, *, python: str = "") -> SshProblem:

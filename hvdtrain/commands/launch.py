@@ -140,11 +140,10 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
 def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> Outcome:
     if number := launchers.restarts(os.environ) + attempt:  # by which programs go on with the run they had begun
         job = dataclasses.replace(job, env={**job.env, launchers.RESTART: str(number)})
-    display: list[Display] = []
+    display = Display(job.slots, logs, quiet=args.quiet)
     times: list[int] = []
 
     def begin(plan: Plan) -> None:
-        display.append(Display(job.slots, logs, quiet=args.quiet))
         for rank in range(job.np if attempt else 0):
             logs.write(rank, f"--- restart {attempt}")
         lines = [f"like: {command_lines.horovodrun(plan, os.environ)}", *_remarks(plan)]
@@ -152,17 +151,13 @@ def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> O
             report(line, within_s=1.0)  # agents are there already, and wait for signs of life
 
     def interrupted(number: int) -> None:
-        for its in display:
-            its.errors_of_rank_0_only()
-            its.hurry(0.0 if times else job.timeouts.grace_s)
+        display.errors_of_rank_0_only()
+        display.hurry(0.0 if times else job.timeouts.grace_s)
         if not times:
             report(f"{signal.Signals(number).name}: ending every rank (a second one kills them)", within_s=0.2)
         times.append(number)
 
-    def show(rank: int, stream: str, line: str) -> None:
-        display[0].line(rank, stream, line)
-
-    return launcher.run(job, on_plan=begin, on_line=show, on_interrupt=interrupted)
+    return launcher.run(job, on_plan=begin, on_line=display.line, on_interrupt=interrupted)
 
 
 def _remarks(plan: Plan) -> Iterator[str]:

@@ -10,7 +10,6 @@ import argparse
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from hvdtrain.core.errors import HvdtrainError
@@ -31,37 +30,31 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    what = parser.add_argument_group("what to build")
-    what.add_argument(
+    add = parser.add_argument_group("what to build").add_argument
+    add(
         "--gpu",
         choices=["auto", "none", "nccl"],
         default="auto",
         help="GPU support of the torch extension (auto: NCCL if PyTorch is a CUDA build)",
     )
-    what.add_argument("--mpi", choices=["auto", "on", "off"], default="auto", help="MPI (auto: if mpicxx is found)")
-    what.add_argument(
+    add("--mpi", choices=["auto", "on", "off"], default="auto", help="MPI (auto: if mpicxx is found)")
+    add(
         "--cuda",
         default="auto",
         metavar="auto|wheels|DIR",
         help="CUDA compiler (auto: an installed toolkit of PyTorch's version, else PyPI's wheels)",
     )
-    what.add_argument("--sdist", type=Path, metavar="FILE", help="horovod-0.28.1.tar.gz, instead of PyPI")
-    result = parser.add_argument_group("what to do with it")
-    result.add_argument("--install", action="store_true", help="install the wheel into this environment")
-    result.add_argument("--output", type=Path, metavar="DIR", help="copy the wheel to DIR")
-    result.add_argument(
-        "--cache", type=Path, metavar="DIR", help="keep wheels in DIR (default: $HVDTRAIN_CACHE or ~/.cache/hvdtrain)"
-    )
-    result.add_argument("--rebuild", action="store_true", help="build even if the cache has a wheel")
-    result.add_argument(
-        "--jobs", type=int, metavar="N", help="compiler processes at once (default: by cores and memory)"
-    )
-    only = parser.add_argument_group("only look")
-    only.add_argument("--check", action="store_true", help="say what would be built, or why it cannot be")
-    only.add_argument("--edits", action="store_true", help="print what is changed in Horovod's sources, and why")
-    only.add_argument(
-        "--record", action="store_true", help="print the cached build's record (versions, edits, proof) as JSON"
-    )
+    add("--sdist", type=Path, metavar="FILE", help="horovod-0.28.1.tar.gz, instead of PyPI")
+    add = parser.add_argument_group("what to do with it").add_argument
+    add("--install", action="store_true", help="install the wheel into this environment")
+    add("--output", type=Path, metavar="DIR", help="copy the wheel to DIR")
+    add("--cache", type=Path, metavar="DIR", help="keep wheels in DIR (default: $HVDTRAIN_CACHE or ~/.cache/hvdtrain)")
+    add("--rebuild", action="store_true", help="build even if the cache has a wheel")
+    add("--jobs", type=int, metavar="N", help="compiler processes at once (default: by cores and memory)")
+    add = parser.add_argument_group("only look").add_argument
+    add("--check", action="store_true", help="say what would be built, or why it cannot be")
+    add("--edits", action="store_true", help="print what is changed in Horovod's sources, and why")
+    add("--record", action="store_true", help="print the cached build's record (versions, edits, proof) as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,19 +84,13 @@ def run(args: argparse.Namespace) -> int:
         args.output.mkdir(parents=True, exist_ok=True)
         wheel = Path(shutil.copy2(wheel, args.output))
     if args.install:
-        install(wheel)
+        command = build.install_command(wheel, "--force-reinstall")  # over whatever Horovod is installed
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            remedy = f"try it by hand: {' '.join(command)}"
+            raise HvdtrainError("the wheel must install", done.stderr.strip()[-2000:], remedy)
     _say(f"{'installed' if args.install else 'ready'}: {wheel}")
     return 0
-
-
-def install(wheel: Path) -> None:
-    """Installs `wheel` here, over whatever Horovod is installed."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--force-reinstall", str(wheel)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise HvdtrainError(
-            "the wheel must install", done.stderr.strip()[-2000:], f"try it by hand: {' '.join(command)}"
-        )
 
 
 def _say(line: str) -> None:

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ def cache_key(environment: Environment, cuda: str = "auto", sdist_sha256: str = 
         "horovod": HOROVOD_VERSION,
         "sdist": sdist_sha256,
         "patches": [patch.diff for patch in patching.needed(environment.gpu)],  # a better reason compiles nothing again
-        "environment": environment.as_dict(),
+        "environment": asdict(environment),
         "cuda": cuda if environment.gpu != "none" else "",
     }
     return hashlib.sha256(json.dumps(matters, sort_keys=True).encode()).hexdigest()[:16]
@@ -102,7 +104,7 @@ def build(
         proof = prove(wheel, environment, runner)
         key = cache_key(environment, cuda, sha256_of(archive))
         record = {
-            "environment": environment.as_dict(),
+            "environment": asdict(environment),
             "edits": [patch.name for patch in patches],
             "proof": proof,
             "seconds": round(time.monotonic() - started, 1),
@@ -120,18 +122,16 @@ class Steps:
     def __call__(self, what: str, command: list[str], **options: Any) -> str:
         """Runs `command`; returns what it printed. Options: env, cwd, progress (function of a line), timeout_s."""
         self.say(what)
-        progress, timeout_s = options.pop("progress", None), options.pop("timeout_s", None)
+        progress = options.pop("progress", None)
         printed: list[str] = []
         with self.log.open("a") as log, _process(command, **options) as process:
             log.write(f"$ {' '.join(command)}\n")
-            deadline = _kill_after(process, timeout_s)
             for line in process.stdout or ():
                 log.write(line)
                 printed.append(line)
                 if progress:
                     progress(line)
             code = process.wait()
-            deadline()
         if code:
             raise HvdtrainError(
                 rule=f"{what}: failed with exit code {code}",
@@ -142,8 +142,10 @@ class Steps:
 
 
 @contextmanager
-def _process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A child in its own session whose whole tree is gone when the block ends."""
+def _process(
+    command: list[str], timeout_s: float = threading.TIMEOUT_MAX, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """A child in its own session whose whole tree is gone when the block ends, and after that time."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -153,9 +155,12 @@ def _process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[st
         start_new_session=True,
         **options,
     )
+    deadline = threading.Timer(timeout_s, _kill_tree, [process])
     try:
+        deadline.start()
         yield process
     finally:
+        deadline.cancel()
         if process.poll() is None:
             _kill_tree(process)
             process.wait()
@@ -169,21 +174,8 @@ def _kill_tree(process: subprocess.Popen[str]) -> None:
     except psutil.NoSuchProcess:
         return
     for member in family:
-        try:
+        with suppress(psutil.NoSuchProcess):
             member.kill()
-        except psutil.NoSuchProcess:
-            continue
-
-
-def _kill_after(process: subprocess.Popen[str], timeout_s: float | None) -> Callable[[], None]:
-    """Starts a timer that kills `process`; returns the function that stops the timer."""
-    if timeout_s is None:
-        return lambda: None
-    import threading
-
-    timer = threading.Timer(timeout_s, _kill_tree, [process])
-    timer.start()
-    return timer.cancel
 
 
 def fetch_sdist(cache: Path, run: Steps) -> Path:
@@ -265,9 +257,9 @@ def _build_variables(environment: Environment, cuda: str, cache: Path, jobs: int
     variables |= {"HVDTRAIN_MPI_RPATH": mpi_rpath() if environment.mpi else "", "MAKEFLAGS": f"-j{jobs or _jobs()}"}
     if environment.gpu == "nccl":
         assert environment.torch_cuda is not None  # look() chose nccl because of it
-        found = cuda_toolchain.find(environment.torch_cuda, source=cuda, cache=cache, run=run)
-        run.say(f"CUDA compiler: {found.source}")
-        variables |= found.environment()
+        found, origin = cuda_toolchain.find(environment.torch_cuda, source=cuda, cache=cache, run=run)
+        run.say(f"CUDA compiler: {origin}")
+        variables |= found
     return variables
 
 
@@ -309,18 +301,7 @@ def prove(wheel: Path, environment: Environment, run: Steps) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="hvdtrain-proof-") as scratch:
         site, elsewhere = Path(scratch) / "site", Path(scratch) / "run"
         elsewhere.mkdir()
-        install = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--no-index",
-            "--target",
-            str(site),
-            str(wheel),
-        ]
+        install = install_command(wheel, "--target", str(site))
         run("proving the wheel: check-build, then 2 ranks of each framework over each controller", install)
         variables = proof_environment(site)
         built = run("  check-build", [*_HOROVODRUN, "--check-build"], env=variables, cwd=elsewhere)
@@ -338,6 +319,11 @@ def prove(wheel: Path, environment: Environment, run: Steps) -> list[str]:
                     )  # fmt: skip
                 lines += sorted(found)
         return lines
+
+
+def install_command(wheel: Path, *options: str) -> list[str]:
+    """The command that installs a wheel, and nothing besides."""
+    return [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *options, str(wheel)]
 
 
 _HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.core.errors import HvdtrainError
@@ -16,35 +15,8 @@ from hvdtrain.horovod_build.support import CUDA_ARCHITECTURES, CUDA_WHEELS
 Runner = Callable[[str, list[str]], object]  # (what is done, command)
 
 
-@dataclass(frozen=True)
-class Cuda:
-    home: Path  # bin/nvcc, include/, lib64/libcudart.so
-    nccl: Path | None  # include/nccl.h, lib/libnccl.so; None: CMake searches the system
-    headers: Path | None  # PyTorch's wheels' CUDA headers (cuBLAS and others), when they are there
-    architectures: str
-    source: str  # for the record: "toolkit <dir>" or "wheels"
-
-    def environment(self) -> dict[str, str]:
-        """Variables for Horovod's build."""
-        variables = {
-            "CUDA_HOME": str(self.home),
-            "HOROVOD_CUDA_HOME": str(self.home),
-            "CUDACXX": str(self.home / "bin" / "nvcc"),
-            "CUDAToolkit_ROOT": str(self.home),
-            "PATH": f"{self.home / 'bin'}:{os.environ['PATH']}",
-            "HOROVOD_GPU_OPERATIONS": "NCCL",
-            "HOROVOD_NCCL_LINK": "SHARED",
-            "HOROVOD_BUILD_CUDA_CC_LIST": self.architectures,
-        }
-        if self.nccl:
-            variables["HOROVOD_NCCL_HOME"] = str(self.nccl)
-        if self.headers:
-            variables["CPATH"] = str(self.headers)
-        return variables
-
-
-def find(version: str, *, source: str, cache: Path, run: Runner) -> Cuda:
-    """A CUDA compiler of `version` (PyTorch's, "13.0").
+def find(version: str, *, source: str, cache: Path, run: Runner) -> tuple[dict[str, str], str]:
+    """A CUDA compiler of `version` (PyTorch's, "13.0"): variables for Horovod's build; and in words, where it is from.
 
     Args:
         source: "auto" (a complete installed toolkit of that version, else wheels), "wheels", or a toolkit's folder.
@@ -53,16 +25,25 @@ def find(version: str, *, source: str, cache: Path, run: Runner) -> Cuda:
     Raises:
         HvdtrainError: no such compiler can be had; the message says which wheels or folder were tried.
     """
-    architectures = CUDA_ARCHITECTURES.get(version, "80,90")
     toolkit = _installed_toolkit(version, source) if source != "wheels" else None
     home = toolkit or _home_from_wheels(version, cache, run)
-    return Cuda(
-        home=home,
-        nccl=_nccl_home(cache),
-        headers=_torch_cuda_headers(),
-        architectures=architectures,
-        source=f"toolkit {toolkit}" if toolkit else f"wheels {', '.join(CUDA_WHEELS[version])}",
-    )
+    variables = dict.fromkeys(("CUDA_HOME", "HOROVOD_CUDA_HOME", "CUDAToolkit_ROOT"), str(home))
+    variables |= {
+        "CUDACXX": str(home / "bin" / "nvcc"),
+        "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_NCCL_LINK": "SHARED",
+        "HOROVOD_BUILD_CUDA_CC_LIST": CUDA_ARCHITECTURES.get(version, "80,90"),
+    }
+    # NCCL of PyTorch's own wheel, so that both use one library, under the name the linker wants; else CMake searches
+    if library := _of_pytorch("nccl/lib/libnccl.so.2"):
+        nccl = cache / "nccl"
+        _link(nccl / "lib" / "libnccl.so", str(library))
+        _link(nccl / "include", str(library.parent.parent / "include"))
+        variables["HOROVOD_NCCL_HOME"] = str(nccl)
+    if headers := _of_pytorch("cu13/include"):  # cuBLAS and others
+        variables["CPATH"] = str(headers)
+    return variables, f"toolkit {toolkit}" if toolkit else f"wheels {', '.join(CUDA_WHEELS[version])}"
 
 
 def _installed_toolkit(version: str, source: str) -> Path | None:
@@ -120,27 +101,11 @@ def _home_from_wheels(version: str, cache: Path, run: Runner) -> Path:
     return home
 
 
-def _nccl_home(cache: Path) -> Path | None:
-    """NCCL of PyTorch's own wheel, so that both use one library, under the name the linker wants."""
+def _of_pytorch(path: str) -> Path | None:
+    """A file or folder of the CUDA wheels that PyTorch comes with, when it is there."""
     found = importlib.util.find_spec("nvidia")
-    for folder in list(found.submodule_search_locations or []) if found else []:
-        library = Path(folder) / "nccl" / "lib" / "libnccl.so.2"
-        if library.exists():
-            home = cache / "nccl"
-            (home / "lib").mkdir(parents=True, exist_ok=True)
-            _link(home / "lib" / "libnccl.so", str(library))
-            _link(home / "include", str(library.parent.parent / "include"))
-            return home
-    return None
-
-
-def _torch_cuda_headers() -> Path | None:
-    found = importlib.util.find_spec("nvidia")
-    for folder in list(found.submodule_search_locations or []) if found else []:
-        headers = Path(folder) / "cu13" / "include"
-        if headers.is_dir():
-            return headers
-    return None
+    places = [Path(folder) / path for folder in (found and found.submodule_search_locations) or []]
+    return next((place for place in places if place.exists()), None)
 
 
 def _link(name: Path, target: str) -> None:

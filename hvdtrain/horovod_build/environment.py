@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,6 @@ class Environment:
             f"gcc {self.gcc}, cmake {self.cmake}"
         )
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
     """Probes the environment this runs in.
@@ -81,12 +78,14 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
     tensorflow = _distribution_version("tensorflow", "tensorflow-cpu")
     cmake, gcc = _tool_version("cmake", problems), _tool_version("c++", problems)
     versions = {"Python": platform.python_version(), "cmake": cmake, "gcc": gcc}
-    versions |= {"torch": torch["version"] if torch else None, "tensorflow": tensorflow}
+    versions |= {"torch": torch.get("version"), "tensorflow": tensorflow}
     known = {name: version for name, version in versions.items() if version is not None}
     problems += [reason for name, version in known.items() if (reason := refuse_unsupported(name, version))]
     if not torch and not tensorflow:
         problems.append("neither torch nor tensorflow is installed here: pip install 'hvdtrain[torch,keras]'")
-    problems += _missing_modules()
+    missing = [package for module, package in BUILD_MODULES.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        problems.append(f"missing Python packages: pip install {' '.join(missing)}")
     problems += _gpu_problems(gpu, torch)
     mpi_version = _mpi(mpi, problems)
     if problems:
@@ -95,32 +94,32 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
             received="; ".join(problems),
             remedy="change what is named above, then run `hvdtrain build-horovod` again",
         )
-    use_nccl = gpu == "nccl" or (gpu == "auto" and torch is not None and torch["cuda"] is not None)
+    use_nccl = gpu == "nccl" or (gpu == "auto" and torch.get("cuda") is not None)
     return Environment(
         python=platform.python_version(),
         python_tag=sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag,
         machine=platform.machine(),
         cpu_flags=_cpu_flags(),
-        torch=torch["version"] if torch else None,
-        torch_cuda=torch["cuda"] if torch else None,
-        torch_cxx11=torch["cxx11"] if torch else None,
+        torch=torch.get("version"),
+        torch_cuda=torch.get("cuda"),
+        torch_cxx11=torch.get("cxx11"),
         tensorflow=tensorflow,
         cmake=cmake or "",
         gcc=gcc or "",
         mpi=mpi_version,
         gpu="nccl" if use_nccl else "none",
-        nccl=_nccl_version() if use_nccl else None,
+        nccl=(_distribution_version("nvidia-nccl-cu13", "nvidia-nccl-cu12") or "of the system") if use_nccl else None,
     )
 
 
-def _torch(problems: list[str]) -> dict[str, Any] | None:
-    """PyTorch's version and build, asked in a child so that this process stays small."""
+def _torch(problems: list[str]) -> dict[str, Any]:
+    """PyTorch's version and build, asked in a child so that this process stays small; {}: it is not there."""
     if importlib.util.find_spec("torch") is None:
-        return None
+        return {}
     done = subprocess.run([sys.executable, "-c", _PROBE_TORCH], capture_output=True, text=True)
     if done.returncode:
         problems.append(f"`import torch` fails: {done.stderr.strip().splitlines()[-1]}")
-        return None
+        return {}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -147,16 +146,11 @@ def _tool_version(tool: str, problems: list[str]) -> str | None:
     return found.group()
 
 
-def _missing_modules() -> list[str]:
-    missing = [package for module, package in BUILD_MODULES.items() if importlib.util.find_spec(module) is None]
-    return [f"missing Python packages: pip install {' '.join(missing)}"] if missing else []
-
-
-def _gpu_problems(gpu: str, torch: dict[str, Any] | None) -> list[str]:
-    if gpu == "nccl" and (torch is None or torch["cuda"] is None):
+def _gpu_problems(gpu: str, torch: dict[str, Any]) -> list[str]:
+    if gpu == "nccl" and torch.get("cuda") is None:
         have = f"torch {torch['version']}" if torch else "no torch"
         return [f"--gpu nccl needs a CUDA build of PyTorch, found {have}"]
-    if torch is not None and torch["hip"] is not None:
+    if torch.get("hip") is not None:
         return ["ROCm builds of PyTorch are not supported: nothing here was ever run on one"]
     return []
 
@@ -189,11 +183,3 @@ def _cpu_flags() -> str:
     except OSError:
         return ""
     return " ".join(flag for flag in ("avx", "f16c", "fma") if flag in words)
-
-
-def _nccl_version() -> str:
-    for major in ("cu13", "cu12"):
-        version = _distribution_version(f"nvidia-nccl-{major}")
-        if version:
-            return version
-    return "of the system"

@@ -55,7 +55,8 @@ def test_an_agent_that_leaves_while_others_are_waited_for(tmp_path, other):
     """Once a job ran on without the ranks of that host."""
     body = f"""
 import os, pathlib
-def greet(number): say('hello', **{{**hello(), 'interfaces': {{'eth0': [f'10.0.0.{{number}}/24']}}}})
+eth0 = {{'name': 'eth0', 'prefix': 24, 'up': True}}
+def greet(number): say('hello', **{{**hello(), 'interfaces': [{{**eth0, 'address': f'10.0.0.{{number}}'}}]}})
 try:
     os.mkdir({str(tmp_path / "first")!r})
 except FileExistsError:

@@ -68,7 +68,10 @@ def test_all_ranks_get_the_same_environment(hosts: Cluster, tmp_path: Path, limi
 def test_every_address_of_an_interface_has_its_own_network(hosts: Cluster) -> None:
     """Also the second one, and that of an alias (eth0:1), which is one of the interface itself."""
     added = [["10.90.0.1/20"], ["10.91.0.1/16", "label", "lo:1"]]
-    program = "from hvdtrain.cluster.addresses import interfaces; print(*interfaces()['lo'])"
+    program = (
+        "from hvdtrain.cluster.addresses import interfaces; from hvdtrain.cluster.doctor import probe;"
+        " print(*interfaces(probe.interfaces())['lo'])"
+    )
     try:
         for words in added:
             hosts.run("host1", ["ip", "address", "add", *words, "dev", "lo"]).check()

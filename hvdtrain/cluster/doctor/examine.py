@@ -222,17 +222,10 @@ def _read_clocks(sessions: Sessions, cluster: ClusterFacts, found: Links) -> Non
 
 
 def _listen(sessions: Sessions, found: Links, token: str) -> dict[str, int]:
-    requests = {
-        name: {"do": "listen", "addresses": [chosen.address], "token": token} for name, chosen in found.chosen.items()
-    }
-    ports: dict[str, int] = {}
-    for name, reply in sessions.ask(requests, REACH_LIMIT_S).items():
-        address = found.chosen[name].address
-        if address in reply.get("ports", {}):
-            ports[name] = reply["ports"][address]
-        else:
-            found.unbound[name] = reply.get("errors", {}).get(address, reply.get("text", "no answer"))
-    return ports
+    requests = {name: {"do": "listen", "address": its.address, "token": token} for name, its in found.chosen.items()}
+    replies = sessions.ask(requests, REACH_LIMIT_S)
+    found.unbound = {name: reply["text"] for name, reply in replies.items() if "port" not in reply}
+    return {name: reply["port"] for name, reply in replies.items() if "port" in reply}
 
 
 def _flows(

@@ -1,7 +1,7 @@
 """What a host's network does to other hosts, and the loop that answers requests. Sent after `probe`, as text: only the
 standard library, only ASCII, Python 3.6.
 
-Ports are opened on the addresses asked for, never on all of them, and answer only to those who know the job's token.
+Ports are opened on the address asked for, never on all of them, and answer only to those who know the job's token.
 """
 
 import errno
@@ -28,21 +28,17 @@ _markers: "list[str]" = []
 
 
 def listen(request: "dict[str, Any]") -> "dict[str, Any]":
-    """Opens a port on each address: {"ports": {address: port}, "errors": {address: text}}."""
+    """Opens a port on an address: {"port": number} or {"text": why not}."""
     global _token
     _token = request["token"].encode()
-    reply: dict[str, dict[str, Any]] = {"ports": {}, "errors": {}}
-    for address in request["addresses"]:
-        try:
-            server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            server.bind((address, 0))
-            server.listen(256)
-        except OSError as error:
-            reply["errors"][address] = str(error)
-            continue
-        threading.Thread(target=_accept, args=(server,), daemon=True).start()
-        reply["ports"][address] = server.getsockname()[1]
-    return reply
+    try:
+        server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        server.bind((request["address"], 0))
+        server.listen(256)
+    except OSError as error:
+        return {"text": str(error)}
+    threading.Thread(target=_accept, args=(server,), daemon=True).start()
+    return {"port": server.getsockname()[1]}
 
 
 def _accept(server: socket.socket) -> None:

@@ -6,7 +6,6 @@ nothing is left there. When the session ends, for whatever reason, so does the p
 
 from __future__ import annotations
 
-import functools
 import json
 import queue
 import time
@@ -60,19 +59,17 @@ class Sessions:
         """
         self.alive: dict[str, Channel] = {}
         self.lost: dict[str, SshProblem] = {}
-        self._events: queue.SimpleQueue[tuple[str, Message | None]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[Channel, Message | None]] = queue.SimpleQueue()
         text = source()
         argv = [python, "-c", _START, str(len(text))]
         for name, local in are_this_machine(names).items():
-            if isinstance(local, ConfigError):
-                self.lost[name] = SshProblem("unknown_name", f"{local.rule}: {local.received}", local.remedy)
-                continue
             try:
-                self.alive[name] = Channel(name, argv, ssh, functools.partial(self._take, name), local=local)
+                self.alive[name] = Channel(name, argv, ssh, self._events.put, local=local.result())
+                self.alive[name].write(text.encode())
+            except ConfigError as error:
+                self.lost[name] = SshProblem("unknown_name", f"{error.rule}: {error.received}", error.remedy)
             except OSError as error:
                 self.lost[name] = not_started(error, name)
-            else:
-                self.alive[name].write(text.encode())
 
     def ask(self, requests: Mapping[str, Request], timeout_s: float) -> dict[str, Message]:
         """Returns the answers of the hosts that gave one; all are asked at once."""
@@ -85,11 +82,12 @@ class Sessions:
             left_s = max(0.0, deadline - time.monotonic())
             all_written = all([self.alive[name].flush() for name in waiting])
             try:
-                name, reply = self._events.get(timeout=left_s if all_written else min(left_s, _FLUSH_EVERY_S))
+                channel, reply = self._events.get(timeout=left_s if all_written else min(left_s, _FLUSH_EVERY_S))
             except queue.Empty:
                 if left_s:
                     continue
                 break
+            name = channel.name
             if reply is None and name in self.alive:
                 self.give_up(name, self.alive[name].problem())
             elif reply is not None and name in waiting:
@@ -113,6 +111,3 @@ class Sessions:
         self.alive.clear()
         with ThreadPoolExecutor(max(1, len(channels))) as pool:
             list(pool.map(lambda channel: channel.close(_END_S), channels))
-
-    def _take(self, name: str, message: Message | None) -> None:
-        self._events.put((name, message))

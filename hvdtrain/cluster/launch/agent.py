@@ -12,22 +12,23 @@ output back but not the signs of life.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.cluster.addresses import interfaces
 from hvdtrain.cluster.data_path import DataPath
 from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
-from hvdtrain.cluster.launch.rank import Rank, RendezvousChild, StartError
+from hvdtrain.cluster.launch.rank import Rank, StartError, rendezvous_process
 from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode
 from hvdtrain.core.resources import cgroup_quota
 from hvdtrain.core.version import __version__
@@ -46,7 +47,7 @@ class Agent:
         self._decoder = Decoder()
         self._out = bytearray()
         self._ranks: dict[int, Rank] = {}  # by process id
-        self._rendezvous: RendezvousChild | None = None
+        self._rendezvous: subprocess.Popen[bytes] | None = None
         self._settings: dict[str, float] = {"lost_s": 15.0, "stopped_s": 15.0, "grace_s": 5.0}
         self._untaken = 0  # messages of output that the launcher has not shown yet
         self._data_path: DataPath | None = None
@@ -126,8 +127,9 @@ class Agent:
         if kind == "settings":
             self._settings = {name: float(message[name]) for name in self._settings}
         elif kind == "rendezvous":
-            self._rendezvous = RendezvousChild(message["address"], message["places"])
-            self._selector.register(self._rendezvous.output, selectors.EVENT_READ, self._rendezvous_answers)
+            self._rendezvous = rendezvous_process(message["address"], message["places"])
+            assert self._rendezvous.stdout is not None
+            self._selector.register(self._rendezvous.stdout, selectors.EVENT_READ, self._rendezvous_answers)
         elif kind == "start" and not self._ending:
             self._start(message)
         elif kind == "taken":
@@ -139,13 +141,14 @@ class Agent:
             self._end(int(message["signal"]), float(message["grace_s"]))
 
     def _rendezvous_answers(self) -> None:
-        assert self._rendezvous is not None
-        self._selector.unregister(self._rendezvous.output)
-        answer = self._rendezvous.answer()
+        assert self._rendezvous is not None and self._rendezvous.stdout is not None
+        self._selector.unregister(self._rendezvous.stdout)
+        answer = json.loads(self._rendezvous.stdout.readline() or "{}")
         if "port" in answer:
             self._send("rendezvous", port=answer["port"])
         else:
-            self._send("failed", rank=None, what=answer["error"])
+            why = answer.get("error", "the rendezvous server ended before it listened")
+            self._send("failed", rank=None, what=why)
 
     # ---- the ranks
 
@@ -256,10 +259,9 @@ class Agent:
 
     def _go_on_ending(self, now: float) -> None:
         left = [pid for pid in processes.descendants(os.getpid()) if pid not in self._not_ours]
-        serving = self._rendezvous.pid if self._rendezvous is not None else None
-        job = [pid for pid in left if pid != serving]
-        if not job and self._rendezvous is not None:
-            self._rendezvous.end()
+        job = [pid for pid in left if self._rendezvous is None or pid != self._rendezvous.pid]
+        if not job and self._rendezvous is not None and self._rendezvous.stdin is not None:
+            self._rendezvous.stdin.close()  # as long as it is open, the rendezvous is served
         if not left:
             self._all_ended(now)
             return
@@ -294,7 +296,7 @@ def hello() -> dict[str, Any]:
         "python": platform.python_version(),
         "version": __version__,
         "host": socket.gethostname(),
-        "interfaces": {name: [str(its) for its in all_] for name, all_ in interfaces().items()},
+        "interfaces": probe.interfaces(),
         "reached": probe.reached(),
         "cores": min(float(len(os.sched_getaffinity(0))), cgroup_quota()),
         "own": {
@@ -326,21 +328,18 @@ def guard(agent: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def sweep(token: str, grace_s: float) -> int:
-    """Ends what an attempt left on this host when agent and guard were killed together; returns how many that were.
+def sweep(token: str, grace_s: float) -> None:
+    """Ends what an attempt left on this host when agent and guard were killed together.
 
     As long as the grace lasts they may be ending by themselves: an agent that only lost its launcher sees to that.
     """
     began = time.monotonic()
     while (left := processes.marked(TOKEN, token)) and time.monotonic() - began < grace_s:
         time.sleep(TICK_S)
-    ended = set(left)
     while left and time.monotonic() - began < grace_s + 2.0:
         processes.send(left, signal.SIGKILL)
         time.sleep(TICK_S / 10)
         left = processes.marked(TOKEN, token)
-        ended |= set(left)
-    return len(ended)
 
 
 def main() -> int:

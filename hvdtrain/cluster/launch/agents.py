@@ -21,7 +21,7 @@ from hvdtrain.cluster.launch.failures import Tracebacks
 from hvdtrain.cluster.launch.job import Job
 from hvdtrain.cluster.protocol import BEAT_S, Message, encode
 from hvdtrain.cluster.ssh import SshProblem, are_this_machine, not_started
-from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.errors import LauncherError
 from hvdtrain.core.version import __version__
 
 AGENT = "hvdtrain.cluster.launch.agent"
@@ -41,7 +41,7 @@ class Connection(Channel):
     """
 
     def __init__(
-        self, host: Host, job: Job, on_message: Callable[[Connection, Message | None], None], *, local: bool
+        self, host: Host, job: Job, on_message: Callable[[tuple[Connection, Message | None]], None], *, local: bool
     ) -> None:
         """Starts the agent; see `Channel`."""
         self.host, self._job = host, job
@@ -51,9 +51,7 @@ class Connection(Channel):
         # `-m` looks in the working directory first. Elsewhere that is the user's home, where a random.py may lie: -P.
         # Here it makes the agent of this very hvdtrain run, also from a checkout that is not installed.
         argv = [job.python, "-m", AGENT] if local else [job.python, "-P", "-m", AGENT]
-        super().__init__(
-            host.name, argv, job.ssh, lambda message: on_message(self, message), local=local, cwd=_PACKAGES
-        )
+        super().__init__(host.name, argv, job.ssh, on_message, local=local, cwd=_PACKAGES)
 
     def send(self, kind: str, **fields: object) -> None:
         """Sends a message."""
@@ -120,22 +118,18 @@ class Agents:
         )
         self.tracebacks = Tracebacks()
         # all names first and at once: an agent that is there already would take a launcher that still asks for dead
-        local = are_this_machine([host.name for host in hosts])
-        for its in local.values():
-            if isinstance(its, ConfigError):
-                raise its
+        local = {name: its.result() for name, its in are_this_machine([host.name for host in hosts]).items()}
         self._job, self._beaten_s = job, 0.0
         self.connections: list[Connection] = []
         self._relay = threading.Thread(target=self._pass_lines_on, name="ranks' output", daemon=True)
         self._relay.start()
         for host in hosts:
             try:
-                self.connections.append(Connection(host, job, self._take, local=local[host.name] is True))
+                self.connections.append(Connection(host, job, self._take, local=local[host.name]))
             except OSError as error:
                 self.close()
                 raise _unreached([(host, not_started(error, host.name))]) from error
-        limits = job.timeouts
-        self.send("settings", lost_s=limits.lost_s, stopped_s=limits.stopped_s, grace_s=limits.grace_s)
+        self.send("settings", **vars(job.timeouts))
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message to every host."""
@@ -207,9 +201,10 @@ class Agents:
                 thread.join(0.1)
                 look()
 
-    def _take(self, connection: Connection, message: Message | None) -> None:
+    def _take(self, event: tuple[Connection, Message | None]) -> None:
+        connection, message = event
         if message is None or message["type"] != "out":
-            self._events.put((connection, message))
+            self._events.put(event)
             return
         # kept here and not where lines are passed on, which may be far behind
         rank, lines = message["rank"], message["lines"]

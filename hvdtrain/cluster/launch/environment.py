@@ -6,7 +6,7 @@ They travel through the agent's standard input, never in a command line that oth
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.cluster.addresses import Chosen
@@ -88,7 +88,7 @@ def _lines(path: Path) -> list[tuple[str, str]]:
 
 
 def withheld(environ: Mapping[str, str], env: Mapping[str, str]) -> list[str]:
-    """Returns the variables that the ranks do not get because they look secret, by name."""
+    """Returns the variables that ranks do not get because they look secret, by name; nor must they inherit them."""
     return sorted(name for name in environ if name not in env and not is_of_a_host(name))
 
 
@@ -107,11 +107,6 @@ def on_some_hosts_only(own: Mapping[str, Mapping[str, str]], env: Mapping[str, s
     }
 
 
-def unpassed(names: Collection[str], env: Mapping[str, str]) -> list[str]:
-    """Returns which of the launcher's own variables its host's ranks must not inherit: no other host's get them."""
-    return [name for name in names if name not in env and not is_of_a_host(name)]
-
-
 def defaults(cores: float, local_size: int) -> dict[str, str]:
     """Returns what holds unless the user, or the host, says otherwise.
 
@@ -125,15 +120,9 @@ def defaults(cores: float, local_size: int) -> dict[str, str]:
 
 def of_rank(slot: Slot) -> dict[str, str]:
     """Returns what tells a rank its place, as horovodrun does."""
-    return {
-        "HOROVOD_HOSTNAME": slot.host.address,
-        "HOROVOD_RANK": str(slot.rank),
-        "HOROVOD_SIZE": str(slot.size),
-        "HOROVOD_LOCAL_RANK": str(slot.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(slot.local_size),
-        "HOROVOD_CROSS_RANK": str(slot.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(slot.cross_size),
-    }
+    places = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    numbers = {f"HOROVOD_{name.upper()}": str(getattr(slot, name)) for name in places}
+    return {"HOROVOD_HOSTNAME": slot.host.address} | numbers
 
 
 def of_host(own: Chosen) -> dict[str, str]:

@@ -8,9 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import IPv4Interface
 
-from hvdtrain.cluster.addresses import Chosen, Interfaces, choose
+from hvdtrain.cluster.addresses import Chosen, Interfaces, choose, interfaces
 from hvdtrain.cluster.hosts import Host, Slot, assign
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.protocol import Message
@@ -150,20 +149,17 @@ def make_plan(job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str
     Raises:
         ConfigError: no network that all hosts have.
     """
-    interfaces = {
-        name: {own: [IPv4Interface(text) for text in texts] for own, texts in hello["interfaces"].items()}
-        for name, hello in hellos.items()
-    }
-    chosen = choose(interfaces, job.network, reached)
+    found = {name: interfaces(hello["interfaces"]) for name, hello in hellos.items()}
+    chosen = choose(found, job.network, reached)
     cores = {name: float(hello["cores"]) for name, hello in hellos.items()}
     own = {name: {} if name in local else hello.get("own", {}) for name, hello in hellos.items()}
     differing = environment.on_some_hosts_only(own, job.env)
-    return Plan(job, chosen, cores, differing, list(_notes(interfaces, chosen)))
+    return Plan(job, chosen, cores, differing, list(_notes(found, chosen)))
 
 
-def _notes(interfaces: Mapping[str, Interfaces], chosen: Mapping[str, Chosen]) -> Iterator[str]:
+def _notes(found: Mapping[str, Interfaces], chosen: Mapping[str, Chosen]) -> Iterator[str]:
     for name, its in chosen.items():
-        first = str(interfaces[name][its.interface][0].ip)
+        first = str(found[name][its.interface][0].ip)
         if first != its.address:
             yield (
                 f"{name}: {its.address} is not the first address of {its.interface} ({first}): Horovod's Gloo uses"

@@ -243,7 +243,7 @@ class _Running:
             inherits = not its.local or len(plan.hosts) == 1
             its.send(
                 "start", argv=list(self._job.argv), cwd=self._job.cwd, defaults=plan.defaults(its.host), env=env,
-                without=[] if inherits else environment.unpassed(os.environ, env),
+                without=[] if inherits else environment.withheld(os.environ, env),
                 token=self._token, own=own, peer=[first, port] if port is not None and own != first else None,
                 ranks=[{"rank": slot.rank, "env": environment.of_rank(slot)} for slot in slots],
             )  # fmt: skip

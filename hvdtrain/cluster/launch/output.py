@@ -145,7 +145,11 @@ class Display:
             return
         mark = "" if self._quiet else self._marks[rank]
         try:
-            shown = put(sys.stdout if stream == "stdout" else sys.stderr, f"{mark}{line}", self._is_worth_waiting)
+            shown = put(
+                sys.stdout if stream == "stdout" else sys.stderr,
+                f"{mark}{line}",
+                lambda: time.monotonic() < self._until_s,
+            )
         except OSError as error:
             if error.errno not in _FULL:
                 raise

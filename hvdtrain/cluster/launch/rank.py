@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ DRAIN_S = 0.5  # how long a rank's pipes are read after its end, if something th
 LOOK_EVERY_S = 0.5  # at whether a rank is stopped
 LONGEST_BYTES = 1 << 16  # a line without an end is cut there
 REWRITTEN_EVERY_S = 5.0  # how often a line that is rewritten in place ("\r") is shown while it is
+_END_WITH_THE_AGENT = functools.partial(processes.die_with_parent, signal.SIGKILL)
 
 
 class LineSplitter:
@@ -83,7 +85,7 @@ class Rank:
         try:
             self._process = subprocess.Popen(
                 argv, cwd=cwd, env=dict(env), stdin=subprocess.DEVNULL, stdout=out_inner, stderr=err_inner,
-                start_new_session=True, preexec_fn=_end_with_the_agent,
+                start_new_session=True, preexec_fn=_END_WITH_THE_AGENT,
             )  # fmt: skip
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             self._close_pipes()
@@ -102,9 +104,8 @@ class Rank:
     def read(self, descriptor: int, now_s: float) -> tuple[str, list[str]]:
         """Returns the stream's name and the lines that came; closes the descriptor at its end."""
         stream, splitter = self._streams[descriptor]
-        try:
-            data = os.read(descriptor, 1 << 16)
-        except BlockingIOError:
+        data = _what_is_there(descriptor, 1 << 16)
+        if data is None:
             return stream, []
         if data:
             return stream, splitter.feed(data, now_s)
@@ -151,47 +152,25 @@ class Rank:
         self._streams.clear()
 
 
-class RendezvousChild:
-    """The process that serves Horovod's rendezvous.
-
-    Attributes:
-        pid: its process.
-        output: the descriptor that its answer comes from.
-    """
-
-    def __init__(self, address: str, places: Sequence[Sequence[Any]]) -> None:
-        safe = ["-P"] if sys.flags.safe_path else []  # as the agent itself was started
-        self._process = subprocess.Popen(
-            [sys.executable, *safe, "-m", "hvdtrain.cluster.launch.rendezvous"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, start_new_session=True, preexec_fn=_end_with_the_agent,
-        )  # fmt: skip
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self.pid = self._process.pid
-        self.output = self._process.stdout.fileno()
-        self._process.stdin.write(json.dumps({"address": address, "places": places}).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        """Returns {"port": ...} or {"error": ...}; call it when `output` has something."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else {"error": "the rendezvous server ended before it listened"}
-
-    def end(self) -> None:
-        """Lets it end: it serves as long as its standard input is open."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+def rendezvous_process(address: str, places: Sequence[Sequence[Any]]) -> subprocess.Popen[bytes]:
+    """Starts the process that serves Horovod's rendezvous; it answers with a line (`rendezvous`)."""
+    safe = ["-P"] if sys.flags.safe_path else []  # as the agent itself was started
+    process = subprocess.Popen(
+        [sys.executable, *safe, "-m", "hvdtrain.cluster.launch.rendezvous"], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, start_new_session=True, preexec_fn=_END_WITH_THE_AGENT,
+    )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({"address": address, "places": places}).encode() + b"\n")
+    process.stdin.flush()
+    return process
 
 
-def _end_with_the_agent() -> None:
-    processes.die_with_parent(signal.SIGKILL)
-
-
-def _what_is_there(descriptor: int, most_bytes: int) -> bytes:
+def _what_is_there(descriptor: int, most_bytes: int) -> bytes | None:
+    """What a pipe holds; b"": it has ended, None: nothing yet."""
     try:
         return os.read(descriptor, most_bytes)
     except BlockingIOError:
-        return b""
+        return None
 
 
 def _why_not(argv: Sequence[str], cwd: str, error: Exception) -> str:

@@ -148,17 +148,18 @@ def train_keras(card: dict[str, Any]) -> Measured:
     rank = card["rank"]
     x, y = samples(rank)
     model = hvk.prepare(_keras_model(own_start(rank)))
-    seen = _recorder()
+    seen: list[Array] = []  # before the first step, and after each
+    recorder = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: seen.extend([] if seen else [_keras_weights(model)]),
+        on_train_batch_end=lambda batch, logs: seen.append(_keras_weights(model)),
+    )
     settings: dict[str, Any] = {"batch_size": BATCH, "epochs": 1, "shuffle": False, "verbose": 0}
-    model.fit(x, y, callbacks=[*hvk.callbacks(model), seen], **settings)
+    model.fit(x, y, callbacks=[*hvk.callbacks(model), recorder], **settings)
     proof = str(hvk.verify(model))
-    alone = _keras_model(seen.weights[0])
+    alone = _keras_model(seen[0])
     alone.train_on_batch(x[batch_of(0)], y[batch_of(0)])
     versions = {"keras": keras.__version__, "backend": keras.backend.backend()}
-    return Measured(
-        card, own_start(rank), seen.weights[0], seen.weights[1], seen.weights[-1], _keras_weights(alone), proof,
-        versions,
-    )  # fmt: skip
+    return Measured(card, own_start(rank), seen[0], seen[1], seen[-1], _keras_weights(alone), proof, versions)
 
 
 def _keras_model(weights: Array) -> Any:
@@ -175,25 +176,6 @@ def _keras_weights(model: Any) -> Array:
 
     weight, bias = model.get_weights()
     return np.concatenate([weight, bias[None]])
-
-
-def _recorder() -> Any:
-    """A callback that keeps the weights before the first and after each step."""
-    import keras
-
-    class Recorder(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights: list[Array] = []
-
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if not self.weights:
-                self.weights.append(_keras_weights(self.model))
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.weights.append(_keras_weights(self.model))
-
-    return Recorder()
 
 
 TRAIN = {"torch": train_torch, "keras": train_keras}

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.cluster.addresses import Chosen, choose, interfaces, source_towards
+from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.doctor.sessions import Sessions
 from hvdtrain.cluster.hosts import Host, assign, parse_hosts, read_hostfile
 from hvdtrain.cluster.launch import environment
@@ -102,7 +103,9 @@ def test_interfaces_are_those_of_the_machine():
         for address in addresses
         if address.family.name == "AF_INET"
     }
-    assert {(name, str(address.ip)) for name, all_ in interfaces().items() for address in all_} <= expected
+    assert {
+        (name, str(address.ip)) for name, all_ in interfaces(probe.interfaces()).items() for address in all_
+    } <= expected
     assert ("lo", "127.0.0.1") in expected and source_towards("127.0.0.1") == "127.0.0.1"
 
 
@@ -251,7 +254,6 @@ def test_a_job_has_one_environment(tmp_path, limit):
     found = environment.passed(environ)
     assert set(found) == names
     assert environment.withheld(environ, found) == ["DATABASE_URL", "HF_TOKEN"]
-    assert set(environment.unpassed(list(environ), found)) == {"DATABASE_URL", "HF_TOKEN"}
     file = tmp_path / "env"
     file.write_text("# ours\n\nHF_TOKEN\nLR=0.7\nNEW=a = b\n")
     more = environment.passed(environ, ["LR=0.9"], file)
@@ -288,10 +290,14 @@ def test_cores_are_shared(cores, ranks, threads):
     assert environment.defaults(cores, ranks)["OMP_NUM_THREADS"] == threads
 
 
+def hello(name, *addresses):
+    interfaces = [{"name": name, "address": address, "prefix": 24, "up": True} for address in addresses]
+    return {"cores": 4, "interfaces": interfaces}
+
+
 def two_hosts(**fields):
     job = Job(argv=["python", "a b.py"], hosts=parse_hosts("h1:2,me@h2:2"), np=4, **fields)
-    hello = {"cores": 4, "interfaces": {"eth0": ["10.0.0.1/24"]}}
-    hellos = {"h1": hello, "me@h2": hello | {"interfaces": {"ens5": ["10.0.0.2/24"]}}}
+    hellos = {"h1": hello("eth0", "10.0.0.1"), "me@h2": hello("ens5", "10.0.0.2")}
     return job, make_plan(job, hellos, {"me@h2": "10.0.0.2"})
 
 
@@ -307,8 +313,7 @@ def test_a_plan_for_two_hosts():
 
 def test_an_address_that_is_not_its_interfaces_first_is_told(limit):
     job = Job(argv=["x"], hosts=parse_hosts("h1:1,h2:1"), np=2, network="10.1.0.0/24")
-    hello = {"cores": 4, "interfaces": {"eth0": ["10.0.0.1/24", "10.1.0.1/24"]}}
-    plan = make_plan(job, {"h1": hello, "h2": hello | {"interfaces": {"eth0": ["10.1.0.2/24"]}}}, {})
+    plan = make_plan(job, {"h1": hello("eth0", "10.0.0.1", "10.1.0.1"), "h2": hello("eth0", "10.1.0.2")}, {})
     assert plan.variables(plan.hosts[0], 1, 2)["HOROVOD_GLOO_ADDRESS"] == "10.1.0.1"
     (note,) = plan.notes
     assert "h1: 10.1.0.1 is not the first address of eth0 (10.0.0.1)" in note
