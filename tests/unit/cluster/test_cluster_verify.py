@@ -13,6 +13,7 @@ import pytest
 
 from hvdtrain import __main__
 from hvdtrain.cluster.launch import launcher
+from hvdtrain.cluster.launch.agents import OnLine
 from hvdtrain.cluster.launch.launcher import Failure, Outcome
 from hvdtrain.cluster.verify import toy
 from hvdtrain.cluster.verify.rank import MARK
@@ -204,7 +205,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, output: str = "", failed: Failure | N
     """Have rank 0 of the launcher's jobs write `output`, and the job end; returns the jobs it gets."""
     jobs: list[launcher.Job] = []
 
-    def run(job: launcher.Job, on_line: launcher.OnLine) -> Outcome:
+    def run(job: launcher.Job, on_line: OnLine) -> Outcome:
         jobs.append(job)
         for line in output.splitlines():
             on_line(0, "stdout", line)
