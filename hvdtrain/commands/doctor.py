@@ -118,7 +118,7 @@ def _column(found: Report, host: str) -> dict[str, str]:
         "memory free": f"{memory['MemAvailable'] / GIB:.0f} GiB" if "MemAvailable" in memory else "",
         "/dev/shm free": bytes_text(shared["free_bytes"]) if shared else "",
         **{name: tools.get(name) or "" for name in ("c++", "cmake", "nvcc")},
-    }  # fmt: skip
+    }
 
 
 def _built(facts: Facts, framework: str) -> str:

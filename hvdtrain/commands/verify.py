@@ -123,9 +123,10 @@ def _chosen(wanted: Sequence[str] | None) -> list[str]:
     found = ["torch"] * has["torch"] + ["keras"] * (has["keras"] and (has["tensorflow"] or has["torch"]))
     if not found:
         raise ConfigError(
-            "hvdtrain verify trains in the frameworks that are installed", f"neither torch nor keras in"
-            f" {sys.executable}", f"{install_command('torch', 'build')}, or [keras,build]",
-        )  # fmt: skip
+            "hvdtrain verify trains in the frameworks that are installed",
+            f"neither torch nor keras in {sys.executable}",
+            f"{install_command('torch', 'build')}, or [keras,build]",
+        )
     return found
 
 

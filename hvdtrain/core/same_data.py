@@ -83,8 +83,9 @@ def of_items(dataset: Any, *, items: int = 8, fixed: AbstractContextManager[Any]
     def sketch() -> np.ndarray:
         import numpy as np
 
-        return np.unique(np.array([int.from_bytes(hashlib.blake2b(r, digest_size=8).digest(), "big") for r in rows],
-                                  dtype=np.uint64))  # fmt: skip
+        return np.unique(
+            np.array([int.from_bytes(hashlib.blake2b(r, digest_size=8).digest(), "big") for r in rows], dtype=np.uint64)
+        )
 
     return Digest((("",), (length,), (type(dataset).__name__,), (digest,)), sketch)
 

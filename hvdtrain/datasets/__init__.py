@@ -8,6 +8,4 @@ from hvdtrain.datasets.images import Images, as_rgb
 from hvdtrain.datasets.mnist import load_digits, load_mnist
 from hvdtrain.datasets.synthetic import synthetic
 
-__all__ = [
-    "Folder", "Images", "as_rgb", "load_cifar10", "load_digits", "load_folder", "load_mnist", "synthetic",
-]  # fmt: skip
+__all__ = ["Folder", "Images", "as_rgb", "load_cifar10", "load_digits", "load_folder", "load_mnist", "synthetic"]

@@ -216,9 +216,10 @@ def unpack(archive: Path, target: Path) -> Path:
             _extract(tar, target)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise HvdtrainError(
-            rule="the source distribution must be a readable .tar.gz", received=f"{archive}: {error}",
+            rule="the source distribution must be a readable .tar.gz",
+            received=f"{archive}: {error}",
             remedy=f"pass horovod-{HOROVOD_VERSION}.tar.gz from PyPI, sha256 {SDIST_SHA256}",
-        ) from error  # fmt: skip
+        ) from error
     top = target / f"horovod-{HOROVOD_VERSION}"
     if not (top / "setup.py").is_file():
         found = ", ".join(sorted(path.name for path in target.iterdir())) or "nothing"
@@ -315,8 +316,9 @@ def prove(wheel: Path, environment: Environment, run: Steps) -> list[str]:
                 if len(found) != 2 or any(f"over {name}" not in line for line in found):
                     raise HvdtrainError(
                         rule=f"2 ranks of {framework} over {name} must each prove the collectives",
-                        received=f"{len(found)} did: {'; '.join(found) or 'none'}", remedy=f"read {run.log}",
-                    )  # fmt: skip
+                        received=f"{len(found)} did: {'; '.join(found) or 'none'}",
+                        remedy=f"read {run.log}",
+                    )
                 lines += sorted(found)
         return lines
 
@@ -357,8 +359,9 @@ def _require_built(printed: str, environment: Environment) -> str:
     if missing:
         raise HvdtrainError(
             rule="check-build must list everything this build was asked for",
-            received=f"missing {', '.join(missing)} in:\n{printed}", remedy="read the build log",
-        )  # fmt: skip
+            received=f"missing {', '.join(missing)} in:\n{printed}",
+            remedy="read the build log",
+        )
     return "check-build: " + ", ".join(name for name, needed in wanted.items() if needed)
 
 

@@ -42,9 +42,7 @@ from hvdtrain.keras.session import (
 from hvdtrain.runs.checkpoint import Checkpointer
 from hvdtrain.runs.log import RunLog
 
-__all__ = [
-    "Loader", "Proof", "callbacks", "evaluate", "fingerprint", "loader", "model_state", "prepare", "verify",
-]  # fmt: skip
+__all__ = ["Loader", "Proof", "callbacks", "evaluate", "fingerprint", "loader", "model_state", "prepare", "verify"]
 
 T = TypeVar("T")
 

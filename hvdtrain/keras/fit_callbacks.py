@@ -222,8 +222,9 @@ class Rate(Callback):
             raise ConfigError(
                 "the learning rate is set in one place: lr=, or something else",
                 f"lr= had set {self._now:g}, epoch {epoch} begins with {found:g}",
-                "leave out what sets it (a callback?), or lr=", shared=True,
-            )  # fmt: skip
+                "leave out what sets it (a callback?), or lr=",
+                shared=True,
+            )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._set()

@@ -15,9 +15,7 @@ from hvdtrain.pipeline.trace.tracer import HOOKS, Program
 
 _PLAIN = (int, float, bool, complex, str, bytes, type(None))
 # counted as they are, whatever they hold
-_OBJECTS = (
-    Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
-)  # fmt: skip
+_OBJECTS = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 _NONE = object()  # neither its own, nor a method: a value of its class may be a counter
 
 

@@ -149,9 +149,10 @@ def _once_each(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, s
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise ConfigError(
-                "a checkpoint of a model holds tensors", f"{name} is a {type(tensor).__name__}",
+                "a checkpoint of a model holds tensors",
+                f"{name} is a {type(tensor).__name__}",
                 "make it a buffer (register_buffer), or keep it out of the state dict",
-            )  # fmt: skip
+            )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype is torch.complex128:
             raise ConfigError(
                 "a checkpoint of a model is a safetensors file, which holds dense tensors, complex ones of 64 bits",
@@ -305,7 +306,7 @@ def _check_optimizer(saved: Mapping[str, Any], own: list[Described], optimizer: 
             "a run goes on with the optimizer it began with",
             f"{saved['optimizer_class']} in the checkpoint, {kind} here",
             "make the same optimizer, or start a new run from the checkpoint's model alone: model_state(model)",
-        )  # fmt: skip
+        )
     stored = [len(group["params"]) for group in saved["optimizer"]["param_groups"]]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if stored != here:

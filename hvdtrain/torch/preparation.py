@@ -85,9 +85,7 @@ def prepare(
             learning rate is scaled twice.
         ReplicaError: on every rank; the ranks differ in model, optimizer or options, or gradients are not averaged.
     """
-    options = Options(
-        accumulate, clip, amp, compression, sync_batchnorm, channels_last, compile, verify, watch_every
-    )  # fmt: skip
+    options = Options(accumulate, clip, amp, compression, sync_batchnorm, channels_last, compile, verify, watch_every)
     _check_options(options, lr, data)
     world = world_or_current(world)
     check_model(model)

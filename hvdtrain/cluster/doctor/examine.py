@@ -184,9 +184,8 @@ def folder(sessions: Sessions, job: Job, run_dir: Path | None, cluster: ClusterF
     found = Folder(_run_folder(job, run_dir), asked=run_dir is not None)
     names, token, timeout_s = list(places), secrets.token_hex(8), job.timeouts.start_s
     marks = {
-        name: {"do": "mark", "folder": places[name], "token": token, "index": index}
-        for index, name in enumerate(names)
-    }  # fmt: skip
+        name: {"do": "mark", "folder": places[name], "token": token, "index": index} for index, name in enumerate(names)
+    }
     try:
         found.written = dict(sessions.ask(marks, timeout_s))
         looks = {
@@ -268,7 +267,7 @@ def _noise(sessions: Sessions) -> list[Finding]:
             f"its shell prints before a command does: {session.noise.strip().splitlines()[0][:80]!r}",
             "copying by scp and rsync fails, and logs start with it",
             "have ~/.bashrc print only in interactive shells: [[ $- == *i* ]] || return",
-        )  # fmt: skip
+        )
         for host, session in sessions.alive.items()
         if session.noise.strip()
     ]

@@ -146,9 +146,10 @@ def _horovod() -> "dict[str, Any] | None":
         if files:
             extensions[framework] = dict(extension_facts((mine or files)[0]), for_this_python=bool(mine))
     return {
-        "folder": folder, "extensions": extensions,
+        "folder": folder,
+        "extensions": extensions,
         "built_for": {"torch": built_for.get("pytorch"), "tensorflow": built_for.get("tensorflow")},
-    }  # fmt: skip
+    }
 
 
 def extension_facts(path: str) -> "dict[str, Any]":

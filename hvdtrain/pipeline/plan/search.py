@@ -259,8 +259,9 @@ class _Search:
         sizes = micro_batch_sizes(plan.part, plan.micro_batches)
         step = simulate(stages, sizes=sizes, schedule=plan.schedule, remat=plan.remat, links=links, pools=pools)
         exposed = self._exposed_all_reduce(plan, cut, step)
-        return self._filled_in(plan, cut, step_s=plan.accumulate * step.step_s + exposed, bubble=step.bubble,
-                               all_reduce_s=exposed)  # fmt: skip
+        return self._filled_in(
+            plan, cut, step_s=plan.accumulate * step.step_s + exposed, bubble=step.bubble, all_reduce_s=exposed
+        )
 
     def _cut(self, plan: Plan, devices: Sequence[Device], balance: Balance) -> Partition:
         return partition(

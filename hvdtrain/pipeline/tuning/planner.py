@@ -164,6 +164,4 @@ def as_json(plan: Plan) -> dict[str, Any]:
         name: None if isinstance(value, float) and math.isinf(value) else value for name, value in vars(plan).items()
     }
     limits = [None if math.isinf(limit) else limit for limit in plan.limit_bytes]
-    return finite | {
-        "plan": str(plan), "samples_per_s": plan.predicted_samples_per_s, "limit_bytes": limits,
-    }  # fmt: skip
+    return finite | {"plan": str(plan), "samples_per_s": plan.predicted_samples_per_s, "limit_bytes": limits}

@@ -62,8 +62,9 @@ class Prediction:
             sizes: samples of each micro-batch.
         """
         pipe = self.pipe
-        step = simulate(self.stages, sizes=sizes, schedule=pipe.schedule, remat=pipe.remat, links=self.links,
-                        pools=self.pools)  # fmt: skip
+        step = simulate(
+            self.stages, sizes=sizes, schedule=pipe.schedule, remat=pipe.remat, links=self.links, pools=self.pools
+        )
         return step.step_s + self.overhead_s
 
 

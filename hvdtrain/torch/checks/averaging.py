@@ -94,9 +94,7 @@ def prove(session: Session) -> Proof:
         )
     sha256 = replicas.fingerprint(session.module)
     world.agree("the model (SHA-256)", sha256)
-    return Proof(
-        world.size, len(parameters), max(gap for gap, _, _ in reports), sha256, time.perf_counter() - started
-    )  # fmt: skip
+    return Proof(world.size, len(parameters), max(gap for gap, _, _ in reports), sha256, time.perf_counter() - started)
 
 
 def _largest_gap(parameters: list[nn.Parameter], factor: float) -> float:

@@ -226,9 +226,10 @@ class Workers:
         if isinstance(fetched.batch, str) and fetched.batch == REFUSED:
             name, reason = fetched.bad[-1]
             raise ConfigError(
-                "every file can be read", f"{name}: {reason}",
+                "every file can be read",
+                f"{name}: {reason}",
                 "replace or remove it; without strict=True it is left out, named and counted",
-            )  # fmt: skip
+            )
         if isinstance(fetched.batch, str) and fetched.batch == NOTHING:
             raise ConfigError("a data set has samples that can be read", f"none of {self.samples} can")
         self._read_samples += step.dealt
