@@ -64,8 +64,8 @@ def prepare(args: argparse.Namespace, settings: Settings, devices: Sequence[str]
         args.model, its, devices, micro_batches=its.micro_batches or "auto", balance=args.balance,
         schedule=args.schedule, remat=args.remat, batch_norm=args.batch_norm,
     )  # fmt: skip
-    print(f"\n{args.model}, batch {its.batch} of {its.image_size}x{its.image_size}, {its.classes} classes, {its.loss};"
-          f" {pipe.schedule}, remat {pipe.remat}, {pipe.micro_batches} micro-batches")  # fmt: skip
+    job = f"{args.model}, batch {its.batch} of {its.image_size}x{its.image_size}, {its.classes} classes, {its.loss}"
+    print(f"\n{job}; {pipe.schedule}, remat {pipe.remat}, {pipe.micro_batches} micro-batches")
     stages = [
         {"name": stage.name, "device": str(stage.device), "segments": len(stage.segments),
          "parameters": sum(p.numel() for p in stage.parameters())}

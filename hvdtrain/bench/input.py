@@ -220,10 +220,10 @@ def _plain(dataset: Any, batch: int, workers: int, world: World) -> Start:
             yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def start() -> tuple[Iterator[Any], Callable[[], None]]:
+        pin, keep = device.type == "cuda", workers > 0
         loader: Any = DataLoader(
-            dataset, batch, shuffle=True, num_workers=workers, drop_last=True, pin_memory=device.type == "cuda",
-            persistent_workers=workers > 0,
-        )  # fmt: skip
+            dataset, batch, shuffle=True, num_workers=workers, drop_last=True, pin_memory=pin, persistent_workers=keep
+        )
         return batches(loader), lambda: _end_workers(loader)
 
     return start

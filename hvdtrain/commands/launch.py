@@ -241,8 +241,8 @@ def _dry_run(plan: Plan) -> str:
     ]  # fmt: skip
     for host in plan.hosts:
         chosen, ranks = plan.chosen[host.name], ", ".join(str(slot.rank) for slot in plan.of_host(host))
-        lines += ["", f"{host.name}: rank(s) {ranks} through {chosen.interface} {chosen.address},"
-                  f" {plan.cores[host.name]:g} cores"]  # fmt: skip
+        place = f"{host.name}: rank(s) {ranks} through {chosen.interface} {chosen.address}"
+        lines += ["", f"{place}, {plan.cores[host.name]:g} cores"]
         lines += [f"  {name}={value}" for name, value in sorted(environment.of_host(chosen).items())]
         unless = sorted(set(plan.defaults(host).items()) - {(name, value) for name, value in job.env.items()})
         lines += [f"  {name}={value}   (unless set there)" for name, value in unless if name not in job.env]

@@ -198,8 +198,8 @@ def _report(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[Plan])
     """The tables, and where the numbers come from."""
     fitting, others = [plan for plan in found if not plan.reason], [plan for plan in found if plan.reason]
     nodes = f"{args.nodes} nodes of {args.devices}" if args.nodes > 1 else args.devices
-    parts = [f"{args.model}, {args.image_size} x {args.image_size}, batch {args.batch}, {args.optimizer}, on {nodes}:"
-             " predicted, not measured\n"]  # fmt: skip
+    job = f"{args.model}, {args.image_size} x {args.image_size}, batch {args.batch}, {args.optimizer}, on {nodes}"
+    parts = [f"{job}: predicted, not measured\n"]
     if fitting:
         parts.append(stats.table(_rows(fitting[: args.top])))
     else:

@@ -121,8 +121,8 @@ def _diagnose(cards: Sequence[Card], sketches: Sequence[Any], remedy: str) -> tu
         for rank, (count, its) in enumerate(zip(samples, hashes, strict=True))
     )
     if any(other != names[0] for other in names) or any(other != kinds[0] for other in kinds):
-        arrays = [", ".join(f"{n or 'data'} {k}" for n, k in zip(n_, k_, strict=True)) for n_, k_ in
-                  zip(names, kinds, strict=True)]  # fmt: skip
+        pairs = [zip(its_names, its_kinds, strict=True) for its_names, its_kinds in zip(names, kinds, strict=True)]
+        arrays = [", ".join(f"{name or 'data'} {kind}" for name, kind in its) for its in pairs]
         return (
             "\n".join(f"rank {rank}: {its}" for rank, its in enumerate(arrays)),
             "give every rank the same arrays, with the same types and shapes",
@@ -130,8 +130,8 @@ def _diagnose(cards: Sequence[Card], sketches: Sequence[Any], remedy: str) -> tu
     common = set.intersection(*(set(sketch.tolist()) for sketch in sketches))
     union = set.union(*(set(sketch.tolist()) for sketch in sketches))
     if not common and max(samples) - min(samples) <= 1:
-        return held + "\nno sample in common: it looks as if each rank got a part of the data, x[rank::size] or the" \
-            " like; or data made with another seed on every rank", remedy  # fmt: skip
+        guess = "it looks as if each rank got a part of the data, x[rank::size] or the like"
+        return f"{held}\nno sample in common: {guess}; or data made with another seed on every rank", remedy
     if max(samples) != min(samples):
         return held + "\nother lengths", "give every rank the same files, read whole; " + remedy
     if common == union:

@@ -87,9 +87,11 @@ def load_folder(path: str | os.PathLike[str], *, world: World | None = None) -> 
     unknown = sorted(set(names[val_name]) - set(classes))
     if unknown:
         raise ConfigError(
-            "classes for validation are classes for training", f"only in {top / val_name}: {_some(unknown)}",
-            "correct the names of the class folders", shared=True,
-        )  # fmt: skip
+            "classes for validation are classes for training",
+            f"only in {top / val_name}: {_some(unknown)}",
+            "correct the names of the class folders",
+            shared=True,
+        )
     return train, world.on_main(scan, top / val_name, classes, present=names[val_name])
 
 

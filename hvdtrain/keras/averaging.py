@@ -243,9 +243,11 @@ def _make_train_step(model: keras.Model, inner: Callable[[Any], Any]) -> Callabl
         if not session.loss_proven and session.verify and not session.own_step:
             BACKEND.keep_first(data, session)
         with (
-            _live_batch(session, samples), units.weighed(session, data), _all_averaged(model, session),
+            _live_batch(session, samples),
+            units.weighed(session, data),
+            _all_averaged(model, session),
             rng.of_step(session),
-        ):  # fmt: skip
+        ):
             # a batch without a sample must leave no trace in metrics and moving statistics
             local = _rank_local(model, data) if may_be_dead else []
             before = BACKEND.copies([model._loss_tracker.total]) if session.records else []

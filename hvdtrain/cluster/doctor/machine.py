@@ -210,8 +210,9 @@ def _memory(cluster: ClusterFacts, host: str, facts: Facts, ranks: int) -> Itera
 def _disks(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     temporary, run_dir = known(facts, "temporary"), known(facts, "run_dir")
     if temporary is not None:
-        yield from _room(cluster, host, "temporary folder", temporary, _TEMPORARY_BYTES, _TEMPORARY_LEAST_BYTES,
-                         "Open MPI, Python's processes and downloads need it: ranks do not start, or die")  # fmt: skip
+        why = "Open MPI, Python's processes and downloads need it: ranks do not start, or die"
+        needed = _TEMPORARY_BYTES, _TEMPORARY_LEAST_BYTES
+        yield from _room(cluster, host, "temporary folder", temporary, *needed, why)
         if temporary["error"] and temporary["free_bytes"] >= _TEMPORARY_LEAST_BYTES:
             yield Finding(
                 "temporary-folder", "error", (host,), f"{temporary['path']} cannot be used: {temporary['error']}",
@@ -219,8 +220,8 @@ def _disks(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
                 f"{cluster.on(host, 'mount', '-o', 'remount,rw', temporary['nearest'])}, or set TMPDIR there",
             )  # fmt: skip
     if run_dir is not None:
-        yield from _room(cluster, host, "run directory", run_dir, _ROOM_BYTES, FULL_BYTES,
-                         "a checkpoint that does not fit ends the job")  # fmt: skip
+        why = "a checkpoint that does not fit ends the job"
+        yield from _room(cluster, host, "run directory", run_dir, _ROOM_BYTES, FULL_BYTES, why)
 
 
 def _room(

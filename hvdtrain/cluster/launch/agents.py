@@ -171,8 +171,8 @@ class Agents:
         silent = [its for its in self.connections if its.hello is None]
         if silent:
             raise _unreached([(its.host, its.problem()) for its in silent])
-        others = [f"{its.host.name}: {its.hello['version']}" for its in self.connections
-                  if its.hello and its.hello["version"] != __version__]  # fmt: skip
+        versions = [(its.host.name, its.hello["version"]) for its in self.connections if its.hello]
+        others = [f"{name}: {version}" for name, version in versions if version != __version__]
         if others:
             fix = "install the same hvdtrain on every host, or name the Python that has it: --python PATH"
             raise LauncherError("every host needs the same hvdtrain", f"here {__version__}, {', '.join(others)}", fix)

@@ -228,8 +228,8 @@ class _Running:
             if connection is not None and message is None:
                 rule, problem = f"{connection.host.name} must stay reachable", connection.problem()
                 raise LauncherError(rule, problem.what, problem.fix)
-        raise LauncherError("Horovod's rendezvous must start in time", f"{first.host.name}: not after"
-                            f" {self._job.timeouts.start_s:g} s", "hvdtrain doctor -H ...")  # fmt: skip
+        late = f"{first.host.name}: not after {self._job.timeouts.start_s:g} s"
+        raise LauncherError("Horovod's rendezvous must start in time", late, "hvdtrain doctor -H ...")
 
     def _start(self, plan: Plan, port: int | None) -> None:
         master_port = port_of(uuid.uuid4().hex)

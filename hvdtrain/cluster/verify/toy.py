@@ -116,10 +116,8 @@ def train_torch(card: dict[str, Any]) -> Measured:
     loss_of(alone(x[batch_of(0)]), y[batch_of(0)]).backward()
     plain.step()
     assert first is not None
-    return Measured(
-        card, own_start(rank), start, first, _torch_weights(model), _torch_weights(alone), proof,
-        {"torch": torch.__version__},
-    )  # fmt: skip
+    last, once = _torch_weights(model), _torch_weights(alone)
+    return Measured(card, own_start(rank), start, first, last, once, proof, {"torch": torch.__version__})
 
 
 def _torch_model(weights: Array) -> Any:

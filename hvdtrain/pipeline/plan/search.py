@@ -58,8 +58,8 @@ class Cluster:
         """What limits an all-reduce over so many replicas."""
         within = [self.links] if isinstance(self.links, Link) else list(self.links)
         links = (within if per_node > 1 else []) + ([self.network] if replicas > per_node else [])
-        return Link(max((one.latency_s for one in links), default=0.0),
-                    min((one.bytes_per_s for one in links), default=math.inf))  # fmt: skip
+        latency_s = max((one.latency_s for one in links), default=0.0)
+        return Link(latency_s, min((one.bytes_per_s for one in links), default=math.inf))
 
 
 def all_reduce_seconds(size_bytes: float, replicas: int, link: Link) -> float:

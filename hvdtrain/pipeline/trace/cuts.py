@@ -114,8 +114,8 @@ class _View:
         for node in self.nodes:
             if node.op == "call_module":
                 count += next(module_of(program, str(node.target)).parameters(), None) is not None
-            elif any(n.op == "get_attr" and isinstance(attribute(program, str(n.target)), nn.Parameter)
-                     for n in node.all_input_nodes):  # fmt: skip
-                count += 1
+            else:
+                read = (attribute(program, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr")
+                count += any(isinstance(value, nn.Parameter) for value in read)
             counts.append(count)
         return counts

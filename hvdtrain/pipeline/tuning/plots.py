@@ -170,8 +170,8 @@ def _draw_bars(axes: Axes, picture: Bars) -> None:
     means = [statistics.fmean(its) for its in picture.seconds.values()]
     spreads = [spread_of(its) for its in picture.seconds.values()]
     colours = [(BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION)[i % 6] for i in range(len(names))]
-    axes.bar(range(len(names)), means, yerr=spreads, capsize=8, width=0.62, color=colours, edgecolor="black",
-             linewidth=0.6, zorder=2)  # fmt: skip
+    look: dict[str, Any] = {"color": colours, "edgecolor": "black", "linewidth": 0.6, "zorder": 2}
+    axes.bar(range(len(names)), means, yerr=spreads, capsize=8, width=0.62, **look)
     top = max(mean + spread for mean, spread in zip(means, spreads, strict=True))
     for i, (mean, spread) in enumerate(zip(means, spreads, strict=True)):
         digits = _digits(mean)
@@ -213,8 +213,8 @@ def _draw_split_curve(axes: Axes, picture: SplitCurve) -> None:
         axes.plot([picture.best], [mean], marker="*", markersize=19, color=YELLOW, markeredgecolor="black",
                   linestyle="none", zorder=4, label=f"best: split size {picture.best}, {_number(mean)} s")  # fmt: skip
     _split_axis(axes, picture, sizes)
-    highest = max([*picture.lines.values(), *picture.predicted.values(),
-                   *(mean + spread for mean, spread in zip(means, spreads, strict=True))])  # fmt: skip
+    tops = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+    highest = max([*picture.lines.values(), *picture.predicted.values(), *tops])
     axes.set_ylim(0, 1.08 * highest)
     axes.set_ylabel(f"Seconds for {picture.of}")
     axes.grid(color="0.9", zorder=0)
@@ -248,8 +248,8 @@ def _draw_timeline(axes: Axes, picture: Timeline) -> None:
     stages = max(block[0] for block in picture.blocks) + 1
     colours = {"forward": SKY, "backward": ORANGE}
     for stage, kind, micro, began, ended in picture.blocks:
-        axes.barh(stage, ended - began, left=began - start, height=0.72, color=colours.get(kind, "0.7"),
-                  edgecolor="black", linewidth=0.6)  # fmt: skip
+        look: dict[str, Any] = {"color": colours.get(kind, "0.7"), "edgecolor": "black", "linewidth": 0.6}
+        axes.barh(stage, ended - began, left=began - start, height=0.72, **look)
         if ended - began > 0.012 * (end - start):  # else the number is wider than its block
             axes.text((began + ended) / 2 - start, stage, str(micro), ha="center", va="center", fontsize=8)
     names = list(picture.stages) or [f"stage {stage}" for stage in range(stages)]

@@ -196,8 +196,8 @@ def tune(
     pipe.micro_batches = best
     tuning = _tuning(search, runs, best, time.perf_counter() - started)
     if require and tuning.one_is_faster:
-        raise SplitDoesNotPay("a model is split where that is faster, or where it does not fit on one device",
-                              tuning.verdict, "train the unsplit model on one device")  # fmt: skip
+        rule = "a model is split where that is faster, or where it does not fit on one device"
+        raise SplitDoesNotPay(rule, tuning.verdict, "train the unsplit model on one device")
     return tuning
 
 
@@ -232,8 +232,8 @@ def _tuning(search: Search, runs: _Runs, best: int, spent_s: float) -> Tuning:
     for count, its in search.seconds.items():
         if count != REFERENCE and math.inf not in its.values():
             mean = mean_of([*its.values()], search.confidence)
-            trials[count] = Trial(count, split_size(runs.batch, count), tuple(its.values()), mean.value, mean.low,
-                                  mean.high, search.predicted[count])  # fmt: skip
+            size, predicted = split_size(runs.batch, count), search.predicted[count]
+            trials[count] = Trial(count, size, tuple(its.values()), mean.value, mean.low, mean.high, predicted)
     alone = {turn: s for turn, s in search.seconds.get(REFERENCE, {}).items() if s < math.inf}
     return Tuning(
         batch=runs.batch,

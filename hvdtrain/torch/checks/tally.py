@@ -127,9 +127,11 @@ def refusal(
     """
     if 0 < sums[4] < ranks:
         return ConfigError(
-            "all ranks weigh their loss alike", f"weight= was given on {sums[4]:g} of {ranks} ranks",
-            "give weight= on every rank", shared=True,
-        )  # fmt: skip
+            "all ranks weigh their loss alike",
+            f"weight= was given on {sums[4]:g} of {ranks} ranks",
+            "give weight= on every rank",
+            shared=True,
+        )
     if ranks * sums[7] - sums[6] ** 2 > _UNEVEN * sums[6] ** 2:
         return ReplicaError(
             "all ranks train with the same learning rates",

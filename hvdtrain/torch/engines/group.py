@@ -108,10 +108,10 @@ def _meet(detected: Detected) -> dist.Store:
     ):
         if not listens:
             _wait_for_port(host, port, seconds)
+        limit = timedelta(seconds=seconds)
         found = dist.TCPStore(
-            host, port, detected.size, listens, timeout=timedelta(seconds=seconds), wait_for_workers=False,
-            multi_tenant=True,
-        )  # fmt: skip
+            host, port, detected.size, listens, timeout=limit, wait_for_workers=False, multi_tenant=True
+        )
     store = dist.PrefixStore(f"hvdtrain.{next(_joins)}", found)
     wait_for_all(store, detected.rank, detected.size, seconds)
     return store
