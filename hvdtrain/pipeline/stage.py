@@ -8,79 +8,39 @@ it, a leaf of their own whose values are taken over before a step and whose grad
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.trace.facts import attribute, device_of, module_of
-from hvdtrain.pipeline.trace.segments import Chain, Segment, default_binder, each_once, label, span_name, tensors_used
+from hvdtrain.pipeline.trace.facts import device_of
+from hvdtrain.pipeline.trace.segments import Chain, Segment, Stretch, tensors_used
 
 
-class Stage:
+class Stage(Stretch):
     """A contiguous part of the model on one device; called with a tuple of values, it returns the next stage's.
 
     Attributes:
-        name: "layer3.0.conv1 .. fc".
         index: its place.
         device: where its parameters are.
         segments: its parts, bound to what this stage uses.
-        may_draw: it takes random numbers in training, or could.
-        mutates_input: it changes what it is given in place.
         proxies: (owner, proxy) for each parameter that lives in an earlier stage.
     """
 
     def __init__(self, index: int, segments: Sequence[Segment], device: torch.device, owners: _Owners) -> None:
-        self._chain = segments[0].chain
-        self._first, self._end = segments[0].index, segments[-1].index + 1
+        chain, moved = segments[0].chain, (owners.traced_on, device)
+        self._objects = _Objects(chain, index, device, owners)
+        super().__init__(chain, segments[0].index, segments[-1].end, self._objects.bind, moved)
         self.index, self.device = index, device
-        work = [node for mode in (True, False) for node in self._chain.work(self._first, self._end, mode)]
-        self.name = span_name([label(self._chain.program, node) for node in work])
-        self.may_draw = any(segment.may_draw for segment in segments)
-        self.mutates_input = self._chain.changes_input(self._first)
-        self._objects = _Objects(self._chain, index, device, owners)
-        moved = (owners.traced_on, device)
-        self.segments = [segment.bound(self._objects.bind, moved) for segment in segments]
-        for node in self._chain.used(
-            self._first, self._end
-        ):  # all of them now: proxies are known before the first call
+        self.segments = [Segment(chain, segment.index, self._objects.bind, moved) for segment in segments]
+        for node in chain.used(self.first, self.end):  # all of them now: proxies are known before the first call
             self._objects.bind(node)
         self.proxies = self._objects.proxies
         self._changing = list(self._changing_now())
 
     def __call__(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self._function(*values)
-
-    @cached_property
-    def _function(self) -> Any:
-        moved = (self._objects.traced_on, self.device)
-        return self._chain.function(self._first, self._end, self._objects.bind, self.name, moved)
-
-    def modules(self) -> Iterator[nn.Module]:
-        """The modules that it calls, and what is in them, each once."""
-        used = self._chain.used(self._first, self._end)
-        called = [self._objects.bind(node)[0] for node in used if node.op == "call_module"]
-        return each_once(part for module in called for part in module.modules())
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Its own parameters, and its proxies of others'; each once."""
-        proxy_of = {id(owner): proxy for owner, proxy in self.proxies}
-        used = each_once(tensors_used(self._chain, self._first, self._end))
-        return (proxy_of.get(id(tensor), tensor) for tensor in used if isinstance(tensor, nn.Parameter))
-
-    def buffers(self) -> Iterator[Tensor]:
-        """The buffers it uses, each once."""
-        found: list[Tensor] = []
-        for node in self._chain.used(self._first, self._end):
-            target = str(node.target)
-            if node.op == "call_module":
-                found += self._objects.bind(node)[0].buffers()
-            elif target not in self._chain.program.attributes:
-                value = attribute(self._chain.program, target)
-                found += [value] * (not isinstance(value, nn.Parameter))
-        return each_once(found)
+        return self.function(*values)
 
     def changing_buffers(self) -> list[Tensor]:
         """Those of its buffers that a pass in training mode changes, as the example's did: not masks and tables."""
@@ -90,13 +50,13 @@ class Stage:
     def _changing_now(self) -> Iterator[tuple[nn.Module, str]]:
         """By owner and name: a forward may put another tensor there."""
         owners = dict.fromkeys(self.modules())
-        for node in self._chain.used(self._first, self._end):
-            if node.op == "get_attr" and str(node.target) not in self._chain.program.attributes:
-                owners[self._chain.program.model.get_submodule(str(node.target).rpartition(".")[0])] = None
+        for node in self.chain.used(self.first, self.end):
+            if node.op == "get_attr" and node.target not in self.chain.program.attributes:
+                owners[self.chain.program.bind(node)[0]] = None
         used = {id(buffer) for buffer in self.buffers()}
         for owner in owners:
             for name, buffer in owner._buffers.items():
-                if id(buffer) in used and id(buffer) in self._chain.facts.changed:
+                if id(buffer) in used and id(buffer) in self.chain.facts.changed:
                     yield owner, name
 
     def refresh(self) -> None:
@@ -127,7 +87,7 @@ class _Owners:
         self.traced_on = device_of(chain.program.model)
         begin = 0
         for index, end in enumerate(ends):
-            for tensor in tensors_used(chain, begin, end):
+            for tensor in tensors_used(chain, begin, end, chain.program.bind):
                 owner = self.stage.setdefault(id(tensor), index)
                 if owner != index and id(tensor) in chain.facts.changed:
                     raise ConfigError(
@@ -142,24 +102,21 @@ class _Objects:
     """What a stage uses for the model's modules and parameters: themselves, or twins with proxies in them."""
 
     def __init__(self, chain: Chain, index: int, device: torch.device, owners: _Owners) -> None:
-        self._chain, self._index, self._device, self._owners = chain, index, device, owners
-        self.traced_on = owners.traced_on
-        self._default = default_binder(chain.program)
+        self._program, self._index, self._device, self._owners = chain.program, index, device, owners
         self.proxies: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []  # of buffers: (owner's, ours)
         self._tensors: dict[int, Tensor] = {}
         self._twins: dict[nn.Module, nn.Module] = {}
 
     def bind(self, node: fx.Node) -> tuple[Any, str]:
-        target = str(node.target)
+        value = self._program.named(node.target)
         if node.op == "call_module":
-            return self._module(module_of(self._chain.program, target)), "{0}"
-        value = attribute(self._chain.program, target)
-        if target in self._chain.program.attributes and isinstance(value, Tensor):
-            return self._constant(value), "{0}"
+            return self._module(value), ""
+        if node.target in self._program.attributes and isinstance(value, Tensor):
+            return self._constant(value), ""
         if not isinstance(value, Tensor) or self._is_mine(value):
-            return self._default(node)
-        return self._tensor(value), "{0}"
+            return self._program.bind(node)
+        return self._tensor(value), ""
 
     def _is_mine(self, tensor: Tensor) -> bool:
         mine = self._owners.stage.get(id(tensor), self._index) == self._index
@@ -261,7 +218,6 @@ def build_stages(
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     owners = _Owners(chain, ends)
     places = [torch.device(device) for device in devices]
-    owners.traced_on = device_of(model)
     _place(model, chain, owners, places)
     begin, stages = 0, []
     for index, (end, device) in enumerate(zip(ends, places, strict=True)):

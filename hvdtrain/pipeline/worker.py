@@ -253,7 +253,7 @@ class _Worker:
         call, stage = self._call, self._stage
         for layer in self._norms:
             layer.turn(micro, again=again)
-        if stage.mutates_input:  # in place: a leaf must not be changed, nor what is needed to run the pass again
+        if stage.mutates:  # in place: a leaf must not be changed, nor what is needed to run the pass again
             values = map_tensors(torch.clone, values)
         with call.context.autocast():
             if call.draws is None or not stage.may_draw:

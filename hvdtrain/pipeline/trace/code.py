@@ -19,7 +19,7 @@ from torch import fx
 _NUMBERS = itertools.count()
 _LITERALS = (int, bool, str, bytes, type(None))
 
-# What a call_module or get_attr node stands for in this stretch: a global's value, and the expression on it.
+# What a call_module or get_attr node stands for in this stretch: an object, and which attribute of it ("": itself).
 Binder = Callable[[fx.Node], tuple[Any, str]]
 # Where the model was when it was traced, and where this stretch of it is now.
 Moved = tuple[torch.device, torch.device]
@@ -49,16 +49,14 @@ class _Writer:
     def call(self, node: fx.Node) -> str:
         """The expression that a node stands for."""
         if node.op == "get_attr":
-            value, expression = self._bind(node)
-            return expression.format(self.known(value))
+            value, attribute = self._bind(node)
+            return f"{self.known(value)}.{attribute}" if attribute else self.known(value)
         given = [self.argument(value) for value in node.args]
         given += [f"{name}={self.argument(value)}" for name, value in node.kwargs.items()]
         if node.op == "call_method":
             return f"{given[0]}.{node.target}({', '.join(given[1:])})"
-        if node.op == "call_module":
-            value, expression = self._bind(node)
-            return f"{expression.format(self.known(value))}({', '.join(given)})"
-        return f"{self.known(node.target)}({', '.join(given)})"
+        called = self._bind(node)[0] if node.op == "call_module" else node.target
+        return f"{self.known(called)}({', '.join(given)})"
 
     def argument(self, value: Any) -> str:
         if isinstance(value, fx.Node):

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from hvdtrain.pipeline.trace.facts import Facts, attribute, module_of
+from hvdtrain.pipeline.trace.facts import Facts
 from hvdtrain.pipeline.trace.tracer import Program
 
 MOST_CROSSING = 8  # tensors: some layers into a dense block (DenseNet), where it would be one segment else
@@ -98,9 +98,9 @@ class _View:
         for node in self.nodes:
             users: Sequence[fx.Node]
             if node.op == "call_module":
-                tensors, users = list(module_of(program, str(node.target)).buffers()), [node]
+                tensors, users = list(program.named(node.target).buffers()), [node]
             elif node.op == "get_attr":
-                tensors, users = [attribute(program, str(node.target))], list(node.users)
+                tensors, users = [program.named(node.target)], list(node.users)
             else:
                 continue
             for tensor in tensors:
@@ -113,9 +113,9 @@ class _View:
         counts, count = [], 0
         for node in self.nodes:
             if node.op == "call_module":
-                count += next(module_of(program, str(node.target)).parameters(), None) is not None
+                count += next(program.named(node.target).parameters(), None) is not None
             else:
-                read = (attribute(program, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr")
+                read = (program.named(n.target) for n in node.all_input_nodes if n.op == "get_attr")
                 count += any(isinstance(value, nn.Parameter) for value in read)
             counts.append(count)
         return counts

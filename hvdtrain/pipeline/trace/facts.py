@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,34 +123,21 @@ def to_device(values: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.detach().to(device, copy=True), unmarked(values))
 
 
-class _Watch:
+class _Watch(fx.Interpreter):
     """Runs a graph node by node and compares before and after."""
 
     def __init__(self, program: Program, graph: fx.Graph, facts: Facts) -> None:
-        self._program, self._graph, self._facts = program, graph, facts
-        self._values: dict[fx.Node, Any] = {}
+        super().__init__(program.model, graph=graph)
+        self.extra_traceback = False
+        self._program, self._facts = program, facts
         self._versions: dict[fx.Node, tuple[int, ...]] = {}
-        self._modules = dict(program.model.named_modules(remove_duplicate=False))
         self._generators = Generators(device_of(program.model))
+        self._state = self._generators.get()
 
-    def run(self, *inputs: Any) -> None:
-        last = _last_uses(self._graph)
-        given = iter(inputs)
+    def run(self, *inputs: Any, **options: Any) -> None:
         # by value as well: batch norm's own function does not count its changes of the running statistics
         buffers = [(b, b._version, b.clone()) for b in self._program.model.buffers()]
-        state = self._generators.get()
-        for place, node in enumerate(self._graph.nodes):
-            if node.op == "output":
-                break
-            value = next(given) if node.op == "placeholder" else self._call(node)
-            now = self._generators.get()
-            if not all(map(torch.equal, now, state)):
-                self._facts.draws.add(node)
-                state = now
-            self._see(node, value, place)
-            for done in last.get(node, ()):
-                self._values.pop(done, None)
-                self._versions.pop(done, None)
+        super().run(*inputs, **options)
         kept = {id(b) for b in self._program.model.buffers()}
         self._facts.changed |= {
             id(buffer)
@@ -159,47 +145,30 @@ class _Watch:
             if id(buffer) not in kept or buffer._version != version or not torch.equal(buffer, value)
         }
 
-    def _call(self, node: fx.Node) -> Any:
-        if node.op == "get_attr":
-            return attribute(self._program, str(node.target))
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
-        args, kwargs = plain(args), plain(kwargs)
-        with torch.no_grad():
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            if node.op == "call_module":
-                function: Callable[..., Any] = module_of(self._program, str(node.target), self._modules)
-            else:
-                function = node.target  # type: ignore[assignment]
-            return function(*args, **kwargs)
+    def fetch_attr(self, target: str) -> Any:
+        return self._program.named(target)
 
-    def _see(self, node: fx.Node, value: Any, place: int) -> None:
-        facts = self._facts
-        for other, before in self._versions.items():
-            if _versions(self._values[other]) != before:
-                facts.changed_at[other] = place
-                self._versions[other] = _versions(self._values[other])
-        facts.tensors[node] = len(tensors_of(value))
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return plain(args), plain(kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        with torch.no_grad():
+            value = super().run_node(n)
+        facts, place = self._facts, len(self._versions)
+        now = self._generators.get()
+        if not all(map(torch.equal, now, self._state)):
+            facts.draws.add(n)
+            self._state = now
+        for other, its in self.env.items():
+            if _versions(its) != self._versions[other]:
+                facts.changed_at[other], self._versions[other] = place, _versions(its)
+        facts.tensors[n], self._versions[n] = len(tensors_of(value)), _versions(value)
         leaves = pytree.tree_leaves(value)
         # a device is another one in the next stage
         if all(isinstance(leaf, (Tensor, *SIMPLE)) and not isinstance(leaf, torch.device) for leaf in leaves):
-            facts.may_cross.add(node)
-        self._values[node], self._versions[node] = value, _versions(value)
-
-
-def attribute(program: Program, target: str) -> Any:
-    """The parameter, buffer or constant that a `get_attr` node names."""
-    if target in program.attributes:
-        return program.attributes[target]
-    owner, _, name = target.rpartition(".")
-    return getattr(program.model.get_submodule(owner), name)
-
-
-def module_of(program: Program, target: str, modules: dict[str, nn.Module] | None = None) -> nn.Module:
-    """The module that a `call_module` node calls."""
-    if target in program.attributes:
-        return program.attributes[target]
-    return modules[target] if modules is not None else program.model.get_submodule(target)
+            facts.may_cross.add(n)
+        return value
 
 
 def plain(value: Any) -> Any:
@@ -217,15 +186,3 @@ def plain(value: Any) -> Any:
 
 def _versions(value: Any) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors_of(value))
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> the nodes whose value nobody needs after it."""
-    seen: set[fx.Node] = set()
-    last: dict[fx.Node, list[fx.Node]] = {}
-    for node in reversed(graph.nodes):
-        for used in (node, *node.all_input_nodes):
-            if used not in seen:
-                seen.add(used)
-                last.setdefault(node, []).append(used)
-    return last

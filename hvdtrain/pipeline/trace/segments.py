@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from hvdtrain.pipeline.microbatch import map_tensors
 from hvdtrain.pipeline.rng import draws_by_name, may_draw
 from hvdtrain.pipeline.trace import code
 from hvdtrain.pipeline.trace.cuts import Cut, find_cuts
-from hvdtrain.pipeline.trace.facts import Different, Facts, attribute, device_of, look, module_of, to_device
+from hvdtrain.pipeline.trace.facts import Different, Facts, device_of, look, to_device
 from hvdtrain.pipeline.trace.modes import innermost
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes, copied, preserved_state
 from hvdtrain.pipeline.trace.tracer import Program, trace
@@ -88,64 +87,68 @@ class Chain:
         return any(changed.get(node, -1) > cut.place[mode] for mode, node in crossing)
 
 
-@dataclass
-class Segment:
-    """A stretch of the model between two neighbouring cuts; called with the values that cross, it returns the next.
+class Stretch:
+    """The operations between two cuts, as one function.
+
+    Args:
+        first, end: the cuts.
+        bind, moved: other objects for its modules and parameters, on another device; see `code.function`.
 
     Attributes:
         name: "layer1.0.conv1 .. layer1.0.relu".
-        index: its place in the chain.
         draws: it took random numbers, in training.
         may_draw: it did, or could with other settings of its layers, or by code of the user's.
         mutates: it changes what it is given in place.
     """
 
-    chain: Chain
-    index: int
-    bind: code.Binder | None = None
-    moved: code.Moved | None = None
-    name: str = field(init=False)
-    draws: bool = field(init=False)
-    may_draw: bool = field(init=False)
-    mutates: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        work = [node for mode in (True, False) for node in self.chain.work(self.index, self.index + 1, mode)]
-        self.name = span_name([label(self.chain.program, node) for node in work])
-        self.draws = any(node in self.chain.facts.draws for node in work)
-        self.may_draw = self.draws or any(_may_draw(self.chain.program, node) for node in work)
-        self.mutates = self.chain.changes_input(self.index)
-
-    def __call__(self, *values: Any) -> tuple[Any, ...]:
-        return self._function(*values)
+    def __init__(
+        self, chain: Chain, first: int, end: int, bind: code.Binder | None = None, moved: code.Moved | None = None
+    ) -> None:
+        self.chain, self.first, self.end = chain, first, end
+        self._bind, self._moved = bind or chain.program.bind, moved
+        work = [node for mode in (True, False) for node in chain.work(first, end, mode)]
+        self.name = span_name([label(chain.program, node) for node in work])
+        self.draws = any(node in chain.facts.draws for node in work)
+        self.may_draw = self.draws or any(_may_draw(chain.program, node) for node in work)
+        self.mutates = chain.changes_input(first)
 
     @cached_property
-    def _function(self) -> Callable[..., tuple[Any, ...]]:
-        bind = self.bind or default_binder(self.chain.program)
-        return self.chain.function(self.index, self.index + 1, bind, self.name, self.moved)
-
-    def bound(self, bind: code.Binder, moved: code.Moved) -> Segment:
-        """The same segment, with other objects for its modules and parameters, on another device."""
-        other = copy.copy(self)
-        other.__dict__.pop("_function", None)
-        other.bind, other.moved = bind, moved
-        return other
+    def function(self) -> Callable[..., tuple[Any, ...]]:
+        """From the values that come in to those that go out."""
+        return self.chain.function(self.first, self.end, self._bind, self.name, self._moved)
 
     def modules(self) -> Iterator[nn.Module]:
-        """The modules that it calls, and what is in them; the user's own objects, each once."""
-        used = self.chain.used(self.index, self.index + 1)
-        called = [module_of(self.chain.program, str(node.target)) for node in used if node.op == "call_module"]
+        """The modules that it calls, and what is in them, each once."""
+        used = self.chain.used(self.first, self.end)
+        called = [self._bind(node)[0] for node in used if node.op == "call_module"]
         return each_once(part for module in called for part in module.modules())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that it uses, each once."""
-        used = tensors_used(self.chain, self.index, self.index + 1)
+        used = tensors_used(self.chain, self.first, self.end, self._bind)
         return each_once(tensor for tensor in used if isinstance(tensor, nn.Parameter))
 
     def buffers(self) -> Iterator[Tensor]:
         """The buffers and constants that it uses, each once."""
-        used = tensors_used(self.chain, self.index, self.index + 1)
+        used = tensors_used(self.chain, self.first, self.end, self._bind)
         return each_once(tensor for tensor in used if not isinstance(tensor, nn.Parameter))
+
+
+class Segment(Stretch):
+    """A stretch between two neighbouring cuts; called with the values that cross, it returns the next.
+
+    Attributes:
+        index: its place in the chain.
+    """
+
+    def __init__(
+        self, chain: Chain, index: int, bind: code.Binder | None = None, moved: code.Moved | None = None
+    ) -> None:
+        super().__init__(chain, index, index + 1, bind, moved)
+        self.index = index
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        return self.function(*values)
 
     def __repr__(self) -> str:
         return f"<segment {self.index}: {self.name}>"
@@ -278,7 +281,7 @@ def _not_the_same(error: Different) -> ConfigError:
 
 def _may_draw(program: Program, node: fx.Node) -> bool:
     if node.op == "call_module":
-        return may_draw(module_of(program, str(node.target)))
+        return may_draw(program.named(node.target))
     if isinstance(node.target, str):
         return draws_by_name(node.target)
     home = str(getattr(node.target, "__module__", None) or "torch").split(".")[0]
@@ -286,37 +289,22 @@ def _may_draw(program: Program, node: fx.Node) -> bool:
     return not known or draws_by_name(getattr(node.target, "__name__", ""))
 
 
-def default_binder(program: Program) -> code.Binder:
-    """The model's own objects, looked up as the model would."""
-
-    def bind(node: fx.Node) -> tuple[Any, str]:
-        target = str(node.target)
-        if node.op == "call_module":
-            return module_of(program, target), "{0}"
-        if target in program.attributes:
-            return program.attributes[target], "{0}"
-        owner, _, name = target.rpartition(".")
-        return program.model.get_submodule(owner), "{0}." + name
-
-    return bind
-
-
 def each_once(objects: Iterable[Object]) -> Iterator[Object]:
     """In the order in which they come first."""
     return iter({id(one): one for one in objects}.values())
 
 
-def tensors_used(chain: Chain, first: int, last: int) -> Iterator[Tensor]:
+def tensors_used(chain: Chain, first: int, last: int, bind: code.Binder) -> Iterator[Tensor]:
     """Parameters, buffers and constants used between two cuts; a tensor may come more than once."""
     for node in chain.used(first, last):
+        value, attribute = bind(node)
         if node.op == "call_module":
-            module = module_of(chain.program, str(node.target))
-            yield from module.parameters()
-            yield from module.buffers()
-        else:
-            value = attribute(chain.program, str(node.target))
-            if isinstance(value, Tensor):
-                yield value
+            yield from value.parameters()
+            yield from value.buffers()
+            continue
+        value = getattr(value, attribute) if attribute else value
+        if isinstance(value, Tensor):
+            yield value
 
 
 def label(program: Program, node: fx.Node) -> str:
@@ -341,7 +329,7 @@ def _check(chain: Chain) -> None:
     model = chain.program.model
     device = device_of(model)
     few = chain.facts.example
-    whole = chain.function(0, len(chain.cuts) - 1, default_binder(chain.program), type(model).__name__)
+    whole = chain.function(0, len(chain.cuts) - 1, chain.program.bind, type(model).__name__)
     for training in (True, False):
         with all_training(model, training), torch.no_grad():
             with preserved_state(model, device), torch.set_grad_enabled(training):

@@ -84,6 +84,17 @@ class Program:
         """Both modes do the same."""
         return self.graphs[True] is self.graphs[False]
 
+    def named(self, target: Any) -> Any:
+        """The module, parameter, buffer or constant that a node's target names."""
+        return self.attributes[target] if target in self.attributes else operator.attrgetter(target)(self.model)
+
+    def bind(self, node: fx.Node) -> tuple[Any, str]:
+        """The model's own objects, looked up as the model would; see `code.Binder`."""
+        owner, _, name = str(node.target).rpartition(".")
+        if node.op == "call_module" or node.target in self.attributes:
+            return self.named(node.target), ""
+        return self.model.get_submodule(owner), name
+
 
 def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str]) -> Program:
     """Traces a model in both modes; it ends as it was.

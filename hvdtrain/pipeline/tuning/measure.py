@@ -20,7 +20,7 @@ from hvdtrain.pipeline.microbatch import batch_size, map_tensors, tensors_of
 from hvdtrain.pipeline.stage import Copies
 from hvdtrain.pipeline.threads import side_by_side
 from hvdtrain.pipeline.trace.facts import device_of, resized, to_device
-from hvdtrain.pipeline.trace.segments import Segment, default_binder
+from hvdtrain.pipeline.trace.segments import Segment
 
 Call = Callable[..., tuple[Any, ...]]
 
@@ -93,10 +93,10 @@ class SegmentBench:
         """Segments as functions on the device, and the whole chain as one."""
         chain = self._chain
         if self._is_here:
-            bind, moved = default_binder(chain.program), None
+            bind, moved = chain.program.bind, None
         else:
             self._copies = copies = Copies(chain, self._device)
-            bind, moved = copies.bind, (copies.traced_on, self._device)
+            bind, moved = copies.bind, (device_of(chain.program.model), self._device)
         calls = [chain.function(index, index + 1, bind, self._segments[index].name, moved) for index in indices]
         whole = chain.function(0, len(self._segments), bind, "whole", moved) if len(indices) > 1 else calls[0]
         if indices[-1] == len(self._segments) - 1:

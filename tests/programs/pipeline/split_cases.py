@@ -34,7 +34,7 @@ def run(stages: Sequence[Stage], arguments: tuple[Any, ...]) -> Any:
         stage.refresh()
     for stage in stages:
         leaves = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), values)
-        given = map_tensors(torch.clone, leaves) if stage.mutates_input else leaves
+        given = map_tensors(torch.clone, leaves) if stage.mutates else leaves
         values = stage(given)
         kept.append((leaves, values))
     output = values[0]
