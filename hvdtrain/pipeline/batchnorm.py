@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,56 +27,57 @@ from hvdtrain.pipeline.threads import surely
 _OURS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class Layer(Protocol):
+class Layer:
     """A layer while its statistics are gathered; only the thread of its stage calls it."""
-
-    layer: nn.Module
-
-    def open(self) -> None: ...
-
-    def turn(self, micro: int, *, again: bool) -> None:
-        """A pass of this micro-batch comes; `again`: a recomputation, which shows nothing new."""
-        ...
-
-    def close(self) -> None:
-        """It is as it was; may be called twice, or without `open`."""
-        ...
-
-    def apply(self) -> None:
-        """Moves the statistics as one call with the whole batch would."""
-        ...
-
-
-class _Running:
-    """Batch or instance norm."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        self._kept = {name: layer._buffers[name] for name in _OURS}
-        self._momentum = layer.momentum
-        self._discard, self._micro = False, 0
+        self._micro, self._again = 0, False
         self._hook: Any = None
-        self._seen: list[tuple[int, int, Tensor]] = []  # micro-batch, values in a channel, [mean, variance]
 
     def open(self) -> None:
         self._hook = self.layer.register_forward_pre_hook(self._before)
+
+    def turn(self, micro: int, *, again: bool) -> None:
+        """A pass of this micro-batch comes; `again`: a recomputation, which shows nothing new."""
+        self._micro, self._again = micro, again
+
+    def _before(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """The layer is called."""
+
+    def close(self) -> None:
+        """It is as it was; may be called twice, or without `open`."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def apply(self) -> None:
+        """Moves the statistics as one call with the whole batch would."""
+
+
+class _Running(Layer):
+    """Batch or instance norm."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        self._kept = {name: layer._buffers[name] for name in _OURS}
+        self._momentum = layer.momentum
+        self._seen: list[tuple[int, int, Tensor]] = []  # micro-batch, values in a channel, [mean, variance]
+
+    def open(self) -> None:
+        super().open()
         # with a momentum of 1 a layer's "running" statistics are those of the last batch: no second look at the data
         self.layer.momentum = 1.0
         self.layer._buffers["num_batches_tracked"] = None
 
-    def turn(self, micro: int, *, again: bool) -> None:
-        self._micro, self._discard = micro, again
-
     def _before(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         both = torch.zeros_like(self._kept["running_mean"].expand(2, -1))
         layer._buffers["running_mean"], layer._buffers["running_var"] = both[0], both[1]
-        if not self._discard:
+        if not self._again:
             x = arguments[0]
             self._seen.append((self._micro, x.numel() // x.shape[1], both))
 
     def close(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
+        super().close()
         self.layer.momentum = self._momentum
         self.layer._buffers.update(self._kept)
 
@@ -99,23 +100,17 @@ class _Running:
                 running.lerp_(value.to(running.dtype), 0.0 if factor is None else factor)
 
 
-class _PowerIteration:
+class _PowerIteration(Layer):
     """Spectral norm: in training it makes one step at each call, which the unsplit model makes once a batch."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-        self._calls, self._counts = 0, False
-        self._hook: Any = None
-
-    def open(self) -> None:
-        self._hook = self.layer.register_forward_pre_hook(self._before)
+    _calls = 0
 
     def turn(self, micro: int, *, again: bool) -> None:
+        super().turn(micro, again=again)
         self.layer.training = micro == 0
-        self._counts = micro == 0 and not again
 
     def _before(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        self._calls += self._counts
+        self._calls += self._micro == 0 and not self._again
         if self._calls > 1:
             raise ConfigError(
                 "a layer with spectral norm is called once in a pass, or once in a batch there is more than one norm",
@@ -124,12 +119,8 @@ class _PowerIteration:
             )
 
     def close(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
+        super().close()
         self.layer.training = True
-
-    def apply(self) -> None:
-        pass
 
 
 def _layer(module: nn.Module) -> Layer | None:

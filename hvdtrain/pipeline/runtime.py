@@ -37,6 +37,7 @@ from hvdtrain.pipeline.plan.schedule import (
     micro_batch_sizes,
     recomputed,
 )
+from hvdtrain.pipeline.plan.simulate import Span
 from hvdtrain.pipeline.proof import Proof, loss_key
 from hvdtrain.pipeline.stage import Stage
 from hvdtrain.pipeline.trace.segments import Segment
@@ -98,7 +99,7 @@ class Pipeline(nn.Module):
         self.proofs = True
         self.overlap = True
         self.record = False
-        self.timeline: list[tuple[int, str, int, float, float]] = []
+        self.timeline: list[Span] = []
         self._finishing = [False] * len(self.stages)
         self._drawing: dict[Hashable, rng.Seen] = {}  # by segment
         self._moving = _moving(model, self.stages)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -14,7 +13,7 @@ from hvdtrain.core.resources import keep_freed_memory
 from hvdtrain.pipeline.devices import parse_devices
 from hvdtrain.pipeline.microbatch import Chunk, batch_size, marked
 from hvdtrain.pipeline.plan import schedule as plan
-from hvdtrain.pipeline.plan.partition import Partition, partition
+from hvdtrain.pipeline.plan.partition import partition
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.stage import build_stages
 from hvdtrain.pipeline.trace.segments import Segment, from_modules, segments
@@ -76,8 +75,10 @@ def split(
     if any(place.type == "cpu" for place in places):
         keep_freed_memory()  # before there are threads
     parts = segments(model, example) if modules is None else from_modules(modules, model, example)
-    options = SplitOptions(batch, micro_batches, balance, schedule, remat)
-    sizes, count, measured = options.resolve(parts, example, places)
+    sizes, count, measured = _resolved(
+        parts, example, places, batch=batch, micro_batches=micro_batches, balance=balance, schedule=schedule,
+        remat=remat,
+    )  # fmt: skip
     stages = build_stages(model, parts, sizes, places)
     from hvdtrain.pipeline.runtime import Pipeline
 
@@ -89,63 +90,48 @@ def split(
     return pipe
 
 
-@dataclass(frozen=True)
-class SplitOptions:
-    """What the caller left open, and what not."""
+def _resolved(
+    parts: Sequence[Segment],
+    example: Any,
+    places: Sequence[torch.device],
+    *,
+    batch: int,
+    micro_batches: int | Literal["auto"],
+    balance: Balance | Sequence[int],
+    schedule: plan.Schedule,
+    remat: plan.Remat,
+) -> tuple[Sequence[int], int, Profile | None]:
+    """Segments of each stage, micro-batches, and what was measured for it (None: nothing had to be)."""
+    _check_sizes(parts, len(places), balance)
+    if len(places) == 1:
+        return [len(parts)], 1 if micro_batches == "auto" else micro_batches, None
+    if micro_batches != "auto" and not isinstance(balance, str):
+        return list(balance), micro_batches, None
+    measured = profile(parts, example, places, timed=micro_batches == "auto" or balance == "time")
 
-    batch: int
-    micro_batches: int | Literal["auto"]
-    balance: Balance | Sequence[int]
-    schedule: plan.Schedule
-    remat: plan.Remat
-
-    def resolve(
-        self, parts: Sequence[Segment], example: Any, places: Sequence[torch.device]
-    ) -> tuple[Sequence[int], int, Profile | None]:
-        """Segments of each stage, micro-batches, and what was measured for it (None: nothing had to be)."""
-        _check_sizes(parts, len(places), self.balance)
-        auto = self.micro_batches == "auto"
-        if len(places) == 1:
-            return [len(parts)], 1 if self.micro_batches == "auto" else self.micro_batches, None
-        if not auto and not isinstance(self.balance, str):
-            return list(self.balance), int(self.micro_batches), None
-        measured = profile(parts, example, places, timed=auto or self.balance == "time")
-        if not auto:
-            return self._cut(measured, int(self.micro_batches)).sizes, int(self.micro_batches), measured
-        best = min(
-            (
-                (self._step_s(measured, cut.sizes, count), count, cut.sizes)
-                for count in _counts(self.batch)
-                for cut in [self._cut_if_it_fits(measured, count)]
-                if cut is not None
-            ),
-            default=None,
-        )
-        if best is None:
-            self._cut(measured, self.batch)  # says what does not fit
-            raise AssertionError("some cut fits")
-        return best[2], best[1], measured
-
-    def _cut(self, measured: Profile, count: int) -> Partition:
+    def cut(count: int) -> tuple[int, ...]:
         return partition(
-            measured.costs, measured.devices, batch=self.batch, micro_batches=count, schedule=self.schedule,
-            remat=self.remat, links=measured.links, balance=self.balance,
-        )  # fmt: skip
+            measured.costs, measured.devices, batch=batch, micro_batches=count, schedule=schedule, remat=remat,
+            links=measured.links, balance=balance,
+        ).sizes  # fmt: skip
 
-    def _cut_if_it_fits(self, measured: Profile, count: int) -> Partition | None:
+    if micro_batches != "auto":
+        return cut(micro_batches), micro_batches, measured
+    found = []
+    for count in _counts(batch):
         try:
-            return self._cut(measured, count)
+            sizes = cut(count)
         except ConfigError:
-            if count == self.batch:
-                raise  # no smaller micro-batch could help
-            return None
-
-    def _step_s(self, measured: Profile, sizes: Sequence[int], count: int) -> float:
-        return simulate(
-            plan.stage_costs(measured.costs, sizes, measured.devices),
-            sizes=plan.micro_batch_sizes(self.batch, count), schedule=self.schedule, remat=self.remat,
-            links=measured.links, pools=measured.pools,
-        ).step_s  # fmt: skip
+            continue
+        step = simulate(
+            plan.stage_costs(measured.costs, sizes, measured.devices), sizes=plan.micro_batch_sizes(batch, count),
+            schedule=schedule, remat=remat, links=measured.links, pools=measured.pools,
+        )  # fmt: skip
+        found.append((step.step_s, count, sizes))
+    if not found:
+        cut(batch)  # says what does not fit
+    _, count, sizes = min(found)
+    return sizes, count, measured
 
 
 def _counts(batch: int) -> list[int]:

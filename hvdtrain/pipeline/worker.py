@@ -25,6 +25,7 @@ from hvdtrain.pipeline.context import Context
 from hvdtrain.pipeline.devices import StageDevice
 from hvdtrain.pipeline.microbatch import map_tensors, tensors_of
 from hvdtrain.pipeline.plan.schedule import Action
+from hvdtrain.pipeline.plan.simulate import Span
 from hvdtrain.pipeline.rng import Draws, Generators
 from hvdtrain.pipeline.stage import Stage
 from hvdtrain.pipeline.threads import side_by_side
@@ -82,7 +83,7 @@ class Call:
         head: None in inference.
         pooled: gathers batch-norm statistics; None leaves the layers alone.
         draws: None: from the global generator.
-        timeline: filled with (stage, kind, micro-batch, start, end), in seconds of time.perf_counter; None: not.
+        timeline: filled with every pass, in seconds of time.perf_counter; None: not.
         turn: held during each action where stages must not run at the same time.
     """
 
@@ -95,7 +96,7 @@ class Call:
     pooled: Pooled | None
     draws: Draws | None
     finishing: list[bool]
-    timeline: list[tuple[int, str, int, float, float]] | None = None
+    timeline: list[Span] | None = None
     turn: Any = field(default_factory=nullcontext)
 
     def run(self) -> list[Any]:
@@ -226,7 +227,7 @@ class _Worker:
                 del values
                 if call.timeline is not None:
                     ended = time.perf_counter()
-                    call.timeline.append((self.index, action.kind, action.micro, started, ended))
+                    call.timeline.append(Span(self.index, action.kind, action.micro, started, ended))
         call.finishing[self.index] = False
 
     # -- forward ---------------------------------------------------------------------------------------------

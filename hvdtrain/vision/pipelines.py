@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.resources import usable_cores
 from hvdtrain.core.world import World
-from hvdtrain.pipeline.plan.schedule import Remat, Schedule
 from hvdtrain.vision.recipes import Settings
 
 if TYPE_CHECKING:
@@ -24,22 +22,6 @@ if TYPE_CHECKING:
     from hvdtrain.pipeline.tuning.planner import Plan
 
 _MOST_CPU_STAGES = 4  # that --plan auto thinks of
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a model is cut.
-
-    Attributes:
-        sizes: segments of each stage.
-        micro_batches: of a rank's batch.
-        schedule, remat: as of `hvdtrain.pipeline.split`.
-    """
-
-    sizes: tuple[int, ...]
-    micro_batches: int
-    schedule: Schedule
-    remat: Remat
 
 
 # ---- flags
@@ -133,10 +115,23 @@ def apply(
     """
     if args.pipeline is None and not args.plan:
         return None, plan
+    import torch
+
+    from hvdtrain.pipeline import split
+    from hvdtrain.pipeline.tuning import planner
+
     devices = stages_of(args, world)
     example = pictures(plan.per_rank_batch, image_size)
     if args.plan:
-        chosen = world.on_main(choose, args, plan, network, example, devices)
+        chosen: Plan = world.on_main(
+            planner.choose,
+            network,
+            example,
+            torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing),
+            devices=devices,
+            batch=plan.per_rank_batch,
+            optimizer_copies=2.0 if plan.optimizer == "adamw" else 1.0,  # two moments, or the momentum
+        )
         if world.is_main:
             print(f"plan: {chosen}", flush=True)
         plan = plan.in_parts(chosen.accumulate)
@@ -145,66 +140,34 @@ def apply(
             if world.is_main and left:
                 print(f"whole on one device: {left} of this rank's are left idle; start a rank for each", flush=True)
             return None, plan
-        cut = Cut(tuple(chosen.sizes), chosen.micro_batches, chosen.schedule, chosen.remat)
-        return split(network, example[: plan.per_rank_batch], devices, cut), plan
+        return split(
+            network, example[: plan.per_rank_batch], devices[: chosen.stages], **_cut(chosen.sizes, chosen)
+        ), plan
     made: list[Pipeline] = []
-    cut = world.on_main(lambda: measured(args, network, example, devices, made))
-    return made[0] if made else split(network, example, devices, cut), plan
+
+    def measured() -> dict[str, Any]:
+        """Cuts by measured times; returns how the other ranks cut likewise."""
+        made.append(
+            split(
+                network,
+                example,
+                devices,
+                micro_batches="auto" if args.micro_batches is None else args.micro_batches,
+                schedule=args.pipeline_schedule or "1f1b",
+                remat=args.remat or "never",
+            )
+        )
+        return _cut([len(stage.segments) for stage in made[0].stages], made[0])
+
+    cut = world.on_main(measured)
+    return made[0] if made else split(network, example, devices, **cut), plan
 
 
-def measured(
-    args: argparse.Namespace,
-    network: torch.nn.Module,
-    example: torch.Tensor,
-    devices: Sequence[str],
-    made: list[Pipeline],
-) -> Cut:
-    """Cuts by measured times; adds the pipeline to `made`, and returns how the other ranks cut likewise."""
-    import hvdtrain.pipeline
-
-    pipe = hvdtrain.pipeline.split(
-        network,
-        example,
-        devices,
-        micro_batches="auto" if args.micro_batches is None else args.micro_batches,
-        schedule=args.pipeline_schedule or "1f1b",
-        remat=args.remat or "never",
-    )
-    made.append(pipe)
-    return Cut(tuple(len(stage.segments) for stage in pipe.stages), pipe.micro_batches, pipe.schedule, pipe.remat)
-
-
-def split(network: torch.nn.Module, example: torch.Tensor, devices: Sequence[str], cut: Cut) -> Pipeline:
-    """Cuts a model as another rank did, or a plan says; measures nothing."""
-    import hvdtrain.pipeline
-
-    return hvdtrain.pipeline.split(
-        network,
-        example,
-        devices[: len(cut.sizes)],
-        micro_batches=cut.micro_batches,
-        balance=list(cut.sizes),
-        schedule=cut.schedule,
-        remat=cut.remat,
-    )
-
-
-def choose(
-    args: argparse.Namespace, plan: Settings, network: torch.nn.Module, example: torch.Tensor, devices: Sequence[str]
-) -> Plan:
-    """Measures the model on the devices, and returns the fastest plan that fits."""
-    import torch
-
-    from hvdtrain.pipeline.tuning import planner
-
-    return planner.choose(
-        network,
-        example,
-        torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing),
-        devices=devices,
-        batch=plan.per_rank_batch,
-        optimizer_copies=2.0 if plan.optimizer == "adamw" else 1.0,  # two moments, or the momentum
-    )
+def _cut(sizes: Sequence[int], like: Plan | Pipeline) -> dict[str, Any]:
+    """Options of `hvdtrain.pipeline.split`: as a plan says, or as another rank has cut; nothing is measured."""
+    return {
+        "balance": list(sizes), "micro_batches": like.micro_batches, "schedule": like.schedule, "remat": like.remat,
+    }  # fmt: skip
 
 
 def pictures(samples: int, image_size: int) -> torch.Tensor:

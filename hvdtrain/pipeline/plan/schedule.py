@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -194,16 +194,9 @@ class Curve:
         at = max(1, bisect.bisect_left(points, (samples, -math.inf)))
         return points[0][1] if samples == first_at else _line(points[at - 1], points[at], samples)
 
-    def _with(self, other: Curve, combine: Callable[[float, float], float]) -> Curve:
-        both = sorted({samples for samples, _ in (*self.points, *other.points)})
-        return Curve(tuple((samples, combine(self(samples), other(samples))) for samples in both))
-
     def __add__(self, other: Curve) -> Curve:
-        return self._with(other, lambda a, b: a + b)
-
-    def maximum(self, other: Curve) -> Curve:
-        """The larger of the two, at the points of both."""
-        return self._with(other, max)
+        both = sorted({samples for samples, _ in (*self.points, *other.points)})
+        return Curve(tuple((samples, self(samples) + other(samples)) for samples in both))
 
     def __mul__(self, factor: float) -> Curve:
         return Curve(tuple((samples, value * factor) for samples, value in self.points))

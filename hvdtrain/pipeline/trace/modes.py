@@ -37,16 +37,8 @@ def key(node: fx.Node) -> Any:
 
 def skeleton(value: Any) -> str:
     """Arguments as text, every traced value the same."""
-    stand_in: Any = _ANY
+    stand_in: Any = Any
     return repr(fx.node.map_arg(value, lambda node: stand_in))
-
-
-class _Any:
-    def __repr__(self) -> str:
-        return "*"
-
-
-_ANY = _Any()
 
 
 def dependent(training: Call, evaluation: Call) -> set[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +27,7 @@ from hvdtrain.pipeline.plan.schedule import (
     recomputed,
     stage_costs,
 )
-from hvdtrain.pipeline.plan.simulate import pool_speeds, simulate
+from hvdtrain.pipeline.plan.simulate import Span, pool_speeds, simulate
 from hvdtrain.pipeline.runtime import Pipeline
 from hvdtrain.pipeline.trace.restore import preserved_state
 from hvdtrain.pipeline.tuning.unsplit import seconds_of
@@ -89,7 +91,7 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
         # 1F1B whatever the steps will be: in fill-drain a backward pass finds little of its forward pass in a cache,
         # and takes longer than it does in a step of one micro-batch
         pipe.record, pipe.schedule = on_cpu, "1f1b"
-        timed = _ShortSteps(pipe, x, y, loss).all()
+        timed = _short_steps(pipe, x, y, loss)
     stages = [
         StageCost(
             Device(str(device), pool=CPU_POOL if on_cpu else ""),
@@ -137,104 +139,70 @@ def _curve(timed: Sequence[_Timed], key: tuple[int, str]) -> Curve:
     return Curve(tuple((one.size, one.passes[key]) for one in timed))
 
 
-@dataclass(frozen=True)
-class _ShortSteps:
-    """Steps of a part of the batch, for each of a few sizes of a micro-batch."""
-
-    pipe: Pipeline
-    x: Any
-    y: Any
-    loss: Loss
-
-    def all(self) -> list[_Timed]:
-        """Sizes that cannot be run (batch-norm over a single value, memory) are left out."""
-        batch = batch_size(self.x if type(self.x) is tuple else (self.x,))
-        most = max(1, batch // 2)
-        timed, failure = [], None
-        for size in sorted({1, max(1, round(math.sqrt(most))), most}):
-            try:
-                timed.append(self._one(size, batch))
-            except StageError as error:
-                failure = error
-            finally:
-                for parameter in self.pipe.module.parameters():
-                    parameter.grad = None
-        if not timed:
-            assert failure is not None
-            raise failure
-        return timed
-
-    def _one(self, size: int, batch: int) -> _Timed:
-        count = min(MICRO_BATCHES, batch // size)
-        # plans the layers' work for a new shape, is the first to touch memory, and leaves gradients: from now on every
-        # backward pass adds to them, as all but the first of a step do, which for few samples is much of its time
-        self._step(size, count, batch)
-        if not self.pipe.record:
-            seconds = statistics.median(self._step(size, count, batch)[0] for _ in range(2))
-            return _Timed(size, equal_seconds(len(self.pipe.stages), count, seconds, self.pipe.remat), 0.0)
-        begun = time.perf_counter()
-        by_itself: list[_Block] = []
-        side_by_side: list[list[_Block]] = []
-        overheads_s = []
-        for turn in range(ROUNDS):
-            if turn and time.perf_counter() - begun > ROUNDS_S:
-                break
-            if len(self.pipe.stages) > 1:
-                by_itself += self._step(size, count, batch, overlap=False)[1]
-            seconds, blocks = self._step(size, count, batch)
-            side_by_side.append(blocks)
-            overheads_s.append(seconds - (max(b.end_s for b in blocks) - min(b.start_s for b in blocks)))
-        passes = _passes(by_itself or [block for blocks in side_by_side for block in blocks])
-        known = [[(block.start_s, block.end_s, block.alone_s(passes)) for block in blocks] for blocks in side_by_side]
-        return _Timed(size, passes, max(0.0, min(overheads_s)), known)
-
-    def _part(self, taken: int, rest: int) -> Any:
-        arguments = marked(self.x if type(self.x) is tuple else (self.x,), self.pipe.chunk)
-        return cut((arguments, self.y), (taken, rest))[0]
-
-    def _step(self, size: int, count: int, batch: int, *, overlap: bool = True) -> tuple[float, list[_Block]]:
-        """Seconds of one step, and its passes."""
-        pipe, taken = self.pipe, size * count
-        pipe.micro_batches, pipe.overlap = count, overlap
-        x, y = (self.x, self.y) if taken == batch else self._part(taken, batch - taken)
-        seconds = seconds_of(lambda: pipe.step(x, y, self.loss), pipe.devices)
-        again = [
-            recomputed(pipe.remat, actions(pipe.schedule, stage, len(pipe.stages), count))
-            for stage in range(len(pipe.stages))
-        ]
-        return seconds, [
-            _Block(stage, kind, start, end, kind == "backward" and micro in again[stage])
-            for stage, kind, micro, start, end in pipe.timeline
-        ]
+def _short_steps(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> list[_Timed]:
+    """Steps of a part of the batch, for each of a few sizes of a micro-batch; those that cannot be run (batch-norm
+    over a single value, memory) are left out."""
+    arguments = x if type(x) is tuple else (x,)
+    batch = batch_size(arguments)
+    most = max(1, batch // 2)
+    timed, failure = [], None
+    for size in sorted({1, max(1, round(math.sqrt(most))), most}):
+        count = pipe.micro_batches = min(MICRO_BATCHES, batch // size)
+        given = x, y
+        if size * count < batch:
+            given = cut((marked(arguments, pipe.chunk), y), (size * count, batch - size * count))[0]
+        try:
+            timed.append(_timed(pipe, size, count, partial(pipe.step, *given, loss)))
+        except StageError as error:
+            failure = error
+        finally:
+            for parameter in pipe.module.parameters():
+                parameter.grad = None
+    if not timed:
+        assert failure is not None
+        raise failure
+    return timed
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A pass as it was timed; `again`: a backward pass with the forward pass before it."""
+def _timed(pipe: Pipeline, size: int, count: int, step: Callable[[], Any]) -> _Timed:
+    def once(*, overlap: bool = True) -> tuple[float, list[Span]]:
+        pipe.overlap = overlap
+        return seconds_of(step, pipe.devices), pipe.timeline
 
-    stage: int
-    kind: str
-    start_s: float
-    end_s: float
-    again: bool
-
-    def alone_s(self, passes: Passes) -> float:
-        """What it takes where nothing runs beside it."""
-        return passes[self.stage, self.kind] + (passes[self.stage, "forward"] if self.again else 0.0)
-
-
-def _passes(blocks: Sequence[_Block]) -> Passes:
-    """Medians: a pass that had to wait for something else on the machine does not count."""
+    # plans the layers' work for a new shape, is the first to touch memory, and leaves gradients: from now on every
+    # backward pass adds to them, as all but the first of a step do, which for few samples is much of its time
+    once()
+    stages = len(pipe.stages)
+    if not pipe.record:
+        seconds = statistics.median(once()[0] for _ in range(2))
+        return _Timed(size, equal_seconds(stages, count, seconds, pipe.remat), 0.0)
+    begun = time.perf_counter()
+    by_itself: list[Span] = []
+    side_by_side: list[list[Span]] = []
+    overheads_s = []
+    for turn in range(ROUNDS):
+        if turn and time.perf_counter() - begun > ROUNDS_S:
+            break
+        if stages > 1:
+            by_itself += once(overlap=False)[1]
+        seconds, spans = once()
+        side_by_side.append(spans)
+        overheads_s.append(seconds - (max(span.end_s for span in spans) - min(span.start_s for span in spans)))
+    again = [recomputed(pipe.remat, actions(pipe.schedule, stage, stages, count)) for stage in range(stages)]
     passes: Passes = {}
-    for kind in ("forward", "backward"):
-        for stage in sorted({block.stage for block in blocks}):
-            its = [
-                block.end_s - block.start_s - (passes[stage, "forward"] if block.again else 0.0)
-                for block in blocks
-                if (block.stage, block.kind) == (stage, kind)
-            ]
-            passes[stage, kind] = max(0.0, statistics.median(its))
-    return passes
+
+    def repeated_s(span: Span) -> float:
+        """Of a backward pass: the forward pass that it begins with."""
+        repeats = span.kind == "backward" and span.micro in again[span.stage]
+        return passes[span.stage, "forward"] if repeats else 0.0
+
+    alone = by_itself or [span for spans in side_by_side for span in spans]
+    for kind, stage in itertools.product(("forward", "backward"), range(stages)):
+        its = [s.end_s - s.start_s - repeated_s(s) for s in alone if (s.stage, s.kind) == (stage, kind)]
+        # medians: a pass that had to wait for something else on the machine does not count
+        passes[stage, kind] = max(0.0, statistics.median(its))
+    known = [[(s.start_s, s.end_s, passes[s.stage, s.kind] + repeated_s(s)) for s in spans] for spans in side_by_side]
+    return _Timed(size, passes, max(0.0, min(overheads_s)), known)
 
 
 def equal_seconds(stages: int, micro_batches: int, seconds: float, remat: Remat = "never") -> Passes:
