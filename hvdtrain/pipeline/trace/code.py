@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ def function(
     parameters = [f"_{index}" if node is None else writer.name(node) for index, node in enumerate(inputs)]
     work = [node for node in nodes if node.op != "get_attr"]
     needed = _nodes_in(outputs)
-    forget = _forgotten(work, [node for node in inputs if node is not None], needed)
+    forget = forgotten(work, [node for node in inputs if node is not None], needed)
     lines = []
     unused = [writer.name(node) for node in forget.get(None, ())] + [p for p in parameters if p.startswith("_")]
     if unused:
@@ -126,8 +126,8 @@ def _nodes_in(value: Any) -> set[fx.Node]:
     return found
 
 
-def _forgotten(
-    work: Sequence[fx.Node], inputs: Sequence[fx.Node], needed: set[fx.Node]
+def forgotten(
+    work: Sequence[fx.Node], inputs: Sequence[fx.Node] = (), needed: Collection[fx.Node] = ()
 ) -> dict[fx.Node | None, list[fx.Node]]:
     """Node -> the values that nobody needs after it; None -> the inputs that nobody needs."""
     last: dict[fx.Node, fx.Node | None] = dict.fromkeys(inputs)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.microbatch import SIMPLE, batch_size, map_tensors, tensors_of, unmarked
 from hvdtrain.pipeline.rng import Generators
+from hvdtrain.pipeline.trace.code import forgotten
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.tracer import Program
 
@@ -123,21 +124,32 @@ def to_device(values: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.detach().to(device, copy=True), unmarked(values))
 
 
-class _Watch(fx.Interpreter):
+class _Watch:
     """Runs a graph node by node and compares before and after."""
 
     def __init__(self, program: Program, graph: fx.Graph, facts: Facts) -> None:
-        super().__init__(program.model, graph=graph)
-        self.extra_traceback = False
-        self._program, self._facts = program, facts
+        self._program, self._graph, self._facts = program, graph, facts
+        self._values: dict[fx.Node, Any] = {}
         self._versions: dict[fx.Node, tuple[int, ...]] = {}
         self._generators = Generators(device_of(program.model))
-        self._state = self._generators.get()
 
-    def run(self, *inputs: Any, **options: Any) -> None:
+    def run(self, *inputs: Any) -> None:
+        given, last = iter(inputs), forgotten(list(self._graph.nodes))
         # by value as well: batch norm's own function does not count its changes of the running statistics
         buffers = [(b, b._version, b.clone()) for b in self._program.model.buffers()]
-        super().run(*inputs, **options)
+        state = self._generators.get()
+        for place, node in enumerate(self._graph.nodes):
+            if node.op == "output":
+                break
+            value = next(given) if node.op == "placeholder" else self._call(node)
+            now = self._generators.get()
+            if not all(map(torch.equal, now, state)):
+                self._facts.draws.add(node)
+                state = now
+            self._see(node, value, place)
+            for done in last.get(node, ()):
+                self._values.pop(done, None)
+                self._versions.pop(done, None)
         kept = {id(b) for b in self._program.model.buffers()}
         self._facts.changed |= {
             id(buffer)
@@ -145,30 +157,29 @@ class _Watch(fx.Interpreter):
             if id(buffer) not in kept or buffer._version != version or not torch.equal(buffer, value)
         }
 
-    def fetch_attr(self, target: str) -> Any:
-        return self._program.named(target)
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return plain(args), plain(kwargs)
-
-    def run_node(self, n: fx.Node) -> Any:
+    def _call(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return self._program.named(node.target)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        args, kwargs = plain(args), plain(kwargs)
         with torch.no_grad():
-            value = super().run_node(n)
-        facts, place = self._facts, len(self._versions)
-        now = self._generators.get()
-        if not all(map(torch.equal, now, self._state)):
-            facts.draws.add(n)
-            self._state = now
-        for other, its in self.env.items():
-            if _versions(its) != self._versions[other]:
-                facts.changed_at[other], self._versions[other] = place, _versions(its)
-        facts.tensors[n], self._versions[n] = len(tensors_of(value)), _versions(value)
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            called: Any = self._program.named(node.target) if node.op == "call_module" else node.target
+            return called(*args, **kwargs)
+
+    def _see(self, node: fx.Node, value: Any, place: int) -> None:
+        facts = self._facts
+        for other, before in self._versions.items():
+            if _versions(self._values[other]) != before:
+                facts.changed_at[other] = place
+                self._versions[other] = _versions(self._values[other])
+        facts.tensors[node] = len(tensors_of(value))
         leaves = pytree.tree_leaves(value)
         # a device is another one in the next stage
         if all(isinstance(leaf, (Tensor, *SIMPLE)) and not isinstance(leaf, torch.device) for leaf in leaves):
-            facts.may_cross.add(n)
-        return value
+            facts.may_cross.add(node)
+        self._values[node], self._versions[node] = value, _versions(value)
 
 
 def plain(value: Any) -> Any:
