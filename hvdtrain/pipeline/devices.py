@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,29 +72,6 @@ def kind_of(device: torch.device) -> str:
 # ---- where a stage works
 
 
-class StageDevice(Protocol):
-    """One stage's device, as the thread that works for the stage uses it."""
-
-    device: torch.device
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """What the thread runs inside."""
-        ...
-
-    def turn(self) -> AbstractContextManager[None]:
-        """What each pass runs inside."""
-        ...
-
-    def mark(self) -> Mark:
-        """After the last operation so far."""
-        ...
-
-    def bring(self, values: Any, mark: Mark) -> Any:
-        """Values from another stage, or from outside, on this device; leaves that want gradients stay such leaves."""
-        ...
-
-
 def stage_devices(devices: Sequence[torch.device]) -> list[StageDevice]:
     """Where each stage works. On the CPU they share out the cores; with fewer cores than stages, passes take turns."""
     on_cpu = [index for index, device in enumerate(devices) if device.type == "cpu"]
@@ -104,7 +81,7 @@ def stage_devices(devices: Sequence[torch.device]) -> list[StageDevice]:
     return [
         CudaDevice(device)
         if device.type == "cuda"
-        else CpuDevice(device, None if alone else blocks.get(index, ()), turns)
+        else StageDevice(device, None if alone else blocks.get(index, ()), turns)
         for index, device in enumerate(devices)
     ]
 
@@ -135,8 +112,8 @@ def cpu_slots(stages: int) -> int:
     return cores if stages > cores else 0
 
 
-class CpuDevice:
-    """Operations are done when they return.
+class StageDevice:
+    """One stage's device, as the thread that works for the stage uses it; a CPU: operations are done when they return.
 
     Args:
         device: the CPU.
@@ -144,13 +121,16 @@ class CpuDevice:
         turns: that passes take with those of other stages; None: there are cores for all.
     """
 
-    def __init__(self, device: torch.device, cores: tuple[int, ...] | None, turns: FairSemaphore | None = None) -> None:
+    def __init__(
+        self, device: torch.device, cores: tuple[int, ...] | None = None, turns: FairSemaphore | None = None
+    ) -> None:
         self.device = device
         self.cores = cores
         self._turns = turns
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        """What the thread runs inside."""
         # both are the calling thread's own, and end with it
         if self.cores is not None:
             if self.cores:
@@ -159,26 +139,28 @@ class CpuDevice:
         yield
 
     def turn(self) -> AbstractContextManager[None]:
+        """What each pass runs inside."""
         return self._turns.taken() if self._turns else nullcontext()
 
     def mark(self) -> Mark:
+        """After the last operation so far."""
         return None
 
     def bring(self, values: Any, mark: Mark) -> Any:
+        """Values from another stage, or from outside, on this device; leaves that want gradients stay such leaves."""
         if mark is not None:
             mark.synchronize()
-        return values if _are_on(values, self.device) else map_tensors(self._copy, values)
+        if _are_on(values, self.device):
+            return values
+        return map_tensors(lambda t: t.detach().to(self.device).requires_grad_(t.requires_grad), values)
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self.device).requires_grad_(tensor.requires_grad)
 
-
-class CudaDevice:
-    """Operations are queued on the caller's stream of the device; values come on a stream of their own, so that the
-    next micro-batch arrives while this one is computed."""
+class CudaDevice(StageDevice):
+    """A GPU: operations are queued on the caller's stream, which sees to turns; values come on a stream of their own,
+    so that the next micro-batch arrives while this one is computed."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self._compute = torch.cuda.current_stream(device)
         self._copies = torch.cuda.Stream(device)
 
@@ -186,9 +168,6 @@ class CudaDevice:
     def active(self) -> Iterator[None]:
         with torch.cuda.device(self.device), torch.cuda.stream(self._compute):
             yield
-
-    def turn(self) -> AbstractContextManager[None]:
-        return nullcontext()  # the device's own queue sees to it
 
     def mark(self) -> Mark:
         event = torch.cuda.Event()

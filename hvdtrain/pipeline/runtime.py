@@ -146,7 +146,12 @@ class Pipeline(nn.Module):
         if not torch.is_grad_enabled():
             raise ConfigError("a step differentiates", "step() under torch.no_grad()", "call the pipeline: pipe(x)")
         arguments = marked(x if type(x) is tuple else (x,), self.chunk)
-        _refuse_gradients(arguments)
+        if any(tensor.requires_grad for tensor in tensors_of(unmarked(arguments))):
+            raise ConfigError(
+                "a step gives gradients to parameters, not to the inputs",
+                "an input with requires_grad=True",
+                "x.detach(); what makes the input belongs into the model that is split",
+            )
         batch = batch_size(arguments)
         sizes = micro_batch_sizes(batch, max(1, min(self.micro_batches, batch)))
         self._check_moving(len(sizes))
@@ -366,15 +371,6 @@ class Pipeline(nn.Module):
             setattr(model, name, value)
             return
         super().__setattr__(name, value)
-
-
-def _refuse_gradients(arguments: tuple[Any, ...]) -> None:
-    if any(tensor.requires_grad for tensor in tensors_of(unmarked(arguments))):
-        raise ConfigError(
-            "a step gives gradients to parameters, not to the inputs",
-            "an input with requires_grad=True",
-            "x.detach(); what makes the input belongs into the model that is split",
-        )
 
 
 def _moving(model: nn.Module, stages: Sequence[Stage]) -> list[tuple[str, nn.Module]]:

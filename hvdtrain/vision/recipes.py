@@ -59,7 +59,7 @@ RECIPES = {
         8, 32, lr=0.025, reference_batch=32, weight_decay=5e-4, warmup_epochs=1, stem=Stem(stride=2, pool=True)
     ),
 }
-# the paper's 30, 60 and 80 of 90 epochs
+# after each, "step" divides the rate by 10: the paper's 30, 60 and 80 of 90 epochs
 MILESTONES = (30 / 90, 60 / 90, 80 / 90)
 # a warm-up that is not asked for takes no more than this part of the training
 LONGEST_WARMUP = 1 / 4
@@ -98,6 +98,12 @@ class Settings:
         optimizer = args.optimizer or recipe.optimizer
         adamw = optimizer == "adamw"
         decay = ADAMW_WEIGHT_DECAY if adamw else recipe.weight_decay
+        schedule = args.schedule or recipe.schedule
+        warmup_epochs = args.warmup_epochs
+        if warmup_epochs is None:
+            warmup_epochs = min(recipe.warmup_epochs, LONGEST_WARMUP * epochs)
+        # two milestones may fall on one sample when there are hardly any
+        milestones = sorted({max(1, round(part * epochs * samples)) for part in MILESTONES})
         return cls(
             epochs=epochs,
             ranks=ranks,
@@ -107,14 +113,14 @@ class Settings:
             total_samples=epochs * samples,
             optimizer=optimizer,
             weight_decay=decay if args.weight_decay is None else args.weight_decay,
-            lr=learning_rate(
-                recipe,
-                base=args.lr or (recipe.adamw_lr if adamw else recipe.lr),
-                scale="sqrt" if adamw else "linear",
-                schedule=args.schedule or recipe.schedule,
-                warmup_epochs=args.warmup_epochs,
-                epochs=epochs,
-                samples=samples,
+            lr=LR(
+                args.lr or (recipe.adamw_lr if adamw else recipe.lr),
+                recipe.reference_batch,
+                "sqrt" if adamw else "linear",
+                warmup_samples=round(warmup_epochs * samples),
+                schedule=schedule,
+                total_samples=epochs * samples if schedule == "cosine" else None,
+                milestones=tuple(milestones) if schedule == "step" else (),
             ),
         )
 
@@ -133,40 +139,6 @@ class Settings:
             f"{self.optimizer}: learning rate {peak:.4g}{scaled * (peak != lr.base)}, {lr.schedule};"
             f" weight decay {self.weight_decay:g}, none on batch-norm and biases"
         )
-
-
-def learning_rate(
-    recipe: Recipe,
-    *,
-    base: float,
-    scale: Literal["linear", "sqrt"],
-    schedule: Literal["step", "cosine"],
-    warmup_epochs: float | None,
-    epochs: int,
-    samples: int,
-) -> LR:
-    """The rate as a function of samples seen.
-
-    Args:
-        base: at the recipe's reference batch.
-        scale: how it grows with the batch.
-        schedule: "step" divides it by 10 after 30/90, 60/90 and 80/90 of the training.
-        warmup_epochs: None: the recipe's, but no more than a quarter of the training.
-        epochs, samples: of the training, and in an epoch.
-    """
-    if warmup_epochs is None:
-        warmup_epochs = min(recipe.warmup_epochs, LONGEST_WARMUP * epochs)
-    # two milestones may fall on one sample when there are hardly any
-    milestones = sorted({max(1, round(part * epochs * samples)) for part in MILESTONES})
-    return LR(
-        base,
-        recipe.reference_batch,
-        scale,
-        warmup_samples=round(warmup_epochs * samples),
-        schedule=schedule,
-        total_samples=epochs * samples if schedule == "cosine" else None,
-        milestones=tuple(milestones) if schedule == "step" else (),
-    )
 
 
 def smallest_batch(samples: int, ranks: int, per_rank_batch: int, pieces: int = 1, micro_batches: int = 1) -> int:

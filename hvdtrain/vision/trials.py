@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -193,6 +194,7 @@ def interleaved(
     """
     from tqdm import tqdm
 
+    from hvdtrain.pipeline import StageError
     from hvdtrain.pipeline.tuning.unsplit import seconds_of
 
     class Bar(tqdm):  # type: ignore[type-arg]
@@ -203,7 +205,12 @@ def interleaved(
     with Bar(total=(repeats + 1) * len(variants), desc=what, unit="turn", leave=False, disable=None) as bar:
         for name, train in variants.items():
             bar.set_postfix_str(f"warming up {name}")
-            failed |= warm_up(name, train, devices)
+            try:
+                seconds_of(partial(train, 1), devices)  # until the devices are done: what fails there is seen
+            except Exception as error:  # memory, batch-norm over a single value
+                if not isinstance(error, StageError) and not is_out_of_memory(error):
+                    raise
+                failed[name] = str(error)
             bar.update()
         seconds: dict[Any, list[float]] = {name: [] for name in variants if name not in failed}
         for turn in range(repeats):
@@ -217,20 +224,6 @@ def interleaved(
             if budget_s and turn + 1 >= LEAST_REPEATS and now + (now - began) > started + budget_s:
                 break
     return {"seconds": seconds, "failed": failed, "spent_s": time.perf_counter() - started}
-
-
-def warm_up(name: Any, train: Variant, devices: Sequence[torch.device]) -> dict[Any, str]:
-    """Trains one batch; returns the reason if it cannot be done (memory, batch-norm over a single value)."""
-    from hvdtrain.pipeline import StageError
-    from hvdtrain.pipeline.tuning.unsplit import seconds_of
-
-    try:
-        seconds_of(lambda: train(1), devices)  # until the devices are done: what fails there is seen
-    except Exception as error:
-        if not isinstance(error, StageError) and not is_out_of_memory(error):
-            raise
-        return {name: str(error)}
-    return {}
 
 
 # ---- bars
@@ -333,7 +326,13 @@ def sweep(job: Job, sizes: Sequence[int]) -> int:
         rows.append((name, str(n), *cells, f"{predicted[n] / fmean(its_seconds):.2f}"))
     print(stats.table(rows))
     print_failed({f"split size {counts[n]}": reason for n, reason in measured["failed"].items()})
-    draw_sweep(job, counts, seconds, predicted, best)
+    largest = max(counts[n] for n in seconds)
+    every = {split_size(batch, n): predicted[n] for n in range(batch, 0, -1)}
+    job.curve = plots.SplitCurve(
+        job.title(), batch, {counts[n]: its_seconds for n, its_seconds in seconds.items()},
+        {size: s for size, s in every.items() if size <= largest}, counts[best], of=job.of,
+    )  # fmt: skip
+    print(plots.plot(job.curve, job.out / "split_size.png"), flush=True)
     return best
 
 
@@ -351,23 +350,6 @@ def counts_of(sizes: Sequence[int], batch: int) -> tuple[dict[int, int], list[st
         else:
             counts[count] = split_size(batch, count)
     return counts, left_out
-
-
-def draw_sweep(
-    job: Job,
-    counts: Mapping[int, int],
-    seconds: Mapping[int, Sequence[float]],
-    predicted: Mapping[int, float],
-    best: int,
-) -> None:
-    """Measured and predicted, over the split size."""
-    batch, largest = job.settings.batch, max(counts[n] for n in seconds)
-    every = {split_size(batch, n): s for n, s in sorted(predicted.items(), reverse=True)}
-    job.curve = plots.SplitCurve(
-        job.title(), batch, {counts[n]: its for n, its in seconds.items()},
-        {size: s for size, s in every.items() if size <= largest}, counts[best], of=job.of,
-    )  # fmt: skip
-    print(plots.plot(job.curve, job.out / "split_size.png"), flush=True)
 
 
 # ---- tuning

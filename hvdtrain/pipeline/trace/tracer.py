@@ -22,6 +22,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from unittest import mock
 
@@ -207,7 +208,6 @@ class _Tracer(fx.Tracer):
         self._leaves, self._example = leaves, example
         self.calls = [Call("")]
         self.attributes: dict[str, Any] = {}
-        self._names: dict[int, str] = {}
         self._autocast = _autocast_state()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -296,14 +296,13 @@ class _Tracer(fx.Tracer):
             return self.create_node("call_function", collections.OrderedDict, (pairs,), {})
         if isinstance(a, dict) and type(a) not in (dict, fx.immutable_collections.immutable_dict):
             raise ValueError(f"a {type(a).__name__}: a dict of a class of its own would become a plain one")
-        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and id(a) not in self._buffer_ids():
+        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and id(a) not in self._buffer_ids:
             return self._constant(a)
         return super().create_arg(a)
 
-    def _buffer_ids(self) -> dict[int, str]:
-        if not self._names:
-            self._names = {id(tensor): name for name, tensor in self.root.named_buffers()} or {-1: ""}
-        return self._names
+    @cached_property
+    def _buffer_ids(self) -> set[int]:
+        return {id(tensor) for tensor in self.root.buffers()}
 
     def _constant(self, tensor: Tensor) -> fx.Node:
         """A tensor that is neither parameter nor buffer; fx would set it as an attribute of the user's model."""

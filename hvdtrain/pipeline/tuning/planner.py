@@ -65,11 +65,8 @@ def choose(
             "a smaller batch, or more devices",
         )
     fastest_s = min(plan.step_s for plan in possible)
-    return min((plan for plan in possible if plan.step_s <= fastest_s * (1 + WORTH_A_STAGE)), key=_devices_then_time)
-
-
-def _devices_then_time(plan: Plan) -> tuple[int, float]:
-    return plan.stages, plan.step_s
+    about_as_fast = [plan for plan in possible if plan.step_s <= fastest_s * (1 + WORTH_A_STAGE)]
+    return min(about_as_fast, key=lambda plan: (plan.stages, plan.step_s))
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Search:
         """Runs the rounds; returns the candidate to take (see `settled`)."""
         self._active = self._around(min(self._order, key=self.predicted.__getitem__))
         for turn in range(MOST_ROUNDS + LEAST_ROUNDS * len(self._order)):
-            if turn and self._something_runs() and not self._time_for_a_round():
+            if turn and not self._time_for_a_round():
                 break
             self._round(turn)
             leader = self.leader()
@@ -108,10 +108,10 @@ class Search:
         at = self._order.index(one)
         return self._order[max(0, at - 1) : at + 2]
 
-    def _something_runs(self) -> bool:
-        return any(second < math.inf for one in self._active for second in self.seconds.get(one, {}).values())
-
     def _time_for_a_round(self) -> bool:
+        """Or nothing has run yet."""
+        if all(second == math.inf for one in self._active for second in self.seconds.get(one, {}).values()):
+            return True
         last = [statistics.fmean(self.seconds[one].values()) for one in self._keys() if self.seconds.get(one)]
         return self.in_time(sum(second for second in last if second < math.inf))
 

@@ -38,7 +38,8 @@ class Unsplit:
 
     def step(self, x: Any, y: Any, loss: Callable[[Any, Any], Tensor]) -> Tensor:
         """Forward and backward pass of a batch; gradients add up, as in `Pipeline.step`; returns the detached loss."""
-        arguments, targets = map_tensors(self._bring, (x if type(x) is tuple else (x,), y))
+        given = (x if type(x) is tuple else (x,), y)
+        arguments, targets = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), given)
         with on_cores(self.cores):
             result = loss(self.model(*arguments), targets)
             result.backward()
@@ -47,9 +48,6 @@ class Unsplit:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The copy's."""
         return self.model.parameters()
-
-    def _bring(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
 
     def __str__(self) -> str:
         if self.device.type != "cpu":
