@@ -95,7 +95,7 @@ def test_parameters_of_several_stages_have_proxies(hard: Lines) -> None:
 def test_buffers_that_training_changes_are_known(hard: Lines) -> None:
     assert hard["SharedNorm"]["buffers"] == [3, 3]
     assert hard["SharedInstanceNorm"]["buffers"] == [3, 2]
-    assert hard["Constants"]["buffers"] == [1, 0]
+    assert hard["Constants"]["buffers"] == [2, 0]  # the other one is a constant
 
 
 def test_segments_that_draw_are_known(hard: Lines) -> None:
