@@ -131,7 +131,7 @@ def report(result: Mapping[str, Any]) -> str:
     memory, files = result["memory"]["images_per_s"], result["files"]["images_per_s"]
     plain = max((name for name in memory if name != "hvdtrain"), key=lambda name: statistics.median(memory[name]))
     alone = "DataLoader, 0 workers" if "DataLoader, 0 workers" in memory else plain
-    ratio = stats.ratio_of_medians(memory["hvdtrain"], memory[alone], paired=True)
+    ratio = stats.ratio_of_medians(memory["hvdtrain"], memory[alone])
     kept = stats.kept(ratio.value >= MEMORY_TARGET)
     workers, cores = result["files"]["recommended_workers"], result["machine"]["cores_usable"]
     return "\n\n".join(

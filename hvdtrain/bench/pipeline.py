@@ -234,7 +234,7 @@ def report(result: Mapping[str, Any]) -> str:
     cut = " | ".join(f"{stage['name']} ({stage['segments']} segments)" for stage in result["cut"])
     rows = [("one step", "median", f"x {NAIVE}, 95 %", "predicted", "by profile", "efficiency")]
     for name, samples in seconds.items():
-        ratio = stats.ratio_of_medians(samples, seconds[NAIVE], paired=True)
+        ratio = stats.ratio_of_medians(samples, seconds[NAIVE])
         predicted, by_profile = (result[key].get(name) for key in ("predicted_s", "predicted_by_profile_s"))
         rows.append((
             name, stats.milliseconds(samples), str(ratio) if name != NAIVE else "1",
@@ -257,7 +257,7 @@ def report(result: Mapping[str, Any]) -> str:
 def efficiency(result: Mapping[str, Any], name: str) -> float:
     """How much of what the schedule's bubble leaves is reached."""
     stages, count = result["settings"]["stages"], count_of(name)
-    ratio = stats.ratio_of_medians(result["seconds"][NAIVE], result["seconds"][name], paired=True).value
+    ratio = stats.ratio_of_medians(result["seconds"][NAIVE], result["seconds"][name]).value
     return ratio / stages / (count / (count + stages - 1))
 
 
@@ -272,7 +272,7 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
     seconds = result["seconds"]
 
     def judged(above: str, below: str, target: float) -> str:
-        ratio = stats.ratio_of_medians(seconds[above], seconds[below], paired=True)
+        ratio = stats.ratio_of_medians(seconds[above], seconds[below])
         return stats.judged(f"{above} / {below}", ratio, target)
 
     ours = {name: its for name, its in seconds.items() if name.startswith("hvdtrain") and BY_HAND not in name}
@@ -299,6 +299,6 @@ def verdicts(result: Mapping[str, Any]) -> list[str]:
             message = stats.kept(off <= PREDICTION_TARGET)
             lines.append(f"prediction {what}: at most {off:.1%} off (target <= {PREDICTION_TARGET:.0%}: {message})")
     if ALL_CORES in seconds:
-        ratio = stats.ratio_of_medians(seconds[best], seconds[ALL_CORES], paired=True)
+        ratio = stats.ratio_of_medians(seconds[best], seconds[ALL_CORES])
         lines.append(f"{best} / {ALL_CORES}: {ratio} (no target: one process with all cores)")
     return lines

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from hvdtrain.core import stats
@@ -28,21 +27,15 @@ def begin(bench: str, args: argparse.Namespace, rule: str) -> dict[str, Any]:
     """
     if detect(os.environ).launcher != "none":
         raise ConfigError(rule, "started by a launcher", f"hvdtrain bench {bench}")
-    check_writable(args.out)
+    try:  # minutes of measuring must not end in an error about the place for the result
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError("the result needs a place", f"{args.out}: {error.strerror}", "--out FILE") from error
     return {
         "format": 1, "bench": bench, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": stats.machine(),
         "settings": {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str, list))},
     }  # fmt: skip
-
-
-def check_writable(out: Path) -> None:
-    """Minutes of measuring must not end in an error about the place for the result."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise ConfigError("the result needs a place", f"{out}: {error.strerror}", "--out FILE") from error
 
 
 def progress(text: str) -> None:

@@ -60,19 +60,15 @@ def _one_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
 
 def _ratios(wall: Mapping[str, list[float]]) -> dict[str, Any]:
     """hvdtrain's step against each arm's, and what the ranks bring."""
+
+    def ratio(above: str, below: str) -> dict[str, float]:
+        return vars(stats.ratio_of_medians(wall[above], wall[below]))
+
     plain, alone = ALONE
-    found: dict[str, Any] = {"overhead": vars(stats.ratio_of_medians(wall[alone], wall[plain], paired=True))}
-    if "hvdtrain" in wall:
-        found["against"] = {
-            peer: vars(stats.ratio_of_medians(wall["hvdtrain"], wall[peer], paired=True))
-            for peer in wall
-            if peer not in ALONE and peer != "hvdtrain"
-        }
-        found["efficiency"] = {
-            peer: vars(stats.ratio_of_medians(wall[alone], wall[peer], paired=True))
-            for peer in wall
-            if peer not in ALONE
-        }
+    found: dict[str, Any] = {"overhead": ratio(alone, plain)}
+    if peers := [name for name in wall if name not in ALONE]:
+        found["against"] = {peer: ratio("hvdtrain", peer) for peer in peers if peer != "hvdtrain"}
+        found["efficiency"] = {peer: ratio(alone, peer) for peer in peers}
     return found
 
 

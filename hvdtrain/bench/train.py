@@ -81,9 +81,7 @@ def overhead(jobs: InterleavedJobs, blocks: int) -> dict[str, Any]:
     turns: Turns = {arm: ("1", {"arm": arm}) for arm in ("prepared", "plain")}
     jobs.rounds(turns, 1, "warming up")  # traces and compiles
     seconds = jobs.rounds(turns, blocks, "one process")
-    wall, cpu = (
-        stats.ratio_of_medians(seconds[clock]["prepared"], seconds[clock]["plain"], paired=True) for clock in CLOCKS
-    )
+    wall, cpu = (stats.ratio_of_medians(seconds[clock]["prepared"], seconds[clock]["plain"]) for clock in CLOCKS)
     return {
         "seconds_per_step": seconds["wall"], "cpu_seconds_per_step": seconds["cpu"],
         "ratio": vars(wall), "cpu_ratio": vars(cpu), "target": OVERHEAD_TARGET,
@@ -95,7 +93,7 @@ def scaling(jobs: InterleavedJobs, ranks: int, blocks: int) -> dict[str, Any]:
     turns: Turns = {job: (job, {"arm": "prepared"}) for job in ("1", str(ranks))}
     jobs.rounds(turns, 1, "warming up")
     seconds = jobs.rounds(turns, blocks, f"1 and {ranks} ranks")["wall"]
-    speedup = stats.ratio_of_medians(seconds["1"], seconds[str(ranks)], paired=True)
+    speedup = stats.ratio_of_medians(seconds["1"], seconds[str(ranks)])
     return {
         "ranks": ranks,
         "seconds_per_step": seconds,

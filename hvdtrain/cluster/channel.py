@@ -122,9 +122,9 @@ class Channel:
         reading, errors = self._threads
         reading.join(timeout=5.0)
         errors.join(timeout=1.0)  # an ssh master in the background may hold standard error open
-        for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            if not any(thread.is_alive() for thread in self._threads):
+        if not any(thread.is_alive() for thread in self._threads):
+            for pipe in (self._process.stdout, self._process.stderr):
+                assert pipe is not None
                 pipe.close()
 
     def kill(self) -> None:

@@ -17,13 +17,12 @@ from typing import Any
 from hvdtrain.cluster.doctor import findings, probe
 from hvdtrain.cluster.doctor.examine import Report, examined
 from hvdtrain.cluster.doctor.findings import GIB, Facts, bytes_text, known
-from hvdtrain.cluster.doctor.network import Links
+from hvdtrain.cluster.doctor.network import GIGABIT, Links
 from hvdtrain.cluster.launch.job import Timeouts
 from hvdtrain.cluster.ssh import Ssh
 from hvdtrain.commands import host_flags
 from hvdtrain.core import flags, stats
 
-_GIGABIT = 1e9 / 8
 EPILOG = """\
 examples:
   hvdtrain doctor                                  this machine
@@ -155,7 +154,7 @@ def _network(links: Links) -> list[str]:
         )
     if rates := sorted(links.rates().values()):
         lines.append(
-            f"network: {rates[0] / _GIGABIT:.2f} to {rates[-1] / _GIGABIT:.2f} Gbit/s, one TCP stream from a host to"
+            f"network: {rates[0] / GIGABIT:.2f} to {rates[-1] / GIGABIT:.2f} Gbit/s, one TCP stream from a host to"
             " the next"
         )
     if links.clocks:

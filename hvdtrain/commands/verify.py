@@ -29,17 +29,16 @@ from typing import Any
 
 from hvdtrain.cluster.doctor.probe import gpu_count
 from hvdtrain.cluster.launch import environment, launcher
-from hvdtrain.cluster.launch.failures import TOO_LATE
-from hvdtrain.cluster.verify.rank import FAILED, MARK
+from hvdtrain.cluster.verify.rank import FAILED, MARK, PROGRAM
 from hvdtrain.commands import host_flags
 from hvdtrain.core import flags, startup
 from hvdtrain.core.errors import ConfigError, build_horovod_command, install_command
 from hvdtrain.core.launchers import Detected, detect
+from hvdtrain.horovod_build.prove_rank import TOO_LATE
 
 FRAMEWORKS = ("torch", "keras")
 LIMIT_S = 120.0
 _LINES = 15
-_RANK = "hvdtrain.cluster.verify.rank"
 # MPI is started once in a process that mpirun or srun counts: a second framework would need a second start
 _ONE_A_LAUNCH = ("mpirun", "mpijob", "srun")
 _NO_HOROVOD = ("torchrun", "openpai")
@@ -137,7 +136,7 @@ def _own_ranks(framework: str, args: argparse.Namespace) -> dict[str, Any]:
     """Starts the ranks on the hosts; returns what rank 0 found, or why there is nothing."""
     job = host_flags.job_of(args, os.environ, here=lambda: _ranks_here(args))
     no_gpus = {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
-    argv = [args.python, "-m", _RANK, framework, f"{args.limit:g}", str(job.np)]
+    argv = [args.python, "-m", PROGRAM, framework, f"{args.limit:g}", str(job.np)]
     job = dataclasses.replace(job, argv=argv, env=environment.passed(os.environ) | no_gpus)
     started = time.perf_counter()
     found, failed = launcher.result_of(job, MARK)
@@ -164,7 +163,7 @@ def _as_rank(framework: str, args: argparse.Namespace, detected: Detected) -> di
     Returns what was found, which only rank 0 has in full, or what went wrong.
     """
     started = time.perf_counter()
-    command = [sys.executable, "-m", _RANK, framework, f"{args.limit:g}"]
+    command = [sys.executable, "-m", PROGRAM, framework, f"{args.limit:g}"]
     env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env)  # ends itself after the limit
     lines = child.stdout.splitlines()

@@ -238,7 +238,7 @@ def compare(job: Job, micro_batches: int) -> None:
     measured = job.interleaved({**alone, **split, **all_cores}, "compare", budget_s=job.settings.budget_s)
     seconds = measured["seconds"]
     ratios = {
-        name: stats.ratio_of_medians(seconds[pipeline], its, paired=True)
+        name: stats.ratio_of_medians(seconds[pipeline], its)
         for name, its in seconds.items()
         if name != pipeline and pipeline in seconds
     }
@@ -372,7 +372,7 @@ def tune(job: Job) -> int:
     ratio = stats.Interval(1.0, 1.0, 1.0)
     if ours != theirs:
         turns = job.interleaved({n: job.cut(n) for n in (ours, theirs)}, "check", budget_s=None)["seconds"]
-        ratio = stats.ratio_of_medians(turns[ours], turns[theirs], paired=True)
+        ratio = stats.ratio_of_medians(turns[ours], turns[theirs])
     share = tuning.spent_s / swept["spent_s"]
     job.result["tune"]["against_sweep"] = {"step_over_best": asdict(ratio), "share_of_time": share}
     print(f"  against the sweep's best ({theirs} micro-batches), in turns: {ratio} of its time"

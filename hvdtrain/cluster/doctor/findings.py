@@ -180,5 +180,11 @@ _WHY_SSH: dict[Kind, str] = {
 def of_ssh(host: str, problem: SshProblem) -> Finding:
     """Returns the finding for a host that could not be reached."""
     name = problem.kind.replace("_", "-")
-    id_ = {"no_python": name, "no_hvdtrain": "no-hvdtrain", "no_ssh": "no-ssh"}.get(problem.kind, f"ssh-{name}")
-    return Finding(id_, "error", (host,), problem.what, _WHY_SSH[problem.kind], problem.fix)
+    return Finding(
+        name if name.startswith("no-") else f"ssh-{name}",
+        "error",
+        (host,),
+        problem.what,
+        _WHY_SSH[problem.kind],
+        problem.fix,
+    )

@@ -40,14 +40,8 @@ def quick(cluster: ClusterFacts) -> Iterator[Finding]:
 def thorough(cluster: ClusterFacts) -> Iterator[Finding]:
     """The rest."""
     for host, facts in cluster.facts.items():
-        ranks = cluster.ranks[host]
-        yield from _unanswered(host, facts)
-        yield from _gpus(cluster, host, facts)
-        yield from _core_slots(host, facts, ranks)
-        yield from _memory(cluster, host, facts, ranks)
-        yield from _disks(cluster, host, facts)
-        yield from _limits(cluster, host, facts)
-        yield from _variables(cluster, host, facts)
+        for check in (_unanswered, _gpus, _core_slots, _memory, _disks, _limits, _variables):
+            yield from check(cluster, host, facts)
     yield from _same_machines(cluster)
 
 
@@ -62,8 +56,8 @@ def _gpu_slots(host: str, facts: Facts, ranks: int) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _core_slots(host: str, facts: Facts, ranks: int) -> Iterator[Finding]:
-    cores = known(facts, "cores")
+def _core_slots(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
+    cores, ranks = known(facts, "cores"), cluster.ranks[host]
     if cores is None:
         return
     usable = min(cores["usable"], cores["quota"] or cores["usable"])
@@ -86,7 +80,7 @@ def _folder(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]
         )  # fmt: skip
 
 
-def _unanswered(host: str, facts: Facts) -> Iterator[Finding]:
+def _unanswered(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     asked = {"run_dir": "df {}", "temporary": "df /tmp", "gpus": "nvidia-smi", "shared_memory": "df /dev/shm"}
     for fact, value in facts.items():
         if isinstance(value, dict) and "unanswered" in value:
@@ -185,8 +179,8 @@ def _same_machines(cluster: ClusterFacts) -> Iterator[Finding]:
 
 
 # -- memory and disks -----------------------------------------------------------------------------------------
-def _memory(cluster: ClusterFacts, host: str, facts: Facts, ranks: int) -> Iterator[Finding]:
-    memory, shared = known(facts, "memory"), known(facts, "shared_memory")
+def _memory(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
+    memory, shared, ranks = known(facts, "memory"), known(facts, "shared_memory"), cluster.ranks[host]
     if memory and memory.get("MemAvailable", ranks * GIB) < ranks * _MEMORY_PER_RANK_BYTES:
         available = bytes_text(memory["MemAvailable"])
         yield Finding(

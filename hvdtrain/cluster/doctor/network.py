@@ -16,7 +16,7 @@ CLOCK_LIMIT_S = 1.0
 LATENCY_LIMIT_S = 0.005
 SLOW_BYTES_PER_S = 1e8 / 8  # 100 Mbit/s: the gradients of ResNet-50 (100 MB) take 16 s a step
 SLOW_SHARE, FAST_ENOUGH_BYTES_PER_S = 0.25, 2e9 / 8
-_GIGABIT = 1e9 / 8
+GIGABIT = 1e9 / 8
 
 
 @dataclass
@@ -128,11 +128,12 @@ def _interfaces(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
             "plain horovodrun takes one name for all hosts, and does not start",
             "nothing with hvdtrain launch: it goes by addresses",
         )  # fmt: skip
-    mtus = {}
-    for host, chosen in links.chosen.items():
-        for its in known(cluster.facts[host], "interfaces") or []:
-            if its["address"] == chosen.address:
-                mtus[host] = its["mtu"]
+    mtus = {
+        host: its["mtu"]
+        for host, chosen in links.chosen.items()
+        for its in known(cluster.facts[host], "interfaces") or []
+        if its["address"] == chosen.address
+    }
     usual, others = odd_ones(mtus)
     if others:
         commands = [
@@ -218,9 +219,9 @@ def _speed(cluster: ClusterFacts, links: Links) -> Iterator[Finding]:
     rates = links.rates()
     for start, end in links.slow():
         rate, usual = rates[start, end], statistics.median(rates.values())
-        others = f"; the median of the others is {usual / _GIGABIT:.2f} Gbit/s" if len(rates) > 2 else ""
+        others = f"; the median of the others is {usual / GIGABIT:.2f} Gbit/s" if len(rates) > 2 else ""
         yield Finding(
-            "slow-link", "warning", (start, end), f"{start} to {end}: {rate / _GIGABIT:.3f} Gbit/s{others}",
+            "slow-link", "warning", (start, end), f"{start} to {end}: {rate / GIGABIT:.3f} Gbit/s{others}",
             f"100 MB of gradients (ResNet-50) take at least {2 * 1e8 / rate:.1f} s in every step, on all hosts",
             f"{cluster.on(start, 'ethtool', links.chosen[start].interface)} shows the link's speed and duplex; cables,"
             " a shared or throttled port, or the wrong network: --network",

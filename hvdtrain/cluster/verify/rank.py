@@ -13,17 +13,16 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from dataclasses import asdict
 from typing import Any
 
 import hvdtrain
-from hvdtrain.cluster.launch.failures import TOO_LATE
 from hvdtrain.cluster.verify import toy
 from hvdtrain.core import startup, stats
 from hvdtrain.core.launchers import Detected
 from hvdtrain.core.world import World
+from hvdtrain.horovod_build import prove_rank
 
 PROGRAM = "hvdtrain.cluster.verify.rank"
 MARK = "HVDTRAIN-VERIFY "
@@ -33,9 +32,7 @@ FAILED = 1
 def main() -> int:
     framework, limit_s = sys.argv[1], float(sys.argv[2])
     expected_size = int(sys.argv[3]) if len(sys.argv) > 3 else None
-    watchdog = threading.Timer(limit_s, os._exit, [TOO_LATE])
-    watchdog.daemon = True
-    watchdog.start()
+    prove_rank.end_after(limit_s)
     found: dict[str, Any] = {}
 
     def work(detected: Detected) -> None:
