@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", type=count, nargs="+", default=[4, 8], metavar="N", help="(default: 4 8)")
     add("--schedules", choices=SCHEDULES, nargs="+", default=list(SCHEDULES), help="(default: all)")
     add("--balance", type=count, nargs="+", metavar="N", help="segments of each stage (default: by measured time)")
-    add("--against", type=count, nargs="+", action="append", default=[], metavar="N",
-        help="another cut by hand, as for --balance, to compare with; may be given again")  # fmt: skip
+    another = "another cut by hand, as for --balance, to compare with; may be given again"
+    add("--against", type=count, nargs="+", action="append", default=[], metavar="N", help=another)
     add("--ours", action="store_true", help="only pipelines of hvdtrain; any number of stages")
     add("--rounds", type=count, default=6, metavar="N", help="(default: %(default)s)")
     add("--out", type=Path, default=Path("bench-pipeline.json"), metavar="FILE", help="(default: %(default)s)")

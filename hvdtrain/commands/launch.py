@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
         _check(job)
     logs = Logs(args.log_dir)
     attempts: list[dict[str, Any]] = []
-    facts = {"format": 1, "command": "launch", "argv": list(job.argv), "hosts": [str(host) for host in job.hosts],
-             "np": job.np, "job": job.env[launchers.JOB], "attempts": attempts}  # fmt: skip
+    facts = {"format": 1, "command": "launch", "argv": list(job.argv), "hosts": list(map(str, job.hosts))}
+    facts |= {"np": job.np, "job": job.env[launchers.JOB], "attempts": attempts}
     try:
         failed: Failure | None = None
         while True:
