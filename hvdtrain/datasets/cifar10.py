@@ -177,9 +177,9 @@ class _Unpickler(pickle.Unpickler):
             ("numpy", "ndarray"): np.ndarray,
             ("numpy", "dtype"): np.dtype,
             ("_codecs", "encode"): codecs.encode,
+            ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+            ("numpy._core.multiarray", "_reconstruct"): _reconstruct,  # since numpy 2
         }
-        for core in ("numpy.core.multiarray", "numpy._core.multiarray"):  # before and since numpy 2
-            allowed[core, "_reconstruct"] = _reconstruct
         if (module, name) not in allowed:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR-10 file needs")
         return allowed[module, name]

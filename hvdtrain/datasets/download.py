@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import queue
 import tempfile
 import threading
 import time
 import urllib.request
+from concurrent import futures
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -79,22 +79,18 @@ def download(url: str, target: Path, sha256: str, *, size_limit_bytes: int, reme
 
 def _open(url: str) -> Any:
     """`urllib.request.urlopen` in a thread: its own time limit does not cover the look-up of the name."""
-    result: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    answer: futures.Future[Any] = futures.Future()
 
     def work() -> None:
         try:
-            result.put(urllib.request.urlopen(url, timeout=STALL_AFTER_S))
-        except Exception as error:  # carried over to the caller's thread
-            result.put(error)
+            answer.set_result(urllib.request.urlopen(url, timeout=STALL_AFTER_S))
+        except Exception as error:  # raised in the caller's thread
+            answer.set_exception(error)
 
     threading.Thread(target=work, name="hvdtrain-download", daemon=True).start()
-    try:
-        answer = result.get(timeout=ANSWER_WITHIN_S)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {ANSWER_WITHIN_S:.0f} s") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    if not futures.wait([answer], ANSWER_WITHIN_S).done:
+        raise TimeoutError(f"no answer within {ANSWER_WITHIN_S:.0f} s")
+    return answer.result()
 
 
 def _copy(answer: Any, output: Any, size_limit_bytes: int) -> str:

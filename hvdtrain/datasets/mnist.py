@@ -40,7 +40,9 @@ def load_mnist(source: str | os.PathLike[str] = "auto", *, world: World | None =
     if source == "auto":
         have_it = together(world, cache.is_file)
         source = "mnist" if all(have_it) else "digits"
-        why = f"; no real MNIST at {cache}{_on_ranks(have_it)}: --data mnist downloads it"
+        lacking = [str(rank) for rank, has in enumerate(have_it) if not has]
+        ranks = f" on rank {', '.join(lacking)}" if any(have_it) else ""
+        why = f"; no real MNIST at {cache}{ranks}: --data mnist downloads it"
     if source == "digits":
         work = partial(_digits, 28, f"28x28{why}")
     elif source == "mnist":
@@ -75,8 +77,3 @@ def _read(path: Path, *, published: bool) -> Images:
     if published and (sha256 := hashlib.sha256(path.read_bytes()).hexdigest()) != MNIST_SHA256:
         note += f" (not the published file: SHA-256 {sha256})"
     return Images("mnist", **arrays, note=note)
-
-
-def _on_ranks(have_it: list[bool]) -> str:
-    lacking = [str(rank) for rank, has in enumerate(have_it) if not has]
-    return "" if len(lacking) == len(have_it) else f" on rank {', '.join(lacking)}"
