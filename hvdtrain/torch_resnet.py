@@ -133,13 +133,20 @@ def prepare(
     import torch
 
     import hvdtrain.torch as hvt
+    from hvdtrain.vision.classifiers import parameter_groups
 
     workers: Any = "auto" if args.workers is None else args.workers
     batches = hvt.loader(data.train, plan.per_rank_batch, augment=data.augment, workers=workers)
     held_out = hvt.loader(data.val, plan.per_rank_batch, augment=data.val_augment, workers=workers, shuffle=False)
+    groups = parameter_groups(network, plan.weight_decay)
+    base: torch.optim.Optimizer  # at the base rate: `hvt.prepare` scales it
+    if plan.optimizer == "adamw":
+        base = torch.optim.AdamW(groups, lr=plan.lr.base)
+    else:
+        base = torch.optim.SGD(groups, lr=plan.lr.base, momentum=0.9, nesterov=plan.optimizer == "nesterov")
     model, optimizer = hvt.prepare(
         network,
-        make_optimizer(plan, network),
+        base,
         batches,
         lr=plan.lr,
         accumulate=plan.accumulate,
@@ -154,18 +161,6 @@ def prepare(
     checkpoints = hvdtrain.Checkpointer(run.path("checkpoints"), best=BEST, mode="max")
     loss = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     return Job(model, optimizer, batches, held_out, loss, data, checkpoints)
-
-
-def make_optimizer(plan: Settings, network: torch.nn.Module) -> torch.optim.Optimizer:
-    """At the base rate: `hvt.prepare` scales it."""
-    import torch
-
-    from hvdtrain.vision.classifiers import parameter_groups
-
-    groups = parameter_groups(network, plan.weight_decay)
-    if plan.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=plan.lr.base)
-    return torch.optim.SGD(groups, lr=plan.lr.base, momentum=0.9, nesterov=plan.optimizer == "nesterov")
 
 
 def restore(args: argparse.Namespace, plan: Settings, job: Job, world: World) -> None:

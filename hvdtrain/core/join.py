@@ -9,7 +9,6 @@ import pickle
 import random
 import socket
 import sys
-from collections.abc import Callable
 from typing import Literal
 
 from hvdtrain.core.engines import Engine, choose_engine
@@ -67,7 +66,10 @@ def init(
     if framework not in ("torch", "keras"):
         raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
     chosen = choose_engine(engine, detected, framework)
-    attach = _adapter(framework)
+    try:  # the only place where a framework's name is looked up
+        attach = importlib.import_module(f"hvdtrain.{framework}.engine").attach
+    except Exception as error:
+        raise _import_error(error, framework) from error
     earlier = current()
     if earlier is not None:  # all ranks come again, or none
         with earlier.in_step("hvdtrain.init"):
@@ -106,14 +108,6 @@ def _leave_at_exit(world: World, pid: int) -> None:
         exit_with("hvdtrain", error, world.rank)
     except HvdtrainError:
         return  # the engine is down, which the rank that ended first has explained
-
-
-def _adapter(framework: str) -> Callable[..., Engine]:
-    """Returns `attach` of the framework's adapter; the only place where a framework's name is looked up."""
-    try:
-        return importlib.import_module(f"hvdtrain.{framework}.engine").attach
-    except Exception as error:
-        raise _import_error(error, framework) from error
 
 
 def _import_error(error: Exception, framework: str) -> Exception:

@@ -171,9 +171,8 @@ _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_
 
 def _hydra_started(environ: Environ) -> bool:
     """hydra sets PMI_* and MPI_LOCAL*; `srun --mpi=pmi2` sets PMI_* too, and then Slurm is the launcher."""
-    if "MPI_LOCALRANKID" in environ or "MPI_LOCALNRANKS" in environ:
-        return True
-    return ("PMI_RANK" in environ or "PMI_SIZE" in environ) and not _in_slurm_step(environ)
+    its_own = _any_of("MPI_LOCALRANKID", "MPI_LOCALNRANKS")(environ)
+    return its_own or (_any_of("PMI_RANK", "PMI_SIZE")(environ) and not _in_slurm_step(environ))
 
 
 def _mpijob_without_mpirun(environ: Environ) -> Detected:
@@ -192,7 +191,10 @@ def _openpai(environ: Environ) -> Detected:
     its = _Variables(environ, "openpai")
     role = environ.get("PAI_CURRENT_TASK_ROLE_NAME", "worker")
     task = its.number(*_PAI_TASK)
-    tasks = _openpai_tasks(its, role)
+    counts = (f"PAI_TASK_ROLE_TASK_COUNT_{role}", "PAI_CURRENT_TASK_ROLE_TASK_COUNT")
+    # older OpenPAI does not say the role's number of tasks, but names every task's host
+    hosts = sum(re.fullmatch(rf"PAI_HOST_IP_{re.escape(role)}_\d+", name) is not None for name in environ)
+    tasks = its.number(*counts) if _any_of(*counts)(environ) or not hosts else hosts
     local_rank, local_size = 0, 1
     gpus = environ.get("PAI_CURRENT_TASK_ROLE_GPU_COUNT", "")
     if "LOCAL_RANK" in environ or (gpus.isdigit() and int(gpus) > 1):
@@ -207,13 +209,6 @@ def _openpai(environ: Environ) -> Detected:
     ports = (f"PAI_{role}_0_SynPort_PORT", f"PAI_PORT_LIST_{role}_0_SynPort")
     rendezvous = its.rendezvous(size, f"PAI_HOST_IP_{role}_0", *ports)
     return Detected("openpai", task * local_size + local_rank, size, local_rank, local_size, task, rendezvous)
-
-
-def _openpai_tasks(its: _Variables, role: str) -> int:
-    """Returns the role's number of tasks; older OpenPAI does not say it, but names every task's host."""
-    hosts = sum(re.fullmatch(rf"PAI_HOST_IP_{re.escape(role)}_\d+", name) is not None for name in its.environ)
-    names = (f"PAI_TASK_ROLE_TASK_COUNT_{role}", "PAI_CURRENT_TASK_ROLE_TASK_COUNT")
-    return hosts if hosts and not any(name in its.environ for name in names) else its.number(*names)
 
 
 # -- srun ----------------------------------------------------------------------------------------------------

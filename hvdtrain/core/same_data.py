@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -116,17 +116,12 @@ def check(world: World, mine: Digest, *, what: str = "the data", remedy: str = A
 def _diagnose(cards: Sequence[Card], sketches: Sequence[Any], remedy: str) -> tuple[str, str]:
     names, lengths, kinds, hashes = zip(*cards, strict=True)
     samples = [max(length, default=0) for length in lengths]
-    held = "\n".join(
-        f"rank {rank}: {count} samples, digest {' '.join(h[:8] for h in its) or 'of nothing'}"
-        for rank, (count, its) in enumerate(zip(samples, hashes, strict=True))
-    )
-    if any(other != names[0] for other in names) or any(other != kinds[0] for other in kinds):
+    if len(set(zip(names, kinds, strict=True))) > 1:
         pairs = [zip(its_names, its_kinds, strict=True) for its_names, its_kinds in zip(names, kinds, strict=True)]
         arrays = [", ".join(f"{name or 'data'} {kind}" for name, kind in its) for its in pairs]
-        return (
-            "\n".join(f"rank {rank}: {its}" for rank, its in enumerate(arrays)),
-            "give every rank the same arrays, with the same types and shapes",
-        )
+        return _of_ranks(arrays), "give every rank the same arrays, with the same types and shapes"
+    digests = (" ".join(its[:8] for its in of_rank) or "of nothing" for of_rank in hashes)
+    held = _of_ranks(f"{count} samples, digest {its}" for count, its in zip(samples, digests, strict=True))
     common = set.intersection(*(set(sketch.tolist()) for sketch in sketches))
     union = set.union(*(set(sketch.tolist()) for sketch in sketches))
     if not common and max(samples) - min(samples) <= 1:
@@ -143,6 +138,10 @@ def _diagnose(cards: Sequence[Card], sketches: Sequence[Any], remedy: str) -> tu
     return f"{held}\nthe contents of {', '.join(differing)} differ", (
         "read the same files on every rank, and use the same seed where data is made or drawn; " + remedy
     )
+
+
+def _of_ranks(texts: Iterable[str]) -> str:
+    return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
 
 
 # -------------------------------------------------------------------- digests

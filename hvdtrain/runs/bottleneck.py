@@ -160,7 +160,9 @@ def _bound(shares: Mapping[str, float], size: int, facts: Facts) -> tuple[Kind, 
         return "input", f"input bound: {share} of each step waits for data; {_input_remedy(facts)}"
     if worst == "communication":
         found = f"communication bound: {share} of each step waits for gradients"
-        return "communication", f"{found}; {_communication_remedy(facts)}"
+        compress = "" if facts.compression else "send gradients in 16 bits (--compression fp16) or "
+        rarer = f"reduce less often (--accumulate {2 * facts.accumulate}, or a larger --per-rank-batch)"
+        return "communication", f"{found}; {compress}{rarer}"
     code = "logging, metrics, callbacks or other code of the training loop"
     return "other", f"{share} of each step is spent outside of it: {code}"
 
@@ -175,12 +177,6 @@ def _input_remedy(facts: Facts) -> str:
         now = facts.workers + each
         return f"{more} more loader worker{plural} fit{'s' * (more == 1)} on this node (--workers {now} for each rank)"
     return "all cores of this node are in use: store smaller pictures, or give each rank more cores"
-
-
-def _communication_remedy(facts: Facts) -> str:
-    tries = [] if facts.compression else ["send gradients in 16 bits (--compression fp16)"]
-    tries.append(f"reduce less often (--accumulate {2 * facts.accumulate}, or a larger --per-rank-batch)")
-    return " or ".join(tries)
 
 
 def _between(seconds: Sequence[Mapping[str, float]], steps_s: float) -> list[str]:

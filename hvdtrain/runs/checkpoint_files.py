@@ -128,8 +128,12 @@ def local_copy(
     Failures are handed on, not raised: this rank must take part in what the others do next.
     """
     here = world.is_main or has_files(path, files)
-    failure: Exception | None
-    folder, failure = (path, None) if here else _temporary_folder()
+    folder = path
+    failure: Exception | None = None
+    try:
+        folder = path if here else Path(tempfile.mkdtemp(prefix="hvdtrain-"))
+    except OSError as error:
+        failure = error
     try:
         if not all(world.gather(here)):
             for name, sealed in files.items():
@@ -141,13 +145,6 @@ def local_copy(
     finally:
         if folder != path:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _temporary_folder() -> tuple[Path, OSError | None]:
-    try:
-        return Path(tempfile.mkdtemp(prefix="hvdtrain-")), None
-    except OSError as error:
-        return Path(tempfile.gettempdir()) / "hvdtrain-none", error
 
 
 def _send(world: World, source: Path, target: Path | None, size_bytes: int) -> Exception | None:

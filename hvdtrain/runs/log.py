@@ -108,11 +108,8 @@ class RunLog:
 
     def _begin(self, config: dict[str, Any], earlier: dict[str, Any]) -> None:
         world = self.world
-        attempts = list(earlier.get("attempts", []))
-        attempts.append(
-            {"started": log_files.now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname(),
-             "job": job_of(os.environ)}
-        )  # fmt: skip
+        attempt = {"started": log_files.now(), "size": world.size, "pid": os.getpid(), "host": socket.gethostname()}
+        attempts = [*earlier.get("attempts", []), attempt | {"job": job_of(os.environ)}]
         self._run = log_files.plain(
             {
                 "format": 1,
