@@ -54,7 +54,7 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-    given = {**bound.arguments, **bound.arguments.get(rest or "", {})}
+    given = {**bound.arguments, **bound.arguments.get(rest or "", {}), **_by_position(bound)}
     _refuse_unread(given)
     if not session.world.is_main and "verbose" in bound.arguments and given["verbose"] == "auto":
         bound.arguments["verbose"] = 0  # one progress bar: rank 0's
@@ -70,6 +70,13 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         callbacks, timing = _with(fit_callbacks.Wait(session), callbacks), BACKEND.timed_input(session)
     if "callbacks" in bound.arguments:
         bound.arguments["callbacks"] = callbacks
+    elif "callbacks" in _by_position(bound):
+        raise ConfigError(
+            "hvdtrain adds callbacks of its own to those of fit()",
+            f"callbacks by their position, in a fit{signature} of {type(model).__name__}'s own",
+            "fit(..., callbacks=[...])",
+            shared=True,
+        )
     elif rest is not None:
         bound.arguments[rest]["callbacks"] = callbacks
     moving_average.go_on(model, session, _listed(callbacks), within=within)
@@ -79,6 +86,16 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
             return inner(*bound.args, **bound.kwargs)
     finally:
         session.fitting, session.stops_in_epoch = False, True
+
+
+def _by_position(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Names what the `fit(self, *args, **kwargs)` of a user's model passes on, by Keras' order."""
+    kinds = [parameter.kind for parameter in bound.signature.parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return {}
+    first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    names = list(inspect.signature(keras.Model.fit).parameters)[1 + first :]  # without self
+    return dict(zip(names, bound.args[first:], strict=False))
 
 
 def _refuse_unread(given: dict[str, Any]) -> None:

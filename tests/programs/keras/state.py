@@ -145,6 +145,24 @@ def case_a_stop_within_an_epoch_leaves_its_other_samples_to_do() -> None:
         assert saved(path) == [(0, 2, 32)], saved(path)
 
 
+class PassesOn(keras.Sequential):
+    """Has a fit of its own, which takes whatever Keras' does."""
+
+    def fit(self, *args: Any, **options: Any) -> Any:
+        return super().fit(*args, **options)
+
+
+@case
+def case_a_fit_of_the_models_own_knows_its_data_and_callbacks() -> None:
+    with folder() as path:
+        model, data = prepared(model=PassesOn(small().layers)), batches(80)
+        ours = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(path, best=None))
+        model.fit(data, epochs=2, verbose=0, callbacks=[*ours, StopsAtStep2()])
+        assert saved(path) == [(0, 2, 32)], saved(path)
+        with refused("callbacks of its own", "by their position", "callbacks=[...]"):
+            model.fit(data, None, None, 1, 0, ours)
+
+
 class Talkative(L.Dense):
     def load_own_variables(self, store: Any) -> None:
         warnings.warn("something else is old", DeprecationWarning, stacklevel=2)
