@@ -136,7 +136,7 @@ def _look(session: Session, value: Tensor, outputs: Any, targets: Any, weight: W
     if not samples or pieces == 1:
         return
     proof.saw(outputs)
-    proof.look_once(value, samples, tally)
+    proof.look_once(value, amount, samples, tally)
     proof.read(value, amount, samples, tally)
 
 

@@ -33,7 +33,8 @@ _BY_ELEMENT = {"Mul", "Div", "Pow", "Sub", "Add", "Where"}
 _CHOICES = {"Topk", "Sort", "Kthvalue"}  # among the values of a vector
 _PRODUCTS = {"Dot", "Vdot", "Mv", "Mm", "Bmm"}  # sums, where they give one number
 _LAYOUTS = 8  # in which samples may lie in outputs
-UNNAMED = "weight=that number"  # to type, where nothing says where it comes from
+# to type, where nothing says where it comes from
+UNNAMED = "weight=that number before any clamp(min=1) or epsilon, 0 where nothing counts"
 _LOOKED_AT = 200  # nodes, until a term is taken to depend on data
 
 
@@ -119,7 +120,10 @@ class Reader:
                 yield children[one], replace(term, reduced=True)
         elif name == "Mean":
             values = math.prod(node._saved_self_sym_sizes) / max(_numel(node), 1)
-            yield children[0], term.over(values, f"the {values:g} values of a mean", "weight=values.numel()")
+            mean = term.over(values, f"the {values:g} values of a mean", "weight=values.numel()")
+            if term.divided and _numel(node) > 1:  # each sample's own mean: what was divided by before counts them
+                mean = replace(mean, what=f"{term.what}, times {mean.what}", weight=term.weight)
+            yield children[0], mean
         elif name in ("Mul", "Div"):
             one = self._only(children, path)
             other = None if one is None else _constant(node, one)

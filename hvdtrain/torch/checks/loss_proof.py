@@ -88,31 +88,39 @@ class LossProof:
             return
         reading = self._reader.read(loss)
         if reading.across:
-            self.found(f"{_COUPLED} ({', '.join(reading.across)})", tally)
+            self.found(f"{_COUPLED} ({', '.join(reading.across)})", tally, weight)
         if reading.unknown:
             tally.unknown()
             self._note(reading.unknown, tally)
             return
-        tally.compare(reading.terms, weight, samples)
+        tally.compare(reading.terms, weight, samples, loss)
         types = list(dict.fromkeys(term.weight for term in reading.terms if term.weight))
         # label smoothing divides one part by labels, which can be named, and the other by their number
         self._types = [text for text in types if text != UNNAMED] or types
         if any(term.reduced and not term.divided for term in reading.terms):
-            self.found("the loss is a sum that nothing divides", tally)
+            self.found("the loss is a sum that nothing divides", tally, weight)
 
-    def look_once(self, loss: Tensor, samples: int, tally: Tally) -> None:
-        """On the first batch with two samples: whether the loss compares samples; waits for a GPU."""
+    def look_once(self, loss: Tensor, weight: Number, samples: int, tally: Tally) -> None:
+        """On the first batch with two samples that counts: whether the loss compares them; waits for a GPU."""
         if self.outputs is None:
+            return
+        if not float(weight):
+            self.outputs, self._inner = [], []
             return
         verdict = self._compares(loss, samples) if samples > 1 else None
         self.outputs, self._inner = None if samples > 1 else [], []
         if verdict or self.suspicion:
             self.found(_COUPLED if verdict else self.suspicion, tally)
 
-    def found(self, problem: str, tally: Tally) -> None:
-        """Has the update refused, on every rank."""
+    def found(self, problem: str, tally: Tally, weight: Number = 1.0) -> None:
+        """Has the update refused, on every rank, if the batch counts."""
+        if isinstance(weight, Tensor):
+            tally.problems = tally.problems + (weight != 0).double()
+        elif not weight:
+            return
+        else:
+            tally.problems = tally.problems + 1.0
         self.problem = self.problem or problem
-        tally.problems = tally.problems + 1.0
 
     def _note(self, unknown: tuple[str, ...], tally: Tally) -> None:
         if self._noted or tally.given or not self._world.is_main:

@@ -22,6 +22,7 @@ Weight = float | Tensor | Callable[[Any], Any] | None
 SIZE = 8  # of what travels
 # squared relative deviation of divisor / weight: rounding of float32 is far below, one label of ten thousand above
 _UNEVEN = 1e-9
+_IDLE = 1e-200  # of a batch that has a loss, and weight 0
 _EXAMPLES = "weight=(y != -100).sum() for ignore_index, weight=class_weights[y].sum() for class weights"
 
 
@@ -32,7 +33,8 @@ class Tally:
         loss: sum of weight x mean loss, divided like the gradients.
         weight: sum of weights.
         divisors, squares: sums of d and d^2 / w, with d what the loss divides by: by the inequality of Cauchy and
-            Schwarz (sum d)^2 = sum w x sum d^2 / w only where d / w is the same everywhere. NaN: not known.
+            Schwarz (sum d)^2 = sum w x sum d^2 / w only where d / w is the same everywhere. NaN: not known. A batch
+            of weight 0 adds next to nothing, so that it shows only where no batch has a weight.
         given: weights are the caller's; None before the first batch.
         problems: losses that no weight makes right.
         rates: the learning rates that the update begins with, as one number: that of all ranks.
@@ -57,17 +59,23 @@ class Tally:
         elif weight:
             self.loss = self.loss + mean * coefficient
 
-    def compare(self, terms: tuple[Term, ...], weight: Number, samples: int) -> None:
-        """Adds what the terms of a loss divide by."""
+    def compare(self, terms: tuple[Term, ...], weight: Number, samples: int, loss: Tensor) -> None:
+        """Adds what the terms of a loss divide by; where the weight is 0, only that there is a loss."""
         divisor = _together([double(term.divisor) for term in terms])
-        self.divisors = self.divisors + divisor
         if isinstance(weight, Tensor) or isinstance(divisor, Tensor):
             on: Any = weight if isinstance(weight, Tensor) else divisor
             zero = torch.zeros((), dtype=torch.float64, device=on.device)
             w, d = zero + weight, zero + divisor
-            self.squares = self.squares + torch.where(d == 0, zero, d.square() / w)
-        else:
-            self.squares = self.squares + (divisor**2 / weight if weight else math.inf if divisor else 0.0)
+            idle = (d != 0) & (loss.detach().abs().to(on.device) > 0)  # NaN is not greater
+            self.divisors = self.divisors + torch.where(w == 0, zero, d)
+            self.squares = self.squares + torch.where(
+                w == 0, idle * _IDLE, torch.where(d == 0, zero, d.square() / w)
+            )  # fmt: skip
+        elif weight:
+            self.divisors = self.divisors + divisor
+            self.squares = self.squares + divisor**2 / weight
+        elif divisor and abs(float(loss.detach())) > 0:
+            self.squares = self.squares + _IDLE
 
         def text() -> str:
             shown = "; ".join(dict.fromkeys(f"it divides by {term.what} = {float(term.divisor):g}" for term in terms))
@@ -100,13 +108,13 @@ def wrong(sums: Tensor, ranks: int) -> Number:
     if sums.device.type == "cpu":  # where numbers cost less than tensors
         _, weight, divisors, squares, given, problems, rates, rate_squares = sums.tolist()
         product = weight * squares
-        apart = product - divisors**2 > _UNEVEN * product or (weight == 0 and divisors != 0 and divisors == divisors)
+        apart = product - divisors**2 > _UNEVEN * product or (weight == 0 and squares > 0 and divisors == divisors)
         own_rates = ranks * rate_squares - rates**2 > _UNEVEN * rates**2
         return float(apart or given not in (0, ranks) or problems > 0 or own_rates)
     _, weight, divisors, squares, given, problems, rates, rate_squares = sums
     even = divisors.square()
     product = weight * squares
-    uneven = (product - even > _UNEVEN * product) | ((weight == 0) & (even > 0))  # NaN is not greater
+    uneven = (product - even > _UNEVEN * product) | ((weight == 0) & (squares > 0) & (even == even))  # NaN: unknown
     mixed = (given != 0) & (given != ranks)
     own_rates = ranks * rate_squares - rates.square() > _UNEVEN * rates.square()
     return (uneven | mixed | (problems > 0) | own_rates).double()

@@ -151,6 +151,22 @@ def selected(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     return F.cross_entropy(outputs, y.clamp_min(0), reduction="none")[y != -100].mean()
 
 
+def clamped(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    mask = (y != -100).double()
+    return (F.cross_entropy(outputs, y.clamp_min(0), reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+
+
+def selected_or_nothing(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
+    """With a penalty on weights, so that the loss is not 0 where no label counts."""
+    data = selected(outputs, y) if (y != -100).any() else outputs.sum() * 0
+    return data + 0.01 * sum((p**2).sum() for p in model.parameters())
+
+
+def mean_by_sample(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    shares = (y[:, 0] + 3).abs()
+    return (((outputs - y) ** 2).mean(1) * shares).sum() / shares.sum()
+
+
 def focal(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     hot = F.one_hot(y, KINDS).double()
     chance = torch.sigmoid(outputs)
@@ -300,6 +316,11 @@ CASES = {
     "tokens": weighted(by_token, TOKENS, "weight=(y != -100).sum()", model=Sequence),
     "mask": weighted(masked, HOLES, "weight="),
     "selected": weighted(selected, HOLES, "weight="),
+    "mask, clamped": weighted(clamped, HOLES, "weight=that number before any clamp"),
+    "selected, or nothing": weighted(selected_or_nothing, HOLES, "weight="),
+    "each sample's mean, by its share": weighted(
+        mean_by_sample, REAL, "weight=that number", lambda y: (y[:, 0] + 3).abs().sum()
+    ),
     "binary, pos_weight": Case(of(F.binary_cross_entropy_with_logits, pos_weight=CLASSES), SHARES),
     "squares": Case(of(F.mse_loss), REAL),
     "absolute": Case(of(F.l1_loss), REAL),
