@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Step
+from hvdtrain.torch.data.nested import tensors_of
 
 if TYPE_CHECKING:
     from hvdtrain.torch.data.loader import Loader
@@ -68,6 +69,25 @@ class Batches:
         self._done = 0
         self._batch: Batch | None = None
         self._applied: Step | None = None
+        self._calls: set[bool | None] = set()
+
+    def called(self, values: Any) -> None:
+        """The model was called on `values`, in training: of the batch last handed out, of another one, or of neither
+        that is known."""
+        if self.data is not None:
+            steps = {step for tensor in tensors_of(values) if (step := self.data.step_of(tensor)) is not None}
+            self._calls.add(self.data.step in steps if steps else None)
+
+    def check_calls(self) -> None:
+        """Raises `ConfigError` where the model has seen earlier batches only since the last one that was done."""
+        calls, self._calls = self._calls, set()
+        if calls == {False}:
+            raise ConfigError(
+                "a batch counts by its own samples while it is the last that the loader handed out",
+                "the model was called on a batch from before the last one",
+                "train on each batch within the loader's own loop (for x, y in train: ..., not over list(train) or what"
+                " reads ahead: its workers do so already)",
+            )
 
     def now(self) -> Batch | None:
         """The batch that training is at; None before the first."""
@@ -98,6 +118,7 @@ class Batches:
         """A checkpoint was restored: no batch is in the weights but those of the checkpoint."""
         if self.data is not None:
             self._batch = self._applied = None
+            self._calls = set()
 
     def place(self) -> tuple[int, int]:
         """Where a run goes on that has the weights of now: (epoch, samples done in it)."""

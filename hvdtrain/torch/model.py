@@ -58,6 +58,8 @@ class Model(nn.Module):
         session, trains = self.session, torch.is_grad_enabled()
         if trains and CLOCK.phase == "other":  # no loader has said so
             CLOCK.enter("forward")
+        if trains:
+            session.batches.called((args, kwargs))
         if trains and (call is None or args or kwargs):  # to find the layer where a NaN began
             session.last_call, session.last_method = (args, kwargs), call
         if session.options.channels_last:

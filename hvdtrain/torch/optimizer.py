@@ -94,6 +94,8 @@ class Optimizer(torch.optim.Optimizer):
         session, gradients = self.session, self.session.gradients
         batch = require_batch(session.batches.now())
         gradients.check_turn(batch)
+        session.batches.called(args)
+        session.batches.check_calls()
         whole = weight(y) if callable(weight) else weight
         given = None if whole is None else weight_of(whole, session.engine.device)
         amount, coefficient = gradients.begin(batch, given, session.precision.unit)
@@ -151,6 +153,7 @@ class Optimizer(torch.optim.Optimizer):
             raise refuse_backward()
         batch = require_batch(session.batches.now())
         gradients.check_turn(batch)
+        session.batches.check_calls()
         check_loss(loss)
         self._model.check_entered()
         given = None if weight is None else weight_of(weight, session.engine.device)
@@ -158,7 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         gradients.add_loss(loss, amount, coefficient)
         if not batch.padding:
             samples = batch.step.samples if batch.step is not None else session.samples_called()
-            session.proof.look_once(loss, samples, gradients.tally)
+            session.proof.look_once(loss, amount, samples, gradients.tally)
             session.proof.read(loss, amount, samples, gradients.tally)
         CLOCK.enter("backward")
         sums = gradients.sums() if batch.is_last_micro_batch and not more else None

@@ -11,6 +11,7 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import ORDER_RULE, Dealt, Plan, Step
@@ -67,6 +68,7 @@ class Loader(Dealt):
         self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
         self._left_reported = False
         self._differentiated: Step | None = None
+        self._served = WeakIdKeyDictionary()  # of each tensor that was handed out to train on, its step
         self._start = 0, 0  # where training begins: what is only looked at before does not count
 
     @property
@@ -207,6 +209,16 @@ class Loader(Dealt):
         """The step's batch had its backward pass."""
         self._differentiated = step
 
+    def served(self, batch: Any, step: Step) -> None:
+        """Notes that the tensors of a batch are those of its step, while they last."""
+        for tensor in tensors_of(batch) if self.pads() else ():
+            self._served[tensor] = step
+
+    def step_of(self, tensor: Tensor) -> Step | None:
+        """Returns the step whose batch a tensor is part of; None where it is of none, or was made of one."""
+        step: Step | None = self._served.get(tensor)
+        return step
+
     def one_pass(self) -> Generator[tuple[Any, Step], None, None]:
         """Yields every batch of an epoch once, apart from training: position, `step` and the clock stay as they are."""
         with closing(self._ready(0, 0)) as items:
@@ -312,6 +324,7 @@ class Epoch:
         self._padding = step if step.padding else None
         self._count += 1
         loader.step, loader._begun = step, True
+        loader.served(batch, step)
         _notify(loader, step)
         CLOCK.enter("forward")
         return batch

@@ -59,10 +59,33 @@ def case_steps_in_the_wrong_order_are_refused(world: hvdtrain.World) -> None:
 
 def case_a_list_of_the_loaders_batches_is_none_of_its_loops(world: hvdtrain.World) -> None:
     model, optimizer, train = prepared()
-    with refused("a second backward() for the same batch", "not over list(train)", kind=ConfigError):
+    with refused("from before the last one", "not over list(train)", kind=ConfigError):
         for batch in list(train):
             optimizer.backward(loss_of(model, batch))
             optimizer.step()
+
+
+def case_what_reads_ahead_without_end_is_refused_on_its_first_batch(world: hvdtrain.World) -> None:
+    model, optimizer, train = prepared()
+    kept = [batch for _, batch in zip(range(2), train, strict=False)]
+    loss_of(model, kept[0])  # looked at only
+    for batch in train:  # an earlier batch beside the one at hand
+        optimizer.backward(loss_of(model, batch) + loss_of(model, kept[0]))
+        optimizer.step()
+
+    def endless() -> Any:
+        while True:
+            yield from train
+
+    batches = endless()
+    ahead = [next(batches)]
+    for batch in batches:
+        ahead.append(batch)
+        done = optimizer.progress.step
+        with refused("called on a batch from before the last one", "what reads ahead", kind=ConfigError):
+            optimizer.backward(loss_of(model, ahead.pop(0)))
+        assert optimizer.progress.step == done
+        break
 
 
 def case_a_loss_is_one_number_with_a_graph(world: hvdtrain.World) -> None:
