@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.checks.loss_graph import Reader
+from hvdtrain.torch.checks.tally import weight_of
 from hvdtrain.torch.data.nested import batch_size, cut
 from hvdtrain.torch.data.random_state import preserved_rng
 from hvdtrain.torch.engines import buffers
@@ -90,7 +91,15 @@ def check(step: Callable[[Any], Tensor], batch: Any, *, weight: Weight = None) -
     samples = batch_size(batch)
     if samples < 2:
         raise ConfigError(
-            "a check cuts a batch in two", f"a batch of {samples} samples", "give it a batch of two samples or more"
+            "a check cuts the tensors of a batch in two",
+            f"a batch of {samples} samples in tensors",
+            "give it a batch of two samples or more, as from the loader",
+        )
+    if weight is not None and not callable(weight):
+        raise ConfigError(
+            "weight= of a check is a function of the batch: it is called for each piece",
+            repr(weight),
+            "weight=lambda batch: (batch[1] != -100).sum()",
         )
     modules = list(dict.fromkeys(map(unwrap, _modules(step))))
     with _unchanged(modules):
@@ -132,13 +141,19 @@ def _compare(
     for start, stop in ((0, first), (first, samples)):
         piece = cut(batch, samples, start, stop)
         value, gradients, terms = _run(step, piece, 1)
-        amount = float(weight(piece)) if weight is not None else float(stop - start)
+        amount = float(weight_of(weight(piece), whole.device)) if weight is not None else float(stop - start)
         if read:
             if len(terms) != 1:
                 break
             amount, words = float(terms[0].divisor), terms[0].what
             notes = [*notes, f"give {terms[0].weight}"] if start == 0 else notes
         total += amount
+        if not amount and whole.isfinite():  # then the other piece is the whole, which says nothing
+            raise ConfigError(
+                "a check compares two pieces of a batch that count",
+                f"samples {start} to {stop - 1} of {samples} weigh 0, by {words or 'what the loss divides by'}",
+                "give it another batch, or a larger one",
+            )
         if amount:
             loss += amount * float(value)
             for parameter, gradient in gradients.items():
@@ -197,7 +212,9 @@ def _draws(step: Any, batch: Any) -> bool:
     losses = []
     for seed in (1, 2):
         _seed(seed)
-        losses.append(torch.as_tensor(step(batch)).detach().double())
+        loss = step(batch)
+        check_loss(loss)
+        losses.append(loss.detach().double())
     first, second = losses
     return not bool(torch.isclose(first, second, rtol=1e-6, atol=0.0, equal_nan=True).all())
 

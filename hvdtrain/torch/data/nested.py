@@ -52,12 +52,16 @@ def made_of(parts: dict[Any, Any], example: Any) -> Any:
 
 def map_tensors(change: Callable[[Any], Any], values: Any, kind: type = Tensor) -> Any:
     """Returns `values` with every tensor in it changed, or everything of another kind."""
-    if isinstance(values, kind):
+    return _map(lambda part: isinstance(part, kind), change, values)
+
+
+def _map(is_leaf: Callable[[Any], bool], change: Callable[[Any], Any], values: Any) -> Any:
+    if is_leaf(values):
         return change(values)
     parts = parts_of(values)
     if parts is None:
         return values
-    return made_of({name: map_tensors(change, part, kind) for name, part in parts.items()}, values)
+    return made_of({name: _map(is_leaf, change, part) for name, part in parts.items()}, values)
 
 
 def tensors_of(values: Any) -> list[Tensor]:
@@ -78,5 +82,15 @@ def batch_size(values: Any) -> int:
 
 
 def cut(values: Any, samples: int, start: int, stop: int) -> Any:
-    """Returns a piece of a batch: of tensors as long as `samples` these rows, anything else whole."""
-    return map_tensors(lambda t: t[start:stop] if t.dim() and len(t) == samples else t, values)
+    """Returns a piece of a batch: these rows of tensors and lists of texts that are `samples` long, all else whole."""
+
+    def rows(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part[start:stop] if part.dim() and len(part) == samples else part
+        return part[start:stop]
+
+    def texts(part: Any) -> bool:
+        whole = isinstance(part, (list, tuple)) and not hasattr(part, "_fields") and len(part) == samples
+        return whole and all(isinstance(text, (str, bytes)) for text in part)
+
+    return _map(lambda part: isinstance(part, Tensor) or texts(part), rows, values)

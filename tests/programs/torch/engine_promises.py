@@ -445,6 +445,19 @@ def case_check_changes_nothing_and_names_what_differs(world: hvdtrain.World) -> 
     assert read.exact and "give weight=(y != -100).sum()" in str(read), read
     given = hvt.check(lambda batch: ce(model, *batch), (x, holes), weight=lambda batch: (batch[1] != -100).sum())
     assert given.exact, given
+    one_sided = torch.where(torch.arange(9) > 3, -100, y)  # the other piece alone is the whole, whatever the loss
+    with refused("two pieces of a batch that count", kind=ConfigError):
+        hvt.check(lambda batch: ce(model, *batch), (x, one_sided))
+    with refused("two pieces of a batch that count", kind=ConfigError):
+        hvt.check(lambda b: ce(model, *b) ** 2, (x, one_sided), weight=lambda batch: (batch[1] != -100).sum())
+    named = hvt.check(lambda batch: ce(model, *batch[:2]) * float(len(batch[0]) == len(batch[2])), (x, y, ["a"] * 9))
+    assert named.exact and named.loss == named.loss, named
+    with refused("one number", kind=ConfigError):
+        hvt.check(lambda batch: None, (x, y))
+    with refused("a function of the batch", kind=ConfigError):
+        hvt.check(lambda batch: ce(model, *batch), (x, y), weight=9)
+    with refused("a weight is a number", kind=ConfigError):
+        hvt.check(lambda batch: ce(model, *batch), (x, y), weight=lambda batch: None)
 
     def times(factors: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
         """A loss whose factors depend on the whole batch, where autograd does not see it."""

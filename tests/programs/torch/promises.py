@@ -446,7 +446,7 @@ def case_a_scheduler_beside_lr_is_refused_at_once(world: hvdtrain.World) -> None
     train = hvt.loader(data(16), 8 // world.size)
     model, optimizer = prepared(train, lr=hvdtrain.LR(0.1, 8))
     torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
-    (x, y), *_ = train
+    x, y = next(iter(train))
     optimizer.backward(mse_loss(model(x), y))
     with refused("a scheduler of torch.optim.lr_scheduler", kind=HvdtrainError):
         try:
