@@ -153,7 +153,7 @@ class World:
             ReplicaError: on every rank, listing the value per rank.
         """
         values = self.gather(value)
-        if any(other != values[0] for other in values[1:]):
+        if not all(_equal(other, values[0]) for other in values[1:]):
             raise ReplicaError(
                 f"{name} must be the same on every rank",
                 per_rank(values),
@@ -236,7 +236,20 @@ def _failure_on_main(error: BaseException) -> MainRankError:
 def fsum(values: Any) -> float:
     """Sums without rounding on the way, so the order of ranks does not matter; inf and nan pass as in IEEE."""
     terms = list(values)
-    return math.fsum(terms) if all(math.isfinite(term) for term in terms) else float(sum(terms))
+    try:
+        return math.fsum(terms) if all(map(math.isfinite, terms)) else float(sum(terms))
+    except OverflowError:  # on the way, or for good
+        return math.fsum(term * 2.0**-64 for term in terms) * 2.0**64
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same; arrays and tensors, which have no single answer, and NaN, by their bytes."""
+    try:
+        if bool(one == other):
+            return True
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    return pickle.dumps(one) == pickle.dumps(other)
 
 
 def _same_names(reports: Sequence[Mapping[str, float]]) -> list[str]:

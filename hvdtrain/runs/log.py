@@ -130,7 +130,9 @@ class RunLog:
         )  # fmt: skip
         log_files.write_json(self.run_dir / "run.json", self._run)
         log_files.end_last_line(self.run_dir / "events.jsonl")
-        self._events = open(self.run_dir / "events.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
+        self._events = open(  # noqa: SIM115 (held as long as the run)
+            self.run_dir / "events.jsonl", "a", encoding="utf-8", errors="backslashreplace"
+        )
         was = {"earlier_status": log_files.fate(earlier)} if earlier else {}
         self.event("resume" if earlier else "start", size=world.size, config=config, **was)
 
@@ -187,7 +189,13 @@ class RunLog:
             epoch: counted from 0.
             metrics: of all ranks together.
             seconds: wall-clock of the epoch.
+
+        Raises:
+            ConfigError: a metric is not one number.
         """
+        for name, value in metrics.items():
+            if not _is_number(value):
+                raise ConfigError("a metric of an epoch is one number", f"{name}={value!r}", f"event(..., {name}=...)")
         per_rank = self.world.gather(self._phase_totals)
         self._phase_totals = {}
         self._end_window()
@@ -269,3 +277,11 @@ def run_status(run_dir: str | os.PathLike[str]) -> str | None:
     except FileNotFoundError:
         pass  # a copy of a run: whoever wrote it holds no lock here
     return "killed"
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, of any framework, or None, for one that is not known."""
+    try:
+        return value is None or (not isinstance(value, (str, bytes)) and isinstance(float(value), float))
+    except (TypeError, ValueError, RuntimeError):
+        return False

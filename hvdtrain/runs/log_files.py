@@ -67,7 +67,8 @@ def write_json(path: Path, value: Any) -> None:
     """Replaces `path` by `value` as JSON: readers see the old or the new text, whatever happens in between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        # names of files that are not UTF-8 reach Python as lone surrogates, for which JSON has an escape
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(to_json(value, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -6,11 +6,12 @@ import dataclasses
 import math
 import pickle
 
+import numpy as np
 import pytest
 
 from hvdtrain.core.engines import Engine, SoloEngine
 from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
-from hvdtrain.core.world import World
+from hvdtrain.core.world import World, fsum
 
 
 class TestSolo:
@@ -69,6 +70,26 @@ def test_every_rank_is_asked_whether_it_agrees(odd: int) -> None:
     with pytest.raises(ReplicaError, match="batch must be the same") as caught:
         many.agree("batch", 7)
     assert f"rank {odd}: 8" in caught.value.received
+
+
+@pytest.mark.parametrize(
+    ("value", "another"),
+    [
+        (math.nan, 1.0),
+        (np.arange(3), np.arange(4)),
+        (np.array([1.0, math.nan]), np.array([2.0, math.nan])),
+        ({"mean": np.zeros(2), "std": math.nan}, {"mean": np.ones(2), "std": math.nan}),
+    ],
+)
+def test_ranks_agree_on_values_that_have_no_single_answer_to_equals(value: object, another: object) -> None:
+    dataclasses.replace(World.solo(), size=2, comm=Among(value)).agree("statistics", value)
+    with pytest.raises(ReplicaError, match="statistics must be the same"):
+        dataclasses.replace(World.solo(), size=2, comm=Among(another)).agree("statistics", value)
+
+
+def test_a_sum_beyond_the_largest_number_is_infinite() -> None:
+    assert fsum([1e308, 1e308]) == math.inf and fsum([-1e308, -1e308]) == -math.inf
+    assert fsum([1e308, 1e308, -1e308]) == 1e308, "no rounding on the way"
 
 
 @pytest.mark.parametrize("odd", range(1, 5))

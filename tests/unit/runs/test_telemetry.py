@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from run_logs import one_step, open_log, strict
 
-from hvdtrain import LR
+from hvdtrain import LR, ConfigError
 from hvdtrain.runs.log import read_run
 from hvdtrain.runs.log_files import EVENT_EVERY_S, Window, plain, to_json, write_json
 
@@ -38,6 +38,21 @@ class TestRecord:
     def test_global_batch_is_the_effective_batch(self, tmp_path: Path) -> None:
         with open_log(tmp_path, config={"global_batch": 100, "per_rank_batch": 3}):
             assert read_run(tmp_path)["effective_batch"] == 100  # type: ignore[index]
+
+    def test_names_of_files_that_are_not_utf8(self, tmp_path: Path) -> None:
+        name = b"caf\xe9".decode("utf-8", "surrogateescape")  # as in sys.argv
+        with open_log(tmp_path, config={"data": name}) as log:
+            log.event("note", text=name)
+        assert read_run(tmp_path)["config"]["data"] == name  # type: ignore[index]
+        assert strict(tmp_path / "events.jsonl")[1]["text"] == name
+
+    def test_a_metric_is_one_number(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            log.epoch(0, {"loss": np.float32(0.5), "best": None, "worst": math.nan}, 1.0)  # type: ignore[dict-item]
+            for value in (np.zeros(2), "good", [1.0]):
+                with pytest.raises(ConfigError, match="confusion="):
+                    log.epoch(0, {"confusion": value}, 1.0)  # type: ignore[dict-item]
+        assert sum(event["kind"] == "epoch" for event in strict(tmp_path / "events.jsonl")) == 1
 
     def test_events(self, tmp_path: Path) -> None:
         with open_log(tmp_path) as log:
