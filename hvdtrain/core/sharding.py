@@ -58,6 +58,8 @@ class Plan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
                 raise ConfigError(f"{name} must be a whole number >= {least}", f"{name}={value!r}")
+        if self.seed >= 2**64:
+            raise ConfigError("seed must be below 2**64", f"seed={self.seed!r}")
         if self.tail not in ("weighted", "drop"):
             raise ConfigError('tail must be "weighted" or "drop"', f"tail={self.tail!r}")
         if self.tail == "drop" and self.steps() == 0 and self.samples:

@@ -84,6 +84,12 @@ def _sums(model: nn.Module, batches: Loader, metrics: Metrics) -> tuple[dict[str
                 "give arrays (x, y), or a data set (or collate) that returns such tuples",
             )
         values = metrics(model(*batch[:-1]), batch[-1])
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                "metrics return values by name, {name: one value a sample}",
+                f"a {type(values).__name__}",
+                'lambda outputs, targets: {"accuracy": outputs.argmax(1) == targets}',
+            )
         for name, value in values.items():
             if not isinstance(value, Tensor) or value.shape != (step.samples,):
                 received = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -140,6 +146,7 @@ def classification(top: tuple[int, ...] = (1, 5), label_smoothing: float = 0.0) 
         raise ConfigError("top holds whole numbers >= 1", f"top={top!r}")
 
     def measure(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        _check_classes(outputs, targets)
         scores = outputs.detach()
         scores = scores if scores.dtype == torch.float64 else scores.float()
         own = scores.gather(1, targets[:, None])
@@ -149,3 +156,29 @@ def classification(top: tuple[int, ...] = (1, 5), label_smoothing: float = 0.0) 
         return {"loss": loss} | {f"top{k}": (place < k) for k in top}
 
     return measure
+
+
+def _check_classes(outputs: Any, targets: Any) -> None:
+    """That there is one class a sample, and a score for it; on a GPU, which nothing waits for, not the latter."""
+    received = [
+        f"{name} {tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"{name}: {type(value).__name__}"
+        for name, value in (("scores", outputs), ("targets", targets))
+    ]
+    tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+    whole = tensors and not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
+    if not whole or outputs.shape[:1] != targets.shape or outputs.dim() != 2:
+        raise ConfigError(
+            "classification() takes scores [n, classes] and targets [n], one class a sample",
+            ", ".join(received),
+            "targets.argmax(1) of probabilities, targets.squeeze(1) of [n, 1], targets.long() of other numbers; for"
+            " anything else metrics of your own",
+        )
+    if targets.device.type != "cpu" or not len(targets):
+        return
+    least, most = int(targets.min()), int(targets.max())
+    if least < 0 or most >= outputs.shape[1]:
+        raise ConfigError(
+            "each target is a class that has a score",
+            f"targets from {least} to {most}, scores of {outputs.shape[1]} classes",
+            "leave samples that do not count (-100) out of the data; or give metrics of your own",
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -47,6 +47,12 @@ def source_of(
         return memory
     if memory is not None:
         data, workers = Rows(memory), 0 if workers == "auto" else workers
+    if isinstance(data, Mapping) and 0 not in data:
+        raise ConfigError(
+            "data is a tuple of arrays, or a data set that is read by index (len(data), data[i])",
+            f"a {type(data).__name__} of {', '.join(map(str, list(data)[:5]))}",
+            "torch.utils.data.StackDataset(**data) of arrays, whose batches are such dicts; or a tuple of its parts",
+        )
     usable = not isinstance(data, (DataLoader, IterableDataset)) and all(
         hasattr(data, name) for name in ("__getitem__", "__len__")
     )

@@ -125,13 +125,15 @@ def _looks_like_columns(parts: list[Any]) -> bool:
 
 
 def _tensor(part: np.ndarray | Tensor) -> Tensor:
+    if isinstance(part, np.ma.MaskedArray):
+        raise ConfigError("arrays have a value in each place", "a masked array", "x.filled(0.0), or whatever is right")
     if isinstance(part, np.ndarray):
         try:
             with warnings.catch_warnings():
                 # a read-only array (a memory map, say) is not copied: batches are, and nothing writes to the data
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 tensor = torch.from_numpy(np.ascontiguousarray(part))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # a type, or a byte order
             raise ConfigError("arrays hold numbers that PyTorch knows", str(error), "x.astype(np.float32)") from error
     else:
         tensor = part.detach()

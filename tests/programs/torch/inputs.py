@@ -164,6 +164,19 @@ def case_evaluation_refuses() -> None:
 
     refused(lambda: run(metrics=lambda outputs, targets: {"loss": outputs.mean()}), "loss: () for 2 samples")
     refused(lambda: run(metrics=lambda outputs, targets: {"loss": 0.5}), "loss: float")
+    for metrics in (lambda outputs, targets: None, lambda outputs, targets: outputs[:, 0]):
+        refused(lambda metrics=metrics: run(metrics=metrics), "values by name")
+    scores = torch.rand(5, 3)
+    for targets, said in (
+        (torch.rand(5, 3), "targets (2, 3) torch.float32"),
+        (torch.ones(5, 1, dtype=torch.int64), "targets.squeeze(1)"),
+        (torch.tensor([0, -100, 1, 2, 0]), "targets from -100 to 0, scores of 3 classes"),
+        (torch.tensor([0, 3, 1, 2, 0]), "leave samples that do not count"),
+    ):
+        shown = lambda t=targets: hvt.evaluate(  # noqa: E731
+            nn.Identity(), (scores, t), hvt.classification(top=(1,)), per_rank_batch=2, world=world
+        )
+        refused(shown, said)
     refused(lambda: run(data=numbers(5)[0]), "a Tensor")
     refused(lambda: run(data=numbers(5)[:1]), "a tuple of 1")
     refused(lambda: run(per_rank_batch=None), "per_rank_batch")

@@ -14,7 +14,7 @@ import psutil
 import torch
 from passing import run_all
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, TensorDataset
 
 import hvdtrain
 import hvdtrain.torch as hvt
@@ -283,6 +283,13 @@ def case_refusals() -> None:
     refused(lambda: hvt.loader((np.array(["a", "b"]),), 2, world=world), "numbers that PyTorch knows")
     refused(lambda: hvt.loader((np.zeros((2, 5)), [1, 2]), 2, world=world), "(ndarray, list)")
     refused(lambda: hvt.loader((np.zeros((0, 3)),), 2, world=world), "needs samples")
+    refused(lambda: hvt.loader({"x": np.zeros(5), "y": np.ones(5)}, 2, world=world), "a dict of x, y", "StackDataset")
+    stacked = hvt.loader(StackDataset(x=np.arange(5.0), y=np.ones(5)), 2, world=world, shuffle=False, workers=0)
+    assert next(iter(stacked))["x"].tolist() == [0.0, 1.0], "what the refusal of a dict says to do"
+    assert hvt.loader({0: torch.ones(1), 1: torch.ones(1)}, 2, world=world).samples == 2
+    refused(lambda: hvt.loader((np.zeros(3, ">f8"),), 2, world=world), "byte order", "x.astype(np.float32)")
+    refused(lambda: hvt.loader((np.ma.masked_array(np.zeros(3), mask=True),), 2, world=world), "x.filled")
+    refused(lambda: hvt.loader(arrays(3), 2, world=world, seed=2**64), "below 2**64")
     refused(lambda: hvt.loader(arrays(3), 0, world=world), "per_rank_batch=0")
     refused(lambda: hvt.loader(arrays(3), 2, world=world, workers=-1), "workers=-1")
     refused(lambda: hvt.loader(arrays(3), 2, world=world, tail="pad"), "tail='pad'")
