@@ -178,6 +178,8 @@ def restore(args: argparse.Namespace, plan: Settings, job: Job, world: World) ->
 
 def fit(args: argparse.Namespace, plan: Settings, job: Job, run: hvdtrain.RunLog) -> dict[str, float]:
     """The loop; returns the scores of the held-out pictures at its end."""
+    import hvdtrain.torch as hvt
+
     scores: dict[str, float] | None = None
     for epoch in job.batches.epochs(plan.epochs):
         began = time.perf_counter()
@@ -193,7 +195,7 @@ def fit(args: argparse.Namespace, plan: Settings, job: Job, run: hvdtrain.RunLog
                 job.checkpoints.save(job.state(), progress=job.optimizer.progress)
         scores = job.scores()
         job.checkpoints.save(job.state(), progress=job.optimizer.progress, metrics=scores)
-        run.epoch(epoch, scores, time.perf_counter() - began)
+        run.epoch(epoch, scores, time.perf_counter() - began, hvt.CLOCK.take())
     return scores or job.scores()
 
 

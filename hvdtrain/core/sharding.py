@@ -308,6 +308,25 @@ class Dealt:
         return self.plan.global_batch
 
 
+def check_evaluation(data: Any, per_rank_batch: int | None) -> None:
+    """Refuses an evaluation that would not count every sample, in batches of one known size.
+
+    Raises:
+        ConfigError: no batch size, two, or a loader that leaves the tail out.
+    """
+    if not isinstance(data, Dealt):
+        if per_rank_batch is None:
+            raise ConfigError("evaluation needs a batch size", "per_rank_batch was not given", "per_rank_batch=64")
+    elif per_rank_batch not in (None, data.per_rank_batch):
+        raise ConfigError(
+            "the batch is said once: by the loader, or as per_rank_batch=",
+            f"a loader of {data.per_rank_batch} samples a rank, per_rank_batch={per_rank_batch}",
+            "leave per_rank_batch= out",
+        )
+    elif data.plan.tail != "weighted":
+        raise ConfigError('evaluation counts every sample: tail="weighted"', f"tail={data.plan.tail!r}")
+
+
 def tail_pieces(samples: int, full: int, pieces: int) -> int:
     """Returns into how many pieces a tail is cut so that none is larger than those of a full batch.
 

@@ -175,10 +175,10 @@ class World:
         digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
         if len(set(self.gather(digest))) == 1:
             return
-        reports = self.gather(dict(mine))
+        reports = self.gather({**mine, "order": list(mine)})
         for name in dict.fromkeys(name for report in reports for name in report):
             values = [report.get(name, "absent") for report in reports]
-            if any(value != values[0] for value in values):
+            if any(repr(value) != repr(values[0]) for value in values):  # NaN is what it is on all ranks
                 raise ReplicaError(rule.format(name), by_rank(list(map(str, values))), remedy(name), shared=True)
 
     def on_main(self, fn: Callable[..., T], *args: Any, **kw: Any) -> T:

@@ -119,8 +119,8 @@ def callbacks(
     checkpointer: Checkpointer | None = None,
     save_every: int = 0,
 ) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks `fit` needs on every rank; it runs them before your own. What they do is what `prepare`
-    was told.
+    """Returns the callbacks `fit` needs on every rank; it runs them before your own. They do what was given to
+    `prepare`.
 
     They compare the ranks' settings, give all ranks rank 0's weights, optimizer and random state, prove the
     averaging, make epoch logs those of all ranks' samples, set the learning rate, watch the replicas, write
@@ -158,10 +158,10 @@ def callbacks(
     if session.watch_every and not session.alone:
         found.append(fit_callbacks.Watch(session))
     session.records = run is not None and getattr(model, "_loss_tracker", None) is not None
-    if run is not None:
-        found.append(fit_callbacks.Record(session, run, count))
     if checkpointer is not None:
         found.append(fit_callbacks.Save(session, checkpointer, save_every))
+    if run is not None:  # after the checkpoint, which is a part of the epoch
+        found.append(fit_callbacks.Record(session, run, count))
     return found
 
 
@@ -188,6 +188,8 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     from hvdtrain.keras.checks import average
 
     found = session_of(model) or session_of(model.optimizer)
+    if found is not None and world is not None and world.comm is not found.world.comm:
+        raise ConfigError("verify() proves the averaging over the model's own ranks", "another world")
     session = found if found is not None else Session(world_or_current(world))
     if session.alone:
         return Proof(1, len(model.trainable_variables))

@@ -16,7 +16,7 @@ from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.core.world import World
 from hvdtrain.keras import moving_average, rng
 from hvdtrain.keras.checks import replicas
-from hvdtrain.keras.session import Session, is_built, optimizers_of, require_compiled, session_of, world_or_current
+from hvdtrain.keras.session import Session, is_built, optimizers_of, require_compiled, session_of
 from hvdtrain.runs.parts import ExtraPart, Part, Progress
 
 
@@ -280,6 +280,6 @@ def model_state(model: keras.Model, *, extra: MutableMapping[str, Any] | None = 
         raise ConfigError(
             "a model is prepared before it is saved", f"model {model.name!r} is not", "hvdtrain.keras.prepare(model)"
         )
-    world = world_or_current(session.world)
+    world = session.world
     parts: dict[str, Part] = {"model.keras": ModelPart(model, session), "random.npz": RandomPart(model, world)}
     return parts if extra is None else {**parts, "extra.npz": Extra(extra)}

@@ -12,7 +12,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.sharding import Dealt, Plan
+from hvdtrain.core.sharding import Dealt, Plan, check_evaluation
 from hvdtrain.core.world import World
 from hvdtrain.keras import averaging, metric_states
 from hvdtrain.keras.backends.chosen import BACKEND
@@ -64,6 +64,11 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
     def _read(self, epoch: int) -> None:
         self._steps = self.plan.step_slices(epoch, self.done(epoch), rank=self.rank)
         self.epoch = epoch
+
+    def leave_nothing_out(self) -> None:
+        """The rest of an epoch was fitted: the next `fit` of it begins at its beginning."""
+        if self._done:
+            self.go_on(self.first_epoch, 0)
 
     def done(self, epoch: int) -> int:
         """Samples of an epoch that are left out, because an earlier run has done them."""
@@ -186,12 +191,10 @@ def evaluate(
         ReplicaError: replicas, data or sets of metrics that differ.
     """
     world = world_or_current(world)
+    check_evaluation(data, per_rank_batch)
     if not isinstance(data, Loader):
-        if per_rank_batch is None:
-            raise ConfigError("evaluation needs a batch size", "per_rank_batch was not given", "per_rank_batch=64")
+        assert per_rank_batch is not None  # checked
         data = loader(data, per_rank_batch, world=world, shuffle=False)
-    if data.plan.tail != "weighted":
-        raise ConfigError('evaluation counts every sample: tail="weighted"', f"tail={data.plan.tail!r}")
     data = data.apart()
     if world.size == 1:
         return dict(model.evaluate(data, verbose=0, return_dict=True))

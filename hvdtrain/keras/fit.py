@@ -12,7 +12,7 @@ import io
 import sys
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 
 from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.keras import fit_callbacks, moving_average
+from hvdtrain.keras import fit_callbacks, moving_average, start
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.data import Loader
 from hvdtrain.keras.session import KEY, Session
@@ -54,31 +54,40 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-    given = {**bound.arguments, **bound.arguments.get(rest or "", {}), **_by_position(bound)}
+    more = bound.arguments[rest] if rest is not None else {}
+    unnamed = _by_position(bound)
+    given: dict[str, Any] = {**bound.arguments, **more, **unnamed}
+
+    def give(name: str, value: Any) -> None:
+        if name in unnamed:
+            raise ConfigError(
+                "hvdtrain adds callbacks of its own to those of fit(), and reads a loader for validation by itself",
+                f"{name} by its position, in a fit{signature} of {type(model).__name__}'s own",
+                f"fit(..., {name}=...)",
+                shared=True,
+            )
+        (bound.arguments if name in bound.arguments else more)[name] = value
+
     _refuse_unread(given)
     if not session.world.is_main and "verbose" in bound.arguments and given["verbose"] == "auto":
         bound.arguments["verbose"] = 0  # one progress bar: rank 0's
     within = _begin(session, given)
-    callbacks = _in_order(_with(Keep(session, began_within=within), given.get("callbacks")))
+    loader: Loader | None = session.fitted
+    validates_on_it = given.get("validation_data") is loader
+    if loader is not None and validates_on_it:
+        give("validation_data", loader.apart())  # each has its own place in the data
+    callbacks = _in_order(_with(Place(session, began_within=within), given.get("callbacks")))
     _check_clock(session, callbacks, given)
     _tell_what_is_not_saved(session, callbacks)
+    if session.restored_random is not None and not any(isinstance(c, fit_callbacks.Start) for c in _listed(callbacks)):
+        start.start(model, session)
     if not session.alone:
         session.compared.clear()
         callbacks = _together(session, callbacks, given)
     timing: AbstractContextManager[None] = nullcontext()
     if any(isinstance(callback, fit_callbacks.Record) for callback in _listed(callbacks)):
         callbacks, timing = _with(fit_callbacks.Wait(session), callbacks), BACKEND.timed_input(session)
-    if "callbacks" in bound.arguments:
-        bound.arguments["callbacks"] = callbacks
-    elif "callbacks" in _by_position(bound):
-        raise ConfigError(
-            "hvdtrain adds callbacks of its own to those of fit()",
-            f"callbacks by their position, in a fit{signature} of {type(model).__name__}'s own",
-            "fit(..., callbacks=[...])",
-            shared=True,
-        )
-    elif rest is not None:
-        bound.arguments[rest]["callbacks"] = callbacks
+    give("callbacks", callbacks)
     moving_average.go_on(model, session, _listed(callbacks), within=within)
     session.fitting = True
     try:
@@ -86,6 +95,9 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
             return inner(*bound.args, **bound.kwargs)
     finally:
         session.fitting, session.stops_in_epoch = False, True
+        if loader is not None:
+            loader.leave_nothing_out()
+        session.fitted = session.restored_random = None
 
 
 def _by_position(bound: inspect.BoundArguments) -> dict[str, Any]:
@@ -148,12 +160,24 @@ def _in_order(callbacks: Any) -> Any:
     return ordered
 
 
-class Keep(fit_callbacks.Callback):
-    """Keeps the weights behind an average where `fit` ends within an epoch, or began there."""
+class Place(fit_callbacks.Callback):
+    """Tells loaders the epoch, which Keras does not; keeps the weights behind an average where `fit` ends within
+    an epoch, or began there.
+    """
 
     def __init__(self, session: Session, *, began_within: bool) -> None:
         super().__init__(session)
         self.began_within = began_within
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+        if self.session.fitted is not None:
+            self.session.fitted.next_epoch = epoch
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        validated = fit_callbacks.validation_loader(self.model)
+        if validated is not None:
+            validated.next_epoch = self.epoch  # its order is the epoch's in a resumed run, too
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self.began_within or self.model.stop_training:
@@ -174,7 +198,9 @@ def _begin(session: Session, given: dict[str, Any]) -> bool:
         raise ConfigError(
             "a restored run goes on with the epoch it stopped in",
             f"progress is in epoch {progress.epoch}, fit(initial_epoch={first})",
-            f"fit(..., initial_epoch=progress.epoch, epochs={progress.epoch + 1} or more)",
+            f"fit(..., initial_epoch=progress.epoch, epochs={progress.epoch + 1} or more); a new training that starts"
+            ' from these weights restores them only: Checkpointer.restore({"model.keras": state["model.keras"]}), with'
+            " state = hvdtrain.keras.model_state(model)",
             shared=True,
         )
     if data is not None and (restored or data.first_epoch != first):
@@ -298,7 +324,9 @@ def _reaches_a_model(value: Any, seen: set[int]) -> bool:
     names = {word for code in codes for word in (*code.co_names, *code.co_consts) if isinstance(word, str)}
     parameters = {word for code in codes for word in code.co_varnames}  # of set_model(self, model)
     used = [function.__globals__.get(name) for name in names]
-    used += [cell.cell_contents for cell in function.__closure__ or ()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # empty: `history = model.fit(...)`, used in a function that fit is given
+            used.append(cell.cell_contents)
     used += [getattr(value, "__self__", None), *(function.__defaults__ or ())]  # whose method it is
     used += (function.__kwdefaults__ or {}).values()
     return bool((names | parameters) & _OF_A_MODEL) or any(_reaches_a_model(item, seen) for item in used)

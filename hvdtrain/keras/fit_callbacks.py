@@ -20,12 +20,12 @@ import numpy as np
 from hvdtrain.core.errors import ConfigError, NonFiniteError
 from hvdtrain.core.lr import LR
 from hvdtrain.keras import averaging, metric_states, start
-from hvdtrain.keras import steps as _steps
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import check_saveable, model_state
 from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.data import Loader
 from hvdtrain.keras.session import Session, is_built, is_hooked, leaves_of, missing_hook
+from hvdtrain.keras.steps import ended_early
 from hvdtrain.runs.checkpoint import Checkpointer
 from hvdtrain.runs.log import RunLog
 from hvdtrain.runs.parts import Progress
@@ -74,14 +74,12 @@ class Start(Callback):
         # else: the first train step builds the model, then starts
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if self.session.fitted is not None:
-            self.session.fitted.next_epoch = epoch
         self.session.executions, self._in_epoch = 0, True
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._in_epoch:
             self.session.clock.enter("other")
-            _steps.ended_early(self.model, self.session, self.params.get("steps"))
+            ended_early(self.model, self.session, self.params.get("steps"))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.on_test_begin()
@@ -113,8 +111,7 @@ class Epoch(Callback):
         if self._in_epoch:
             self._trained(validates=True)
             self._train = self._now()  # validation is about to reset the metrics of training
-            data = getattr(self.model, "_eval_epoch_iterator", None)
-            self._dealt = isinstance(getattr(data, "data_adapter", None), Loader)
+            self._dealt = validation_loader(self.model) is not None
             self._validates_together()
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -205,7 +202,7 @@ class Count(Callback):
 
 
 class Rate(Callback):
-    """Sets the learning rate before each batch, from the samples seen; nobody else does."""
+    """Sets the learning rate before each batch, from the samples seen; nothing else may."""
 
     def __init__(self, session: Session, lr: LR, global_batch: int) -> None:
         super().__init__(session)
@@ -318,7 +315,7 @@ class Record(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         numbers = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
-        self.run.epoch(epoch, numbers, time.perf_counter() - self._epoch_started)
+        self.run.epoch(epoch, numbers, time.perf_counter() - self._epoch_started, self.session.clock.take())
 
 
 class Wait(Callback):
@@ -375,6 +372,12 @@ class Save(Callback):
             self.session.clock.enter(before)
 
 
+def validation_loader(model: keras.Model) -> Loader | None:
+    """Returns the loader that `fit` validates on; None: other data."""
+    data = getattr(getattr(model, "_eval_epoch_iterator", None), "data_adapter", None)
+    return data if isinstance(data, Loader) else None
+
+
 def rate_of(optimizer: Any) -> float:
     """Returns an optimizer's current learning rate, of a variable or of a schedule."""
     rate = leaves_of(optimizer)[0].learning_rate  # of several (MultiOptimizer) the first one's
@@ -388,7 +391,7 @@ def global_batch(session: Session, optimizer: Any) -> int:
 
 
 def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
-    """Refuses a learning rate that two hands would set.
+    """Refuses a learning rate that would be set in two places.
 
     Raises:
         ConfigError: the optimizer has a schedule of its own, or a rate that was scaled already.

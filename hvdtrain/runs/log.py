@@ -176,19 +176,21 @@ class RunLog:
             samples: samples of all ranks in this update.
             seconds: phase name (see `clock`) to this rank's seconds, for example {"input": 0.01, "forward": 0.2}.
         """
-        for phase, value in seconds.items():
-            self._phase_totals[phase] = self._phase_totals.get(phase, 0.0) + value
+        self._add_phases(seconds)
         position = {"step": step, "epoch": epoch, "samples_seen": samples_seen, "lr": lr}
         if self._events is not None and self._window.add(position, loss, samples, seconds):
             self._end_window()
 
-    def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:
+    def epoch(
+        self, epoch: int, metrics: Mapping[str, float], seconds: float, phases: Mapping[str, float] | None = None
+    ) -> None:
         """Notes the end of an epoch, with every rank's seconds by phase; collective: call it on every rank.
 
         Args:
             epoch: counted from 0.
             metrics: of all ranks together.
             seconds: wall-clock of the epoch.
+            phases: this rank's seconds by phase since the last `step`: evaluation, checkpoint.
 
         Raises:
             ConfigError: a metric is not one number.
@@ -196,6 +198,7 @@ class RunLog:
         for name, value in metrics.items():
             if not _is_number(value):
                 raise ConfigError("a metric of an epoch is one number", f"{name}={value!r}", f"event(..., {name}=...)")
+        self._add_phases(phases or {})
         per_rank = self.world.gather(self._phase_totals)
         self._phase_totals = {}
         self._end_window()
@@ -203,6 +206,10 @@ class RunLog:
         if self._line is not None:
             self._line.epoch(epoch, metrics, seconds)
         self._add_scalars({f"epoch/{name}": value for name, value in metrics.items()}, epoch)
+
+    def _add_phases(self, seconds: Mapping[str, float]) -> None:
+        for phase, value in seconds.items():
+            self._phase_totals[phase] = self._phase_totals.get(phase, 0.0) + value
 
     def _end_window(self) -> None:
         """Writes the steps that no event has told of yet."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.sharding import check_evaluation
 from hvdtrain.core.world import World, fsum
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.create import loader
@@ -56,12 +57,10 @@ def evaluate(
     before = CLOCK.enter("evaluation")
     batches = data if isinstance(data, Loader) else None
     try:
+        check_evaluation(data, per_rank_batch)
         if batches is None:
-            if per_rank_batch is None:
-                raise ConfigError("evaluation needs a batch size", "per_rank_batch was not given", "per_rank_batch=64")
+            assert per_rank_batch is not None  # checked
             batches = loader(data, per_rank_batch, world=world, shuffle=False, workers=workers, augment=augment)
-        if batches.plan.tail != "weighted":
-            raise ConfigError('evaluation counts every sample: tail="weighted"', f"tail={batches.plan.tail!r}")
         synchronize(model, world)
         with evaluating(model):
             sums, count = _sums(model, batches, metrics)

@@ -263,13 +263,14 @@ def compare(job: Job, micro_batches: int) -> None:
 
 def whole_models(job: Job) -> tuple[Variants, Variants]:
     """The unsplit model: on the first stage's device, if it fits; on CPUs also on the cores of all stages."""
-    import torch
 
     from hvdtrain.pipeline.tuning import unsplit
 
     try:
         single = unsplit.on_first_device(job.pipe)
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         print_failed({f"single device ({job.pipe.devices[0]})": str(error)})
         return {}, {}
     every = unsplit.unsplit(job.pipe)[:1] if single.device.type == "cpu" else []

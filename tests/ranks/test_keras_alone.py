@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,27 @@ def test_one_process_trains_exactly_as_plain_keras_and_without_horovod(backend: 
         "time told apart",
     ):
         assert line in ended.out, ended.text
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
+def test_where_fit_begins_and_what_it_leaves(backend: str, tmp_path: Path) -> None:
+    """After a restore: with and without callbacks, twice, validating on the training data; nothing stays behind."""
+    program = PROGRAMS / "keras" / "places.py"
+    ended = run_ranks([program, str(tmp_path)], 1, launcher="none", env={"KERAS_BACKEND": backend}).check()
+    found = json.loads(ended.out.splitlines()[-1])
+    anew = found.pop("another training")
+    assert "goes on with the epoch it stopped in" in anew and 'restore({"model.keras": state["model.keras"]})' in anew
+    assert "a loader of 8 samples a rank, per_rank_batch=4" in found.pop("evaluate")
+    assert found == {
+        "validates on its training data": [True, True],
+        "fits it again": True,
+        "without callbacks": [True, 40],
+        "another model": 24,
+        "its remedy": 24,
+        "validation's order": True,
+        "data is let go": True,
+        "phases": [True, True],
+    }
 
 
 def test_jax_is_refused_before_keras_is_imported() -> None:

@@ -152,11 +152,13 @@ class TensorFlowBackend:
 
         def timed(get: Callable[[Any], Any], iterator: Any) -> Any:
             data = get(iterator)
-            if not own and isinstance(data, tf.data.Dataset):  # the first that is asked is training's
-                own.append(iterator)
-            return _timed(data, waited) if own and own[0] is iterator else data
+            return _timed(data, waited) if iterator is own[0] and isinstance(data, tf.data.Dataset) else data
 
-        with replaced(TFEpochIterator, "_get_iterator", timed):
+        def made(init: Callable[..., None], iterator: Any, *args: Any, **kwargs: Any) -> None:
+            own.append(iterator)  # the first is training's
+            init(iterator, *args, **kwargs)
+
+        with replaced(TFEpochIterator, "__init__", made), replaced(TFEpochIterator, "_get_iterator", timed):
             yield
 
     def no_gradient(self) -> AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -106,7 +107,7 @@ def preserved_state(model: nn.Module, *devices: torch.device) -> Iterator[None]:
         if tensor is not None
     ]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    draws = random.getstate()
+    draws = random.getstate(), np.random.get_state()
     gpus = sorted({torch.cuda._utils._get_device_index(d, optional=True) for d in devices if d.type == "cuda"})
     with torch.random.fork_rng(gpus):
         try:
@@ -114,7 +115,8 @@ def preserved_state(model: nn.Module, *devices: torch.device) -> Iterator[None]:
                 parameter.grad = None
             yield
         finally:
-            random.setstate(draws)
+            random.setstate(draws[0])
+            np.random.set_state(draws[1])
             restored(attributes)
             for module, name, tensor, value in buffers:
                 module._buffers[name] = tensor
