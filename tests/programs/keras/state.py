@@ -159,7 +159,7 @@ def case_a_fit_of_the_models_own_knows_its_data_and_callbacks() -> None:
         ours = hvk.callbacks(model, checkpointer=hvdtrain.Checkpointer(path, best=None))
         model.fit(data, epochs=2, verbose=0, callbacks=[*ours, StopsAtStep2()])
         assert saved(path) == [(0, 2, 32)], saved(path)
-        with refused("callbacks of its own", "by its position", "callbacks=[...]"):
+        with refused("callbacks of its own", "by its position", "callbacks=..."):
             model.fit(data, None, None, 1, 0, ours)
 
 
