@@ -1,7 +1,8 @@
 """Any of torchvision's classifiers on any number of ranks, under any engine, by the ImageNet-in-1-hour recipe.
 
 Read it from top to bottom: the training; then the flags, and what has to happen before a framework is imported. What
-is right for each data set is in `recipes`, the models are in `image_models`, the pictures in `image_data`.
+is right for each data set is in `vision.recipes`, the models are in `vision.classifiers`, the pictures in
+`vision.pictures`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ALL_THE_DATA = "give every rank all the data, not a part such as x[rank::size]: hvdtrain deals the samples itself"
 _WHOLE_BYTES = 1 << 22  # up to here everything is digested
 _ROWS = 64  # else so many rows
+_ITEMS = 8  # of a data set that is read by index
 _ROW_BYTES = 1 << 12  # and of a long row so many bytes, spread over it
 _PIECE = 1 << 14  # rows hashed at a time
 _SKETCH = 512  # row hashes of a rank that are compared to say what differs
@@ -60,7 +61,7 @@ def of_arrays(data: Any) -> Digest:
     return Digest((names, lengths, tuple(map(_kind, arrays)), hashes), lambda: _row_hashes(arrays))
 
 
-def of_items(dataset: Any, *, items: int = 8, fixed: AbstractContextManager[Any] | None = None) -> Digest:
+def of_items(dataset: Any) -> Digest:
     """Returns the digest of a data set that gives a sample for an index, from some of its samples; local.
 
     Each is read twice, with Python's and numpy's generators set alike on all ranks and put back afterwards: what
@@ -68,12 +69,10 @@ def of_items(dataset: Any, *, items: int = 8, fixed: AbstractContextManager[Any]
 
     Args:
         dataset: with `len` and an item (nested arrays, numbers, images, text) for an index.
-        items: how many are read.
-        fixed: does the same for the generators of a framework, entered around all reads.
     """
     length = len(dataset)
-    chosen = _positions(length, items)
-    with fixed or nullcontext(), _fixed_generators():
+    chosen = _positions(length, _ITEMS)
+    with _fixed_generators():
         rows = []
         for index in chosen:
             first, second = ([_bytes(leaf) for _, leaf in _leaves(dataset[index])] for _ in range(2))
@@ -90,14 +89,12 @@ def of_items(dataset: Any, *, items: int = 8, fixed: AbstractContextManager[Any]
     return Digest((("",), (length,), (type(dataset).__name__,), (digest,)), sketch)
 
 
-def check(world: World, mine: Digest, *, what: str = "the data", remedy: str = ALL_THE_DATA) -> None:
+def check(world: World, mine: Digest) -> None:
     """Refuses ranks that hold other data, or the same in another order; collective.
 
     Args:
         world: the ranks.
         mine: this rank's digest.
-        what: is compared: "the training data".
-        remedy: what to do where ranks hold parts.
 
     Raises:
         ReplicaError: on every rank: lengths, kinds, contents or order differ.
@@ -108,12 +105,12 @@ def check(world: World, mine: Digest, *, what: str = "the data", remedy: str = A
     if all(card == cards[0] for card in cards):
         return
     sketches = world.gather(mine.sketch()[:_SKETCH])
-    received, fix = _diagnose(cards, sketches, remedy)
-    raise ReplicaError(f"{what} must be the same on every rank, in the same order", received, fix, shared=True)
+    received, fix = _diagnose(cards, sketches)
+    raise ReplicaError("the data must be the same on every rank, in the same order", received, fix, shared=True)
 
 
 # -------------------------------------------------------------------- what differs
-def _diagnose(cards: Sequence[Card], sketches: Sequence[Any], remedy: str) -> tuple[str, str]:
+def _diagnose(cards: Sequence[Card], sketches: Sequence[Any]) -> tuple[str, str]:
     names, lengths, kinds, hashes = zip(*cards, strict=True)
     samples = [max(length, default=0) for length in lengths]
     if len(set(zip(names, kinds, strict=True))) > 1:
@@ -126,9 +123,9 @@ def _diagnose(cards: Sequence[Card], sketches: Sequence[Any], remedy: str) -> tu
     union = set.union(*(set(sketch.tolist()) for sketch in sketches))
     if not common and max(samples) - min(samples) <= 1:
         guess = "it looks as if each rank got a part of the data, x[rank::size] or the like"
-        return f"{held}\nno sample in common: {guess}; or data made with another seed on every rank", remedy
+        return f"{held}\nno sample in common: {guess}; or data made with another seed on every rank", ALL_THE_DATA
     if max(samples) != min(samples):
-        return held + "\nother lengths", "give every rank the same files, read whole; " + remedy
+        return held + "\nother lengths", "give every rank the same files, read whole; " + ALL_THE_DATA
     if common == union:
         return held + "\nthe same samples in another order", (
             "shuffle with the same seed on every rank, or not at all (the loader shuffles); sort lists of files, whose"
@@ -136,7 +133,7 @@ def _diagnose(cards: Sequence[Card], sketches: Sequence[Any], remedy: str) -> tu
         )
     differing = [names[0][i] or "data" for i in range(len(names[0])) if len({its[i] for its in hashes}) > 1]
     return f"{held}\nthe contents of {', '.join(differing)} differ", (
-        "read the same files on every rank, and use the same seed where data is made or drawn; " + remedy
+        "read the same files on every rank, and use the same seed where data is made or drawn; " + ALL_THE_DATA
     )
 
 

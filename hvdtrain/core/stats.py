@@ -115,12 +115,12 @@ def judged(what: str, ratio: Interval, target: float) -> str:
 
 
 def kept(it: bool) -> str:
-    """Whether a target is."""
+    """Returns a word for whether a target is met."""
     return "kept" if it else "MISSED"
 
 
 def milliseconds(samples: Sequence[float]) -> str:
-    """The median of seconds, told in milliseconds."""
+    """Returns the median of seconds as text, in milliseconds."""
     return f"{statistics.median(samples) * 1e3:.2f} ms"
 
 

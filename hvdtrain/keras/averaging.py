@@ -96,8 +96,8 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str,
     if session.live is None and name not in session.compared:
         session.compared.add(name)
         _compare_alone(self, variables, session)
-    if session.live is None and not session.proving and not session.told_alone:
-        session.told_alone = True
+    if session.live is None and not session.proving and not session.alone_reported:
+        session.alone_reported = True
         session.say(
             "updates outside of a prepared model's train step: all ranks weigh the same, whatever samples each has"
             ' (loader(..., tail="drop") deals the same number to all)'
@@ -362,7 +362,7 @@ def _before_step(model: keras.Model, session: Session, data: Any) -> None:
 @contextmanager
 def _live_batch(session: Session, samples: Any, *, at_once: bool = True) -> Iterator[None]:
     """Notes the samples of the batch in flight; their sum over ranks starts at once, beside the forward pass, or when
-    somebody asks for it.
+    it is needed.
     """
     name = f"{session.name}.live"
     session.live = LiveBatch(samples, lambda: BACKEND.start_sum(samples, name), BACKEND.finish_sum)

@@ -2,8 +2,8 @@
 
 Keras writes the average over the weights at the end of each `fit`. Two fits of whole epochs are what they are in
 plain Keras. But the rest of an epoch that was stopped is a `fit` of its own (`Loader.go_on`): it and its
-neighbours are one training, as if nobody had stopped, and what follows goes on with the weights as the last step left
-them; so does a checkpoint that is written in between.
+neighbours are one training, as if nothing had been stopped, and what follows goes on with the weights as the last
+step left them; so does a checkpoint that is written in between.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, wit
             "use_ema: goes on with the weights themselves, as one fit would; Keras had written the average over them at"
             " the end of the last fit, which ended or began within an epoch"
         )
-    elif variables and session.saves and not session.told_average:
-        session.told_average = True
+    elif variables and session.saves and not session.average_reported:
+        session.average_reported = True
         session.say(
             "use_ema: goes on from the average, which Keras wrote over the weights at the end of the last fit; a run"
             " that is resumed from the last checkpoint of a fit goes on with the weights themselves, as in one fit:"

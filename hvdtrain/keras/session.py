@@ -83,16 +83,16 @@ class Session:
         fitting: `fit` runs, and has been checked; fitted: the `Loader` that it reads; `None`: data that hvdtrain
             does not deal.
         kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.Kept`);
-            told_average: what is so about several fits with averages was said.
-        told_counting: that checkpoints lack what callbacks count was said.
+            average_reported: the note on several fits with averages was printed.
+        counting_reported: the note on what callbacks count was printed.
         loaded: a checkpoint was loaded since the last `fit`.
         first_epoch: `initial_epoch` of this `fit`.
         executions: calls of the train function in this epoch.
         stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no `fit` runs.
         compared: what was compared over ranks in this `fit`: "step", or an optimizer's collectives.
         applying: the hooked optimizer is at work, with those it holds.
-        proving: trial updates are made; told_alone: what is so about updates outside of a train step was said.
-        first_batch: numbers of the first batch; `False` until there is one, `None` if nobody asks.
+        proving: trial updates are made; alone_reported: the note on updates outside of a train step was printed.
+        first_batch: numbers of the first batch; `False` until there is one, `None` if it is not needed.
         proof: the result of the last verification.
     """
 
@@ -129,15 +129,15 @@ class Session:
     waited: Callable[[], float] = float
     kept_weights: Any = None
     loaded: bool = False
-    told_average: bool = False
-    told_counting: bool = False
+    average_reported: bool = False
+    counting_reported: bool = False
     first_epoch: int = 0
     executions: int = 0
     stops_in_epoch: bool = True
     compared: set[str] = field(default_factory=set)
     applying: bool = False
     proving: bool = False
-    told_alone: bool = False
+    alone_reported: bool = False
     first_batch: Any = None
     proof: Any = None
 
@@ -245,7 +245,7 @@ def is_stock(optimizer: Any) -> bool:
 
 
 def missing_hook(model_name: str, optimizer: Any) -> ReplicaError:
-    """The error for an optimizer whose gradients nobody averages."""
+    """The error for an optimizer whose gradients are not averaged."""
     kind = type(optimizer)
     if is_stock(optimizer):
         return ReplicaError(

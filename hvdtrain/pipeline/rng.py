@@ -3,7 +3,7 @@
 PyTorch's layers draw from one generator for all threads, so stages that run at the same time would share it out by
 chance. Here each segment of the model, and the loss, has its own stream of numbers for each micro-batch, made from the
 state of the global generator when the step began: the same for any cut, schedule and recomputation. Around each
-function that draws, and around nothing else, the global generator is lent to that stream. What draws where PyTorch's
+function that draws, and around nothing else, the global generator takes that stream's state. What draws where PyTorch's
 functions do not tell (a script, Python's and NumPy's random numbers) is found out in the first pass: such a segment
 runs alone, with all generators swapped.
 
@@ -128,7 +128,7 @@ class Stream(TorchFunctionMode):
     Each call is seeded by the function's name and how often it was called: what else draws changes nothing.
 
     Args:
-        generators: those that are lent.
+        generators: those whose state is swapped.
         seed: of the stream.
         seen: what is known to draw here.
         watch: look which functions draw, and note them.
@@ -155,11 +155,11 @@ class Stream(TorchFunctionMode):
             before = self._generators.get()
             call = self._calls.get(name, 0)
             self._generators.seed(combined_seed(self._seed, name, call))
-            lent = self._generators.get()
+            swapped = self._generators.get()
             try:
                 return func(*args, **kwargs)
             finally:
-                if not all(map(torch.equal, lent, self._generators.get())):
+                if not all(map(torch.equal, swapped, self._generators.get())):
                     self.used = True
                     self._calls[name] = call + 1
                     if self._watch:

@@ -1,4 +1,4 @@
-"""Threads that work side by side and are gone when the call returns, also after Ctrl-C at any moment; pure."""
+"""Threads that work side by side and are gone when the call returns, also after Ctrl-C at any moment."""
 
 from __future__ import annotations
 

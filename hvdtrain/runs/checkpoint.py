@@ -191,7 +191,7 @@ class Checkpointer:
             kept = {info.path for info in [*good[-self.keep :], *self._ranking("best")[:1]]}
             oldest_kept_step = min((info.progress.step for info in good if info.path in kept), default=0)
             for info in infos:
-                # a damaged one goes when it is older than all that is kept: until then it is told about
+                # a damaged one goes when it is older than all that is kept: until then it is reported
                 if info.path in kept or not (info.ok or info.progress.step < oldest_kept_step):
                     continue
                 if info.ok or info.damaged:
@@ -340,7 +340,7 @@ def _report_fallback(chosen: Info, unusable: Iterable[Info]) -> None:
 
 
 def _save_part(part: Part, path: Path) -> None:
-    """Saves a part; a library that says in words of its own that the disk is full is told by one more write.
+    """Saves a part; one more write shows whether the disk is full, which libraries say in words of their own.
 
     Raises:
         OSError: there is no room.
@@ -402,7 +402,7 @@ def _unusable(info: Info, error: OSError | HvdtrainError) -> Info:
 
 
 def _is_abandoned(path: Path, host: str, pid: int) -> bool:
-    """Whether nobody can still be writing there: its process is gone, or a day has passed."""
+    """Whether no process can be writing there any more: it is gone, or a day has passed."""
     if host == socket.gethostname() and (pid == os.getpid() or not Path(f"/proc/{pid}").exists()):
         return True
     try:

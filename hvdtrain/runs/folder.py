@@ -1,6 +1,6 @@
 """The directory of a run: which one, and whether to go on with what is in it.
 
-Only the standard library is used, so that a wrong directory is told before a framework is imported.
+Only the standard library is used, so that a wrong directory is reported before a framework is imported.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def goes_on(run_dir: Path) -> bool:
 
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
-    """Refuses what `RunLog` will refuse, as far as that can be told before a framework is imported.
+    """Refuses what `RunLog` will refuse, as far as that is known before a framework is imported.
 
     Raises:
         ConfigError: cannot be written, or holds a run that has ended.

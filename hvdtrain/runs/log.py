@@ -32,7 +32,7 @@ __all__ = ["RunLog", "read_events", "read_run", "run_status"]
 
 # what reached the operating system survives a killed process
 FLUSH_EVERY_S = 1.0
-_TOLD_VERSIONS = ("hvdtrain", "horovod", "numpy", "torch", "tensorflow", "tensorflow-cpu", "keras")
+_RECORDED_VERSIONS = ("hvdtrain", "horovod", "numpy", "torch", "tensorflow", "tensorflow-cpu", "keras")
 
 
 class RunLog:
@@ -116,7 +116,7 @@ class RunLog:
                 "status": "running",
                 "started": earlier.get("started", attempts[-1]["started"]),
                 "ended": None,
-                "versions": {"python": platform.python_version()} | stats.versions(*_TOLD_VERSIONS),
+                "versions": {"python": platform.python_version()} | stats.versions(*_RECORDED_VERSIONS),
                 "launcher": world.launcher,
                 "world": {"size": world.size, "local_size": world.local_size, "engine": world.engine,
                           "devices": world.devices, "seed": world.seed},
@@ -212,7 +212,7 @@ class RunLog:
             self._phase_totals[phase] = self._phase_totals.get(phase, 0.0) + value
 
     def _end_window(self) -> None:
-        """Writes the steps that no event has told of yet."""
+        """Writes the steps that are in no event yet."""
         if self._events is None or not self._window.steps:
             return
         fields = self._window.take()
@@ -244,7 +244,7 @@ class RunLog:
             self._close()
 
     def _guarded(self, write: Any, *args: Any) -> None:
-        """Writes; what cannot be written (disk full, file server gone) is told once and does not end the training."""
+        """Writes; what cannot be written (disk full, file server gone) is reported once and does not end training."""
         try:
             write(*args)
         except OSError as error:

@@ -137,7 +137,7 @@ class Window:
         return self.steps > 0 and time.perf_counter() >= self._due
 
     def take(self) -> dict[str, Any]:
-        """Returns the fields of one event over the steps since the last, and begin anew."""
+        """Returns the fields of one event over the steps since the last, and begins anew."""
         ended = time.perf_counter()
         # the steps' own time, where the caller measures it: validation and checkpoints lie between two windows
         elapsed = sum(value for phase, value in self._seconds.items() if phase not in BETWEEN) or ended - self._since

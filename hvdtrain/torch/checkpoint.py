@@ -82,7 +82,7 @@ def model_state(
 
 
 def _loader_of(optimizer: Optimizer, data: Loader | None) -> Loader | None:
-    """The loader whose place is known exactly: what its batches went into, `prepare` was told."""
+    """Returns the loader whose place is known exactly: the one that was given to `prepare`."""
     own = optimizer.session.batches.data
     if data is not None and data is not own:
         raise ConfigError(

@@ -65,7 +65,7 @@ def write(content: Mapping[str, Any], path: Path, what: str) -> None:
 
 
 def read(path: Path) -> Any:
-    """Loads what `_write` saved, without running code."""
+    """Loads what `write` saved, without running code."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

@@ -1,4 +1,4 @@
-"""What one prepared model and its optimizer share, and who sets the learning rate."""
+"""What one prepared model and its optimizer share, and how the learning rate is set."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Session:
         gradients: of the update being gathered.
         proof: whether the loss can be put together of pieces.
         staged: the pipeline that runs the module's passes, if one does.
-        rates: who sets the learning rate; None leaves it to the user.
+        rates: sets the learning rate; None leaves it to the user.
         last_call: arguments of the last training forward pass.
         last_method: the user's own that took them, in place of forward.
         entered: the model was called, or a method of it, since the last backward pass.

@@ -62,7 +62,7 @@ def load(source: str, *, world: World, image_size: int | None = None, strict: bo
             folder), of MNIST (`mnist.npz`, an IDX file, or a folder with either).
         world: the ranks.
         image_size: pixels on a side of a folder's or synthetic pictures; None: 224.
-        strict: a picture that cannot be read is an error; else it is left out, and told.
+        strict: a picture that cannot be read is an error; else it is left out, and reported.
 
     Raises:
         ConfigError: on every rank, if one of them cannot have the data.

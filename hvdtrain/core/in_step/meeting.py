@@ -26,7 +26,7 @@ from hvdtrain.core.engines import Engine
 from hvdtrain.core.errors import ConfigError, ReplicaError, by_rank
 from hvdtrain.core.in_step.arrival import names_of
 
-# frames of these are not the user's: he is who called them
+# frames of these are not the user's, who called them
 _LIBRARIES = frozenset({"hvdtrain", "keras", "tensorflow", "torch", "deepspeed", "horovod"}) | sys.stdlib_module_names
 END, BARRIER = "end", "barrier"  # may be reached on another line by each rank
 
@@ -324,7 +324,7 @@ def _described(state: State) -> str:
 def user_line(frame: FrameType | None = None) -> str:
     """Returns the line of the user's that led here, such as "train.py:31: evaluate(model, data)"; "?" if there is none.
 
-    It is the innermost one outside of libraries: of his own modules, or of the program that was started.
+    It is the innermost one outside of libraries: of the user's own modules, or of the program that was started.
 
     Args:
         frame: where to look from; by default from the caller.

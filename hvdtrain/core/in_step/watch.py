@@ -67,7 +67,7 @@ def listen(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socke
     """Opens rank 0's socket where the other ranks can reach it, as narrowly as is known.
 
     Ranks of one host: 127.0.0.1. Else the interface that the launcher, or the user, has named for Gloo; all
-    addresses where nobody has.
+    addresses where none has.
 
     Returns:
         The socket, None where there is none to be had or needed; and what the others must know.
@@ -132,7 +132,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; others that look for it find nobody."""
+        """Ends the thread; others that look for it find nothing."""
         self._closing.set()
         self._thread.join(5 * _CONNECT_S)
 
@@ -282,7 +282,7 @@ class _Link:
         self.socket.sendall(_line(**message))
 
     def receive(self, wait_s: float) -> list[Mapping[str, Any]]:
-        """Returns the messages that have come; raises `OSError` or `ValueError` when the other end is gone, or mad."""
+        """Returns the messages that have come; raises `OSError` or `ValueError` when the other end is gone, or senseless."""
         if not self._poll.poll(1000 * wait_s):
             return []
         data = self.socket.recv(1 << 16)

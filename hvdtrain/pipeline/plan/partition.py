@@ -144,7 +144,7 @@ def _fits_nowhere(chain: _Chain, devices: Sequence[Device]) -> ConfigError:
 
 
 def in_words(size_bytes: float) -> str:
-    """Bytes, told in a fitting unit."""
+    """Returns bytes as text, in a fitting unit."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= factor:
             return f"{size_bytes / factor:.2f} {unit}"

@@ -76,7 +76,7 @@ def look(program: Program, example: tuple[Any, ...]) -> Facts:
 
 
 def message_of(error: BaseException) -> str:
-    """An error in a line or some."""
+    """Returns the type of an error and the beginning of what it says."""
     return f"{type(error).__name__}: {str(error).strip()[:600]}"
 
 

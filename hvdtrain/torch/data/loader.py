@@ -30,7 +30,7 @@ Items = Generator[tuple[Any, Step], None, None] | Ahead[tuple[Any, Step]]
 
 
 class Follower(Protocol):
-    """Is told the step of each batch as it is handed out; None at the end."""
+    """Receives the step of each batch as it is handed out; None at the end."""
 
     def handed_out(self, step: Step | None) -> None: ...
 

@@ -14,7 +14,7 @@ DEPTH = 2  # batches ready at most: one hides the copy, a second evens out worke
 
 
 class Ahead(Generic[T]):
-    """Runs an iterator in a thread, `depth` items ahead.
+    """Runs an iterator in a thread, `DEPTH` items ahead.
 
     On a GPU the thread's copies and kernels go to a stream of their own: they overlap the training's. Taking an item
     makes the training's stream (not the CPU) wait until it is ready.
@@ -25,17 +25,10 @@ class Ahead(Generic[T]):
         tensors: returns the tensors of an item, which another stream is going to use.
     """
 
-    def __init__(
-        self,
-        items: Iterator[T],
-        device: torch.device,
-        tensors: Callable[[T], list[torch.Tensor]],
-        depth: int = DEPTH,
-    ) -> None:
+    def __init__(self, items: Iterator[T], device: torch.device, tensors: Callable[[T], list[torch.Tensor]]) -> None:
         self._items = items
         self._device = device
         self._tensors = tensors
-        self._depth = depth
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._changed = threading.Condition()
         self._ready: deque[tuple[T, Any]] = deque()
@@ -62,7 +55,7 @@ class Ahead(Generic[T]):
         for item in self._items:
             event = self._stream.record_event() if self._stream is not None else None
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+                self._changed.wait_for(lambda: self._closed or len(self._ready) < DEPTH)
                 if self._closed:
                     return
                 self._ready.append((item, event))

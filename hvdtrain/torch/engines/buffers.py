@@ -83,12 +83,12 @@ def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def preserved(module: nn.Module, keep: bool = True) -> Iterator[None]:
+def preserved(module: nn.Module) -> Iterator[None]:
     """Puts the buffers back at the end: a batch that does not count must leave no trace in running statistics.
 
     Those of synchronised batch norm are left: they follow all ranks' samples, on every rank.
     """
-    layers = [layer for layer in module.modules() if not is_synchronized(layer)] if keep else []
+    layers = [layer for layer in module.modules() if not is_synchronized(layer)]
     saved = [(buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
     try:
         yield

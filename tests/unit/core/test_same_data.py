@@ -26,7 +26,7 @@ def refusal(parts: list[Any], digest: Callable[[Any], same_data.Digest] = same_d
         return answers[len(asked) - 1]
 
     try:
-        same_data.check(SimpleNamespace(size=len(parts), gather=gather), digests[0], what="the training data")  # type: ignore[arg-type]
+        same_data.check(SimpleNamespace(size=len(parts), gather=gather), digests[0])  # type: ignore[arg-type]
     except ReplicaError as error:
         assert error.shared
         return str(error)
