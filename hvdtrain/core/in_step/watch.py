@@ -282,7 +282,7 @@ class _Link:
         self.socket.sendall(_line(**message))
 
     def receive(self, wait_s: float) -> list[Mapping[str, Any]]:
-        """Returns the messages that have come; raises `OSError` or `ValueError` when the other end is gone, or senseless."""
+        """Returns the messages so far; raises `OSError` or `ValueError` when the other end is gone, or no rank."""
         if not self._poll.poll(1000 * wait_s):
             return []
         data = self.socket.recv(1 << 16)
