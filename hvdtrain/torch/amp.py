@@ -13,10 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.data.nested import map_tensors
-
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from hvdtrain.torch.engines.base import HALVES
 
 
 class Precision:
@@ -49,11 +47,11 @@ class Precision:
         """The context of the forward pass."""
         if self.amp is None:
             return nullcontext()
-        return torch.autocast(self._device_type, dtype=_TYPES[self.amp])
+        return torch.autocast(self._device_type, dtype=HALVES[self.amp])
 
     def outputs(self, out: Any) -> Any:
         """Gives the outputs of the model in float32: a loss is computed outside of autocast."""
-        return out if self.amp is None else map_tensors(_widened, out)
+        return out if self.amp is None else map_tensors(widened, out)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to differentiate."""
@@ -115,11 +113,6 @@ class ScalerAdapter:
         self._step()
 
 
-def check_amp(amp: str | None) -> None:
-    """Raises `ConfigError` for a precision that is not known."""
-    if amp is not None and amp not in _TYPES:
-        raise ConfigError('amp must be None, "bf16" or "fp16"', f"amp={amp!r}")
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+def widened(tensor: Tensor) -> Tensor:
+    """Returns what is of 16 bits in float32, and anything else as it is."""
+    return tensor.float() if tensor.dtype in HALVES.values() else tensor

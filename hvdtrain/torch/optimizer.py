@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.parts import Progress
-from hvdtrain.torch.amp import ScalerAdapter
+from hvdtrain.torch.amp import ScalerAdapter, widened
 from hvdtrain.torch.batches import Batch, require_batch
 from hvdtrain.torch.checks import replicas
 from hvdtrain.torch.checks.nonfinite import first_bad_layer, gradient_error
@@ -187,7 +187,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _differentiate(self, loss: Tensor, weight: Number, coefficient: Number, sums: Tensor | None) -> None:
         session, gradients = self.session, self.session.gradients
-        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        wide = widened(loss)
         factor = coefficient.to(wide.device, wide.dtype) if isinstance(coefficient, Tensor) else coefficient
         scaled = session.precision.scale(wide.reshape(()) * factor)
         with (

@@ -13,7 +13,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World
 from hvdtrain.torch import start
-from hvdtrain.torch.amp import Precision, check_amp
+from hvdtrain.torch.amp import Precision
 from hvdtrain.torch.batches import Batches
 from hvdtrain.torch.checks.averaging import prove
 from hvdtrain.torch.checks.in_step import Noted
@@ -123,7 +123,8 @@ def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None
             raise ConfigError(f"{name} must be a whole number >= {least}", f"{name}={value!r}")
     if options.clip is not None and not (options.clip > 0 and math.isfinite(options.clip)):
         raise ConfigError("clip must be a norm > 0, or None", f"clip={options.clip!r}")
-    check_amp(options.amp)
+    if options.amp not in (None, "bf16", "fp16"):
+        raise ConfigError('amp must be None, "bf16" or "fp16"', f"amp={options.amp!r}")
     if options.compression not in (None, "fp16", "bf16"):
         raise ConfigError('compression must be None, "fp16" or "bf16"', f"compression={options.compression!r}")
     if data is not None and not hasattr(data, "followers"):
@@ -174,7 +175,7 @@ def _bind(
         optimizer=optimizer,
         options=options,
         engine_model=Noted(
-            engine.bind(shell, optimizer, Settings(options.compression, options.accumulate, staged=staged)),
+            engine.bind(shell, optimizer, Settings(options.compression, staged=staged)),
             world,
             batches,
         ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ class Probe:
 def trainable(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that get gradients, each once."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def trains_others(module: nn.Module, known: Sequence[nn.Parameter]) -> bool:
+    """Whether other parameters are trainable than those known: layers were frozen, or thawed."""
+    return any(now is not before for now, before in zip_longest(trainable(module), known))
 
 
 LARGEST = 0.875  # value in a pattern

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import tail_pieces
+from hvdtrain.torch.amp import widened
 from hvdtrain.torch.checks.tally import Number, Weight, weight_of
 from hvdtrain.torch.engines.base import Staged, TorchEngine
 from hvdtrain.torch.engines.sync_batchnorm import is_synchronized
@@ -115,10 +116,9 @@ def whole_loss(session: Session, loss: Loss, weight: Weight = None) -> Loss:
         with torch.autocast(device_type, enabled=False):
             value = loss(session.precision.outputs(outputs), targets)
         check_loss(value, untracked=not torch.is_grad_enabled())  # a pass whose activations are computed again
-        wide = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
         if value.requires_grad:  # once a micro-batch; and by the last stage alone
             _look(session, value, outputs, targets, weight)
-        return wide.reshape(())
+        return widened(value).reshape(())
 
     compute.__wrapped__ = loss  # type: ignore[attr-defined]  # a pipeline looks once at each loss
     return compute

@@ -54,6 +54,7 @@ class Noted:
         self._under_way: deque[tuple[_Place, Tensor, Any]] = deque()
         self._place = _Place(0, 0, 0)
         self.call: Callable[..., Any] = model.call
+        self.step, self.close = model.step, model.close
 
     @contextmanager
     def _starting(self, extras: Tensor | None) -> Iterator[Tensor | None]:
@@ -117,11 +118,3 @@ class Noted:
         if total * total == self._world.size * squares:  # only where all are equal (Cauchy and Schwarz)
             return
         raise out_of_step(self._world.gather(self._world.tracker.state_of_update(place)))
-
-    def step(self) -> None:
-        """See `EngineModel.step`."""
-        self._engine_model.step()
-
-    def close(self) -> None:
-        """See `EngineModel.close`."""
-        self._engine_model.close()

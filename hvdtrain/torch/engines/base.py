@@ -19,6 +19,8 @@ from hvdtrain.core.engines import Engine, HostCollectives
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected, gpus_for
 
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 class Staged(Protocol):
     """A model that runs its own passes: cut into stages, each on a device of its own (`hvdtrain.pipeline.Pipeline`).
@@ -69,13 +71,11 @@ class Settings:
 
     Attributes:
         compression: "fp16" or "bf16": gradients are cast for the way, and summed in that type.
-        accumulate: micro-batches of an update.
         bucket_bytes: gradients are sent in pieces of about this size; None: what is right on the device.
         staged: the model, where it runs its own passes (see `StagedEngineModel`).
     """
 
     compression: Literal["fp16", "bf16"] | None = None
-    accumulate: int = 1
     bucket_bytes: int | None = None
     staged: Staged | None = None
 

@@ -17,23 +17,16 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.core.startup import stderr_to
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.engines.base import Settings
+from hvdtrain.torch.engines.base import HALVES, Settings
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
+from hvdtrain.torch.shell import trainable, trains_others
 
 _BUCKET_BYTES = 25 << 20
-_WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> DdpEngine:
+def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> GroupEngine:
     """Joins the ranks of torch.distributed."""
-    return DdpEngine(**join(detected, device=device, gpus_per_rank=gpus_per_rank), name="ddp")
-
-
-class DdpEngine(GroupEngine):
-    """`TorchEngine` on DistributedDataParallel."""
-
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> DdpModel:
-        return self.opened(DdpModel(self, module, optimizer, settings))
+    return join("ddp", DdpModel, detected, device=device, gpus_per_rank=gpus_per_rank)
 
 
 class DdpModel:
@@ -47,7 +40,7 @@ class DdpModel:
     """
 
     def __init__(
-        self, engine: DdpEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+        self, engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
     ) -> None:
         self.call: Callable[..., Any] = module
         self._module = module
@@ -58,7 +51,7 @@ class DdpModel:
         self._wrap()
 
     def _wrap(self) -> None:
-        self._trainable = self._now_trainable()
+        self._trainable = trainable(self._module)
         self._ddp: nn.Module | None = None  # before the next one sets its hooks
         ddp = DistributedDataParallel(
             _LossCarrier(self._module),
@@ -69,20 +62,16 @@ class DdpModel:
             gradient_as_bucket_view=True,
         )
         compression = self._settings.compression
-        ddp.register_comm_hook(_WIRE_TYPES[compression] if compression else None, _sum)
+        ddp.register_comm_hook(HALVES[compression] if compression else None, _sum)
         self._ddp = ddp
-
-    def _now_trainable(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
     def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
         """See `EngineModel.backward`."""
         if not reduce:
             loss.backward()  # DDP's hooks expect nothing: gradients add up here
             return
-        now = self._now_trainable()
-        if len(now) != len(self._trainable) or any(a is not b for a, b in zip(now, self._trainable, strict=True)):
-            self._wrap()  # layers were frozen, or thawed: DDP knows only what was trainable when it was made
+        if trains_others(self._module, self._trainable):
+            self._wrap()  # DDP knows only what was trainable when it was made
         assert self._ddp is not None, "closed"
         with rank_losses():
             if extras is not None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -20,16 +19,16 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, LauncherError, install_command
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.engines.base import Settings
+from hvdtrain.torch.engines.base import HALVES, Settings
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
+from hvdtrain.torch.shell import trainable
 
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16)
-_WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _BUCKET_BYTES = 100 << 20
 _NEVER = 2**62  # steps between DeepSpeed's own progress lines
 
 
-def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> DeepSpeedEngine:
+def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> GroupEngine:
     """Joins the ranks of torch.distributed and hands the group to DeepSpeed.
 
     Raises:
@@ -38,11 +37,11 @@ def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> DeepSpeedE
     # read when it is imported; without it DeepSpeed takes a GPU that was not asked for
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda")
     deepspeed = _import()
-    group = join(detected, device=device, gpus_per_rank=gpus_per_rank)
+    engine = join("deepspeed", DeepSpeedModel, detected, device=device, gpus_per_rank=gpus_per_rank)
     # on CPUs it would compile an extension of its own for small messages, on every machine, at the first start
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
-    return DeepSpeedEngine(**group, name="deepspeed")
+    return engine
 
 
 def _import() -> Any:
@@ -60,13 +59,6 @@ def _import() -> Any:
         notes.setLevel(level)
 
 
-class DeepSpeedEngine(GroupEngine):
-    """`TorchEngine` on DeepSpeed."""
-
-    def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> DeepSpeedModel:
-        return self.opened(DeepSpeedModel(self, module, optimizer, settings))
-
-
 class DeepSpeedModel:
     """A model and its optimizer in DeepSpeed's hands.
 
@@ -74,7 +66,7 @@ class DeepSpeedModel:
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+        self, engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
     ) -> None:
         self.call: Callable[..., Any] = module
         self._module = module
@@ -93,7 +85,7 @@ class DeepSpeedModel:
 
     def finish(self) -> None:
         """See `EngineModel.finish`."""
-        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        parameters = trainable(self._module)
         used = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64)
         used = used.to(self._device)
         tail = used if self._extras is None else torch.cat([used, self._extras])
@@ -131,12 +123,12 @@ def _check_types(module: nn.Module) -> None:
 def _wire_type(module: nn.Module, settings: Settings) -> torch.dtype:
     """Returns the type gradients travel in: the parameters' own where they share one, or float32."""
     if settings.compression:
-        return _WIRE_TYPES[settings.compression]
-    own = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+        return HALVES[settings.compression]
+    own = {parameter.dtype for parameter in trainable(module)}
     return own.pop() if len(own) == 1 else torch.float32
 
 
-def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, engine: DeepSpeedEngine) -> Any:
+def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, engine: GroupEngine) -> Any:
     """Returns DeepSpeed's engine: no precision, clipping, accumulation or schedule of its own; sums, not means."""
     deepspeed = importlib.import_module("deepspeed")  # not `import`: this module has the same name
     config = {
@@ -148,24 +140,12 @@ def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, engine: Dee
         "steps_per_print": _NEVER,
         "wall_clock_breakdown": False,
     }
-    with _local_rank(engine), _without_broadcast(deepspeed.DeepSpeedEngine):
+    # it wants LOCAL_RANK, which not every launcher sets, and takes it for the index of the GPU to use
+    local_rank = str(engine.devices[0] if engine.devices else engine.local_rank)
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_RANK": local_rank}),
+        # parameters are the same already, and it views them as bytes, which channels-last ones and scalars do not allow
+        mock.patch.object(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda self: None),
+    ):
         started, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     return started
-
-
-@contextmanager
-def _local_rank(engine: DeepSpeedEngine) -> Iterator[None]:
-    """DeepSpeed wants LOCAL_RANK, which not every launcher sets, and takes it for the index of the GPU to use."""
-    index = engine.devices[0] if engine.devices else engine.local_rank
-    with mock.patch.dict(os.environ, {"LOCAL_RANK": str(index)}):
-        yield
-
-
-@contextmanager
-def _without_broadcast(kind: type) -> Iterator[None]:
-    """Keeps DeepSpeed from sending parameters once more.
-
-    They are the same already, and it views them as bytes in a way that channels-last weights and scalars do not allow.
-    """
-    with mock.patch.object(kind, "_broadcast_model", lambda self: None):
-        yield

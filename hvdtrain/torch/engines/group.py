@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -23,14 +23,14 @@ from hvdtrain.torch.engines.base import EngineModel, Settings, TensorCollectives
 
 # what Gloo cannot add up
 _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-ModelT = TypeVar("ModelT", bound=EngineModel)
 _joins = itertools.count()  # of this process; every rank joins as often, so the numbers match
 
 
 @dataclass(kw_only=True)
 class GroupEngine(TensorCollectives):
-    """The collectives of `TorchEngine` on torch.distributed; engines add `bind`."""
+    """`TorchEngine` on torch.distributed; `model` is what has the gradients summed."""
 
+    model: Callable[[GroupEngine, nn.Module, torch.optim.Optimizer, Settings], EngineModel] = field(repr=False)
     # Gradients travel on the default group. What is in main memory has one of its own: in a backward pass the two kinds
     # may start in different orders on different ranks, where a branch of the model gives a rank no gradient.
     host_group: Any = field(repr=False)
@@ -57,11 +57,8 @@ class GroupEngine(TensorCollectives):
         return self.host_group if tensor.device.type == "cpu" else None
 
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> EngineModel:
-        raise NotImplementedError
-
-    def opened(self, model: ModelT) -> ModelT:
-        """Remembers what has to be closed before the group ends, as long as it is in use, and returns it."""
-        self._models.add(model)
+        model = self.model(self, module, optimizer, settings)
+        self._models.add(model)  # to be closed before the group ends, if it is still in use
         return model
 
     def shutdown(self) -> None:
@@ -74,8 +71,10 @@ class GroupEngine(TensorCollectives):
         dist.destroy_process_group()
 
 
-def join(detected: Detected, *, device: str, gpus_per_rank: int) -> dict[str, Any]:
-    """Joins the ranks and returns the fields of a `GroupEngine`.
+def join(
+    name: str, model: Callable[..., EngineModel], detected: Detected, *, device: str, gpus_per_rank: int
+) -> GroupEngine:
+    """Joins the ranks.
 
     Raises:
         ConfigError, LauncherError: no such GPU; the place to meet is not known, taken, or out of reach; ranks missing.
@@ -87,10 +86,10 @@ def join(detected: Detected, *, device: str, gpus_per_rank: int) -> dict[str, An
                             "name the network with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"):  # fmt: skip
         dist.init_process_group(backend, store=store, rank=detected.rank, world_size=detected.size)
         host_group = dist.new_group(backend="gloo") if detected.size > 1 else None
-    return {
-        "rank": detected.rank, "size": detected.size, "local_rank": detected.local_rank,
-        "local_size": detected.local_size, "node": detected.node, "devices": devices, "host_group": host_group,
-    }  # fmt: skip
+    return GroupEngine(
+        name=name, model=model, rank=detected.rank, size=detected.size, local_rank=detected.local_rank,
+        local_size=detected.local_size, node=detected.node, devices=devices, host_group=host_group,
+    )  # fmt: skip
 
 
 def _meet(detected: Detected) -> dist.Store:

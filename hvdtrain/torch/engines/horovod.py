@@ -109,8 +109,8 @@ def rank_losses() -> Iterator[None]:
         ) from error
 
 
-class HorovodModel:
-    """A model whose gradients are summed over Horovod's ranks."""
+class HorovodModel(Reducer):
+    """A model whose gradients are summed over Horovod's ranks, as they come."""
 
     def __init__(
         self, engine: HorovodEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
@@ -119,27 +119,15 @@ class HorovodModel:
             raise ConfigError(
                 "Horovod adds up float16, not bfloat16", 'compression="bf16"', 'compression="fp16", or none'
             )
-        self.call: Callable[..., Any] = module
-        self._optimizer = optimizer
-        self._reducer = Reducer(
+        super().__init__(
             module,
             engine.sum_async,
             bucket_bytes=settings.bucket_bytes or _BUCKET_BYTES[engine.device.type],
             compression=settings.compression,
             staged=settings.staged,
         )
-
-    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
-        self._reducer.backward(loss, reduce=reduce, extras=extras)
-
-    def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
-        self._reducer.run(passes, reduce=reduce, extras=extras)
-
-    def finish(self) -> None:
-        self._reducer.finish()
+        self.call: Callable[..., Any] = module
+        self._optimizer = optimizer
 
     def step(self) -> None:
         self._optimizer.step()
-
-    def close(self) -> None:
-        self._reducer.close()

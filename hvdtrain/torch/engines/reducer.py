@@ -20,16 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.torch.engines.base import Staged
+from hvdtrain.torch.engines.base import HALVES, Staged
+from hvdtrain.torch.shell import trainable, trains_others
 
 Wait = Callable[[], None]
 # Sums a tensor over ranks, in place; returns what waits for it.
 SumAsync = Callable[[Tensor, str], Wait]
 
 _SMALL_BUCKET_BYTES, _DUST_BYTES = 1 << 20, 1 << 16
-_WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
 OWN_REFERENCES = 3  # to a view while they are counted: the list's, the loop's, the call's
 
 
@@ -109,7 +107,7 @@ class Reducer:
         self._staged = staged
         self._sum_async = sum_async
         self._bucket_bytes = bucket_bytes
-        self._wire_type = _WIRE_TYPES[compression] if compression else None
+        self._wire_type = HALVES[compression] if compression else None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._state = "outside"  # of a backward pass of ours; "adding up"; "reducing"; "reducing stages"
         self._generation = 0
@@ -118,7 +116,7 @@ class Reducer:
     # -- buckets and hooks -----------------------------------------------------------------------------------
     def _build(self) -> None:
         self.close()
-        self._parameters = [p for p in self._module.parameters() if p.requires_grad]
+        self._parameters = trainable(self._module)
         self._generation += 1
         self.buckets: list[Bucket] = []
         for parameters, is_last_pass in by_stage(self._parameters, self._staged):
@@ -167,7 +165,7 @@ class Reducer:
             with self._during("adding up"):
                 passes()
             return
-        if self._changed():
+        if trains_others(self._module, self._parameters):
             self._build()
         for bucket in self.buckets:
             bucket.begin()
@@ -182,14 +180,6 @@ class Reducer:
             yield
         finally:
             self._state = "outside"
-
-    def _changed(self) -> bool:
-        """Whether other parameters are trainable than when the buckets were made."""
-        known = iter(self._parameters)
-        for parameter in self._module.parameters():
-            if parameter.requires_grad and next(known, None) is not parameter:
-                return True
-        return next(known, None) is not None
 
     def _send_rest(self, extras: Tensor | None) -> None:
         """Sends buckets that wait for gradients that did not come, then which parameters had one."""

@@ -60,7 +60,7 @@ def collectives(engine: TorchEngine, dtype: torch.dtype) -> Any:
 def branches(engine: TorchEngine, dtype: torch.dtype) -> Any:
     """Layers that take part on some ranks, in some micro-batches, or nowhere; twice, and extras."""
     module = Branches(dtype)
-    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Settings(accumulate=2))
+    bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Settings())
     x = torch.ones(2, 3, dtype=dtype)
     found = []
     for _ in range(2):

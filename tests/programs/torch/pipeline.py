@@ -181,7 +181,7 @@ def sends_and_gradients(world: hvdtrain.World, gate: Callable[[int], bool] | Non
             optimizer.forward_backward(x, y, cross_entropy)
             optimizer.step()
         optimizer.close()
-    buckets = optimizer.session.engine_model._engine_model._reducer.buckets
+    buckets = optimizer.session.engine_model._engine_model.buckets
     return [event for event in events if event != "other"], len(buckets)
 
 
