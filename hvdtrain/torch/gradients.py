@@ -39,6 +39,7 @@ class Gradients:
         tally: of the update: this rank's part of its loss, and the weights.
         batch: the last one whose backward pass began.
         had_some: the complete update has a gradient.
+        gathering: the user stands within an update.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Gradients:
         self.batch: Batch | None = None
         self.tally = Tally()
         self.had_some = False
-        self._open = False
+        self.gathering = False
         self._weight: Number = 0.0
         self._watch()
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
@@ -103,15 +104,15 @@ class Gradients:
         return amount, batch.weight if not given or batch.padding else amount / (batch.planned * unit)
 
     def _open_update(self, batch: Batch) -> None:
-        if self._open and self.batch is not None and batch.place[0] != self.batch.place[0]:
+        if self.gathering and self.batch is not None and batch.place[0] != self.batch.place[0]:
             self.drop()  # the user left the epoch in the middle of an update
         for parameter in self._parameters:
             # a new update starts from nothing, even if zero_grad was forgotten; nor does what another model's loss left
             # between two micro-batches count
             parameter.grad = None
-        if not self._open:
+        if not self.gathering:
             self._watch()
-            self._open = True
+            self.gathering = True
             self._samples_seen = 0
             self.tally = Tally()
         if any(not parameter.requires_grad for parameter, _ in self._aside):
@@ -217,15 +218,10 @@ class Gradients:
                 "do not skip batches within an update of several micro-batches",
             )
 
-    def stepped(self) -> None:
-        """The update is applied."""
-        self.state = "idle"
-        self._open = False
-
     def drop(self) -> None:
-        """Forgets a partial sum."""
+        """Forgets the update: it is applied, or its partial sum is of no use."""
         self._aside = []
-        self._open = False
+        self.gathering = False
         self.state = "idle"
 
     def restart(self) -> None:
@@ -233,14 +229,9 @@ class Gradients:
         self.drop()
         self.batch = None
 
-    @property
-    def gathering(self) -> bool:
-        """Whether the user stands within an update."""
-        return self._open
-
     def refuse_in_update(self) -> None:
         """Raises `ConfigError` unless the user stands between two updates."""
-        if self._open:
+        if self.gathering:
             raise ConfigError("this belongs between two updates", "an update is being gathered", "call it after step()")
 
     def refuse_zero_grad(self) -> None:

@@ -17,7 +17,7 @@ from hvdtrain.runs.parts import Progress
 from hvdtrain.torch.amp import ScalerAdapter, widened
 from hvdtrain.torch.batches import Batch, require_batch
 from hvdtrain.torch.checks import replicas
-from hvdtrain.torch.checks.nonfinite import first_bad_layer, gradient_error
+from hvdtrain.torch.checks.nonfinite import Reading, first_bad_layer, gradient_error
 from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.checks.pieces import pieces_differ
 from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
@@ -220,10 +220,10 @@ class Optimizer(torch.optim.Optimizer):
                 _scale(present, factor)
             every = every * factor
         layer, self._layer = self._layer, ""
-        session.losses.add(
+        session.losses.add(Reading(
             self.progress.step + 1, batch.place[0], every, tally.loss, layer,
             wrong(sums, session.world.size), session.proof.explain(tally, sums, lambda: self.lr),
-        )  # fmt: skip
+        ))  # fmt: skip
         if tally.given:
             session.precision.note_weights(weight / batch.planned)
         session.precision.unscale(self._stepper)
@@ -272,7 +272,7 @@ class Optimizer(torch.optim.Optimizer):
             self.clip_grad_norm_(session.options.clip)
         with explained("optimizer's step", session.sizes):
             session.precision.step(self._stepper)
-        gradients.stepped()
+        gradients.drop()
         if session.batches.data is not None:
             session.handed_out(session.batches.data.step)  # what was saved of buffers is put back, and kept on
         self._advance()

@@ -12,7 +12,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,24 +30,28 @@ GO_BACK = "earlier checkpoints are untouched: restore one, here or in a new run"
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """The losses of one update, on their way to Python."""
+class Reading:
+    """The losses of one update, on their way to Python.
+
+    Attributes:
+        step: counted from 1.
+        epoch: counted from 0.
+        every: float64 scalar, summed over ranks.
+        mine: this rank's part of it.
+        layer: what `first_bad_layer` found, if this rank's loss is known to be bad.
+        wrong: float64 scalar, the same on every rank: not 0 where the update's weights are not right.
+        explain: makes the error for that; collective.
+        arrived: a CUDA event, where the numbers come from a GPU.
+    """
 
     step: int
     epoch: int
-    every: Tensor | float  # of all ranks
-    mine: Tensor | float  # of this rank
-    arrived: Any  # CUDA event, or None
+    every: Tensor
+    mine: Tensor | float
     layer: str
     wrong: Tensor | float
     explain: Callable[[], Exception]
-
-    def take(self) -> tuple[float, float]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        if float(self.wrong):
-            raise self.explain()
-        return float(self.every), float(self.mine)
+    arrived: Any = None
 
 
 class Losses:
@@ -61,43 +65,26 @@ class Losses:
         self._world = world
         self._on_gpu = device.type == "cuda"
         self.at_once = not self._on_gpu or os.environ.get(_EVERY_STEP, "") not in ("", "0")
-        self._under_way: deque[_Reading] = deque()
+        self._under_way: deque[Reading] = deque()
         self.last: float | None = None
 
-    def add(
-        self,
-        step: int,
-        epoch: int,
-        every: Tensor,
-        mine: Tensor | float,
-        layer: str,
-        wrong: Tensor | float,
-        explain: Callable[[], Exception],
-    ) -> None:
+    def add(self, new: Reading) -> None:
         """Notes the losses of an update and reads those that are due; the same call on every rank.
-
-        Args:
-            step: counted from 1.
-            epoch: counted from 0.
-            every: float64 scalar, summed over ranks.
-            mine: this rank's part of it.
-            layer: what `first_bad_layer` found, if this rank's loss is known to be bad.
-            wrong: float64 scalar, the same on every rank: not 0 where the update's weights are not right.
-            explain: makes the error for that; collective.
 
         Raises:
             NonFiniteError, ConfigError: on every rank.
         """
-        arrived = None
         if self._on_gpu:
-            mine = mine if isinstance(mine, Tensor) else torch.full_like(every, mine)  # a rank without samples
-            wrong = wrong if isinstance(wrong, Tensor) else torch.full_like(every, wrong)
+            three = [  # numbers of Python come from a rank without samples
+                value if isinstance(value, Tensor) else torch.full_like(new.every, value)
+                for value in (new.every, new.mine, new.wrong)
+            ]
             every, mine, wrong = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(
-                torch.stack([every, mine, wrong]), non_blocking=True
+                torch.stack(three), non_blocking=True
             )
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._under_way.append(_Reading(step, epoch, every, mine, arrived, layer, wrong, explain))
+            new = replace(new, every=every, mine=mine, wrong=wrong, arrived=torch.cuda.Event())
+            new.arrived.record()
+        self._under_way.append(new)
         self.settle(0 if self.at_once or self.last is None else _LAG)  # the first one shows whether weights are right
 
     def settle(self, left: int = 0) -> None:
@@ -108,7 +95,11 @@ class Losses:
         """
         while len(self._under_way) > left:
             reading = self._under_way.popleft()
-            every, mine = reading.take()
+            if reading.arrived is not None:
+                reading.arrived.synchronize()
+            if float(reading.wrong):
+                raise reading.explain()
+            every, mine = float(reading.every), float(reading.mine)
             if not math.isfinite(every):
                 self._under_way.clear()
                 raise self._error(reading, every, mine)
@@ -118,7 +109,7 @@ class Losses:
         """A checkpoint was restored: what is under way is of updates that are undone."""
         self._under_way.clear()
 
-    def _error(self, reading: _Reading, every: float, mine: float) -> NonFiniteError:
+    def _error(self, reading: Reading, every: float, mine: float) -> NonFiniteError:
         lines = []
         for rank, (loss, layer) in enumerate(self._world.gather((mine, reading.layer))):
             where = layer or f"the layer is named when the run is repeated with {_EVERY_STEP}=1"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -136,11 +136,11 @@ def _compare(
 ) -> Check:  # fmt: skip
     """Whole against pieces of two thirds and one third."""
     first = samples - max(samples // 3, 1)
-    whole, wanted, _ = _run(step, batch, 1)
+    whole, wanted, _ = _run(step, batch)
     total, loss, sums = 0.0, 0.0, dict[nn.Parameter, Tensor]()
     for start, stop in ((0, first), (first, samples)):
         piece = cut(batch, samples, start, stop)
-        value, gradients, terms = _run(step, piece, 1)
+        value, gradients, terms = _run(step, piece)
         amount = float(weight_of(weight(piece), whole.device)) if weight is not None else float(stop - start)
         if read:
             if len(terms) != 1:
@@ -180,11 +180,18 @@ def _compare(
     return Check(exact, words, off, gap, "" if gap <= tolerance else worst, draws, tuple(notes))
 
 
-def _run(step: Any, batch: Any, seed: int) -> tuple[Tensor, dict[nn.Parameter, Tensor], tuple[Any, ...]]:
-    """The loss, the gradients of the parameters that it depends on, and the terms of its graph."""
-    _seed(seed)
+def _loss(step: Any, batch: Any, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
     loss = step(batch)
     check_loss(loss)
+    return loss
+
+
+def _run(step: Any, batch: Any) -> tuple[Tensor, dict[nn.Parameter, Tensor], tuple[Any, ...]]:
+    """The loss, the gradients of the parameters that it depends on, and the terms of its graph."""
+    loss = _loss(step, batch, seed=1)
     leaves = _leaves(loss)
     terms = Reader().read(loss).terms
     gradients = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
@@ -209,21 +216,8 @@ def _leaves(loss: Tensor) -> list[nn.Parameter]:
 
 def _draws(step: Any, batch: Any) -> bool:
     """Whether the loss depends on the seed."""
-    losses = []
-    for seed in (1, 2):
-        _seed(seed)
-        loss = step(batch)
-        check_loss(loss)
-        losses.append(loss.detach().double())
-    first, second = losses
+    first, second = (_loss(step, batch, seed).detach().double() for seed in (1, 2))
     return not bool(torch.isclose(first, second, rtol=1e-6, atol=0.0, equal_nan=True).all())
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
 
 
 def _coarsest(gradients: Mapping[Any, Tensor]) -> torch.dtype:
@@ -253,7 +247,7 @@ def _modules(step: Any, depth: int = 3) -> Iterator[nn.Module]:
     elif isinstance(step, (list, tuple)):
         inner = list(step)
     elif not isinstance(step, (nn.Module, type)) and type(step).__module__ not in ("builtins", "torch"):
-        inner = [value for value in vars(step).values() if isinstance(value, nn.Module)] if _has_vars(step) else []
+        inner = [value for value in getattr(step, "__dict__", {}).values() if isinstance(value, nn.Module)]
     for value in inner:
         yield from _modules(value, depth - 1)
 
@@ -266,23 +260,15 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _has_vars(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, type(sys))
-
-
 @contextmanager
 def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
     """Puts buffers, modes, random streams and what a prepared model notes of its calls back at the end."""
     sessions = [session for module in modules if (session := session_of(module)) is not None]
     noted = [(s, s.last_call, s.last_method, s.proof.outputs) for s in sessions]
     modes = [(layer, layer.training) for module in modules for layer in module.modules()]
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(preserved_rng())
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(sync_batchnorm_mode("alone"))  # the other ranks do not take part in this
-        for module in modules:
-            stack.enter_context(buffers.preserved(module))
+    kept = buffers.preserved(nn.ModuleList(modules))
+    # alone: the other ranks do not take part in this
+    with torch.random.fork_rng(), preserved_rng(), kept, torch.enable_grad(), sync_batchnorm_mode("alone"):
         try:
             for session in sessions:
                 session.proof.outputs = None
