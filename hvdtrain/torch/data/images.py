@@ -7,6 +7,7 @@ import struct
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,7 +74,11 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
             raise ConfigError("size >= 1, and the shorter side is not scaled below it", f"size={size}, resize={resize}")
         self.files = files
         self.strict = strict
-        self.transform = transform or (for_training(size) if train else for_validation(size, resize))
+        if train:
+            own = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
+        else:
+            own = v2.Compose([v2.Resize(resize, antialias=True), v2.CenterCrop(size)])
+        self.transform = transform or own
         self.augment = augment or Normalise(IMAGENET_MEAN, IMAGENET_STD)
 
     @property
@@ -99,16 +104,6 @@ def _reason(error: Exception, path: str) -> str:
     return f"{type(error).__name__}: {error}".replace(repr(path), "it")
 
 
-def for_training(size: int) -> Callable[[Tensor], Tensor]:
-    """Returns the ImageNet training transform, of uint8 pictures [3, H, W]."""
-    return v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
-
-
-def for_validation(size: int, resize: int) -> Callable[[Tensor], Tensor]:
-    """Returns the ImageNet validation transform, of uint8 pictures [3, H, W]."""
-    return v2.Compose([v2.Resize(resize, antialias=True), v2.CenterCrop(size)])
-
-
 def decode(path: str) -> Tensor:
     """Returns the picture in RGB, upright: uint8 [3, H, W].
 
@@ -121,12 +116,9 @@ def decode(path: str) -> Tensor:
     with open(path, "rb") as file:
         data = file.read()
     if _JPEG is not None and data.startswith(JPEG_START):
-        try:
-            return _JPEG(
-                torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB, apply_exif_orientation=True
-            )
-        except RuntimeError:
-            return decode_by_pillow(data)  # a kind of JPEG that it does not know (CMYK, in some versions), or broken
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        with suppress(RuntimeError):  # a kind of JPEG that it does not know (CMYK, in some versions), or broken
+            return _JPEG(buffer, ImageReadMode.RGB, apply_exif_orientation=True)
     return decode_by_pillow(data)
 
 

@@ -45,7 +45,8 @@ class Memory:
         self.tensors = tuple(tensors)
         self.device = device
         self.single = single
-        if device.type == "cuda" and self._bytes() <= FREE_PART * torch.cuda.mem_get_info(device)[0]:
+        size = sum(tensor.nbytes for tensor in self.tensors)
+        if device.type == "cuda" and size <= FREE_PART * torch.cuda.mem_get_info(device)[0]:
             self.tensors = tuple(tensor.to(device) for tensor in self.tensors)
 
     @property
@@ -55,9 +56,6 @@ class Memory:
     @property
     def worth_a_thread(self) -> bool:
         return self.tensors[0].device.type != self.device.type
-
-    def _bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def read(self, steps: Sequence[Step]) -> Generator[Fetched, None, None]:
         for step in steps:

@@ -14,19 +14,13 @@ import torch
 def random_streams(gpus: Sequence[int]) -> dict[str, Any]:
     """The state of every generator of this rank that a training program may draw from; of all its GPUs."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    kind, keys, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         "more_cuda": [torch.cuda.get_rng_state(gpu) for gpu in gpus[1:]],
         "python": [version, list(words), gauss],
-        "numpy": [
-            str(kind),
-            torch.from_numpy(np.asarray(keys, np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys, np.int64)), *rest],
     }
 
 
@@ -38,8 +32,8 @@ def restore_streams(saved: Mapping[str, Any], gpus: Sequence[int]) -> None:
         torch.cuda.set_rng_state(state, gpu)
     version, words, gauss = saved["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = saved["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    kind, keys, *rest = saved["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
 
 
 @contextmanager

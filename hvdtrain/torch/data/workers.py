@@ -66,7 +66,7 @@ class BatchReader(torch.utils.data.Dataset[Fetched]):
         samples, kept, bad = [], [], []
         indices = step.indices.tolist()
         for number, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
-            sample = self._sample(index, seed)
+            sample = _sample(self.dataset, index, seed)
             if isinstance(sample, Unreadable):
                 bad.append((sample.name, sample.reason))
                 if sample.fatal:  # as a value: an exception would lose its parts on the way out of a worker
@@ -79,17 +79,12 @@ class BatchReader(torch.utils.data.Dataset[Fetched]):
         with located(f"while collating samples {', '.join(map(str, indices[:8]))}{' ...' * (len(indices) > 8)}"):
             return Fetched(self.collate(samples), kept if bad else None, bad)
 
-    def _sample(self, index: int, seed: int) -> Any:
-        _seed_all(seed)
-        with located(f"while reading sample {index}"):
-            return self.dataset[index]
-
     def _of_others(self) -> Any:
         """A batch of two samples that can be read, the first of the data set; kept for next time."""
         if self._stand_in is None:
             found: list[Any] = []
             for index in range(len(self.dataset)):
-                sample = self._sample(index, index)
+                sample = _sample(self.dataset, index, seed=index)
                 if not isinstance(sample, Unreadable):
                     found.append(sample)
                 if len(found) == 2:
@@ -120,9 +115,7 @@ class _Samples:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        _seed_all(index)
-        with located(f"while reading sample {index}"):
-            return self._dataset[index]
+        return _sample(self._dataset, index, seed=index)
 
 
 class _DigestReader(torch.utils.data.Dataset[Any]):
@@ -137,10 +130,12 @@ class _DigestReader(torch.utils.data.Dataset[Any]):
         return digest.card, digest.sketch()
 
 
-def _seed_all(seed: int) -> None:
+def _sample(dataset: Any, index: int, seed: int) -> Any:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
+    with located(f"while reading sample {index}"):
+        return dataset[index]
 
 
 def _as_it_is(fetched: Fetched) -> Fetched:
