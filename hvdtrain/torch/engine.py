@@ -9,7 +9,7 @@ import torch
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.core.resources import keep_freed_memory
-from hvdtrain.core.world import World, given_or_current
+from hvdtrain.core.world import World
 from hvdtrain.torch.engines.base import TorchEngine
 from hvdtrain.torch.engines.solo import Solo
 
@@ -60,8 +60,3 @@ def device_of(world: World) -> torch.device:
     """Returns where this rank computes; ranks that carry no tensors do on the CPU."""
     device: torch.device = getattr(world.comm, "device", torch.device("cpu"))
     return device
-
-
-def world_or_current(world: World | None) -> World:
-    """Returns the world given, or that of the last `hvdtrain.init`; `ConfigError` if there is none."""
-    return given_or_current(world, "torch")

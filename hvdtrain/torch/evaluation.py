@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.sharding import check_evaluation
-from hvdtrain.core.world import World, fsum
+from hvdtrain.core.world import World, fsum, given_or_current
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.create import loader
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.source import Augment
-from hvdtrain.torch.engine import world_or_current
 from hvdtrain.torch.engines.buffers import synchronize
 from hvdtrain.torch.shell import unwrap
 
@@ -53,7 +52,7 @@ def evaluate(
         ConfigError: no samples, batches without targets, or metrics that are not one number a sample.
         ReplicaError: on every rank, when ranks report different metrics.
     """
-    world = world_or_current(world)
+    world = given_or_current(world, "torch")
     before = CLOCK.enter("evaluation")
     batches = data if isinstance(data, Loader) else None
     try:

@@ -11,7 +11,7 @@ from torch import nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
-from hvdtrain.core.world import World
+from hvdtrain.core.world import World, given_or_current
 from hvdtrain.torch import start
 from hvdtrain.torch.amp import Precision
 from hvdtrain.torch.batches import Batches
@@ -21,7 +21,7 @@ from hvdtrain.torch.checks.loss_proof import LossProof
 from hvdtrain.torch.checks.nonfinite import Losses
 from hvdtrain.torch.checks.refusals import check_model, check_optimizer
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.engine import engine_of, world_or_current
+from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines.base import Settings, Staged, staged_or_none
 from hvdtrain.torch.engines.sync_batchnorm import convert, revert
 from hvdtrain.torch.gradients import Gradients
@@ -87,7 +87,7 @@ def prepare(
     """
     options = Options(accumulate, clip, amp, compression, sync_batchnorm, channels_last, compile, verify, watch_every)
     _check_options(options, lr, data)
-    world = world_or_current(world)
+    world = given_or_current(world, "torch")
     check_model(model)
     staged = staged_or_none(model)
     if staged is not None:

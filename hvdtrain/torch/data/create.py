@@ -12,12 +12,12 @@ from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.resources import usable_cores, workers_for
 from hvdtrain.core.sharding import Plan
-from hvdtrain.core.world import World
+from hvdtrain.core.world import World, given_or_current
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.memory import Rows, memory_of
 from hvdtrain.torch.data.source import Augment, Source
 from hvdtrain.torch.data.workers import Workers
-from hvdtrain.torch.engine import device_of, world_or_current
+from hvdtrain.torch.engine import device_of
 
 
 def augment_of(data: Any) -> Augment | None:
@@ -100,7 +100,7 @@ def loader(
         ConfigError: an argument is wrong, or the data has no samples.
         ReplicaError: ranks gave different data, or the same in another order, or different batches, seeds or orders.
     """
-    world = world_or_current(world)
+    world = given_or_current(world, "torch")
     seed = world.seed if seed is None else seed
     source = source_of(data, world, workers=workers, collate=collate)
     plan = Plan(source.samples, world.size, per_rank_batch, seed=seed, shuffle=shuffle, tail=tail)

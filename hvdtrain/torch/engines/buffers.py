@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -45,17 +45,21 @@ def synchronize(model: nn.Module, world: World) -> None:
 
 def average_(tensors: Sequence[Tensor], world: World) -> None:
     """Sets floating tensors to their mean over ranks, summed in float64; collective."""
-    for group in _groups(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in group])
-        flat = engine_of(world).sum_(flat) / world.size
-        _unpack(flat, group)
+    _exchange(tensors, lambda flat: engine_of(world).sum_(flat.double()) / world.size)
 
 
 def broadcast_(tensors: Sequence[Tensor], world: World, root: int = 0) -> None:
     """Gives every rank root's tensors, in place; collective. Any dtypes, layouts in memory and devices."""
+    _exchange(tensors, lambda flat: engine_of(world).broadcast_(flat, root))
+
+
+def _exchange(tensors: Sequence[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
     for group in _groups(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        _unpack(engine_of(world).broadcast_(flat, root), group)
+        flat = collective(torch.cat([tensor.detach().reshape(-1) for tensor in group]))
+        pieces = flat.split([tensor.numel() for tensor in group])
+        for tensor, piece in zip(group, pieces, strict=True):
+            # through .data: a buffer that a pending backward pass has saved is not in use any more, or unchanged
+            tensor.data.copy_(piece.view(tensor.shape))
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -73,13 +77,6 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             group.append(tensor)
             size += tensor.nbytes
         yield group
-
-
-def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        # through .data: a buffer that a pending backward pass has saved is not in use any more, or unchanged
-        tensor.data.copy_(piece.view(tensor.shape))
 
 
 @contextmanager
