@@ -16,7 +16,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.session import Session
-from hvdtrain.torch.staged import channels_last, refuse_call
+from hvdtrain.torch.staged import channels_last, in_one_call
 
 # the module's own methods: names in state dicts, in parameter lists and in printed text are those of the plain module
 _DELEGATED = (
@@ -27,6 +27,7 @@ _DELEGATED = (
     "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook", "__repr__", "__getitem__", "__len__",
     "__iter__",
 )  # fmt: skip
+_DELEGATED_CHAINED = ("train", "requires_grad_", "apply")  # these return the model
 _OWN = ("module", "session", "training")
 
 
@@ -50,8 +51,11 @@ class Model(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module on a batch, through the engine; float outputs come in float32 under mixed precision."""
-        if torch.is_grad_enabled() and self.session.staged is not None:
-            refuse_call(self.session.module)
+        if torch.is_grad_enabled() and self.session.staged is not None and self.session.module.training:
+            raise in_one_call(
+                "model(x) in training mode",
+                "loss = optimizer.forward_backward(x, y, loss_fn); or model.eval() and torch.no_grad() for its outputs",
+            )
         return self._enter(None, args, kwargs)
 
     def _enter(self, call: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,18 +95,6 @@ class Model(nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         self.module.train(mode)
-
-    def train(self, mode: bool = True) -> Model:
-        self.module.train(mode)
-        return self
-
-    def requires_grad_(self, requires_grad: bool = True) -> Model:
-        self.module.requires_grad_(requires_grad)
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> Model:
-        self.module.apply(fn)
-        return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's: between a closing backward and its step it is refused."""
@@ -167,12 +159,13 @@ class Model(nn.Module):
 
 def _delegate(name: str) -> Callable[..., Any]:
     def method(self: Model, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.module, name)(*args, **kwargs)
+        found = getattr(self.module, name)(*args, **kwargs)
+        return self if name in _DELEGATED_CHAINED else found
 
     method.__name__ = name
     method.__doc__ = f"The module's own `{name}`."
     return method
 
 
-for _name in _DELEGATED:
+for _name in _DELEGATED + _DELEGATED_CHAINED:
     setattr(Model, _name, _delegate(_name))

@@ -26,7 +26,7 @@ from hvdtrain.torch.engines.base import EngineModel
 from hvdtrain.torch.gradients import Gradients, check_loss, zero_gradients
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.session import Session, rates_of
-from hvdtrain.torch.staged import SMALLER_STAGES, Loss, refuse_backward, run_step
+from hvdtrain.torch.staged import SMALLER_STAGES, Loss, in_one_call, run_step
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -150,7 +150,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         session, gradients = self.session, self.session.gradients
         if session.staged is not None:
-            raise refuse_backward()
+            raise in_one_call("optimizer.backward(loss)", "loss = optimizer.forward_backward(x, y, loss_fn)")
         batch = require_batch(session.batches.now())
         gradients.check_turn(batch)
         session.batches.check_calls()

@@ -173,7 +173,10 @@ class Rates:
             )
         factor = self.lr.at(samples_seen, self.global_batch) / self.lr.base
         for group, base in zip(self._optimizer.param_groups, self._bases, strict=True):
-            _set(group, base * factor)
+            if isinstance(group["lr"], torch.Tensor):  # of capturable optimizers
+                group["lr"].fill_(base * factor)
+            else:
+                group["lr"] = base * factor
         self._last = rates_of(self._optimizer)
 
     def forget(self) -> None:
@@ -199,10 +202,3 @@ def _marks(optimizer: torch.optim.Optimizer) -> list[bool]:
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
     """The rate of each group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def _set(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], torch.Tensor):  # of capturable optimizers
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import tail_pieces
@@ -163,23 +163,11 @@ def run_step(
         return mean.to(session.engine.device)
 
 
-def refuse_backward() -> ConfigError:
-    """The error for a loss of a model in stages."""
+def in_one_call(received: str, remedy: str) -> ConfigError:
+    """The error for a pipeline that is trained in any other way."""
     return ConfigError(
-        "a pipeline computes its loss and gradients in one call, a micro-batch at a time",
-        "optimizer.backward(loss)",
-        "loss = optimizer.forward_backward(x, y, loss_fn)",
+        "a pipeline computes its loss and gradients in one call, a micro-batch at a time", received, remedy
     )
-
-
-def refuse_call(model: nn.Module) -> None:
-    """Raises `ConfigError` where a pipeline is called to be trained."""
-    if torch.is_grad_enabled() and model.training:
-        raise ConfigError(
-            "a pipeline computes its loss and gradients in one call, a micro-batch at a time",
-            "model(x) in training mode",
-            "loss = optimizer.forward_backward(x, y, loss_fn); or model.eval() and torch.no_grad() for its outputs",
-        )
 
 
 def channels_last(value: Any) -> Any:

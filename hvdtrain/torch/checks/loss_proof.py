@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -90,7 +91,7 @@ class LossProof:
         if reading.across:
             self.found(f"{_COUPLED} ({', '.join(reading.across)})", tally, weight)
         if reading.unknown:
-            tally.unknown()
+            tally.divisors = math.nan
             self._note(reading.unknown, tally)
             return
         tally.compare(reading.terms, weight, samples, loss)

@@ -83,10 +83,6 @@ class Tally:
 
         self.text = text
 
-    def unknown(self) -> None:
-        """What the loss divides by cannot be read."""
-        self.divisors = math.nan
-
     def tensor(self, device: torch.device) -> Tensor:
         """Returns float64 [SIZE], to be summed over ranks."""
         given = float(bool(self.given))
