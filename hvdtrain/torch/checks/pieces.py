@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -246,7 +246,7 @@ def _modules(step: Any, depth: int = 3) -> Iterator[nn.Module]:
         inner += step.__defaults__ or ()
     elif isinstance(step, (list, tuple)):
         inner = list(step)
-    elif not isinstance(step, (nn.Module, type)) and type(step).__module__ not in ("builtins", "torch"):
+    elif not isinstance(step, (nn.Module, type, ModuleType)) and type(step).__module__ not in ("builtins", "torch"):
         inner = [value for value in getattr(step, "__dict__", {}).values() if isinstance(value, nn.Module)]
     for value in inner:
         yield from _modules(value, depth - 1)
