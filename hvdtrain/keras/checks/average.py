@@ -39,10 +39,7 @@ def prove(model: keras.Model, session: Session) -> Proof:
     world, optimizer = session.world, model.optimizer
     if is_stock(optimizer):  # it cannot even list its variables
         raise missing_hook(model.name, optimizer)
-    shared = replicas.replicated(model)
-    replicas.check_equal(
-        shared, world, lambda: BACKEND.checksums(shared), when="when training starts (forgotten broadcast?)"
-    )
+    replicas.check_equal(replicas.replicated(model), world, when="when training starts (forgotten broadcast?)")
     variables = [v for v in model.trainable_variables if not overwrites(v)]
     factor = 1.0 + 2.0 * (world.rank - (world.size - 1) / 2.0)  # ... -1, 1, 3 ...: the mean over ranks is exactly 1
     with _scratch(model, optimizer), _proving(session):

@@ -67,16 +67,18 @@ def fingerprint(model: keras.Model) -> str:
     return digest.hexdigest()
 
 
-def check_equal(variables: Sequence[Any], world: World, checksums: Callable[[], np.ndarray], *, when: str) -> None:
-    """Compares one checksum per variable over ranks; collective, the same two small all-reduces on every
-    rank.
+def check_equal(
+    variables: Sequence[Any], world: World, checksums: Callable[[], np.ndarray] | None = None, *, when: str
+) -> None:
+    """Compares one checksum per variable over several ranks (`checksums`: a function for it that is made once);
+    collective, the same two small all-reduces on every rank.
 
     Raises:
         ReplicaError: on every rank, naming the first variable that differs and each rank's values.
     """
-    if world.size == 1 or not variables:
+    if not variables:
         return
-    differing = _differing(checksums(), world)
+    differing = _differing(BACKEND.checksums(variables) if checksums is None else checksums(), world)
     if not differing.size:
         return
     first = variables[int(differing[0])]
@@ -171,8 +173,6 @@ def check_same_variables(variables: Sequence[Any], world: World) -> None:
 
 def broadcast(variables: Sequence[Any], world: World, root: int = 0) -> None:
     """Sets variables to root's values, bit for bit and whatever the dtype; collective."""
-    if world.size == 1:
-        return
     for group in _groups(variables):
         mine = [np.array(BACKEND.to_numpy(v), order="C", copy=True) for v in group]  # keeps 0-d shapes
         data = b"".join(value.tobytes() for value in mine) if world.rank == root else None
