@@ -24,7 +24,7 @@ import keras
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.lr import LR
-from hvdtrain.core.world import World
+from hvdtrain.core.world import World, given_or_current
 from hvdtrain.keras import averaging, fit, fit_callbacks, reduce, start
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import model_state
@@ -37,7 +37,6 @@ from hvdtrain.keras.session import (
     require_compiled,
     require_keras,
     session_of,
-    world_or_current,
 )
 from hvdtrain.runs.checkpoint import Checkpointer
 from hvdtrain.runs.log import RunLog
@@ -92,7 +91,7 @@ def prepare(
         raise ConfigError(
             "watch_every is a number of steps, 0 for never", f"watch_every={watch_every}", "use 0 or more"
         )
-    world = world_or_current(world)
+    world = given_or_current(world, "keras")
     session = Session(
         world, compression, sparse_as_dense, verify, watch_every, lr=lr,
         per_rank_batch=_batch_of(data, lr, per_rank_batch),
@@ -190,7 +189,7 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
     found = session_of(model) or session_of(model.optimizer)
     if found is not None and world is not None and world.comm is not found.world.comm:
         raise ConfigError("verify() proves the averaging over the model's own ranks", "another world")
-    session = found if found is not None else Session(world_or_current(world))
+    session = found if found is not None else Session(given_or_current(world, "keras"))
     if session.alone:
         return Proof(1, len(model.trainable_variables))
     with BACKEND.eager():
@@ -207,7 +206,7 @@ def _session_for(model: keras.Model) -> Session:
         inner = [session_of(leaf) for leaf in [model.optimizer, *leaves_of(model.optimizer)]]
         found = next((session for session in inner if session is not None), None)
     if found is None:
-        found = Session(world_or_current(None))
+        found = Session(given_or_current(None, "keras"))
     vars(model)[KEY] = found
     return found
 

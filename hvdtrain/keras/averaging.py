@@ -96,11 +96,11 @@ def _apply(self: Any, grads: Any, trainable_variables: Any = None, *, name: str,
     if session.live is None and name not in session.compared:
         session.compared.add(name)
         _compare_alone(self, variables, session)
-    if session.live is None and not session.proving and not session.alone_reported:
-        session.alone_reported = True
+    if session.live is None and not session.proving:
         session.say(
             "updates outside of a prepared model's train step: all ranks weigh the same, whatever samples each has"
-            ' (loader(..., tail="drop") deals the same number to all)'
+            ' (loader(..., tail="drop") deals the same number to all)',
+            once="alone",
         )
     special = [reduce.overwrites(variable) for variable in variables]
     plain = reduce.weigh([None if s else g for g, s in zip(grads, special, strict=True)], session)
@@ -362,11 +362,11 @@ def _live_batch(session: Session, samples: Any, *, at_once: bool = True) -> Iter
     """Notes the samples of the batch in flight; their sum over ranks starts at once, beside the forward pass, or when
     it is needed.
     """
-    name = f"{session.name}.live"
-    session.live = LiveBatch(samples, lambda: BACKEND.start_sum(samples, name), BACKEND.finish_sum)
+    start_sum = functools.cache(lambda: BACKEND.start_sum(samples, f"{session.name}.live"))
+    session.live = LiveBatch(samples, functools.cache(lambda: BACKEND.finish_sum(start_sum())))
     try:
         if at_once:
-            session.live.start()
+            start_sum()
         yield
         if at_once:
             session.live.total()  # a step that never reached the optimizer still takes part in the sum

@@ -13,10 +13,10 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Dealt, Plan, check_evaluation
-from hvdtrain.core.world import World
+from hvdtrain.core.world import World, given_or_current
 from hvdtrain.keras import averaging, metric_states
 from hvdtrain.keras.checks import replicas
-from hvdtrain.keras.session import KEY, NO_SAMPLE, Session, world_or_current
+from hvdtrain.keras.session import KEY, NO_SAMPLE, Session
 
 
 class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
@@ -158,7 +158,7 @@ def loader(
         ConfigError: arrays of different lengths, data of another kind, an argument out of range, both kinds of weights.
         ReplicaError: the ranks' data or its order differ.
     """
-    world = world_or_current(world)
+    world = given_or_current(world, "keras")
     x, y, weights = _unpacked(data)
     x, y = arrays(x, "x"), arrays(y, "y")
     weights = _weights(y, weights, class_weight)
@@ -189,7 +189,7 @@ def evaluate(
         ConfigError: arrays of different lengths, data of another kind, or no batch size.
         ReplicaError: replicas, data or sets of metrics that differ.
     """
-    world = world_or_current(world)
+    world = given_or_current(world, "keras")
     check_evaluation(data, per_rank_batch)
     if not isinstance(data, Loader):
         assert per_rank_batch is not None  # checked

@@ -253,12 +253,12 @@ def _check_clock(session: Session, callbacks: Any, given: dict[str, Any]) -> Non
 def _tell_what_is_not_saved(session: Session, callbacks: Any) -> None:
     """Checkpoints have the model's state; what callbacks of Keras count is in no file (of BackupAndRestore, too)."""
     counting = [type(c).__name__ for c in _listed(callbacks) if isinstance(c, (_K.EarlyStopping, _K.ReduceLROnPlateau))]
-    if session.saves and counting and not session.counting_reported:
-        session.counting_reported = True
+    if session.saves and counting:
         session.say(
             f"{' and '.join(counting)}: a run that is resumed from a checkpoint begins to count there anew, with the"
             " learning rate that its last epoch was trained with; the best value so far and the epochs without a better"
-            " one are in no checkpoint"
+            " one are in no checkpoint",
+            once="counting",
         )
 
 

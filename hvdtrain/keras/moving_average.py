@@ -75,12 +75,12 @@ def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, wit
             "use_ema: goes on with the weights themselves, as one fit would; Keras had written the average over them at"
             " the end of the last fit, which ended or began within an epoch"
         )
-    elif variables and session.saves and not session.average_reported:
-        session.average_reported = True
+    elif variables and session.saves:
         session.say(
             "use_ema: goes on from the average, which Keras wrote over the weights at the end of the last fit; a run"
             " that is resumed from the last checkpoint of a fit goes on with the weights themselves, as in one fit:"
-            " train in one fit(epochs=...), and both are the same"
+            " train in one fit(epochs=...), and both are the same",
+            once="average",
         )
 
 

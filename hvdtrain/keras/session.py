@@ -19,7 +19,7 @@ import numpy as np
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.lr import LR
-from hvdtrain.core.world import World, given_or_current
+from hvdtrain.core.world import World
 from hvdtrain.runs.clock import Clock
 from hvdtrain.runs.parts import Progress
 
@@ -29,27 +29,17 @@ KEY = "_hvdtrain"
 NO_SAMPLE = float("nan")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LiveBatch:
-    """The batch in flight: this rank's samples, and their sum over ranks on its way."""
+    """The batch in flight.
+
+    Attributes:
+        samples: this rank's.
+        total: gives those of all ranks; waits for the sum the first time.
+    """
 
     samples: Any
-    begin: Callable[[], Any]
-    finish: Callable[[Any], Any]
-    _started: Any = None
-    _total: Any = None
-
-    def start(self) -> None:
-        """Starts the sum over ranks; once."""
-        if self._started is None:
-            self._started = self.begin()
-
-    def total(self) -> Any:
-        """Samples of all ranks; waits for the sum the first time."""
-        if self._total is None:
-            self.start()
-            self._total = self.finish(self._started)
-        return self._total
+    total: Callable[[], Any]
 
 
 @dataclass
@@ -83,15 +73,14 @@ class Session:
         fitting: `fit` runs, and has been checked; fitted: the `Loader` that it reads; `None`: data that hvdtrain
             does not deal.
         kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.Kept`);
-            average_reported: the note on several fits with averages was printed.
-        counting_reported: the note on what callbacks count was printed.
-        loaded: a checkpoint was loaded since the last `fit`.
+            loaded: a checkpoint was loaded since the last `fit`.
+        said: the notes that are said once.
         first_epoch: `initial_epoch` of this `fit`.
         executions: calls of the train function in this epoch.
         stops_in_epoch: a stop within the epoch is shared (ranks ask each other after every step), or no `fit` runs.
         compared: what was compared over ranks in this `fit`: "step", or an optimizer's collectives.
         applying: the hooked optimizer is at work, with those it holds.
-        proving: trial updates are made; alone_reported: the note on updates outside of a train step was printed.
+        proving: trial updates are made.
         first_batch: numbers of the first batch; `False` until there is one, `None` if it is not needed.
         proof: the result of the last verification.
     """
@@ -129,15 +118,13 @@ class Session:
     waited: Callable[[], float] = float
     kept_weights: Any = None
     loaded: bool = False
-    average_reported: bool = False
-    counting_reported: bool = False
+    said: set[str] = field(default_factory=set)
     first_epoch: int = 0
     executions: int = 0
     stops_in_epoch: bool = True
     compared: set[str] = field(default_factory=set)
     applying: bool = False
     proving: bool = False
-    alone_reported: bool = False
     first_batch: Any = None
     proof: Any = None
 
@@ -150,15 +137,12 @@ class Session:
     def alone(self) -> bool:
         return self.world.size == 1
 
-    def say(self, text: str) -> None:
-        """Prints a note once, on rank 0."""
-        if self.world.is_main:
+    def say(self, text: str, *, once: str = "") -> None:
+        """Prints a note, on rank 0; one that has a name (`once`) the first time only."""
+        if self.world.is_main and once not in self.said:
             print(f"hvdtrain: {text}", flush=True)
-
-
-def world_or_current(world: World | None) -> World:
-    """Returns the world given, or that of the last `hvdtrain.init`; `ConfigError` if there is none."""
-    return given_or_current(world, "keras")
+            if once:
+                self.said.add(once)
 
 
 def session_of(target: Any) -> Session | None:

@@ -42,7 +42,7 @@ def prove(model: keras.Model, session: Session) -> Proof:
     replicas.check_equal(replicas.replicated(model), world, when="when training starts (forgotten broadcast?)")
     variables = [v for v in model.trainable_variables if not overwrites(v)]
     factor = 1.0 + 2.0 * (world.rank - (world.size - 1) / 2.0)  # ... -1, 1, 3 ...: the mean over ranks is exactly 1
-    with _scratch(model, optimizer), _proving(session):
+    with _scratch(model, optimizer, session):
         start = _values(variables)
         pattern = _pattern(optimizer, variables)
         averaged = _update(optimizer, variables, _times(pattern, factor))
@@ -56,7 +56,7 @@ def prove(model: keras.Model, session: Session) -> Proof:
     tolerance = _TOLERANCE * largest
     if not all(np.isfinite(d) and d <= tolerance for _, d, _ in reports):
         raise _not_averaged(model, [d for _, d, _ in reports], [o for _, _, o in reports], tolerance)
-    if max(_largest_gap(mean, alone, world), 0.0) <= tolerance:
+    if max(world.gather(_largest(mean, alone))) <= tolerance:
         raise ReplicaError(
             "the proof needs an optimizer whose update depends on the gradient",
             f"{type(optimizer).__name__} makes the same update for different gradients (largest step {step:.3g})",
@@ -65,20 +65,6 @@ def prove(model: keras.Model, session: Session) -> Proof:
         )
     difference = max(gap for _, gap, _ in reports) / largest
     return Proof(world.size, len(variables), difference, replicas.fingerprint(model), time.perf_counter() - started)
-
-
-@contextmanager
-def _proving(session: Session) -> Iterator[None]:
-    session.proving = True
-    try:
-        yield
-    finally:
-        session.proving = False
-
-
-def _largest_gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray], world: Any) -> float:
-    """The largest difference on any rank; collective."""
-    return max(world.gather(_largest(a, b)))
 
 
 def _not_averaged(model: keras.Model, off: Sequence[float], own: Sequence[float], tolerance: float) -> ReplicaError:
@@ -146,13 +132,14 @@ def _largest(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
 
 # -------------------------------------------------------------------- scratch state
 @contextmanager
-def _scratch(model: keras.Model, optimizer: Any) -> Iterator[None]:
+def _scratch(model: keras.Model, optimizer: Any, session: Session) -> Iterator[None]:
     """Sets the optimizer up for one telling update (rate > 0, accumulators empty, update due), and undoes
     everything.
     """
     variables = replicas.everything(model)
     before = BACKEND.copies(variables)
     rates = []
+    session.proving = True
     try:
         for leaf in leaves_of(optimizer):
             rates.append((leaf, vars(leaf)["_learning_rate"]))
@@ -165,6 +152,7 @@ def _scratch(model: keras.Model, optimizer: Any) -> Iterator[None]:
                         accumulator.assign(keras.ops.zeros_like(accumulator))
         yield
     finally:
+        session.proving = False
         for leaf, rate in rates:
             vars(leaf)["_learning_rate"] = rate
         BACKEND.put_back(variables, before)
