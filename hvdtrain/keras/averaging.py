@@ -27,6 +27,7 @@ from hvdtrain.keras.session import (
     KEY,
     LiveBatch,
     Session,
+    hook,
     is_built,
     is_hooked,
     is_stock,
@@ -175,88 +176,74 @@ def attach(model: keras.Model, session: Session) -> None:
     session.attached = True
     if session.alone:
         return
-    refuse_synchronized(model)
-    _refuse_stateful(model)
+    _refuse_layers(model)
     units.check_reduction(model)
     hook_test_step(model)
     steps.wrap_train_function(model)
     for index, optimizer in enumerate(optimizers_of(model)):
         hook_optimizer(optimizer, session, index)
-    _no_xla(model, session)
-    if "train_step" not in vars(model):
-        session.own_step = type(model).train_step is not keras.Model.train_step
-        vars(model)["train_step"] = _make_train_step(model, model.train_step)
-        model.train_function = None
-
-
-def refuse_synchronized(model: keras.Model) -> None:
-    """Refuses batch normalisation that asks for the statistics of all ranks.
-
-    Raises:
-        ConfigError: Keras computes them inside `tf.distribute` only, and else says nothing.
-    """
-    asking = [layer.name for layer in model._flatten_layers() if getattr(layer, "synchronized", False)]
-    if asking:
-        raise ConfigError(
-            "each rank normalises by its own part of the batch: Keras synchronises inside tf.distribute only",
-            f"BatchNormalization(synchronized=True): {', '.join(asking)}",
-            "leave synchronized out, or use GroupNormalization, whose result does not depend on the batch",
-        )
-
-
-def _refuse_stateful(model: keras.Model) -> None:
-    """Refuses layers that keep a state for each row of a batch from one batch to the next.
-
-    Raises:
-        ConfigError: at the end of an epoch, and in checkpoints, one rank's rows would stand for all.
-    """
-    asking = [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
-    if asking:
-        raise ConfigError(
-            "a layer keeps no state of a batch's rows for the next batch: ranks have other rows",
-            f"stateful=True: {', '.join(asking)}",
-            "leave stateful out, and cut sequences so that each begins anew (or give the state as an input)",
-        )
-
-
-def _no_xla(model: keras.Model, session: Session) -> None:
-    """Horovod's operations have no XLA kernel (nor does torch.compile see through them)."""
+    # Horovod's operations have no XLA kernel, nor does torch.compile see through them
     if getattr(model, "jit_compile", False):
         model.jit_compile = False
         model.train_function = None
         session.say(
             f"model {model.name!r}: jit_compile=True is now False: all-reduces cannot be compiled into the step"
         )
+    if hook(model, "train_step", functools.partial(_train_step, model)):
+        session.own_step = type(model).train_step is not keras.Model.train_step
+        model.train_function = None
 
 
-def _make_train_step(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps a model's train step (its own or the user's): checks before it, the batch's weight around it."""
+def _refuse_layers(model: keras.Model) -> None:
+    """Refuses layers that ask for what ranks do not have.
 
-    @functools.wraps(inner)
-    def train_step(data: Any) -> Any:
-        session: Session = vars(model)[KEY]
-        _before_step(model, session, data)
-        steps.note_batch(session, data)
-        samples, data, may_be_dead = _split_dead(data)
-        if not session.loss_proven and session.verify and not session.own_step:
-            BACKEND.keep_first(data, session)
-        with (
-            _live_batch(session, samples),
-            units.weighed(session, data),
-            _all_averaged(model, session),
-            rng.of_step(session),
-        ):
-            # a batch without a sample must leave no trace in metrics and moving statistics
-            local = _rank_local(model, data) if may_be_dead else []
-            before = BACKEND.copies([model._loss_tracker.total]) if session.records else []
-            with BACKEND.unmoved_if_dead(samples, local) if may_be_dead else nullcontext():
-                logs = inner(data)
-            rng.check_saved(session)
-            if before:
-                BACKEND.note_loss(session, model._loss_tracker.total - before[0], f"{session.name}.loss")
-            return logs
+    Raises:
+        ConfigError: the statistics of all ranks, which Keras computes inside `tf.distribute` only, and else says
+            nothing; a state for each row of a batch, of which at the end of an epoch, and in checkpoints, one rank's
+            rows would stand for all.
+    """
+    for option, what, rule, remedy in (
+        (
+            "synchronized",
+            "BatchNormalization(synchronized=True)",
+            "each rank normalises by its own part of the batch: Keras synchronises inside tf.distribute only",
+            "leave synchronized out, or use GroupNormalization, whose result does not depend on the batch",
+        ),
+        (
+            "stateful",
+            "stateful=True",
+            "a layer keeps no state of a batch's rows for the next batch: ranks have other rows",
+            "leave stateful out, and cut sequences so that each begins anew (or give the state as an input)",
+        ),
+    ):
+        asking = [layer.name for layer in model._flatten_layers() if getattr(layer, option, False)]
+        if asking:
+            raise ConfigError(rule, f"{what}: {', '.join(asking)}", remedy)
 
-    return train_step
+
+def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> Any:
+    """A model's train step (Keras' own or the user's): checks before it, the batch's weight around it."""
+    session: Session = vars(model)[KEY]
+    _before_step(model, session, data)
+    steps.note_batch(session, data)
+    samples, data, may_be_dead = _split_dead(data)
+    if not session.loss_proven and session.verify and not session.own_step:
+        BACKEND.keep_first(data, session)
+    with (
+        _live_batch(session, samples),
+        units.weighed(session, data),
+        _all_averaged(model, session),
+        rng.of_step(session),
+    ):
+        # a batch without a sample must leave no trace in metrics and moving statistics
+        local = [*_metric_variables(model, data), *model.non_trainable_weights] if may_be_dead else []
+        before = BACKEND.copies([model._loss_tracker.total]) if session.records else []
+        with BACKEND.unmoved_if_dead(samples, local) if may_be_dead else nullcontext():
+            logs = inner(data)
+        rng.check_saved(session)
+        if before:
+            BACKEND.note_loss(session, model._loss_tracker.total - before[0], f"{session.name}.loss")
+        return logs
 
 
 def _all_averaged(model: keras.Model, session: Session) -> AbstractContextManager[None]:
@@ -274,12 +261,8 @@ def hook_test_step(model: keras.Model) -> None:
     """Makes batches without a sample leave no trace in an evaluation, and losses those of global batches where the
     ranks evaluate together (`together`).
     """
-    if "test_step" in vars(model):
-        return
-    inner = model.test_step
 
-    @functools.wraps(inner)
-    def test_step(data: Any) -> Any:
+    def test_step(inner: Callable[[Any], Any], data: Any) -> Any:
         session: Session = vars(model)[KEY]
         samples, data, may_be_dead = _split_dead(data)
         with ExitStack() as around:
@@ -290,24 +273,19 @@ def hook_test_step(model: keras.Model) -> None:
                 around.enter_context(units.weighed(session, data))
             return inner(data)
 
-    vars(model)["test_step"] = test_step
-    vars(model)["_symbolic_build"] = _without_marks(model._symbolic_build)
-    model.test_function = None
+    if hook(model, "test_step", test_step):
+        hook(model, "_symbolic_build", _without_marks)
+        model.test_function = None
 
 
-def _without_marks(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `_symbolic_build`, which Keras on torch calls with the first batch: a mark is no sample weight."""
-
-    @functools.wraps(inner)
-    def _symbolic_build(iterator: Any = None, data_batch: Any = None) -> Any:
-        if iterator is not None:
-            iterator = (
-                (begin, end, [_split_dead(found[0])[1]] if isinstance(found, (list, tuple)) else found)
-                for begin, end, found in iterator
-            )
-        return inner(iterator=iterator, data_batch=data_batch)
-
-    return _symbolic_build
+def _without_marks(symbolic_build: Callable[..., Any], iterator: Any = None, data_batch: Any = None) -> Any:
+    """Keras on torch gives it the first batch: a mark is no sample weight."""
+    if iterator is not None:
+        iterator = (
+            (begin, end, [_split_dead(found[0])[1]] if isinstance(found, (list, tuple)) else found)
+            for begin, end, found in iterator
+        )
+    return symbolic_build(iterator=iterator, data_batch=data_batch)
 
 
 @contextmanager
@@ -379,10 +357,3 @@ def _metric_variables(model: keras.Model, data: Any) -> list[Any]:
         with BACKEND.eager():
             model._symbolic_build(data_batch=data)
     return [variable for metric in model.metrics for variable in metric.variables]
-
-
-def _rank_local(model: keras.Model, data: Any) -> list[Any]:
-    """Variables that a step changes on its own rank only: metric states, and statistics such as
-    BatchNorm's.
-    """
-    return [*_metric_variables(model, data), *model.non_trainable_weights]

@@ -25,7 +25,7 @@ from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.keras import fit_callbacks, moving_average, start
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.data import Loader
-from hvdtrain.keras.session import KEY, Session
+from hvdtrain.keras.session import KEY, Session, hook
 from hvdtrain.keras.steps import same_work
 
 _K = keras.callbacks
@@ -44,8 +44,7 @@ _UNREAD = ("class_weight", "validation_split", "steps_per_epoch")
 def wrap_fit(model: keras.Model, session: Session) -> None:
     """Puts the checks around `model.fit`, once."""
     vars(model)[KEY] = session
-    if "fit" not in vars(model):
-        vars(model)["fit"] = functools.wraps(model.fit)(functools.partial(_fit, model, model.fit))
+    hook(model, "fit", functools.partial(_fit, model))
 
 
 def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

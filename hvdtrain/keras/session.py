@@ -184,16 +184,27 @@ def leaves_of(optimizer: Any) -> list[Any]:
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """While open, calls of `owner.name` are calls of `function`, which is given the original first."""
     original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return function(original, *args, **kwargs)
-
-    setattr(owner, name, replacement)
+    setattr(owner, name, _around(original, function))
     try:
         yield
     finally:
         setattr(owner, name, original)
+
+
+def hook(owner: Any, name: str, function: Callable[..., Any]) -> bool:
+    """The same for good, on this one object; once. Returns whether it was not done before."""
+    fresh = name not in vars(owner)
+    if fresh:
+        vars(owner)[name] = _around(getattr(owner, name), function)
+    return fresh
+
+
+def _around(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    return replacement
 
 
 def require_keras(target: Any) -> None:

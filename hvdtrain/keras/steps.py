@@ -13,33 +13,28 @@ import numpy as np
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import decompose, replicas
-from hvdtrain.keras.session import KEY, Session
+from hvdtrain.keras.session import KEY, Session, hook
 
 
 def wrap_train_function(model: keras.Model) -> None:
     """Makes the function that `fit` calls for each step (or `steps_per_execution` of them) count and compare."""
-    if "make_train_function" in vars(model):
-        return
-    inner = model.make_train_function
 
-    @functools.wraps(inner)
-    def make_train_function(force: bool = False) -> Any:
+    def make_train_function(inner: Callable[..., None], force: bool = False) -> Any:
         if model.train_function is None or force:
             inner(force=force)
             model.train_function = _counting(model, model.train_function)
         return model.train_function
 
-    vars(model)["make_train_function"] = make_train_function
-    model.train_function = None
+    if hook(model, "make_train_function", make_train_function):
+        model.train_function = None
 
 
 def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(inner)
     def train_function(data: Any) -> Any:
         session: Session = vars(model)[KEY]
-        with session.world.tracker.update(
-            f"of {session.name.replace('hvdtrain.', 'model ')}"
-        ):  # it waits for the ranks
+        key = f"of {session.name.replace('hvdtrain.', 'model ')}"
+        with session.world.tracker.update(key):  # it waits for the ranks
             logs = inner(data)
         session.executions += 1
         if "step" not in session.compared:
