@@ -112,21 +112,26 @@ class Epoch(Callback):
             self._trained(validates=True)
             self._train = self._now()  # validation is about to reset the metrics of training
             self._dealt = validation_loader(self.model) is not None
-            self._validates_together()
+            # losses are then those of global batches; those that do not divide by samples take a word among the ranks
+            batches = getattr(getattr(self.model, "_eval_epoch_iterator", None), "num_batches", None)
+            if not self.session.by_samples:
+                self.world.agree("number of validation steps (loader(...) deals the same to all ranks)", batches)
+            even = batches is not None and self.world.gather(batches) == [batches] * self.world.size
+            self._validation.enter_context(averaging.together(self.model, even=even))
 
     def on_test_end(self, logs: Any = None) -> None:
         self._validation.close()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._in_epoch = False
-        if logs is None or self.session.alone:
+        if logs is None:
             return
         validated = self._train is not None
         if not validated:
             self._trained(validates=False)
         self.world.agree("set of epoch logs", sorted(logs))
         train, samples = self._train or self._now()
-        known = dict(metric_states.results(self.model, train, self.world, samples))
+        known = metric_states.results(self.model, train, self.world, samples)
         if validated:
             states, val_samples = self._now()
             same = not self._dealt and metric_states.same(states, self.world)
@@ -146,18 +151,8 @@ class Epoch(Callback):
         replicas.check_equal(replicas.replicated(self.model), self.world, when="at the end of an epoch")
         replicas.average_statistics(self.model, self.world)
 
-    def _validates_together(self) -> None:
-        """Losses are then those of global batches; those that do not divide by samples take a word among the ranks."""
-        if self.session.alone:
-            return
-        batches = getattr(getattr(self.model, "_eval_epoch_iterator", None), "num_batches", None)
-        if not self.session.by_samples:
-            self.world.agree("number of validation steps (loader(...) deals the same to all ranks)", batches)
-        even = batches is not None and self.world.gather(batches) == [batches] * self.world.size
-        self._validation.enter_context(averaging.together(self.model, even=even))
-
     def _now(self) -> tuple[metric_states.States, float]:
-        return metric_states.states(self.model), metric_states.samples_of(self.model)
+        return metric_states.states(self.model), metric_states.seen(self.model)[1]
 
 
 class Count(Callback):
@@ -333,7 +328,7 @@ class Save(Callback):
     written: earlier checkpoints stay.
     """
 
-    def __init__(self, session: Session, checkpointer: Checkpointer, every_steps: int = 0) -> None:
+    def __init__(self, session: Session, checkpointer: Checkpointer, every_steps: int) -> None:
         super().__init__(session)
         self.checkpointer, self.every_steps = checkpointer, every_steps
         self._finite = True
@@ -402,12 +397,11 @@ def check_rate(optimizer: Any, lr: LR, global_batch: int) -> None:
             f"{type(optimizer).__name__} with {len(leaves)} optimizers, each with a rate of its own",
             "leave lr= out and give each a learning_rate (or schedule) for the global batch",
         )
-    for leaf in leaves:
-        own = leaf._learning_rate
-        if isinstance(own, keras.optimizers.schedules.LearningRateSchedule) or not isinstance(own, keras.Variable):
-            raise ConfigError(
-                "the learning rate is set in one place: lr=, or the optimizer's own schedule",
-                f"lr={lr} and {type(own).__name__} in {leaf.name!r}",
-                f"make the optimizer with learning_rate={lr.base}, or leave lr= out",
-            )
+    own = leaves[0]._learning_rate
+    if not isinstance(own, keras.Variable):
+        raise ConfigError(
+            "the learning rate is set in one place: lr=, or the optimizer's own schedule",
+            f"lr={lr} and {type(own).__name__} in {leaves[0].name!r}",
+            f"make the optimizer with learning_rate={lr.base}, or leave lr= out",
+        )
     lr.check_optimizer(rate_of(optimizer), global_batch)

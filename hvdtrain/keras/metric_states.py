@@ -7,7 +7,6 @@ right too. The sum is that of a metric's variables with Keras' default aggregati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -26,7 +25,7 @@ def states(model: keras.Model) -> States:
 
 def same(local: States, world: World) -> bool:
     """True if all ranks have the same states: they evaluated the same samples; collective."""
-    if world.size == 1 or not local:
+    if not local:
         return False
     flat = np.concatenate([np.asarray(a, np.float64).reshape(-1) for _, a in local])
     world.agree("set of metrics", flat.size)
@@ -35,30 +34,28 @@ def same(local: States, world: World) -> bool:
     return bool(high.any() and np.allclose(low, high, rtol=1e-6, atol=0))
 
 
-def results(
-    model: keras.Model, local: States, world: World, samples: float = 1.0, *, same: bool = False
-) -> dict[str, float]:
+def results(model: keras.Model, local: States, world: World, samples: float, *, same: bool = False) -> dict[str, float]:
     """Returns the metrics of all ranks' samples together; collective. This rank's states stay what they are.
 
     Args:
         model: whose metrics.
         local: this rank's states.
-        world: the ranks.
+        world: several ranks.
         samples: unused by summed states; the weight of states that are averaged.
         same: all ranks evaluated the same samples, which count once.
     """
     total = _sum(local, world, samples, all_means=same)
     keep = states(model)
     try:
-        _assign([v for v, _ in local], total)
+        _assign(total)
         return {name: _number(value) for name, value in model.get_metrics_result().items()}
     finally:
-        _assign([v for v, _ in keep], [value for _, value in keep])
+        _assign(keep)
 
 
-def _sum(local: States, world: World, samples: float, *, all_means: bool = False) -> list[np.ndarray]:
-    if world.size == 1 or not local:
-        return [value for _, value in local]
+def _sum(local: States, world: World, samples: float, *, all_means: bool) -> States:
+    if not local:
+        return []
     means = [all_means or getattr(v, "aggregation", "sum") == "mean" for v, _ in local]
     weighted = [
         np.asarray(a, np.float64) * (samples if m else 1.0) if samples or not m else np.zeros(a.shape)
@@ -67,16 +64,16 @@ def _sum(local: States, world: World, samples: float, *, all_means: bool = False
     flat = np.concatenate([*(a.reshape(-1) for a in weighted), [samples]])
     world.agree("set of metrics", [(tuple(a.shape), m) for a, m in zip(weighted, means, strict=True)])
     flat = BACKEND.host_allreduce(flat, "sum", "hvdtrain.metrics")
-    out, start = [], 0
-    for (_, value), mean in zip(local, means, strict=True):
-        part = flat[start : start + value.size].reshape(value.shape)
-        out.append((part / max(flat[-1], 1e-300) if mean else part).astype(value.dtype))
-        start += value.size
+    *parts, all_samples = np.split(flat, np.cumsum([a.size for a in weighted]))
+    out = []
+    for (variable, value), part, mean in zip(local, parts, means, strict=True):
+        part = part / max(all_samples[0], 1e-300) if mean else part
+        out.append((variable, part.reshape(value.shape).astype(value.dtype)))
     return out
 
 
-def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
-    for variable, value in zip(variables, values, strict=True):
+def _assign(values: States) -> None:
+    for variable, value in values:
         variable.assign(value)
 
 
@@ -95,8 +92,3 @@ def seen(model: keras.Model) -> tuple[float, float]:
     if getattr(tracker, "count", None) is None:
         return 0.0, 0.0
     return float(BACKEND.to_numpy(tracker.total)), float(BACKEND.to_numpy(tracker.count))
-
-
-def samples_of(model: keras.Model) -> float:
-    """Returns how many samples this rank's loss metric has counted since it was reset."""
-    return seen(model)[1]

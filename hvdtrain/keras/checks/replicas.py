@@ -198,10 +198,9 @@ def average(variables: Sequence[Any], world: World) -> None:
         flat = np.concatenate([np.asarray(value, np.float64).reshape(-1) for value in values])
         with world.in_step("average of statistics"):
             flat = BACKEND.host_allreduce(flat, "sum", "hvdtrain.average") / world.size
-        start = 0
-        for variable, value in zip(floats, values, strict=True):
-            variable.assign(flat[start : start + value.size].reshape(value.shape).astype(value.dtype))
-            start += value.size
+        parts = np.split(flat, np.cumsum([value.size for value in values[:-1]]))
+        for variable, value, part in zip(floats, values, parts, strict=True):
+            variable.assign(part.reshape(value.shape).astype(value.dtype))
     if others:
         broadcast(others, world)
 
