@@ -16,7 +16,7 @@ from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.core.world import World
 from hvdtrain.keras import moving_average, rng
 from hvdtrain.keras.checks import replicas
-from hvdtrain.keras.session import Session, is_built, optimizers_of, require_compiled, session_of
+from hvdtrain.keras.session import KEY, Session, is_built, optimizers_of, require_compiled, session_of
 from hvdtrain.runs.parts import ExtraPart, Part, Progress
 
 
@@ -158,14 +158,10 @@ class RandomPart(Part):
         if not same_size:
             rng.apply_derived(self.model, state, self.world.rank)
             state = rng.capture(self.model)
-        session = session_of(self.model)
-        if session is not None:
-            session.restored_random = state
+        vars(self.model)[KEY].restored_random = state
 
     def restored(self, progress: Progress) -> None:
-        session = session_of(self.model)
-        if session is not None:
-            session.progress = progress
+        vars(self.model)[KEY].progress = progress
 
 
 def _of_lora(model: keras.Model) -> list[Any]:
@@ -183,18 +179,19 @@ class Extra(ExtraPart):
 
     def put_back(self, value: Any, saved: Any) -> Any:
         variables = value.variables if _has_variables(value) else [value] if isinstance(value, keras.Variable) else []
-        received = saved if _has_variables(value) else [saved]
-        if len(variables) > 0 and len(received) != len(variables):
-            raise ValueError(f"{len(received)} variables in the checkpoint, {len(variables)} here")
-        for variable, array in zip(variables, received, strict=False):
-            variable.assign(array)
-        if isinstance(value, np.ndarray):
+        if variables:
+            received = saved if _has_variables(value) else [saved]
+            if len(received) != len(variables):
+                raise ValueError(f"{len(received)} variables in the checkpoint, {len(variables)} here")
+            for variable, array in zip(variables, received, strict=True):
+                variable.assign(array)
+        elif isinstance(value, np.ndarray):
             if value.shape != saved.shape:
                 raise ValueError(f"shape {saved.shape} in the checkpoint, {value.shape} here")
             value[...] = saved
-        elif not variables and keras.ops.is_tensor(value):
+        elif keras.ops.is_tensor(value):
             return keras.ops.convert_to_tensor(saved, dtype=value.dtype)
-        elif not variables:
+        else:
             return super().put_back(value, saved)
         return value
 

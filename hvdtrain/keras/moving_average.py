@@ -28,30 +28,27 @@ class Kept:
     began_within: bool
 
 
-def _averaged(model: keras.Model) -> tuple[list[Any], list[Any]]:
-    """The weights that have an average, and the averages."""
-    leaves = [leaf for leaf in leaves_of(model.optimizer) if getattr(leaf, "use_ema", False) and leaf.built]
-    pairs = [
-        (weight, average)
-        for leaf in leaves
-        for weight, average in zip(leaf._trainable_variables, leaf._model_variables_moving_average, strict=True)
-        if average is not None
-    ]
-    return [weight for weight, _ in pairs], [average for _, average in pairs]
+def _averaged(model: keras.Model) -> list[Any]:
+    """The weights that have an average, each followed by it."""
+    found: list[Any] = []
+    for leaf in leaves_of(model.optimizer):
+        if getattr(leaf, "use_ema", False) and leaf.built:
+            pairs = zip(leaf._trainable_variables, leaf._model_variables_moving_average, strict=True)
+            found += [variable for pair in pairs if pair[1] is not None for variable in pair]
+    return found
 
 
 def _overwritten(model: keras.Model) -> list[Any]:
-    """Weights and averages, if they are the same bit for bit, as the end of `fit` leaves them; else none."""
-    weights, averages = _averaged(model)
-    pairs = zip(weights, averages, strict=True)
+    """The same, if weights and averages are equal bit for bit, as the end of `fit` leaves them; else none."""
+    found = _averaged(model)
+    pairs = zip(found[::2], found[1::2], strict=True)
     same = (np.array_equal(BACKEND.to_numpy(weight), BACKEND.to_numpy(average)) for weight, average in pairs)
-    return [*weights, *averages] if all(same) else []
+    return found if all(same) else []
 
 
 def keep(model: keras.Model, session: Session, *, began_within: bool) -> None:
     """Keeps weights and averages, before anybody writes or swaps the ones over the others."""
-    weights, averages = _averaged(model)
-    session.kept_weights = Kept(BACKEND.copies([*weights, *averages]), began_within)
+    session.kept_weights = Kept(BACKEND.copies(_averaged(model)), began_within)
 
 
 def _not_swapped(callbacks: Sequence[Any]) -> None:

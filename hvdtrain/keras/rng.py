@@ -24,7 +24,7 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.world import World
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.session import Session, session_of
+from hvdtrain.keras.session import KEY, Session
 
 
 def seed_variables(model: keras.Model) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def capture(model: keras.Model) -> dict[str, np.ndarray]:
     """Returns this rank's random state as plain arrays (no pickle needed to store them)."""
     state = {name: BACKEND.to_numpy(variable).copy() for name, variable in seed_variables(model).items()}
     state.update(_as_arrays(_host(), ""))
-    session = session_of(model)
-    if session is not None and session.step_random is not None:
+    session: Session = vars(model)[KEY]
+    if session.step_random is not None:
         state.update(_as_arrays(session.step_random, "step."))
     state.update({key: value.copy() for key, value in BACKEND.random_state().items()})
     return state
@@ -64,9 +64,8 @@ def restore(model: keras.Model, state: Mapping[str, np.ndarray]) -> None:
         if name in state:
             variable.assign(state[name])
     _set_host(_from_arrays(state, ""))
-    session = session_of(model)
-    if session is not None and "step.python" in state:
-        session.step_random = _from_arrays(state, "step.")
+    if "step.python" in state:
+        vars(model)[KEY].step_random = _from_arrays(state, "step.")
     BACKEND.set_random_state({key: np.asarray(value) for key, value in state.items()})
 
 
@@ -119,15 +118,6 @@ def of_step(session: Session) -> Iterator[None]:
 # -------------------------------------------------------------------- each rank its own
 
 
-def derive(state: Mapping[str, np.ndarray], rank: int) -> dict[str, int]:
-    """Returns a seed in [0, 2**31) for each entry of rank 0's state, for another rank; pure."""
-    out = {}
-    for key, value in state.items():
-        digest = hashlib.sha256(f"{key}:{rank}:".encode() + np.ascontiguousarray(value).tobytes()).digest()
-        out[key] = int.from_bytes(digest[:4], "little") & 0x7FFFFFFE
-    return out
-
-
 def split_streams(model: keras.Model, world: World) -> None:
     """Gives every rank its own random streams, derived from rank 0's; collective."""
     if world.size == 1:
@@ -141,12 +131,13 @@ def apply_derived(model: keras.Model, state: Mapping[str, np.ndarray], rank: int
 
     Python's and numpy's generators themselves stay as they are (see above).
     """
-    chosen = ("seed.", "torch_cpu", "python", "numpy")
-    seeds = derive({key: value for key, value in state.items() if key.startswith(chosen)}, rank)
-    session = session_of(model)
-    if session is not None:
-        own, noise = random.Random(seeds["python"]), np.random.RandomState(seeds["numpy"])
-        session.step_random = (own.getstate(), noise.get_state(legacy=True))
+    seeds = {}
+    for key, value in state.items():
+        if key.startswith(("seed.", "torch_cpu", "python", "numpy")):
+            digest = hashlib.sha256(f"{key}:{rank}:".encode() + np.ascontiguousarray(value).tobytes()).digest()
+            seeds[key] = int.from_bytes(digest[:4], "little") & 0x7FFFFFFE
+    own, noise = random.Random(seeds["python"]), np.random.RandomState(seeds["numpy"])
+    vars(model)[KEY].step_random = (own.getstate(), noise.get_state(legacy=True))
     if rank == 0:
         return
     for name, variable in seed_variables(model).items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -65,7 +64,7 @@ def check_agreement(model: keras.Model, session: Session) -> None:
     Raises:
         ReplicaError: on every rank, naming the first setting that differs, with each rank's value.
     """
-    settings = flatten(_settings(model, session))
+    settings = _flat(_settings(model, session))
     session.world.agree_all(
         {key: settings[key] for key in sorted(settings, key=lambda key: ("learning_rate" not in key, key))},
         "every rank must train with the same {}",
@@ -79,7 +78,10 @@ def check_agreement(model: keras.Model, session: Session) -> None:
 
 def _settings(model: keras.Model, session: Session) -> dict[str, Any]:
     return {
-        "optimizer": [_config(optimizer) for optimizer in optimizers_of(model)],
+        "optimizer": [
+            {"class": type(optimizer).__name__, **json.loads(json.dumps(optimizer.get_config(), default=repr))}
+            for optimizer in optimizers_of(model)
+        ],
         "prepare": {
             "order of prepare() calls": session.name,
             "compression": session.compression,
@@ -97,28 +99,14 @@ def _settings(model: keras.Model, session: Session) -> dict[str, Any]:
     }
 
 
-def _config(optimizer: Any) -> dict[str, Any]:
-    """An optimizer's class and configuration as JSON types, without names (they count objects made in the
-    process).
-    """
-    config = json.loads(json.dumps(optimizer.get_config(), default=repr))
-    return {"class": type(optimizer).__name__, **_without_names(config)}
-
-
-def _without_names(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_names(item) for key, item in value.items() if key != "name"}
-    return [_without_names(item) for item in value] if isinstance(value, list) else value
-
-
-def flatten(value: Any, prefix: str = "") -> Mapping[str, Any]:
-    """Nested dicts and lists as one dict with dotted keys; pure."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts and lists as one dict with dotted keys, without names (they count objects made in the process)."""
+    if not isinstance(value, (dict, list)):
         return {prefix: value}
     out: dict[str, Any] = {}
-    for key, item in items:
-        out.update(flatten(item, f"{prefix}.{key}" if prefix else str(key)))
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if key != "name":
+            out.update(_flat(item, f"{prefix}.{key}" if prefix else str(key)))
     return out
 
 
