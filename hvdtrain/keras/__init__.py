@@ -25,7 +25,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World, given_or_current
-from hvdtrain.keras import averaging, fit, fit_callbacks, reduce, start
+from hvdtrain.keras import averaging, fit, fit_callbacks, start
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import model_state
 from hvdtrain.keras.checks.replicas import fingerprint
@@ -85,7 +85,10 @@ def prepare(
         ConfigError: not compiled; an option that is not known; a learning rate without batch size, scaled twice, or
             with a schedule.
     """
-    reduce.check_compression(compression)
+    if compression not in (None, "fp16"):
+        raise ConfigError(
+            "compression is None or 'fp16'", f"compression={compression!r}", "leave it out, or use 'fp16'"
+        )
     require_keras(model)
     if watch_every < 0:
         raise ConfigError(
@@ -107,7 +110,7 @@ def prepare(
         averaging.hook_optimizer(optimizer, session)
     else:
         averaging.attach(model, session)
-        fit.wrap_fit(model, session)
+        fit.wrap_fit(model)
     return model
 
 
@@ -143,7 +146,7 @@ def callbacks(
     require_keras(model)
     require_compiled(model)
     session = _session_for(model)
-    fit.wrap_fit(model, session)
+    fit.wrap_fit(model)
     session.saves = checkpointer is not None
     count = fit_callbacks.Count(session)
     found: list[keras.callbacks.Callback] = [fit_callbacks.Start(session)]
@@ -201,12 +204,8 @@ def verify(model: keras.Model, *, world: World | None = None) -> Proof:
 
 def _session_for(model: keras.Model) -> Session:
     """The model's session, that of its prepared optimizer, or a new one for a model that was not prepared."""
-    found = session_of(model)
-    if found is None:
-        inner = [session_of(leaf) for leaf in [model.optimizer, *leaves_of(model.optimizer)]]
-        found = next((session for session in inner if session is not None), None)
-    if found is None:
-        found = Session(given_or_current(None, "keras"))
+    known = (session_of(holder) for holder in (model, model.optimizer, *leaves_of(model.optimizer)))
+    found = next(filter(None, known), None) or Session(given_or_current(None, "keras"))
     vars(model)[KEY] = found
     return found
 

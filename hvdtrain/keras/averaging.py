@@ -172,7 +172,7 @@ def attach(model: keras.Model, session: Session) -> None:
         model.train_function = None  # what was traced is another session's
         vars(model)[KEY] = session
     if session.wants_first is None:
-        session.wants_first, session.step_loss = BACKEND.flag(), BACKEND.noted()
+        session.wants_first, session.step_loss = BACKEND.notes()
     session.attached = True
     if session.alone:
         return

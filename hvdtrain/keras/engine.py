@@ -29,14 +29,6 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
         ConfigError: a GPU is asked for where none is visible.
         ModuleNotFoundError: Horovod is missing (`init` says how to build it).
     """
-    devices = _pin(detected, device, gpus_per_rank)
-    keras.utils.set_random_seed(seed)
-    if engine == "solo":
-        return SoloEngine(devices=devices)
-    return HorovodEngine.join(BACKEND.hvd, detected, devices)
-
-
-def _pin(detected: Detected, device: str, gpus_per_rank: int) -> tuple[int, ...]:
     visible = 0 if device == "cpu" else BACKEND.visible_gpus()
     if device == "cuda" and visible == 0:
         raise ConfigError(
@@ -46,7 +38,10 @@ def _pin(detected: Detected, device: str, gpus_per_rank: int) -> tuple[int, ...]
         )
     devices = gpus_for(detected.local_rank, detected.local_size, visible, gpus_per_rank)
     BACKEND.pin(devices, cpu_only=device == "cpu")
-    return devices
+    keras.utils.set_random_seed(seed)
+    if engine == "solo":
+        return SoloEngine(devices=devices)
+    return HorovodEngine.join(BACKEND.hvd, detected, devices)
 
 
 class HorovodEngine(HorovodCollectives):

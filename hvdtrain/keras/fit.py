@@ -41,9 +41,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, io.IOBa
 _UNREAD = ("class_weight", "validation_split", "steps_per_epoch")
 
 
-def wrap_fit(model: keras.Model, session: Session) -> None:
-    """Puts the checks around `model.fit`, once."""
-    vars(model)[KEY] = session
+def wrap_fit(model: keras.Model) -> None:
+    """Puts the checks around `model.fit`, once; the model has its session."""
     hook(model, "fit", functools.partial(_fit, model))
 
 
@@ -190,7 +189,8 @@ def _begin(session: Session, given: dict[str, Any]) -> bool:
     Raises:
         ConfigError: a restored run would go on with another epoch.
     """
-    first, progress = int(given.get("initial_epoch") or 0), session.progress
+    first = session.first_epoch = int(given.get("initial_epoch") or 0)
+    progress = session.progress
     data = session.fitted = given["x"] if isinstance(given.get("x"), Loader) else None
     restored = session.restored_random is not None
     if restored and first != progress.epoch:
@@ -237,7 +237,7 @@ def _check_clock(session: Session, callbacks: Any, given: dict[str, Any]) -> Non
             shared=True,
         )
     counts = any(isinstance(callback, fit_callbacks.Count) for callback in found)
-    progress, epoch = session.progress, int(given.get("initial_epoch") or 0)
+    progress, epoch = session.progress, session.first_epoch
     left_out = data.done(epoch) if data is not None else 0
     if counts and left_out and (progress.epoch, progress.samples_in_epoch) != (epoch, left_out):
         raise ConfigError(
@@ -279,7 +279,6 @@ def _together(session: Session, callbacks: Any, given: dict[str, Any]) -> Any:
     if card is not None and all(other == card for other, _ in reports):
         raise same_work(f"fit() was given the same {card[1][0]} samples on all {session.world.size} ranks")
     session.first_batch = None if data is not None or session.fitted is not None else False
-    session.first_epoch = int(given.get("initial_epoch") or 0)
     return _with((LastOfBatch if any(stop for _, stop in reports) else Last)(session), callbacks)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.session import Session
 
@@ -85,11 +84,3 @@ def _reduce_groups(tensors: list[Any], where: Sequence[int], op: str, name: str,
         for i, tensor in zip(members, received, strict=True):
             tensors[i] = tensor
     return tensors
-
-
-def check_compression(compression: str | None) -> None:
-    """Raises `ConfigError` for a compression that is not known."""
-    if compression not in (None, "fp16"):
-        raise ConfigError(
-            "compression is None or 'fp16'", f"compression={compression!r}", "leave it out, or use 'fp16'"
-        )

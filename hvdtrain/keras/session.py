@@ -154,13 +154,11 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     """Returns the outermost optimizers of a model: `model.optimizer`, then others that it or one of its layers
     keeps, as attributes or in dicts, lists and tuples (GANs).
     """
-    found: list[Any] = []
     kept = [vars(part) for part in (model, *model._flatten_layers(include_self=False))]
-    for candidate in _optimizers_in([getattr(model, "optimizer", None), *kept], depth=5):
-        if not any(candidate is seen for seen in found):
-            found.append(candidate)
-    held = [leaf for optimizer in found for leaf in leaves_of(optimizer) if leaf is not optimizer]
-    return [optimizer for optimizer in found if not any(optimizer is leaf for leaf in held)]
+    candidates = _optimizers_in([getattr(model, "optimizer", None), *kept], depth=5)
+    found = {id(optimizer): optimizer for optimizer in candidates}
+    held = {id(leaf) for optimizer in found.values() for leaf in leaves_of(optimizer) if leaf is not optimizer}
+    return [optimizer for key, optimizer in found.items() if key not in held]
 
 
 def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:

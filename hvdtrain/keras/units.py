@@ -122,16 +122,13 @@ def _means_of_batches(session: Session, live: LiveBatch) -> AbstractContextManag
     def update_state(original: Any, self: Any, values: Any, sample_weight: Any = None) -> Any:
         of_batch = sample_weight is None and len(getattr(values, "shape", ())) == 0
         if of_batch and not BACKEND.in_branch() and BACKEND.usable_here(live.samples):
-            sample_weight = _part(session, live)
+            if session.together and session.by_samples and not session.even:
+                sample_weight = live.samples  # a rank may have more batches to evaluate than others: no word with them
+            else:
+                sample_weight = BACKEND.times(ops.ones((), "float64"), live.samples, 1.0, live.total(), 1.0)
         return original(self, values, sample_weight)
 
     return replaced(keras.metrics.Mean, "update_state", update_state)
-
-
-def _part(session: Session, live: LiveBatch) -> Any:
-    if session.together and session.by_samples and not session.even:
-        return live.samples  # a rank may have more batches to evaluate than others: no word with them
-    return BACKEND.times(ops.ones((), "float64"), live.samples, 1.0, live.total(), 1.0)
 
 
 def _refuse_where_ranks_part(live: LiveBatch) -> None:

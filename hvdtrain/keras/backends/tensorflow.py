@@ -103,13 +103,11 @@ class TensorFlowBackend:
         )
         return tf.where(dead, tf.zeros_like(samples), samples), shown
 
-    def flag(self) -> Any:
-        """A variable that is true, for `keep_first`; to be made outside of a step."""
-        return tf.Variable(True, trainable=False)
-
-    def noted(self) -> Any:
-        """Where `note_loss` puts its number; to be made outside of a step."""
-        return tf.Variable(float("nan"), trainable=False, dtype=tf.float64)
+    def notes(self) -> tuple[Any, Any]:
+        """A variable that is true, for `keep_first`, and one for the number of `note_loss`; to be made outside of a
+        step.
+        """
+        return tf.Variable(True, trainable=False), tf.Variable(float("nan"), trainable=False, dtype=tf.float64)
 
     def note_loss(self, session: Any, loss: Any, name: str) -> None:
         """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
@@ -358,7 +356,7 @@ def _timed(data: Any, waited: Any) -> Any:
     asked = tf.data.Dataset.counter().map(lambda _: tf.timestamp())
 
     def arrived(since: Any, batch: Any) -> Any:
-        with tf.control_dependencies([leaf for leaf in tf.nest.flatten(batch, expand_composites=True)]):
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
             noted = waited.assign_add(tf.timestamp() - since)
         with tf.control_dependencies([noted]):
             return tf.nest.map_structure(tf.identity, batch, expand_composites=True)

@@ -36,14 +36,14 @@ class TorchBackend:
     def host_allreduce(self, array: np.ndarray, op: str, name: str) -> np.ndarray:
         """Reduces a host array over ranks. `op`: `sum` | `min` | `max`."""
         operation = {"sum": self.hvd.Sum, "min": self.hvd.Min, "max": self.hvd.Max}[op]
-        return self.hvd.allreduce(_host(array), op=operation, name=name).numpy()
+        return self.hvd.allreduce(torch.tensor(array, device="cpu"), op=operation, name=name).numpy()
 
     def host_broadcast(self, array: np.ndarray, root: int, name: str) -> np.ndarray:
-        return self.hvd.broadcast(_host(array), root, name=name).numpy()
+        return self.hvd.broadcast(torch.tensor(array, device="cpu"), root, name=name).numpy()
 
     def host_allgather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Concatenates the ranks' arrays along axis 0 (lengths may differ)."""
-        return self.hvd.allgather(_host(array), name=name).numpy()
+        return self.hvd.allgather(torch.tensor(array, device="cpu"), name=name).numpy()
 
     def eager(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -83,11 +83,8 @@ class TorchBackend:
             return float(first.shape[0]), sample_weight
         return 0.0, keras.tree.map_structure(lambda w: None if w is None else torch.zeros_like(w), sample_weight)
 
-    def flag(self) -> Any:
-        return None
-
-    def noted(self) -> Any:
-        return None
+    def notes(self) -> tuple[Any, Any]:
+        return None, None
 
     def note_loss(self, session: Any, loss: Any, name: str) -> None:
         """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
@@ -237,10 +234,6 @@ class TorchBackend:
 
     def hidden_random(self) -> list[str]:
         return []
-
-
-def _host(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.array(array, copy=True))
 
 
 def _checksum(value: torch.Tensor) -> torch.Tensor:
