@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import keras
@@ -16,7 +16,7 @@ from hvdtrain.core.sharding import Dealt, Plan, check_evaluation
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.keras import averaging, metric_states
 from hvdtrain.keras.checks import replicas
-from hvdtrain.keras.session import KEY, NO_SAMPLE, Session
+from hvdtrain.keras.session import KEY, NO_SAMPLE, Session, map_leaves
 
 
 class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
@@ -85,7 +85,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         live = not step.padding
         # no sample left for this rank: any sample keeps the shapes, and the step in step; its weight says it is none
         chosen = step.indices if live else np.zeros(1, np.int64)
-        batch = (_take(self._x, chosen), _take(self._y, chosen))
+        batch = map_leaves(lambda array: array[chosen], (self._x, self._y))
         if not self._weighted:
             return batch[:1] if self._y is None else batch
         if self._weights is None:
@@ -163,7 +163,7 @@ def loader(
     x, y = arrays(x, "x"), arrays(y, "y")
     weights = _weights(y, weights, class_weight)
     x, y, weights = keras.tree.lists_to_tuples((x, y, weights))  # as Keras' fit does: a tf.data.Dataset has no lists
-    samples = _count(x, y, weights)
+    samples = _count((x, y, weights))
     same_data.check(world, same_data.of_arrays((x, y, weights)))
     seed = world.seed if seed is None else seed
     plan = Plan(samples, world.size, per_rank_batch, seed=seed, shuffle=shuffle, tail=tail)
@@ -255,13 +255,8 @@ def arrays(data: Any, name: str) -> Any:
     return keras.tree.map_structure(one, data)
 
 
-def _take(data: Any, where: Any) -> Any:
-    cut: Callable[[Any], Any] = lambda array: None if array is None else array[where]  # noqa: E731
-    return keras.tree.map_structure(cut, data)
-
-
-def _count(x: Any, y: Any, weights: Any = None) -> int:
-    lengths = [len(leaf) for leaf in keras.tree.flatten((x, y, weights)) if leaf is not None]
+def _count(data: Any) -> int:
+    lengths = [len(leaf) for leaf in keras.tree.flatten(data) if leaf is not None]
     if not lengths or len(set(lengths)) != 1:
         raise ConfigError(
             "x, y and sample weights need the same number of samples",
@@ -274,9 +269,7 @@ def _count(x: Any, y: Any, weights: Any = None) -> int:
 def _weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
     """Returns the samples' weights as arrays, of weights or of classes."""
     if class_weight is None:
-        return keras.tree.map_structure(
-            lambda w: None if w is None else np.asarray(w, keras.backend.floatx()), sample_weight
-        )
+        return map_leaves(lambda weight: np.asarray(weight, keras.backend.floatx()), sample_weight)
     labels = None if keras.tree.is_nested(y) else np.asarray(y)
     if sample_weight is not None or labels is None:
         raise ConfigError(

@@ -41,14 +41,10 @@ class Callback(keras.callbacks.Callback):
 
 
 class Start(Callback):
-    """Re-checks the hooks, compares the ranks' settings and gives all ranks rank 0's state, before the
-    first step.
-    """
+    """Re-checks the hooks, compares the ranks' settings and gives all ranks rank 0's state, before the first step."""
 
     def set_model(self, model: keras.Model) -> None:
-        """Called by `fit` before it makes its train function: the last moment to change what it will
-        trace.
-        """
+        """Called by `fit` before it makes its train function: the last moment to change what it will trace."""
         super().set_model(model)
         if not self.session.alone and not is_hooked(model.optimizer):
             inner = getattr(model.optimizer, "inner_optimizer", None)
@@ -124,8 +120,6 @@ class Epoch(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._in_epoch = False
-        if logs is None:
-            return
         validated = self._train is not None
         if not validated:
             self._trained(validates=False)
@@ -201,10 +195,9 @@ class Rate(Callback):
     def __init__(self, session: Session, lr: LR, global_batch: int) -> None:
         super().__init__(session)
         self.lr, self.global_batch = lr, global_batch
-        self._now: float | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._now = None
+        self._now: float | None = None
         self._set()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -234,11 +227,9 @@ class Watch(Callback):
         super().__init__(session)
         self.every = session.watch_every
         self._steps = 0
-        self._variables: list[Any] = []
-        self._checksums: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._checksums = None
+        self._checksums: Any = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._next_batch = 0

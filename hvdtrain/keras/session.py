@@ -178,6 +178,11 @@ def leaves_of(optimizer: Any) -> list[Any]:
     return [optimizer]
 
 
+def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
+    """Returns nested data with each leaf as the function makes it; `None` stays."""
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else function(leaf), data)
+
+
 @contextmanager
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """While open, calls of `owner.name` are calls of `function`, which is given the original first."""

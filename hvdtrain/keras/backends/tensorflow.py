@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
 from hvdtrain.core.same_data import PRIME
-from hvdtrain.keras.session import replaced
+from hvdtrain.keras.session import map_leaves, replaced
 
 # bfloat16 and the unsigned types are missing from the type list of Horovod's TensorFlow operations.
 REDUCIBLE = frozenset({"float16", "float32", "float64"})
@@ -98,9 +98,7 @@ class TensorFlowBackend:
         if not weights:
             return samples, sample_weight
         dead = tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_nan(weight)) for weight in weights]))
-        shown = keras.tree.map_structure(
-            lambda w: w if w is None else tf.where(dead, tf.zeros_like(w), w), sample_weight
-        )
+        shown = map_leaves(lambda weight: tf.where(dead, tf.zeros_like(weight), weight), sample_weight)
         return tf.where(dead, tf.zeros_like(samples), samples), shown
 
     def notes(self) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hvdtrain.core.same_data import PRIME
+from hvdtrain.keras.session import map_leaves
 
 REDUCIBLE = frozenset({torch.float16, torch.float32, torch.float64})
 _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -81,7 +82,7 @@ class TorchBackend:
             return 0.0 if single and not bool(weights[0]) else float(first.shape[0]), None
         if not single or not all(bool(w.isnan().all()) for w in weights):
             return float(first.shape[0]), sample_weight
-        return 0.0, keras.tree.map_structure(lambda w: None if w is None else torch.zeros_like(w), sample_weight)
+        return 0.0, map_leaves(torch.zeros_like, sample_weight)
 
     def notes(self) -> tuple[Any, Any]:
         return None, None

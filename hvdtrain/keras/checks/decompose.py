@@ -20,7 +20,7 @@ from hvdtrain.core.errors import ReplicaError
 from hvdtrain.keras import metric_states, rng, units
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas
-from hvdtrain.keras.session import Session
+from hvdtrain.keras.session import Session, map_leaves
 
 ROWS = 16  # of the first batch: enough to tell, cheap for large models
 # of the loss: what rounding may do in float32, and in half precision
@@ -75,15 +75,13 @@ def _judge(model: keras.Model, data: Any) -> tuple[str, str]:
     """Returns ("fine" | "differs" | "note", what was seen); local."""
     if data is None:
         return "fine", ""
-    data = tree.map_structure(lambda a: None if a is None else keras.ops.convert_to_tensor(a[:ROWS]), data)
-    x, y, weight = (*data, None, None)[:3] if isinstance(data, (tuple, list)) else (data, None, None)
-    rows = len(next(leaf for leaf in tree.flatten(x) if leaf is not None))
+    batch, rows = _first_rows(data)
     if rows < 2:
         return "fine", ""
     first = max(1, rows // 4)
     try:
         with _scratch(model):
-            (whole, _, functions), (again, _, _) = (_loss(model, x, y, weight) for _ in range(2))
+            (whole, _, functions), (again, _, _) = (_loss(model, batch) for _ in range(2))
             if not np.isfinite(whole):
                 return "note", f"the loss of the first batch is {whole}: it was not checked on pieces of a batch"
             if whole != again:
@@ -93,12 +91,12 @@ def _judge(model: keras.Model, data: Any) -> tuple[str, str]:
                 )
             together, scale = 0.0, abs(whole)
             pieces = (slice(0, first), slice(first, rows))
-            parts = [_cut((x, y, weight), piece) for piece in pieces]
-            known = [_loss(model, *part)[1] for part in parts]
+            parts = [_cut(batch, piece) for piece in pieces]
+            known = [_loss(model, part)[1] for part in parts]
             for part, own, piece in zip(parts, known, pieces, strict=True):
                 share = (piece.stop - piece.start) / rows
                 weights = [_share(mine, all_, share) for mine, all_ in zip(own, _add(known), strict=True)]
-                of_piece = share * _loss(model, part[0], part[1], part[2], weights)[0]
+                of_piece = share * _loss(model, part, weights)[0]
                 together, scale = together + of_piece, max(scale, abs(of_piece))
     except Exception as error:  # whatever a user's model does with a batch of another size
         return "note", f"the loss was not checked on pieces of a batch: {type(error).__name__}: {str(error)[:200]}"
@@ -125,9 +123,8 @@ def _other_metrics(model: keras.Model, data: Any) -> list[str]:
     """
     if data is None or model._compile_metrics is None or not model._compile_metrics.built:
         return []
-    data = tree.map_structure(lambda a: None if a is None else keras.ops.convert_to_tensor(a[:ROWS]), data)
-    x, y, weight = (*data, None, None)[:3] if isinstance(data, (tuple, list)) else (data, None, None)
-    half = len(next(leaf for leaf in tree.flatten(x) if leaf is not None)) // 2
+    batch, rows = _first_rows(data)
+    half = rows // 2
     if not half or model.compute_metrics.__func__ is not keras.Model.compute_metrics:
         return []
 
@@ -136,9 +133,8 @@ def _other_metrics(model: keras.Model, data: Any) -> list[str]:
         states = []
         for piece in pieces:
             model.reset_metrics()
-            part = _cut((x, y, weight), piece)
-            y_pred = model(part[0], training=False) if model._call_has_training_arg else model(part[0])
-            model.compute_metrics(x=part[0], y=part[1], y_pred=y_pred, sample_weight=part[2])
+            x, y, weight = _cut(batch, piece)
+            model.compute_metrics(x=x, y=y, y_pred=_predicted(model, x), sample_weight=weight)
             states.append([np.asarray(value, np.float64) for _, value in metric_states.states(model)])
         for (variable, value), *parts in zip(metric_states.states(model), *states, strict=True):
             share = len(pieces) if getattr(variable, "aggregation", "sum") == "mean" else 1
@@ -157,8 +153,19 @@ def _other_metrics(model: keras.Model, data: Any) -> list[str]:
     ]
 
 
-def _cut(data: Any, piece: slice) -> Any:
-    return tree.map_structure(lambda a: None if a is None else a[piece], data)
+def _first_rows(data: Any) -> tuple[tuple[Any, ...], int]:
+    """Returns x, y and sample weights of a batch's first samples, and how many those are."""
+    data = map_leaves(lambda a: keras.ops.convert_to_tensor(a[:ROWS]), data)
+    batch = (*data, None, None)[:3] if isinstance(data, (tuple, list)) else (data, None, None)
+    return batch, len(next(leaf for leaf in tree.flatten(batch[0]) if leaf is not None))
+
+
+def _cut(batch: Any, piece: slice) -> Any:
+    return map_leaves(lambda a: a[piece], batch)
+
+
+def _predicted(model: keras.Model, x: Any) -> Any:
+    return model(x, training=False) if model._call_has_training_arg else model(x)
 
 
 def _share(mine: float | None, together: float, share: float) -> float:
@@ -172,9 +179,7 @@ def _add(known: list[list[Any]]) -> list[float]:
     return [0.0 if pieces[0] is None else sum(pieces) for pieces in zip(*known, strict=True)]
 
 
-def _loss(
-    model: keras.Model, x: Any, y: Any, weight: Any, weights: list[float] | None = None
-) -> tuple[float, list[Any], int]:
+def _loss(model: keras.Model, batch: Any, weights: list[float] | None = None) -> tuple[float, list[Any], int]:
     """The loss in inference mode, what each Keras loss in it divided by (`weights` multiply those), and how many
     others return one number for a batch.
     """
@@ -189,10 +194,10 @@ def _loss(
         nonlocal own
         own += 1
 
-    weight = tree.map_structure(lambda w: None if w is None else w + 0, weight)  # Keras on torch multiplies it in place
+    x, y, weight = batch
+    weight = map_leaves(lambda w: w + 0, weight)  # Keras on torch multiplies it in place
     with BACKEND.no_gradient(), units.observed(weigh, (x, y), whole):
-        y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
-        loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weight, training=True)
+        loss = model._compute_loss(x=x, y=y, y_pred=_predicted(model, x), sample_weight=weight, training=True)
     return float(keras.ops.convert_to_numpy(loss)), divisors, own
 
 
