@@ -72,8 +72,8 @@ class Session:
         progress: where training stands, as counted or restored; the next `fit` goes on from there.
         fitting: `fit` runs, and has been checked; fitted: the `Loader` that it reads; `None`: data that hvdtrain
             does not deal.
-        kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.Kept`);
-            loaded: a checkpoint was loaded since the last `fit`.
+        kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.Kept`).
+        loaded: a checkpoint was loaded since the last `fit`.
         said: the notes that are said once.
         first_epoch: `initial_epoch` of this `fit`.
         executions: calls of the train function in this epoch.
