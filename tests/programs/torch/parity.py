@@ -219,11 +219,11 @@ def padding_counts(optimizer: Optimizer) -> Iterator[None]:
 def keeps_old_gradients(optimizer: Optimizer) -> Iterator[None]:
     """A new update adds to what the last one left."""
 
-    def stepped(self: Any) -> None:
+    def drop(self: Any) -> None:
         self.put_aside("idle")
         self._samples_seen, self.tally = 0, gradients.Tally()
 
-    with mock.patch.object(gradients.Gradients, "stepped", stepped):
+    with mock.patch.object(gradients.Gradients, "drop", drop):
         yield
 
 
