@@ -62,7 +62,7 @@ def train(args: argparse.Namespace, world: World) -> None:
             scores = hvt.evaluate(model, held_out, hvt.classification(top=(1,)))  # +
             state = hvt.model_state(model, optimizer, batches)  # +
             checkpoints.save(state, progress=optimizer.progress, metrics=scores)  # +
-            run.epoch(epoch, scores, time.perf_counter() - began, hvt.CLOCK.take())  # +
+            run.epoch(epoch, scores, time.perf_counter() - began, optimizer.phases())  # +
         scores = hvt.evaluate(model, held_out, hvt.classification(top=(1,)))
         run.result(**scores, weights_sha256=hvt.fingerprint(model))
     if world.is_main:  # + one of them talks

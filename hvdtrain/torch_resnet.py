@@ -179,8 +179,6 @@ def restore(args: argparse.Namespace, plan: Settings, job: Job, world: World) ->
 
 def fit(args: argparse.Namespace, plan: Settings, job: Job, run: hvdtrain.RunLog) -> dict[str, float]:
     """The loop; returns the scores of the held-out pictures at its end."""
-    import hvdtrain.torch as hvt
-
     scores: dict[str, float] | None = None
     for epoch in job.batches.epochs(plan.epochs):
         began = time.perf_counter()
@@ -196,7 +194,7 @@ def fit(args: argparse.Namespace, plan: Settings, job: Job, run: hvdtrain.RunLog
                 job.checkpoints.save(job.state(), progress=job.optimizer.progress)
         scores = job.scores()
         job.checkpoints.save(job.state(), progress=job.optimizer.progress, metrics=scores)
-        run.epoch(epoch, scores, time.perf_counter() - began, hvt.CLOCK.take())
+        run.epoch(epoch, scores, time.perf_counter() - began, job.optimizer.phases())
     return scores or job.scores()
 
 

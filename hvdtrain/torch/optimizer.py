@@ -348,6 +348,11 @@ class Optimizer(torch.optim.Optimizer):
             "seconds": CLOCK.take(),
         }
 
+    def phases(self) -> dict[str, float]:
+        """Returns this rank's seconds by phase since the last `record`: for `RunLog.epoch`, after an evaluation and a
+        checkpoint."""
+        return CLOCK.take()
+
     # -- being an optimizer ----------------------------------------------------------------------------------
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
