@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import re
 
 import pytest
 from harness import REPOSITORY
@@ -79,3 +80,12 @@ def listed() -> str:
 def test_public_names_and_flags_are_those_that_are_listed() -> None:
     now = listed()
     assert now == LIST.read_text(encoding="utf-8"), f"if that is meant, {LIST.name} becomes:\n{now}"
+
+
+@pytest.mark.parametrize(("short", "package"), [("hvt", "hvdtrain.torch"), ("hvk", "hvdtrain.keras")])
+def test_what_programs_and_pages_call_is_public(short: str, package: str) -> None:
+    """Names are looked up when they are used, so neither an import nor mypy misses one that is gone."""
+    known = {*names_of(package)}
+    top = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("hvdtrain/**/*.py")]
+    used = {name for file in top for name in re.findall(rf"\b{short}\.(\w+)", file.read_text(encoding="utf-8"))}
+    assert used and used <= known, used - known
