@@ -59,7 +59,8 @@ def verdict_of(slow: str) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         with hvdtrain.RunLog(folder, world, config={}, progress=False, tensorboard=False) as run:
             data = SlowData(0.3 if slow == "input" else 0.0)
-            model.fit(data, verbose=0, callbacks=[*hvk.callbacks(model, run=run), pause])
+            first = keras.callbacks.LambdaCallback(on_train_begin=lambda *_: model.evaluate(SlowData(0.0), verbose=0))
+            model.fit(data, verbose=0, callbacks=[*hvk.callbacks(model, run=run), pause, first])
         return verdict(phases_per_rank(read_events(folder)))
 
 

@@ -126,16 +126,14 @@ def main() -> dict[str, Any]:
     found["evaluate"] = refused(hvk.evaluate, one, its, per_rank_batch=4)
     found["data is let go"] = session_of(one).fitted is None
 
-    slow, its = model(), data()
-    hvk.prepare(slow, its)
-    wait = keras.callbacks.LambdaCallback(on_test_batch_end=lambda batch, logs: time.sleep(0.1))
-    early = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: slow.evaluate(X, Y, verbose=0))
+    one, its = model(), data()
+    hvk.prepare(one, its)
     with hvdtrain.RunLog(FOLDER / "run", WORLD, config={}, progress=False, tensorboard=False) as run:
         checkpoints = hvdtrain.Checkpointer(FOLDER / "run" / "checkpoints")
-        ours = hvk.callbacks(slow, run=run, checkpointer=checkpoints)
-        slow.fit(its, validation_data=data(), epochs=1, verbose=0, callbacks=[*ours, wait, early])
+        ours = hvk.callbacks(one, run=run, checkpointer=checkpoints)
+        one.fit(its, validation_data=data(), epochs=1, verbose=0, callbacks=ours)
     (phases,) = phases_per_rank(read_events(FOLDER / "run"))
-    found["phases"] = [phases["evaluation"] > 0.2, phases["checkpoint"] > 0]
+    found["phases"] = [phases.get(name, 0.0) > 0 for name in ("evaluation", "checkpoint")]
     return found
 
 
