@@ -202,6 +202,7 @@ class RunLog:
         per_rank = self.world.gather(self._phase_totals)
         self._phase_totals = {}
         self._end_window()
+        self._window.spend(phases or {})  # the events of steps sum to the time of the run, too
         self.event("epoch", epoch=epoch, metrics=dict(metrics), seconds=seconds, ranks=per_rank)
         if self._line is not None:
             self._line.epoch(epoch, metrics, seconds)

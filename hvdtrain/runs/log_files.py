@@ -132,9 +132,13 @@ class Window:
         self._samples += samples
         if loss is not None:
             self._losses.append(float(loss))
+        self.spend(seconds)
+        return self.steps > 0 and time.perf_counter() >= self._due
+
+    def spend(self, seconds: Mapping[str, float]) -> None:
+        """Adds seconds by phase."""
         for phase, value in seconds.items():
             self._seconds[phase] = self._seconds.get(phase, 0.0) + float(value)
-        return self.steps > 0 and time.perf_counter() >= self._due
 
     def take(self) -> dict[str, Any]:
         """Returns the fields of one event over the steps since the last, and begins anew."""
