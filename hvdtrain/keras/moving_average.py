@@ -16,8 +16,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.core.errors import ConfigError
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.session import Session, leaves_of
+from hvdtrain.keras.session import Session, leaves_of, optimizers_of
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,25 @@ def _not_swapped(callbacks: Sequence[Any]) -> None:
             callback._ema_weights_in_model = False
 
 
+def check(model: keras.Model) -> None:
+    """Looks at a model before its first update, and before `fit`: Keras on torch builds the optimizer there by itself.
+
+    Raises:
+        ConfigError: an average of weights that another optimizer updates would end `fit` in their place.
+    """
+    several = len(optimizers_of(model)) > 1
+    if several and any(getattr(leaf, "use_ema", False) and not leaf.built for leaf in leaves_of(model.optimizer)):
+        raise ConfigError(
+            "of several optimizers, one with use_ema knows its weights before fit, which ends with the averages",
+            f"{model.optimizer.name} (model.optimizer) is not built",
+            "model.optimizer.build(the variables that it updates), before fit",
+            shared=True,
+        )
+
+
 def go_on(model: keras.Model, session: Session, callbacks: Sequence[Any], *, within: bool) -> None:
     """Before a `fit` that begins `within` an epoch, or follows one that did: puts the weights themselves back."""
+    check(model)
     kept, session.kept_weights = session.kept_weights, None
     if session.loaded:  # a checkpoint has the weights themselves, whatever an earlier fit left in the model
         session.loaded = False

@@ -7,10 +7,9 @@ from typing import Any
 
 import keras
 
-from hvdtrain.core.errors import ConfigError
-from hvdtrain.keras import rng
+from hvdtrain.keras import moving_average, rng
 from hvdtrain.keras.checks import replicas
-from hvdtrain.keras.session import Session, is_hooked, leaves_of, missing_hook, optimizers_of
+from hvdtrain.keras.session import Session, is_hooked, missing_hook, optimizers_of
 
 
 def start(model: keras.Model, session: Session) -> None:
@@ -111,19 +110,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _build(model: keras.Model) -> None:
-    """Makes the optimizer's slots, for all weights.
-
-    Raises:
-        ConfigError: an average of weights that another optimizer updates would end `fit` in their place.
-    """
-    optimizer = model.optimizer
-    if optimizer.built:
-        return
-    if len(optimizers_of(model)) > 1 and any(getattr(leaf, "use_ema", False) for leaf in leaves_of(optimizer)):
-        raise ConfigError(
-            "of several optimizers, one with use_ema knows its weights before fit, which ends with the averages",
-            f"{optimizer.name} (model.optimizer) is not built",
-            "model.optimizer.build(the variables that it updates), before fit",
-            shared=True,
-        )
-    optimizer.build(model.trainable_variables)
+    """Makes the optimizer's slots, for all weights; raises what `moving_average.check` does."""
+    if not model.optimizer.built:
+        moving_average.check(model)
+        model.optimizer.build(model.trainable_variables)
