@@ -53,7 +53,6 @@ MPI = {
 }
 # horovodrun and `mpirun --tag-output` write "[1,0]<stdout>:text"; horovodrun without tags "[0]<stdout>:text"
 _TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
-_TORCHRUN_TAG = re.compile(r"\[default(\d+)\]:")  # in front of every line, each stream on its own
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def run_ranks(
         finally:
             kill_all(token)
             process.wait()
-        result = _result(launcher, process.returncode, _read(out), _read(err), seconds)
+        result = _result(launcher, process.returncode, _read(out), _read(err), seconds, logs)
     shown = f"{' '.join(command)}\n{stacks}\n{result.text}"
     if seconds < 0:
         raise HarnessError(f"not done after {timeout_s} s (killed): {shown}")
@@ -298,11 +297,12 @@ def _read(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _result(launcher: str, returncode: int, out: str, err: str, seconds: float) -> Result:
+def _result(launcher: str, returncode: int, out: str, err: str, seconds: float, logs: str) -> Result:
     if launcher == "none":
         return Result(returncode, out, err, seconds, {0: out}, {0: err})
     if launcher == "torchrun":
-        return Result(returncode, out, err, seconds, _torchrun_ranks(out), _torchrun_ranks(err))
+        ranks_output, ranks_error = (_torchrun_ranks(logs, stream) for stream in ("stdout", "stderr"))
+        return Result(returncode, out, err, seconds, ranks_output, ranks_error)
     ranks: dict[str, dict[int, list[str]]] = {"stdout": {}, "stderr": {}}
     for line in [*out.splitlines(keepends=True), *err.splitlines(keepends=True)]:
         # [the launcher's own words, rank, stream, text, rank, stream, text ...]: mpirun tags every write, which may be
@@ -313,12 +313,10 @@ def _result(launcher: str, returncode: int, out: str, err: str, seconds: float) 
     return Result(returncode, out, err, seconds, _joined(ranks["stdout"]), _joined(ranks["stderr"]))
 
 
-def _torchrun_ranks(text: str) -> dict[int, str]:
-    ranks: dict[int, list[str]] = {}
-    for line in text.splitlines(keepends=True):
-        if tag := _TORCHRUN_TAG.match(line):
-            ranks.setdefault(int(tag[1]), []).append(line[tag.end() :])
-    return _joined(ranks)
+def _torchrun_ranks(logs: str, stream: str) -> dict[int, str]:
+    """From its files of each rank: what it repeats of them on its own output may end one line within another."""
+    files = Path(logs).glob(f"*/attempt_*/*/{stream}.log")
+    return {int(file.parent.name): file.read_text(errors="replace").strip("\n") for file in sorted(files)}
 
 
 def _joined(texts: dict[int, list[str]]) -> dict[int, str]:
