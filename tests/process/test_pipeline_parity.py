@@ -19,17 +19,18 @@ from harness import PROGRAMS, run_ranks, together
 
 PROGRAM = PROGRAMS / "pipeline" / "parity.py"
 SMALL = ("two_cross", "encoder", "nested")
-LARGE = (
-    "resnet18", "mobilenet_v3_small", "efficientnet_b0", "densenet121", "resnet50", "vgg11_bn", "vit_b_16",
-)  # fmt: skip
+LARGE = ("resnet18", "mobilenet_v3_small", "efficientnet_b0", "densenet121", "vit_b_16")
+MORE = ("resnet50", "vgg11_bn")  # of the same operations
 TOLERANCE = 1e-10
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, Any]]:
-    shares = (SMALL, LARGE[:4]), (LARGE[4:],)
+def found(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    more = MORE if any(item.get_closest_marker("thorough") for item in here) else ()
+    shares = (SMALL, LARGE[:3]), (LARGE[3:], more)
     results = together(*(
         lambda models=models: run_ranks([PROGRAM, *itertools.chain(*models)], 1, launcher="none", timeout_s=400).check()
         for models in shares
@@ -40,7 +41,9 @@ def found() -> dict[str, dict[str, Any]]:
     return {line["model"]: line for line in lines}
 
 
-@pytest.mark.parametrize("model", [*SMALL, *LARGE])
+@pytest.mark.parametrize(
+    "model", [*SMALL, *LARGE, *(pytest.param(model, marks=pytest.mark.thorough) for model in MORE)]
+)
 def test_equal_to_the_unsplit_model(found: dict[str, Any], model: str) -> None:
     received = found[model]
     assert received["combinations"] == 120 if model in SMALL else received["combinations"] >= 3
