@@ -3,6 +3,9 @@
 1. CIFAR-shaped pictures in memory: served in whole batches, against torchvision's transforms image by image.
 2. A folder of JPEGs (your own with --data, else made up): the same transforms, by workers.
 
+With --framework keras: what reaches a Keras fit, from arrays and from a PyDataset, by workers (threads and processes)
+and length of its queue.
+
 Prints tables with a recommendation, and writes a JSON file with every sample. Give the machine nothing else to do; with
 --cores 1 everything runs on one core.
 """
@@ -19,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.bench import keras_input
 from hvdtrain.bench.report import begin, finish, measured_on, progress
 from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
@@ -41,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain bench input`."""
     count = whole(1)
     add = parser.add_argument
+    add("--framework", choices=["torch", "keras"], default="torch", help="(default: %(default)s)")
+    add("--backend", choices=["tensorflow", "torch"], help="Keras' (default: KERAS_BACKEND, else tensorflow)")
     add("--data", type=Path, metavar="DIR", help="images, one folder a class, or train/ with them (default: made up)")
     add("--workers", type=whole(0), nargs="+", default=[0, 2, 4, 8], metavar="N", help="(default: 0 2 4 8)")
     add("--per-rank-batch", type=count, default=128, metavar="N", help="in memory; of files a quarter (default: 128)")
@@ -59,11 +65,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--cores is at most {len(cores)} here", f"--cores {args.cores}")
     os.sched_setaffinity(0, cores[: args.cores])
     try:
-        result = begin("input", args, "this benchmark is one process")
-        measure(args, result)
+        result = begin("input", args, "this benchmark is one process") | {"framework": args.framework}
+        if args.framework == "keras":
+            keras_input.measure(args, result, write_pictures)
+        else:
+            measure(args, result)
     finally:
         os.sched_setaffinity(0, cores)
-    return finish(args, result, report)
+    return finish(args, result, keras_input.report if args.framework == "keras" else report)
 
 
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:

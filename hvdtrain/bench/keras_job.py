@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import hvdtrain
+from hvdtrain.bench.torch_job import CLASSES, peak_memory
 from hvdtrain.bench.turns import orders
 from hvdtrain.core import flags, startup
 from hvdtrain.core.launchers import Detected
@@ -26,6 +27,11 @@ def pictures(args: argparse.Namespace) -> tuple[Any, Any]:
     """Those of a block of all ranks, and their labels."""
     import numpy as np
 
+    if args.model == "resnet50":
+        draw, count = np.random.Generator(np.random.PCG64(0)), (args.steps + SKIPPED_STEPS) * args.per_rank_batch
+        count *= hvdtrain.current().size  # type: ignore[union-attr]
+        shape = (count, args.pixels, args.pixels, 3)
+        return draw.standard_normal(shape, np.float32), draw.integers(0, CLASSES, count)
     images = load_mnist("digits")
     wanted = np.arange((args.steps + SKIPPED_STEPS) * args.per_rank_batch * hvdtrain.current().size)  # type: ignore[union-attr]
     return images.x_train[..., None].take(wanted, axis=0, mode="wrap"), images.y_train.take(wanted, mode="wrap")
@@ -33,7 +39,7 @@ def pictures(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def plain_arm(args: argparse.Namespace, x: Any, y: Any) -> Block:
     """A block of plain Keras, as its documentation writes it."""
-    model, timer = compiled(), make_timer()
+    model, timer = compiled(args), make_timer()
 
     def block() -> tuple[float, float]:
         model.fit(x, y, batch_size=args.per_rank_batch, epochs=1, callbacks=[timer], verbose=0)
@@ -46,7 +52,7 @@ def prepared_arm(args: argparse.Namespace, x: Any, y: Any) -> Block:
     """The same block with hvdtrain, as its README writes it."""
     import hvdtrain.keras as hvk
 
-    model, timer = compiled(), make_timer()
+    model, timer = compiled(args), make_timer()
     data = hvk.loader((x, y), args.per_rank_batch)
     hvk.prepare(model, data)
 
@@ -57,10 +63,15 @@ def prepared_arm(args: argparse.Namespace, x: Any, y: Any) -> Block:
     return block
 
 
-def compiled() -> Any:
-    """The network of the Keras MNIST program, with its optimizer and loss."""
+def compiled(args: argparse.Namespace) -> Any:
+    """The network of the Keras MNIST program, with its optimizer and loss; or Keras' own ResNet-50."""
     import keras
 
+    if args.model == "resnet50":
+        shape = (args.pixels, args.pixels, 3)
+        model = keras.applications.ResNet50(weights=None, input_shape=shape, classes=CLASSES)
+        model.compile(optimizer=keras.optimizers.SGD(0.01, momentum=0.9), loss="sparse_categorical_crossentropy")
+        return model
     model = network()
     model.compile(
         optimizer=keras.optimizers.Adadelta(learning_rate=1.0),
@@ -101,6 +112,8 @@ def main() -> int:
         for flag in ("--per-rank-batch", "--steps"):
             parser.add_argument(flag, type=flags.whole(1), required=True)
         parser.add_argument("--backend", required=True)
+        parser.add_argument("--model", choices=["mnist", "resnet50"], default="mnist")
+        parser.add_argument("--pixels", type=flags.whole(1), default=64, help="resnet50: side of a picture")
         args = parser.parse_args()
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[detected.local_rank % len(cores)]})
@@ -113,7 +126,7 @@ def main() -> int:
             with orders(world.rank) as each:
                 for order, connection in each:
                     wall_s, cpu_s = block_of(order["arm"])()
-                    connection.send({"wall": wall_s, "cpu": cpu_s})
+                    connection.send({"wall": wall_s, "cpu": cpu_s, "memory": peak_memory()})
             sys.stdout.flush()
             os._exit(0)  # the others may be gone: no engine's goodbye waits for them
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -28,10 +29,12 @@ def main() -> int:
         parser.add_argument(flag, required=True)
     for flag in ("--per-rank-batch", "--pixels"):
         parser.add_argument(flag, type=int, required=True)
+    parser.add_argument("--devices", type=int, default=1, help="of one process; its batch is for all of them")
     args = parser.parse_args()
     if args.device == "cpu":
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[_local_rank() % len(cores)]})
+        first = _local_rank() * args.devices
+        os.sched_setaffinity(0, {cores[(first + number) % len(cores)] for number in range(args.devices)})
     import torch
 
     rank, device, step = ARMS[args.arm](args)
@@ -47,14 +50,26 @@ def main() -> int:
 
 
 def measure(step: Step, wait: Step, steps: int) -> dict[str, float]:
-    """Wall and CPU seconds of a step, mean over some; the first is not counted: the ranks have just been woken."""
+    """Wall and CPU seconds of a step, mean over some; the first is not counted: the ranks have just been woken.
+
+    With them the most memory that was in use so far: of the process, or of the GPU that has most; in bytes.
+    """
     step()
     wait()
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step()
     wait()
-    return {"wall": (time.perf_counter() - wall) / steps, "cpu": (time.process_time() - cpu) / steps}
+    wall, cpu = (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
+    return {"wall": wall, "cpu": cpu, "memory": peak_memory()}
+
+
+def peak_memory() -> float:
+    """Bytes: of the GPU that PyTorch used most of, else of this process."""
+    torch: Any = sys.modules.get("torch")  # not imported for this alone
+    if torch and torch.cuda.is_initialized():
+        return float(max(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def _local_rank() -> int:
@@ -69,12 +84,19 @@ def _parts(args: argparse.Namespace, device: Any = "cpu") -> tuple[Any, Any, Any
     import torchvision
 
     torch.manual_seed(0)
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.devices)
     model = torchvision.models.get_model(args.model, weights=None, num_classes=CLASSES).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch_sgd(model.parameters())
     x = torch.randn(args.per_rank_batch, 3, args.pixels, args.pixels, device=device)
     y = torch.randint(0, CLASSES, (args.per_rank_batch,), device=device)
     return model, optimizer, torch.nn.CrossEntropyLoss(), x, y
+
+
+def torch_sgd(parameters: Any) -> Any:
+    """The optimizer of every arm."""
+    import torch
+
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 def _device(args: argparse.Namespace, local_rank: int) -> Any:
@@ -114,10 +136,10 @@ def hvdtrain_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
 
 
 def alone_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
-    """Plain PyTorch, one process."""
-    device = _device(args, 0)
+    """Plain PyTorch, one process; of several, none knows of the others."""
+    device = _device(args, _local_rank())
     model, optimizer, loss_of, x, y = _parts(args, device)
-    return 0, device, _loop(model, optimizer, loss_of, x, y)
+    return _local_rank(), device, _loop(model, optimizer, loss_of, x, y)
 
 
 def horovod_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
@@ -167,19 +189,73 @@ def fabric_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     return fabric.global_rank, fabric.device, _loop(wrapped, prepared, loss_of, x, y, fabric.backward)
 
 
+def dataparallel_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
+    """One process that cuts each batch over its devices: torch.nn.DataParallel, mended (`engine="dataparallel"`)."""
+    import hvdtrain
+    import hvdtrain.torch as hvt
+    from hvdtrain.torch.engine import device_of
+
+    world = hvdtrain.init("torch", engine="dataparallel", device=args.device, gpus_per_rank=args.devices)
+    device = device_of(world)
+    module, inner, loss_of, x, y = _parts(args, device)
+    model, optimizer = hvt.prepare(module, inner)
+    return 0, device, _loop(model, optimizer, loss_of, x, y, optimizer.backward)
+
+
+def deepspeed_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
+    """DeepSpeed as its getting-started page writes it."""
+    os.environ["DS_ACCELERATOR"] = args.device
+    import deepspeed
+
+    device = _device(args, _local_rank())
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled here first
+    model, optimizer, loss_of, x, y = _parts(args, device)
+    config = {"train_micro_batch_size_per_gpu": args.per_rank_batch, "zero_optimization": {"stage": 0}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step() -> None:
+        loss = loss_of(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+
+    return engine.global_rank, device, step
+
+
+def pipeline_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
+    """One process, the model cut over its devices."""
+    import hvdtrain
+    import hvdtrain.pipeline
+
+    hvdtrain.init("torch", engine="solo", device=args.device)
+    model, _, loss_of, x, y = _parts(args)
+    devices = [f"cuda:{index}" if args.device == "cuda" else "cpu" for index in range(args.devices)]
+    pipe = hvdtrain.pipeline.split(model, x, devices)
+    optimizer = torch_sgd(pipe.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        pipe.step(x, y, loss_of)
+        optimizer.step()
+
+    return 0, pipe.devices[0], step
+
+
 ARMS: dict[str, Callable[[argparse.Namespace], tuple[int, Any, Step]]] = {
     "hvdtrain": hvdtrain_arm,
     "alone": alone_arm,
     "horovod": horovod_arm,
     "ddp": ddp_arm,
     "accelerate": accelerate_arm,
+    "dataparallel": dataparallel_arm,
+    "deepspeed": deepspeed_arm,
+    "pipeline": pipeline_arm,
     "fabric": fabric_arm,
 }
 # who starts an arm's ranks; the others are one process
 LAUNCHED_BY = {"hvdtrain": "horovodrun", "horovod": "horovodrun"} | dict.fromkeys(
-    ("ddp", "accelerate", "fabric"), "torchrun"
+    ("ddp", "accelerate", "fabric", "deepspeed", "alone"), "torchrun"
 )
-NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
+NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": "deepspeed"}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ Keras (--framework keras):
 1. A prepared fit against plain Keras, both in one process, taking turns: what hvdtrain costs.
 2. Several ranks against one, one thread and one core each, taking turns: what the ranks bring.
 
+Everything (--all): one model in every way there is, see hvdtrain.bench.compared; with a picture.
+
 Prints a table and writes a JSON file with every sample. Give the machine nothing else to do.
 """
 
@@ -19,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench import torch_train
+from hvdtrain.bench import compared, torch_train
 from hvdtrain.bench.report import begin, finish, measured_on, progress, versions
 from hvdtrain.bench.turns import CLOCKS, InterleavedJobs, Turns, launched
 from hvdtrain.core import stats
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain bench train`."""
     count = whole(1)
     add = parser.add_argument
+    add("--all", action="store_true", help="PyTorch's, Keras' and everybody's ways with one model")
     add("--framework", choices=["keras", "torch"], default="keras", help="(default: %(default)s)")
     add("--backend", choices=["tensorflow", "torch"], help="Keras' (default: KERAS_BACKEND, else tensorflow)")
     add("--per-rank-batch", type=count, metavar="N", help="pictures (default: Keras 128, PyTorch 16)")
@@ -49,9 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark of a framework; returns 0, whatever the figures are."""
+    if args.all:
+        args.framework = "torch"
     for name, value in DEFAULTS[args.framework].items():
         setattr(args, name, getattr(args, name) or value)
     result = begin("train", args, "a benchmark starts its own ranks") | {"framework": args.framework}
+    if args.all:
+        result["compared"] = compared.measure(args)
+        compared.draw(result, args.out.with_suffix(".png"))
+        return finish(args, result, compared.report)
     if args.framework == "torch":
         result["models"] = torch_train.measure(args)
         return finish(args, result, torch_train.report)

@@ -29,7 +29,7 @@ from typing import Any
 
 from hvdtrain.cluster.doctor.probe import gpu_count
 from hvdtrain.cluster.launch import environment, launcher
-from hvdtrain.cluster.verify.rank import FAILED, MARK, PROGRAM
+from hvdtrain.cluster.verify_rank import FAILED, MARK, PROGRAM
 from hvdtrain.commands import host_flags
 from hvdtrain.core import flags, startup
 from hvdtrain.core.errors import ConfigError, build_horovod_command, install_command

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.errors import ConfigError, LauncherError, install_command
 from hvdtrain.core.in_step.arrival import start_horovod
 from hvdtrain.core.launchers import Detected
 
@@ -238,3 +238,41 @@ def choose_engine(engine: str, detected: Detected, framework: str) -> str:
         rule = f"{engine}'s ranks cannot be started by {detected.launcher}"
         received = f"{detected.launcher} gave rank {detected.rank} of {detected.size}"
     raise LauncherError(rule, received, kind.remedy.format(size=detected.size))
+
+
+# horovodrun on Gloo and torchrun start ranks without MPI: each would be a world of one there
+WITHOUT_MPI = ("horovodrun", "torchrun", "openpai")
+
+
+def mpi_communicator(rank: int, size: int, launcher: str, engine: str) -> Any:
+    """Returns `mpi4py.MPI.COMM_WORLD`, once it is known to be the world with these attributes; see `World.mpi`."""
+    if launcher in WITHOUT_MPI:
+        raise LauncherError(
+            "MPI must carry the job where its communicator is asked for",
+            f"{size} ranks started by {launcher}, without MPI",
+            "mpirun -np N python ..., or horovodrun --mpi, or srun --mpi=pmix",
+            shared=True,
+        )
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library that it can load
+        raise ConfigError(
+            "World.mpi needs mpi4py, and an MPI", f"{type(error).__name__}: {error}", install_command("mpi")
+        ) from error
+    if MPI.Is_finalized():
+        raise ConfigError("MPI ends with the world", "the world was left", "use World.mpi inside `with hvdtrain.init`")
+    comm = MPI.COMM_WORLD
+    if (comm.size, comm.rank) != (size, rank):
+        raise LauncherError(
+            "mpi4py must see the ranks that the launcher started",
+            f"rank {comm.rank} of {comm.size} by mpi4py ({MPI.Get_library_version().splitlines()[0].strip()}),"
+            f" rank {rank} of {size} by {launcher}",
+            "mpi4py and the launcher must be of one MPI (MPI4PY_LIBMPI=/path/to/libmpi.so names mpi4py's)",
+        )
+    if engine == "horovod" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise ConfigError(
+            "Horovod's thread and yours use MPI at once: it must be started with MPI_THREAD_MULTIPLE",
+            "started with less, before hvdtrain.init",
+            "call hvdtrain.init before the first import of mpi4py.MPI, or leave mpi4py.rc as it is",
+        )
+    return comm

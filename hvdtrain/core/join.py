@@ -70,6 +70,8 @@ def init(
         attach = importlib.import_module(f"hvdtrain.{framework}.engine").attach
     except Exception as error:
         raise _import_error(error, framework) from error
+    # before anything counts GPUs: as nvidia-smi lists them, not the fastest first, which unlike GPUs would be
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     earlier = current()
     if earlier is not None:  # all ranks come again, or none
         with earlier.in_step("hvdtrain.init"):

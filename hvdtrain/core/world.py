@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from hvdtrain.core.engines import Engine, SoloEngine
+from hvdtrain.core.engines import Engine, SoloEngine, mpi_communicator
 from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, ReplicaError, by_rank
 from hvdtrain.core.in_step.meeting import BARRIER, END, OFF, Tracker
 from hvdtrain.core.launchers import ALONE, Detected
@@ -52,6 +52,18 @@ class World:
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that writes files and talks."""
         return self.rank == 0
+
+    @property
+    def mpi(self) -> Any:
+        """MPI's communicator of these ranks, as mpi4py has it, for collectives of your own on numpy arrays.
+
+        It is `mpi4py.MPI.COMM_WORLD`: Horovod keeps to duplicates of its own. It ends with the world.
+
+        Raises:
+            LauncherError: MPI does not carry this job, or mpi4py belongs to another MPI than the launcher.
+            ConfigError: no mpi4py or no MPI, the world was left, or MPI was started without threads.
+        """
+        return mpi_communicator(self.rank, self.size, self.launcher, self.engine)
 
     @classmethod
     def solo(cls, *, seed: int = 0) -> World:

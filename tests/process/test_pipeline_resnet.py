@@ -78,6 +78,33 @@ def test_tells_what_it_does(whole: tuple[Result, Path]) -> None:
         assert part in result.out, (part, result.text)
 
 
+TOY = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5)).double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = [[torch.randn(20, n, dtype=torch.float64) for n in (10, 5)] for _ in range(10)]
+for x, y in data:
+    optimizer.zero_grad()
+    loss = ((model(x) - y) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.12f}")
+"""
+
+
+def test_the_toy_by_hand_and_by_split_is_plain_pytorch() -> None:
+    plain = run_ranks(["-c", TOY], 1, launcher="none", timeout_s=60).check().out.split()
+    flags = ["-m", "hvdtrain.pipeline_resnet", "--preset", "toy", "--devices", "cpu,cpu"]
+    result = run_ranks(flags, 1, launcher="none", timeout_s=60).check()
+    rows = [line.split() for line in result.out.splitlines() if line[:1].isdigit()]
+    assert len(rows) == len(plain) == 10 and "the same" in result.out and "NOT" not in result.out
+    for (_, by_hand, by_split), loss in zip(rows, plain, strict=True):
+        assert abs(float(by_hand) - float(loss)) < 1e-10 and abs(float(by_split) - float(loss)) < 1e-10
+    refused = run_ranks([*flags[:-1], "cpu"], 1, launcher="none", timeout_s=60)
+    assert refused.returncode == 2 and "two layers, each on a device" in refused.err
+
+
 def test_sizes_make_counts() -> None:
     counts, left_out = trials.counts_of([60, 1, 3, 5, 8, 10, 12, 20, 40], 32)
     assert counts == {32: 1, 11: 3, 7: 5, 4: 8, 3: 11, 2: 16}

@@ -114,6 +114,7 @@ def _gpus(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
     if not count:
         return
     yield from _driver(host, gpus, cuda)
+    yield from _order(host, facts, [device["name"] for device in gpus["devices"]])
     yield from _nccl(cluster, host, facts, cuda)
     for number, device in enumerate(gpus["devices"]):
         if device["used_bytes"] > _GPU_USED_SHARE * device["memory_bytes"]:
@@ -134,6 +135,19 @@ def _driver(host: str, gpus: Facts, cuda: str | None) -> Iterator[Finding]:
         yield Finding(
             "driver-too-old", "error", (host,), f"driver {gpus['driver']}, PyTorch is built for CUDA {cuda}",
             f"CUDA {cuda.partition('.')[0]} needs driver {least} or newer", "install a newer driver there, and reboot",
+        )  # fmt: skip
+
+
+def _order(host: str, facts: Facts, names: list[str]) -> Iterator[Finding]:
+    """CUDA counts from the fastest GPU on, nvidia-smi along the PCI bus (CUDA's programming guide, its variables)."""
+    order = (known(facts, "variables") or {}).get("CUDA_DEVICE_ORDER")
+    if len(set(names)) > 1 and order != "PCI_BUS_ID":
+        listed = ", ".join(f"{number} {name}" for number, name in enumerate(names))
+        yield Finding(
+            "gpu-order", "warning", (host,), f"unlike GPUs, along the PCI bus: {listed}; CUDA_DEVICE_ORDER={order!r}",
+            "hvdtrain's ranks count them like that (unless the variable says otherwise); other programs there call the"
+            " fastest one 0, and CUDA_VISIBLE_DEVICES means another one to them",
+            "export CUDA_DEVICE_ORDER=PCI_BUS_ID in the shell's start-up files there",
         )  # fmt: skip
 
 

@@ -41,7 +41,9 @@ BUILT_WITH = {
     "nccl": b"N7horovod6common13NCCLAllreduceE",
 }
 EXTENSIONS = {"torch": "torch/mpi_lib_v2*.so", "tensorflow": "tensorflow/mpi_lib*.so"}
-VARIABLES = re.compile(r"^(HOROVOD_|NCCL_|GLOO_|OMPI_MCA_|CUDA_VISIBLE_DEVICES$|OMP_NUM_THREADS$|KERAS_BACKEND$)")
+VARIABLES = re.compile(
+    r"^(HOROVOD_|NCCL_|GLOO_|OMPI_MCA_|CUDA_VISIBLE_DEVICES$|CUDA_DEVICE_ORDER$|OMP_NUM_THREADS$|KERAS_BACKEND$)"
+)
 # a variable whose name holds one of these is shown to nobody, and passed to ranks only when it is asked for
 SECRET = re.compile(
     r"KEY|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|_PWD$|_PAT$|_DSN$|_AUTH$", re.IGNORECASE

@@ -133,6 +133,15 @@ def test_one_thing_wrong(id_: str, severity: str, fix: str, changes: dict[str, A
     assert fix in found[0].fix and found[0].why
 
 
+def test_unlike_gpus_of_a_host_are_listed_in_the_order_of_the_bus() -> None:
+    two = [OTHER_GPU[0], GPU]
+    hosts = [host(number, gpus__devices=two, gpu_count=2) for number in (1, 2)]
+    hosts[1]["variables"] = hosts[1].get("variables", {}) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    (found,) = everything(cluster(*hosts, ranks=2))
+    assert (found.id, found.hosts) == ("gpu-order", ("host1",)) and "CUDA_DEVICE_ORDER=None" in found.what
+    assert found.what.index("A10") < found.what.index(str(GPU["name"])) and "PCI_BUS_ID" in found.fix
+
+
 def test_no_driver_for_the_cards() -> None:
     without = host(2, **NO_GPU) | {"gpus": {"cards": 4, "driver": None, "error": "Driver mismatch", "devices": []}}
     found = named(everything(cluster(host(1), without, host(3))))

@@ -1,6 +1,6 @@
 """A rank of `hvdtrain verify`: trains the toy in one framework, compares all ranks' numbers, says what it found.
 
-    python -m hvdtrain.cluster.verify.rank torch|keras LIMIT_S [EXPECTED_SIZE]
+    python -m hvdtrain.cluster.verify_rank torch|keras LIMIT_S [EXPECTED_SIZE]
 
 Rank 0 prints the findings as a line of JSON. Exit code 1: something does not hold. After LIMIT_S seconds the rank ends
 itself, with exit code 124: whatever it waits for will not come.
@@ -18,13 +18,13 @@ from dataclasses import asdict
 from typing import Any
 
 import hvdtrain
-from hvdtrain.cluster.verify import toy
+from hvdtrain.cluster import verify_toy as toy
 from hvdtrain.core import startup, stats
 from hvdtrain.core.launchers import Detected
 from hvdtrain.core.world import World
 from hvdtrain.horovod_build import prove_rank
 
-PROGRAM = "hvdtrain.cluster.verify.rank"
+PROGRAM = "hvdtrain.cluster.verify_rank"
 MARK = "HVDTRAIN-VERIFY "
 FAILED = 1
 

@@ -1,0 +1,214 @@
+"""How long it takes to sum an array over ranks: by Horovod, by MPI's own all-reduce, by a ring, by parameter servers.
+
+Ring and servers are written with mpi4py's messages, so that the bytes of every link are counted; with --rate each rank
+has a network namespace of its own, whose cable is as narrow as that, and the kernel counts as well. A latency and a
+bandwidth are fitted to every other size and tried on those between; with them it is said what a training step of a
+model spends on communication on more ranks.
+
+Prints tables, draws a picture, and writes a JSON file with every sample. Give the machine nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hvdtrain.bench.comm import model, narrow
+from hvdtrain.bench.comm.report import draw, report
+from hvdtrain.bench.comm.ways import WAYS
+from hvdtrain.bench.report import begin, finish, progress
+from hvdtrain.bench.turns import InterleavedJobs, launched
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.flags import positive, whole
+from hvdtrain.core.stats import rotated
+
+SMALLEST = 1 << 10
+BLOCK_S, MOST_REPEATS = 0.1, 200
+SLOW_BYTES, LATE_S, NARROWER = 4 << 20, 0.05, 4
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+# who starts the ranks, and the ways that they have there
+JOBS = {"mpirun": ("horovod", *WAYS), "horovodrun": ("horovod",)}
+# seconds of each round, by way, by size in bytes
+Samples = dict[str, dict[int, list[float]]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hvdtrain bench comm`."""
+    count = whole(1)
+    add = parser.add_argument
+    add("-np", "--ranks", type=whole(2), nargs="+", default=[2, 4], metavar="N", help="(default: 2 4)")
+    add("--launchers", nargs="+", choices=list(JOBS), default=list(JOBS), help="Open MPI, Gloo (default: both)")
+    add("--largest", type=whole(4), default=256, metavar="MIB", help="array; the smallest has 1 KiB (default: 256)")
+    add("--rounds", type=count, default=3, metavar="N", help="of all sizes and ways (default: %(default)s)")
+    add("--rate", metavar="RATE", help="a cable a rank, as narrow as this: 200mbit, 1gbit (needs root)")
+    add("--model", default="resnet50", metavar="NAME", help="torchvision's, to predict (default: %(default)s)")
+    add(
+        "--step-ms", type=positive, metavar="MS", help="of it on one device (default: measured here, batch 16 of 64x64)"
+    )
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="Horovod's arrays (default: %(default)s)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("bench-comm.json"),
+        metavar="FILE",
+        help="and FILE's .png (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmark; returns 0, whatever the figures are."""
+    result = begin("comm", args, "a benchmark starts its own ranks")
+    if args.rate:
+        narrow.enter()
+    result["ranks"] = {}
+    for ranks in args.ranks:
+        result["ranks"][str(ranks)] = measure(args, ranks)
+    result["links"] = links(result["ranks"])
+    result["training"] = training(args, result["links"])
+    draw(result, args.out.with_suffix(".png"))
+    return finish(args, result, report)
+
+
+def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """Everything about one number of ranks."""
+    sizes = [SMALLEST << power for power in range((args.largest << 20).bit_length() - SMALLEST.bit_length() + 1)]
+    with jobs_of(args, ranks) as (jobs, network):
+        ways = {f"{way}, {launcher}" if way == "horovod" else way: (launcher, way)
+                for launcher in args.launchers for way in JOBS[launcher]}  # fmt: skip
+        seconds: Samples = {name: {size: [] for size in sizes} for name in ways}
+        found: dict[str, Any] = {"links": {}, "inexact": []}
+        for turn in range(args.rounds):
+            progress(f"{ranks} ranks: round {turn + 1} of {args.rounds}")
+            for size in sizes:
+                for name in rotated(ways, turn):
+                    answers = _turn(jobs, *ways[name], size, seconds[name][size])
+                    if not all(answer["exact"] for answer in answers):
+                        found["inexact"].append([name, size])
+                    found["links"].setdefault(name, {})[size] = _links(answers, size)
+        found["seconds"] = seconds
+        found["fits"] = {name: _fitted(its) for name, its in seconds.items()}
+        found["slow"] = slow_ranks(jobs, ways, ranks, network)
+    return found
+
+
+@contextmanager
+def jobs_of(args: argparse.Namespace, ranks: int) -> Iterator[tuple[InterleavedJobs, narrow.Network | None]]:
+    """A job of ranks for each launcher, ready for orders; on a network of its own where there is a rate."""
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-comm-") as folder:
+        network = narrow.Network(ranks, args.rate, Path(folder)) if args.rate else None
+        command = [sys.executable, "-m", "hvdtrain.bench.comm.job", f"--device={args.device}"]
+        try:
+            with InterleavedJobs(os.environ | THREADS) as jobs:
+                for launcher in args.launchers:
+                    progress(f"{ranks} ranks: starting them by {launcher}")
+                    start = network.launched(launcher, command) if network else [*launched(ranks, launcher), *command]
+                    jobs.start(launcher, start, ranks)
+                yield jobs, network
+        finally:
+            if network:
+                network.remove()
+
+
+def _turn(jobs: InterleavedJobs, job: str, way: str, size: int, samples: list[float]) -> list[Any]:
+    """One block of sums; notes its seconds, those of the slowest rank."""
+    repeat = max(1, min(MOST_REPEATS, int(BLOCK_S / samples[-1]))) if samples else 2
+    answers = jobs.turn(job, way=way, bytes=size, repeat=repeat)
+    samples.append(max(answer["wall"] for answer in answers))
+    return answers
+
+
+def _links(answers: Sequence[Mapping[str, Any]], size: int) -> dict[str, Any]:
+    """Bytes that the busiest rank's cable carried in a sum, one way and both, as multiples of the array's."""
+    sent = [sum(answer["sent"].values()) for answer in answers]
+    received = [sum(answer["sent"].get(rank, 0) for answer in answers) for rank in range(len(answers))]
+    out, back = zip(*(answer["interfaces"] for answer in answers), strict=True)
+    return {"counted": _busiest(sent, received, size), "kernel": _busiest(out, back, size)}
+
+
+def _busiest(sent: Sequence[float], received: Sequence[float], size: int) -> dict[str, float]:
+    return {
+        "one way": max([*sent, *received]) / size,
+        "both ways": max(out + back for out, back in zip(sent, received, strict=True)) / size,
+    }
+
+
+def _fitted(seconds: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+    """A fit to every other size, and its error on those between."""
+    medians = {size: median(its) for size, its in seconds.items()}
+    sizes = sorted(medians)
+    regimes = model.fit({size: medians[size] for size in sizes[::2]})
+    between = {size: medians[size] for size in sizes[1::2] if size < sizes[::2][-1]}
+    return {
+        "regimes": [vars(one) for one in regimes],
+        "error": model.error(regimes, between),
+        "predicted": {size: model.predict(regimes, size) for size in sizes},
+    }
+
+
+def slow_ranks(
+    jobs: InterleavedJobs, ways: Mapping[str, tuple[str, str]], ranks: int, network: narrow.Network | None
+) -> dict[str, dict[str, float]]:
+    """Seconds of a sum when one rank comes late to each, and when one rank's cable is narrower; the last rank is it."""
+    found: dict[str, dict[str, float]] = {}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("usual", {}),
+        (f"{LATE_S * 1e3:.0f} ms late", {"late_s": {ranks - 1: LATE_S}}),
+    ]
+    for what, order in cases + [(f"a cable of 1/{NARROWER}", {})] * (network is not None):
+        if network and "cable" in what:
+            network.limit(ranks - 1, narrow.slower(network.rate, NARROWER))
+        for name, (job, way) in ways.items():
+            answers = [jobs.turn(job, way=way, bytes=SLOW_BYTES, repeat=3, **order) for _ in range(3)]
+            its = median(max(answer["wall"] for answer in its) for its in answers)
+            found.setdefault(name, {})[what] = its
+    return found
+
+
+# ---- what follows for training
+
+
+def links(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Latency and bandwidth of a link, from all numbers of ranks, for the ways whose messages are counted."""
+    found = {}
+    for way in model.COUNTS:
+        seconds = {
+            int(ranks): {size: median(its) for size, its in part["seconds"][way].items() if size >= 1 << 18}
+            for ranks, part in measured.items()
+            if way in part["seconds"]
+        }
+        if sum(map(len, seconds.values())) > 1:
+            found[way] = vars(model.link_cost(way, seconds))
+    return found
+
+
+def training(args: argparse.Namespace, costs: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """A step of the model on more ranks, each sum sent in buckets while the backward pass goes on."""
+    import torch
+    import torchvision
+
+    try:
+        with torch.device("meta"):
+            network = torchvision.models.get_model(args.model, weights=None)
+    except ValueError as error:
+        raise ConfigError("--model is one of torchvision's", str(error), "--model resnet50") from error
+    step_s = args.step_ms / 1e3 if args.step_ms else _measured_step(args)
+    gradients = [parameter.numel() * parameter.element_size() for parameter in network.parameters()][::-1]
+    return {
+        "model": args.model, "bytes": sum(gradients), "step_s": step_s,
+        "steps": model.steps(gradients, step_s, {way: model.LinkCost(**its) for way, its in costs.items()}),
+    }  # fmt: skip
+
+
+def _measured_step(args: argparse.Namespace) -> float:
+    progress(f"{args.model}: a step of one process")
+    job = ["-m", "hvdtrain.bench.torch_job", "alone", f"--model={args.model}", f"--device={args.device}"]
+    with InterleavedJobs(os.environ | THREADS) as jobs:
+        jobs.start("alone", [sys.executable, *job, "--per-rank-batch=16", "--pixels=64"], 1)
+        return median(jobs.turn("alone", steps=2)[0]["wall"] for _ in range(3))

@@ -1,0 +1,121 @@
+"""One rank of `hvdtrain bench comm`: sums arrays in one way or another, turn by turn.
+
+Under MPI it has all ways, under horovodrun on Gloo Horovod's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.bench.comm.ways import WAYS, Links
+from hvdtrain.bench.turns import orders
+
+
+class ByMessages:
+    """A way of mpi4py's, on numpy arrays."""
+
+    def __init__(self, links: Links | None, way: str) -> None:
+        self.links, self.way = links, WAYS[way]
+
+    def put(self, values: Any) -> Any:
+        """Returns what is summed, from an array."""
+        return values
+
+    def sum(self, values: Any) -> Any:
+        """Returns the sum over ranks, maybe in place."""
+        return self.way(self.links, values)  # type: ignore[arg-type]
+
+    def get(self, values: Any) -> Any:
+        """Returns an array, once the sum is there."""
+        return values
+
+
+class Horovod:
+    """Horovod's all-reduce, on tensors of the device that it trains on."""
+
+    def __init__(self, device: str) -> None:
+        import horovod.torch as hvd
+        import torch
+
+        self.hvd, self.torch, self.device = hvd, torch, device
+
+    def put(self, values: Any) -> Any:
+        return self.torch.from_numpy(values).to(self.device)
+
+    def sum(self, values: Any) -> Any:
+        return self.hvd.allreduce_(values, op=self.hvd.Sum, name=f"bench.{len(values)}")
+
+    def get(self, values: Any) -> Any:
+        return values.cpu().numpy()
+
+
+def main() -> int:
+    """Pins this rank to a core, joins the others, answers orders until the bench ends."""
+    import hvdtrain
+    from hvdtrain.core.launchers import detect
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", required=True)
+    args = parser.parse_args()
+    detected = detect(os.environ)
+    if args.device == "cpu":
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[detected.local_rank % len(cores)]})
+    world = hvdtrain.init("torch", device=args.device)
+    links = None if detected.launcher == "horovodrun" else Links(world.mpi)
+    with orders(world.rank) as each:
+        for order, connection in each:
+            way = Horovod(args.device) if order["way"] == "horovod" else ByMessages(links, order["way"])
+            connection.send(measure(way, world, links, order))
+    sys.stdout.flush()
+    os._exit(0)  # the others may be gone: no engine's goodbye waits for them
+
+
+def measure(way: ByMessages | Horovod, world: Any, links: Links | None, order: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of a sum, mean over some; bytes that this rank sent in one; whether the sum is numpy's.
+
+    Args:
+        way: how.
+        world: of all ranks.
+        links: where this rank's messages are counted; None where nothing counts them.
+        order: "bytes" of the array, "repeat": how often, "late_s": seconds by which each rank comes late to each sum.
+    """
+    import numpy as np
+
+    pattern = np.arange(order["bytes"] // 4, dtype=np.float32) % 7  # whole numbers: their sums are exact in any order
+    total = way.get(way.sum(way.put(pattern * (world.rank + 1))))
+    exact = np.array_equal(total, pattern * (world.size * (world.size + 1) // 2))
+    values = way.put(np.zeros_like(pattern))
+    late_s = order.get("late_s", {}).get(world.rank, 0.0)
+    world.comm.barrier()  # not the world's: a bench that stops ranks between turns would look out of step
+    sent, interfaces = Counter(links.sent) if links else Counter(), _interface_bytes()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(order["repeat"]):
+        if late_s:
+            time.sleep(late_s)
+        values = way.sum(values)
+    way.get(values[:1])  # a GPU is done when its answer is here
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    count = order["repeat"]
+    return {
+        "wall": wall / count, "cpu": cpu / count, "exact": bool(exact),
+        "sent": {peer: total / count for peer, total in (Counter(links.sent) - sent).items()} if links else {},
+        "interfaces": [(after - before) / count for before, after in zip(interfaces, _interface_bytes(), strict=True)],
+    }  # fmt: skip
+
+
+def _interface_bytes() -> tuple[int, int]:
+    """Sent and received so far by this network namespace's interfaces, the loopback left out."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    counts = [line.partition(":")[2].split() for line in lines if line.partition(":")[0].strip() != "lo"]
+    return sum(int(its[8]) for its in counts), sum(int(its[0]) for its in counts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The tables and the picture of `hvdtrain bench comm`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hvdtrain.bench.comm.model import crossings
+from hvdtrain.bench.comm.ways import BUSIEST
+from hvdtrain.bench.report import measured_on, versions
+from hvdtrain.core import stats
+from hvdtrain.core.errors import ConfigError, install_command
+
+TABLED = 4  # a factor between the sizes of a table: all are in the file
+FIT_TARGET = 0.15
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """The tables of a result."""
+    rate = result["settings"].get("rate")
+    where = f"a cable of {rate} a rank" if rate else "all ranks on this machine"
+    tables = [f"{where}\n{measured_on(result)}\n{versions(result)}"]
+    for ranks, part in result["ranks"].items():
+        size = max(next(iter(part["seconds"].values())))
+        tables += [_seconds(ranks, part), _bandwidths(int(ranks), part, size), _remarks(part), _slow(part)]
+    tables.append(_training(result, rate))
+    return "\n\n".join(tables)
+
+
+def _medians(part: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    return {way: {size: median(its) for size, its in sizes.items()} for way, sizes in part["seconds"].items()}
+
+
+def _seconds(ranks: str, part: Mapping[str, Any]) -> str:
+    ways = _medians(part)
+    rows = [(f"{ranks} ranks: a sum of", *ways)]
+    sizes = sorted(next(iter(ways.values())))
+    for size in sizes:
+        if math.log(size / sizes[0], TABLED) % 1 < 1e-9:
+            rows.append((readable(size), *(f"{its[size] * 1e3:.3f} ms" for its in ways.values())))
+    return stats.table(rows)
+
+
+def _bandwidths(ranks: int, part: Mapping[str, Any], size: int) -> str:
+    """As nccl-tests have them: algorithm bandwidth is size over time, bus bandwidth that times 2 (N-1)/N."""
+    heading = (
+        f"of {readable(size)}",
+        "algorithm",
+        "bus",
+        "busiest cable, one way",
+        "both ways",
+        "by the kernel",
+        "rule",
+    )
+    rows = [heading]
+    for way, sizes in _medians(part).items():
+        rate = size / sizes[size] / 1e9
+        links = part["links"][way][size]
+        counted, kernel = links["counted"], links["kernel"]
+        rule = BUSIEST[way](ranks) if way in BUSIEST else None
+        rows.append((
+            way, f"{rate:.2f} GB/s", f"{rate * 2 * (ranks - 1) / ranks:.2f} GB/s",
+            f"{counted['one way']:.4g} x" if rule else "", f"{counted['both ways']:.4g} x" if rule else "",
+            f"{kernel['one way']:.3g} x" if kernel["one way"] > 0.1 else "", f"{rule:.4g} x" if rule else "",
+        ))  # fmt: skip
+    return stats.table(rows)
+
+
+def _remarks(part: Mapping[str, Any]) -> str:
+    lines = [f"NOT numpy's sum: {way}, {readable(size)}" for way, size in part["inexact"]] or ["every sum is numpy's"]
+    for way, fit in part["fits"].items():
+        kept = stats.kept(fit["error"] <= FIT_TARGET)
+        pieces = "; ".join(
+            f"to {readable(one['last'])} {one['latency_s'] * 1e6:.0f} us + {_rate(one['s_per_byte'])}"
+            for one in fit["regimes"]
+        )
+        lines.append(
+            f"{way}: {pieces}; off by {fit['error']:.1%} (median of the sizes between; target <= {FIT_TARGET:.0%}:"
+            f" {kept})"
+        )
+    ways = _medians(part)
+    for other in ("server", "servers"):
+        if {"ring", other} <= ways.keys():
+            places = ", ".join(readable(size) for size in crossings(ways["ring"], ways[other]))
+            lines.append(f"ring and {other} take equally long at {places or 'no size'}")
+    return "\n".join(lines)
+
+
+def _rate(s_per_byte: float) -> str:
+    return f"{1e-9 / s_per_byte:.2f} GB/s" if s_per_byte else "any rate"
+
+
+def _slow(part: Mapping[str, Any]) -> str:
+    cases = list(next(iter(part["slow"].values())))
+    rows = [("one slow rank, 4 MiB", *cases)]
+    rows += [(way, *(f"{its[case] * 1e3:.1f} ms" for case in cases)) for way, its in part["slow"].items()]
+    return stats.table(rows)
+
+
+def _training(result: Mapping[str, Any], rate: str | None) -> str:
+    its = result["training"]
+    if not its["steps"]:
+        return "no prediction: ring and servers are not among what was measured (mpirun)"
+    counts = list(next(iter(its["steps"].values())))
+    rows = [("efficiency on ranks", *map(str, counts))]
+    rows += [(way, *(f"{steps[count]['efficiency']:.2f}" for count in counts)) for way, steps in its["steps"].items()]
+    costs = ", ".join(
+        f"{way} {cost['latency_s'] * 1e6:.0f} us a message and {_rate(cost['s_per_byte'])}"
+        for way, cost in result["links"].items()
+    )
+    note = (
+        "" if rate else "\nThe ranks share this machine's memory and cores: this is not what a network does (--rate)."
+    )
+    return (
+        f"predicted: {its['model']}, {readable(its['bytes'])} of gradients, a step of {its['step_s'] * 1e3:.0f} ms"
+        f" alone, sums hidden behind the backward pass where they fit\nlinks: {costs}{note}\n{stats.table(rows)}"
+    )
+
+
+def readable(size: float) -> str:
+    """Bytes in words."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Seconds over size on log-log paper: measured, fitted, and where ring and servers cross.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("a picture needs matplotlib", str(error), install_command("plot")) from error
+    from hvdtrain.pipeline.tuning.plots import BLUE, DOTS_PER_INCH, GREEN, ORANGE, PURPLE, SKY, VERMILION
+
+    colours = dict(zip(
+        ("ring", "server", "servers", "mpi", "horovod, mpirun", "horovod, horovodrun"),
+        (BLUE, VERMILION, ORANGE, GREEN, PURPLE, SKY), strict=True,
+    ))  # fmt: skip
+    figure = Figure(figsize=(5.4 * len(result["ranks"]), 4.6), layout="constrained")
+    axes = figure.subplots(1, len(result["ranks"]), squeeze=False, sharey=True)[0]
+    for place, (ranks, part) in zip(axes, result["ranks"].items(), strict=True):
+        ways = _medians(part)
+        for way, its in ways.items():
+            sizes = sorted(its)
+            place.plot(sizes, [its[size] for size in sizes], "o", color=colours[way], markersize=4, label=way)
+            predicted = part["fits"][way]["predicted"]
+            place.plot(sizes, [predicted[size] for size in sizes], "-", color=colours[way], linewidth=1)
+        for other in ("server", "servers"):
+            for size in crossings(ways.get("ring", {}), ways.get(other, {})):
+                place.axvline(size, color=colours[other], linestyle=":", linewidth=1)
+        place.set(xscale="log", yscale="log", xlabel="array", title=f"{ranks} ranks")
+        place.set_xscale("log", base=2)
+        ticks = [1 << power for power in range(10, 31, 4) if 1 << power <= sizes[-1]]
+        place.set_xticks(ticks, [readable(tick) for tick in ticks])
+        place.grid(alpha=0.3)
+    axes[0].set_ylabel("seconds of a sum; dotted: where the ring and that way cross")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=DOTS_PER_INCH)

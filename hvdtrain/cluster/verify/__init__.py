@@ -1,1 +1,0 @@
-"""A toy that is trained on a cluster, and compared with one process."""

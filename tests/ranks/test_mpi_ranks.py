@@ -1,0 +1,74 @@
+"""`World.mpi`: mpi4py's communicator of the same ranks, beside Horovod; sums written with it; the shards' example."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from harness import PROGRAMS, REPOSITORY, run_ranks, told_once
+
+FOLDER = PROGRAMS / "core"
+EXAMPLE = REPOSITORY / "examples" / "mnist_shards.py"
+
+
+@pytest.mark.parametrize(
+    "ranks", [3, pytest.param(2, marks=pytest.mark.thorough), pytest.param(4, marks=pytest.mark.thorough)]
+)
+def test_ring_and_servers_sum_as_numpy_does_and_send_what_the_rule_says(ranks: int) -> None:
+    result = run_ranks([FOLDER / "mpi_ways.py"], ranks, launcher="mpirun").check()
+    assert "all sums are numpy's" in result.out
+
+
+@pytest.mark.parametrize("mode", ["horovod-first", "mpi-first", "never-left"])
+def test_mpi_and_horovod_in_one_process_end_cleanly(mode: str) -> None:
+    result = run_ranks([FOLDER / "mpi_beside_horovod.py", mode], 2, launcher="mpirun").check()
+    assert result.out.count("done") == 2 and "MPI" not in result.err, result.text
+
+
+@pytest.mark.thorough
+def test_fifty_times_of_fifty() -> None:
+    for _ in range(50):
+        run_ranks([FOLDER / "mpi_beside_horovod.py", "horovod-first"], 2, launcher="mpirun").check()
+
+
+def test_without_mpi_it_is_refused_with_what_to_type() -> None:
+    code = "import hvdtrain\nfrom hvdtrain.core import startup\n"
+    code += "startup.run_program('p', lambda _: hvdtrain.init('torch', device='cpu').mpi)"
+    result = run_ranks(["-c", code], 2)
+    assert result.returncode != 0
+    told_once(result, "p", "MPI must carry the job", "started by horovodrun, without MPI", "mpirun -np N")
+
+
+def test_alone_it_is_a_communicator_of_one() -> None:
+    code = "import hvdtrain\nwith hvdtrain.init('torch', device='cpu') as world:\n"
+    code += "    print(world.mpi.size, world.mpi.allreduce(3))"
+    assert run_ranks(["-c", code], 1, launcher="none").check().out.split() == ["1", "3"]
+
+
+# the same shards' gradients, in one process and by another formula, without hvdtrain but for its data
+REFERENCE = """
+import numpy as np
+from hvdtrain.datasets import load_mnist
+images = load_mnist("digits")
+x, y = images.x_train.reshape(-1, 784) / 255.0, np.eye(10)[images.y_train]
+weights = np.zeros((784, 10))
+for update in range(1, 61):
+    scores = x @ weights
+    top = scores.max(axis=1, keepdims=True)
+    log_shares = scores - top - np.log(np.exp(scores - top).sum(axis=1, keepdims=True))
+    loss = -(y * log_shares).sum() / len(x)
+    weights -= 0.5 * x.T @ (np.exp(log_shares) - y) / len(x)
+print(f"{loss:.8f}")
+"""
+
+
+def test_shards_by_threads_processes_and_mpi_train_alike() -> None:
+    wanted = run_ranks(["-c", REFERENCE], 1, launcher="none").check().out.strip()
+    outputs = [
+        run_ranks([EXAMPLE, "--by", way, "--workers", "3"], 1, launcher="none").check().out
+        for way in ("threads", "processes")
+    ]
+    outputs.append(run_ranks([EXAMPLE, "--by", "mpi"], 2, launcher="mpirun").check().out)
+    for out in outputs:
+        (found,) = re.findall(r"update 60: loss (\d\.\d+) over", out)
+        assert abs(float(found) - float(wanted)) < 1e-8, (found, wanted)
