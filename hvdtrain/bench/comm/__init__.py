@@ -29,7 +29,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.flags import positive, whole
 from hvdtrain.core.stats import rotated
 
-SMALLEST = 1 << 10
+LEAST_FACTOR = 4  # three sizes: two to fit, one between
 BLOCK_S, MOST_REPEATS = 0.1, 200
 SLOW_BYTES, LATE_S, NARROWER = 4 << 20, 0.05, 4
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-np", "--ranks", type=whole(2), nargs="+", default=[2, 4], metavar="N", help="(default: 2 4)")
     add("--launchers", nargs="+", choices=list(JOBS), default=list(JOBS), help="Open MPI, Gloo (default: both)")
-    add("--largest", type=whole(4), default=256, metavar="MIB", help="array; the smallest has 1 KiB (default: 256)")
+    add("--smallest", type=count, default=1, metavar="KIB", help="array (default: %(default)s)")
+    add("--largest", type=count, default=256, metavar="MIB", help="array; each has twice the last one (default: 256)")
     add("--rounds", type=count, default=3, metavar="N", help="of all sizes and ways (default: %(default)s)")
     add("--rate", metavar="RATE", help="a cable a rank, as narrow as this: 200mbit, 1gbit (needs root)")
     add("--model", default="resnet50", metavar="NAME", help="torchvision's, to predict (default: %(default)s)")
@@ -64,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; returns 0, whatever the figures are."""
+    if args.smallest * LEAST_FACTOR > args.largest << 10:
+        received = f"--smallest {args.smallest} (KiB) --largest {args.largest} (MiB)"
+        raise ConfigError(f"a fit needs arrays of {LEAST_FACTOR} times the smallest's size", received, "--smallest 1")
     result = begin("comm", args, "a benchmark starts its own ranks")
     if args.rate:
         narrow.enter()
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Everything about one number of ranks."""
-    sizes = [SMALLEST << power for power in range((args.largest << 20).bit_length() - SMALLEST.bit_length() + 1)]
+    sizes = [args.smallest << 10 << power for power in range(32) if args.smallest << power <= args.largest << 10]
     with jobs_of(args, ranks) as (jobs, network):
         ways = {f"{way}, {launcher}" if way == "horovod" else way: (launcher, way)
                 for launcher in args.launchers for way in JOBS[launcher]}  # fmt: skip

@@ -107,6 +107,7 @@ class Network:
                 "mpirun", "--allow-run-as-root", "-np", count, "-H", hosts, "--bind-to", "none",
                 "--mca", "plm_rsh_agent", str(self.folder / "ssh"), "--mca", "oob_tcp_if_include", "eth0",
                 "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "eth0", "--mca", "pml", "ob1",
+                "--mca", "mpi_yield_when_idle", "1",  # the ranks share cores, which mpirun does not see
             ],
             "horovodrun": ["horovodrun", "--gloo", "-np", count, "-H", hosts, "--network-interfaces", "eth0"],
         }  # fmt: skip
