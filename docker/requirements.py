@@ -11,9 +11,11 @@ as it reported it, each package with its hash: pip then takes nothing else. Only
 from __future__ import annotations
 
 import configparser
+import hashlib
 import json
 import sys
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 DEFAULTS = {"cpu": "keras", "cuda": "torch,keras"}
 # Keras computes on PyTorch in a CUDA image: TensorFlow's build for CPUs would be of no use there, and a process that
@@ -67,8 +69,11 @@ def lock(report: str, asked: str) -> list[str]:
     lines = [line for line in asked.splitlines() if line.startswith("--") and "hash" not in line]
     for its in json.loads(report)["install"]:
         name, hashes = its["metadata"]["name"], its["download_info"].get("archive_info", {}).get("hashes", {})
+        place = urlsplit(its["download_info"]["url"])
+        if "sha256" not in hashes and place.scheme == "file":  # pip before 23.1 gives none of a file on this machine
+            hashes = {"sha256": hashlib.sha256(Path(unquote(place.path)).read_bytes()).hexdigest()}
         if "sha256" not in hashes:
-            raise ValueError(f"{name} was installed from {its['download_info']['url']}, without a hash")
+            raise ValueError(f"{name} was installed from {place.geturl()}, without a hash")
         lines.append(f"{name}=={its['metadata']['version']} --hash=sha256:{hashes['sha256']}")
     return lines
 
