@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
                     found["links"].setdefault(name, {})[size] = _links(answers, size)
         found["seconds"] = seconds
         found["fits"] = {name: _fitted(its) for name, its in seconds.items()}
-        found["slow"] = slow_ranks(jobs, ways, ranks, network)
+        found["slow"] = slow_ranks(args, jobs, ways, ranks, network)
     return found
 
 
@@ -157,7 +157,11 @@ def _fitted(seconds: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 
 
 def slow_ranks(
-    jobs: InterleavedJobs, ways: Mapping[str, tuple[str, str]], ranks: int, network: narrow.Network | None
+    args: argparse.Namespace,
+    jobs: InterleavedJobs,
+    ways: Mapping[str, tuple[str, str]],
+    ranks: int,
+    network: narrow.Network | None,
 ) -> dict[str, dict[str, float]]:
     """Seconds of a sum when one rank comes late to each, and when one rank's cable is narrower; the last rank is it."""
     found: dict[str, dict[str, float]] = {}
@@ -169,7 +173,7 @@ def slow_ranks(
         if network and "cable" in what:
             network.limit(ranks - 1, narrow.slower(network.rate, NARROWER))
         for name, (job, way) in ways.items():
-            answers = [jobs.turn(job, way=way, bytes=SLOW_BYTES, repeat=3, **order) for _ in range(3)]
+            answers = [jobs.turn(job, way=way, bytes=SLOW_BYTES, repeat=2, **order) for _ in range(args.rounds)]
             its = median(max(answer["wall"] for answer in its) for its in answers)
             found.setdefault(name, {})[what] = its
     return found
