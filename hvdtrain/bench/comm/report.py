@@ -159,7 +159,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
                 place.axvline(size, color=colours[other], linestyle=":", linewidth=1)
         place.set(xscale="log", yscale="log", xlabel="array", title=f"{ranks} ranks")
         place.set_xscale("log", base=2)
-        ticks = [1 << power for power in range(10, 31, 4) if 1 << power <= sizes[-1]]
+        ticks = [1 << power for power in range(10, 31, 4) if sizes[0] <= 1 << power <= sizes[-1]]
         place.set_xticks(ticks, [readable(tick) for tick in ticks])
         place.grid(alpha=0.3)
     axes[0].set_ylabel("seconds of a sum; dotted: where the ring and that way cross")
