@@ -88,7 +88,7 @@ set_up() {
   fi
   step "installing PyTorch, TensorFlow and Keras as pinned in setup.cfg (6.5 GB, about 2 minutes)" \
     "$VENV/bin/python" -m pip install -q --disable-pip-version-check -e '.[torch,keras,build,tensorboard,mpi,dev]'
-  say "building Horovod unless its wheel is cached (about 6 minutes on 2 cores, once a machine) ..."
+  say "building Horovod unless its wheel is cached (about 4 minutes on 2 cores, once a machine) ..."
   "$VENV/bin/python" -m hvdtrain build-horovod --install >&2 || die "Horovod could not be built: read the lines above"
   printf '%s\n' "$wanted" >"$ready"
   say "ready"

@@ -23,7 +23,7 @@ from hvdtrain.bench import torch_job
 from hvdtrain.bench.report import measured_on, progress, versions
 from hvdtrain.bench.turns import InterleavedJobs, launched
 from hvdtrain.core import stats
-from hvdtrain.core.errors import ConfigError, install_command
+from hvdtrain.core.errors import install_command
 
 MODEL = "resnet50"
 THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -165,14 +165,10 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     Raises:
         ConfigError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a picture needs matplotlib", str(error), install_command("plot")) from error
-    from hvdtrain.pipeline.tuning.plots import BLUE, DOTS_PER_INCH, VERMILION
+    from hvdtrain.pipeline.tuning.plots import BLUE, DOTS_PER_INCH, VERMILION, new_figure
 
     speedups = {name: stats.Interval(**its) for name, its in result["compared"]["speedup"].items()}
-    figure = Figure(figsize=(8, 0.42 * len(speedups) + 1.2), layout="constrained")
+    figure = new_figure(8, 0.42 * len(speedups) + 1.2)
     axes = figure.subplots()
     names = list(speedups)[::-1]
     its = [speedups[name] for name in names]

@@ -25,8 +25,9 @@ from hvdtrain.bench.comm.report import draw, report
 from hvdtrain.bench.comm.ways import WAYS
 from hvdtrain.bench.report import begin, finish, progress
 from hvdtrain.bench.turns import InterleavedJobs, launched
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.flags import positive, whole
+from hvdtrain.core.startup import find_modules
 from hvdtrain.core.stats import rotated
 
 LEAST_FACTOR = 4  # three sizes: two to fit, one between
@@ -68,6 +69,10 @@ def run(args: argparse.Namespace) -> int:
     if args.smallest * LEAST_FACTOR > args.largest << 10:
         received = f"--smallest {args.smallest} (KiB) --largest {args.largest} (MiB)"
         raise ConfigError(f"a fit needs arrays of {LEAST_FACTOR} times the smallest's size", received, "--smallest 1")
+    needed = {name: install_command("torch") for name in ("torch", "torchvision")}
+    needed |= {"matplotlib": install_command("plot")}
+    find_modules(needed | ({"mpi4py": install_command("mpi")} if "mpirun" in args.launchers else {}))
+    gradients = gradients_of(args.model)
     result = begin("comm", args, "a benchmark starts its own ranks")
     if args.rate:
         narrow.enter()
@@ -75,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     for ranks in args.ranks:
         result["ranks"][str(ranks)] = measure(args, ranks)
     result["links"] = links(result["ranks"])
-    result["training"] = training(args, result["links"])
+    result["training"] = training(args, gradients, result["links"])
     draw(result, args.out.with_suffix(".png"))
     return finish(args, result, report)
 
@@ -196,18 +201,28 @@ def links(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def training(args: argparse.Namespace, costs: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """A step of the model on more ranks, each sum sent in buckets while the backward pass goes on."""
+def gradients_of(name: str) -> list[int]:
+    """Bytes of each gradient of a model, the last layer's first.
+
+    Raises:
+        ConfigError: torchvision has no such model.
+    """
     import torch
     import torchvision
 
     try:
         with torch.device("meta"):
-            network = torchvision.models.get_model(args.model, weights=None)
+            network = torchvision.models.get_model(name, weights=None)
     except ValueError as error:
         raise ConfigError("--model is one of torchvision's", str(error), "--model resnet50") from error
+    return [parameter.numel() * parameter.element_size() for parameter in network.parameters()][::-1]
+
+
+def training(
+    args: argparse.Namespace, gradients: Sequence[int], costs: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    """A step of the model on more ranks, each sum sent in buckets while the backward pass goes on."""
     step_s = args.step_ms / 1e3 if args.step_ms else _measured_step(args)
-    gradients = [parameter.numel() * parameter.element_size() for parameter in network.parameters()][::-1]
     return {
         "model": args.model, "bytes": sum(gradients), "step_s": step_s,
         "steps": model.steps(gradients, step_s, {way: model.LinkCost(**its) for way, its in costs.items()}),

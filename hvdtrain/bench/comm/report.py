@@ -8,11 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hvdtrain.bench.comm.model import crossings
-from hvdtrain.bench.comm.ways import BUSIEST
+from hvdtrain.bench.comm.model import COUNTS, crossings
 from hvdtrain.bench.report import measured_on, versions
 from hvdtrain.core import stats
-from hvdtrain.core.errors import ConfigError, install_command
 
 TABLED = 4  # a factor between the sizes of a table: all are in the file
 FIT_TARGET = 0.15
@@ -60,7 +58,7 @@ def _bandwidths(ranks: int, part: Mapping[str, Any], size: int) -> str:
         rate = size / sizes[size] / 1e9
         links = part["links"][way][size]
         counted, kernel = links["counted"], links["kernel"]
-        rule = BUSIEST[way](ranks) if way in BUSIEST else None
+        rule = COUNTS[way][1](ranks) if way in COUNTS else None
         rows.append((
             way, f"{rate:.2f} GB/s", f"{rate * 2 * (ranks - 1) / ranks:.2f} GB/s",
             f"{counted['one way']:.4g} x" if rule else "", f"{counted['both ways']:.4g} x" if rule else "",
@@ -135,17 +133,13 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     Raises:
         ConfigError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a picture needs matplotlib", str(error), install_command("plot")) from error
-    from hvdtrain.pipeline.tuning.plots import BLUE, DOTS_PER_INCH, GREEN, ORANGE, PURPLE, SKY, VERMILION
+    from hvdtrain.pipeline.tuning.plots import BLUE, DOTS_PER_INCH, GREEN, ORANGE, PURPLE, SKY, VERMILION, new_figure
 
     colours = dict(zip(
         ("ring", "server", "servers", "mpi", "horovod, mpirun", "horovod, horovodrun"),
         (BLUE, VERMILION, ORANGE, GREEN, PURPLE, SKY), strict=True,
     ))  # fmt: skip
-    figure = Figure(figsize=(5.4 * len(result["ranks"]), 4.6), layout="constrained")
+    figure = new_figure(5.4 * len(result["ranks"]), 4.6)
     axes = figure.subplots(1, len(result["ranks"]), squeeze=False, sharey=True)[0]
     for place, (ranks, part) in zip(axes, result["ranks"].items(), strict=True):
         ways = _medians(part)

@@ -147,9 +147,3 @@ def mpi(links: Links, values: Any) -> Any:
 
 
 WAYS: dict[str, Callable[[Links, Any], Any]] = {"mpi": mpi, "ring": ring, "server": server, "servers": servers}
-# bytes that the busiest link carries in one direction, as a multiple of the array's
-BUSIEST: dict[str, Callable[[int], float]] = {
-    "ring": lambda size: 2 * (size - 1) / size,
-    "server": lambda size: size - 1,
-    "servers": lambda size: 2 * (size - 1) / size,
-}

@@ -131,18 +131,27 @@ def _refuse_empty(picture: Bars | SplitCurve | Timeline) -> None:
         raise ConfigError("a picture needs something to draw", received, "measure each at least once")
 
 
-def _new_figure(picture: Bars | SplitCurve | Timeline) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """Returns an empty figure, in inches.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure  # without pyplot: no window, no state of the whole process
     except ImportError as error:
         remedy = install_command("plot")
         raise ConfigError("pictures are drawn by matplotlib", f"it cannot be imported: {error}", remedy) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _new_figure(picture: Bars | SplitCurve | Timeline) -> Figure:
     wide = 8.0
     if isinstance(picture, Bars):
         wide = max(6.5, 1.9 * len(picture.seconds))
     elif isinstance(picture, Timeline):
-        return Figure(figsize=(11.0, 1.8 + 0.7 * len({block[0] for block in picture.blocks})), layout="constrained")
-    return Figure(figsize=(wide, 5.0), layout="constrained")
+        return new_figure(11.0, 1.8 + 0.7 * len({block[0] for block in picture.blocks}))
+    return new_figure(wide, 5.0)
 
 
 def _repeats(every: Sequence[Sequence[float]]) -> str:
