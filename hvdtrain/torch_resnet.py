@@ -158,6 +158,7 @@ def prepare(
         channels_last=args.channels_last,
         compile=args.compile,
         watch_every=args.watch_every,
+        zero=args.zero,
     )
     checkpoints = hvdtrain.Checkpointer(run.path("checkpoints"), best=BEST, mode="max")
     loss = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
@@ -285,6 +286,8 @@ def parser() -> argparse.ArgumentParser:
     add("--gpus-per-rank", type=count, default=1, metavar="N",
         help="for --pipeline (default: its stages) and --engine dataparallel (default: all)")
     add("--compression", choices=["fp16", "bf16"], help="of gradients sent (default: none)")
+    add("--zero", type=int, choices=[0, 1, 2], default=0,
+        help="of --engine deepspeed: ranks have parts of the optimizer's state (1), of gradients too (2) (default: 0)")
     add("--channels-last", action="store_true", help="the memory layout that GPUs prefer for mixed precision")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--watch-every", type=flags.whole(0), default=100, metavar="N",

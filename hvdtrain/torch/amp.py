@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.torch.data.nested import map_tensors
-from hvdtrain.torch.engines.base import HALVES
+from hvdtrain.torch.engines.base import HALVES, as_parameters
 
 
 class Precision:
@@ -94,19 +94,30 @@ class Precision:
 
 
 class ScalerAdapter:
-    """What the gradient scaler takes for an optimizer: the real one's parameters, and the engine's step."""
+    """What the gradient scaler takes for an optimizer: the real one's parameters, and the engine's step.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> None:
+    Args:
+        optimizer: the user's.
+        step: the engine's.
+        held: the gradients, where they are not the parameters' own.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, step: Callable[[], None], held: Callable[[], list[Tensor]] | None = None
+    ) -> None:
         self._optimizer = optimizer
         self._step = step
+        self._held = held
         self.stepped = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
+        if self._held is None:
+            return self._optimizer.param_groups
+        return [{"params": as_parameters(self._held())}]
 
     def has_gradients(self) -> bool:
-        return any(p.grad is not None for group in self.param_groups for p in group["params"])
+        return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
 
     def step(self) -> None:
         self.stepped = True

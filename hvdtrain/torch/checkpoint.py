@@ -224,9 +224,10 @@ class TrainingPart(Part):
         self.optimizer = optimizer
         self.data = data
         self.streams: list[dict[str, Any]] = []
+        self._gathered: dict[str, Any] | None = None  # the optimizer's state, where ranks have parts of it
 
     def collect(self) -> None:
-        """Gathers the ranks' random states.
+        """Gathers the ranks' random states, and their parts of the optimizer's.
 
         Raises:
             ConfigError: an update is complete but not applied.
@@ -241,13 +242,15 @@ class TrainingPart(Part):
             raise ConfigError("a checkpoint is taken after step()", received, "step() first")
         session.losses.settle()
         self.streams = session.world.gather(session.streams())
+        if session.parted is not None:
+            self._gathered = session.parted.state_dict(keep=session.world.is_main)
 
     def save(self, path: Path) -> None:
         optimizer = self.optimizer
         data = optimizer.session.batches.data
         content = {
             "format": 1,
-            "optimizer": optimizer.state_dict(),
+            "optimizer": optimizer.state_dict() if self._gathered is None else self._gathered,
             "optimizer_class": type(optimizer.wrapped).__name__,
             "precision": optimizer.session.precision.state_dict(),
             "progress": asdict(optimizer.progress),
@@ -255,6 +258,7 @@ class TrainingPart(Part):
             "parameters": _described(optimizer),
             "streams": self.streams,
         }
+        self._gathered = None
         write(content, path, "training state")
 
     def load(self, path: Path) -> None:
@@ -267,8 +271,9 @@ class TrainingPart(Part):
         session = self.optimizer.session
         own = _described(self.optimizer)
         _check_optimizer(saved, own, self.optimizer.wrapped)
-        self.optimizer.load_state_dict(saved["optimizer"])
+        self.optimizer.wrapped.load_state_dict(saved["optimizer"])
         _keep_precision(saved, own, self.optimizer.wrapped)
+        self.optimizer.loaded()
         session.precision.load_state_dict(saved["precision"])
         session.gradients.restart()
         session.losses.forget()

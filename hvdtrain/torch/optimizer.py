@@ -43,7 +43,9 @@ class Optimizer(torch.optim.Optimizer):
         self.session = session
         self.progress = Progress()
         self._model = Model(session)
-        self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session))
+        parted = session.parted is not None and session.parted.parted
+        held = partial(_held, session) if parted else None
+        self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session), held)
         self._layer = ""
         self._updated: Batch | None = None
         self._compared = session.world.size == 1
@@ -215,7 +217,7 @@ class Optimizer(torch.optim.Optimizer):
             unit = session.precision.unit if tally.given else 1.0
             # without asking for the sum: that would make a GPU wait
             factor = torch.where(weight > 0, batch.planned * unit / weight, torch.zeros_like(weight))
-            present = [p.grad for p in session.gradients.parameters() if p.grad is not None]
+            present = [gradient for _, gradient in session.gradients_here()]
             if present and not (factor.device.type == "cpu" and float(factor) == 1.0):
                 _scale(present, factor)
             every = every * factor
@@ -226,6 +228,8 @@ class Optimizer(torch.optim.Optimizer):
         ))  # fmt: skip
         if tally.given:
             session.precision.note_weights(weight / batch.planned)
+        if session.parted is not None and session.parted.parted and session.options.amp == "fp16":
+            session.parted.spread_infinity()
         session.precision.unscale(self._stepper)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
@@ -246,11 +250,26 @@ class Optimizer(torch.optim.Optimizer):
             )
         if state != "ready":
             return None
-        norm = torch.nn.utils.clip_grad_norm_(self.session.gradients.parameters(), max_norm, norm_type)
+        session = self.session
+        if session.parted is not None and session.parted.parted:
+            with session.world.in_step("optimizer.clip_grad_norm_() with zero=2"):
+                norm = session.parted.clip_grad_norm_(max_norm, norm_type)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(session.gradients.parameters(), max_norm, norm_type)
         # with a gradient scaler an infinite gradient is a matter of course: the step will be skipped
-        if self.session.losses.at_once and self.session.options.amp != "fp16" and not math.isfinite(float(norm)):
-            raise gradient_error(self.session.module, float(norm), self.progress.step + 1)
+        if session.losses.at_once and session.options.amp != "fp16" and not math.isfinite(float(norm)):
+            raise gradient_error(self._not_finite(), float(norm), self.progress.step + 1)
         return norm
+
+    def _not_finite(self) -> list[str]:
+        """Names parameters with a gradient that is not finite; collective where ranks have parts."""
+        session = self.session
+        names = {id(parameter): name for name, parameter in session.module.named_parameters()}
+        here = session.gradients_here()
+        bad = [names[id(piece.parameter)] for piece, gradient in here if not torch.isfinite(gradient).all()]
+        if session.parted is not None and session.parted.parted:
+            bad = [name for its in session.world.gather(bad) for name in its]
+        return list(dict.fromkeys(bad))
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Applies the update: clips, sets the learning rate, steps. Before the update is complete it does nothing.
@@ -367,12 +386,22 @@ class Optimizer(torch.optim.Optimizer):
         return self.wrapped.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
-        return self.wrapped.state_dict()
+        """The wrapped optimizer's; with zero= put together of all ranks' parts, and collective."""
+        parted = self.session.parted
+        if parted is None:
+            return self.wrapped.state_dict()
+        with self.session.world.in_step("optimizer.state_dict() with zero="):
+            return parted.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Into the wrapped optimizer; give every rank the same."""
         self.wrapped.load_state_dict(state_dict)
+        self.loaded()
+
+    def loaded(self) -> None:
+        """The wrapped optimizer's state was loaded, the same on every rank."""
+        if self.session.parted is not None:
+            self.session.parted.share_out()
         if self.session.rates is not None:
             self.session.rates.forget()
 
@@ -399,7 +428,14 @@ class Optimizer(torch.optim.Optimizer):
         return getattr(self.wrapped, name)
 
     def close(self) -> None:
-        """Takes the hooks off model and optimizer, which are plain again; dropping this optimizer does it too."""
+        """Takes the hooks off model and optimizer, which are plain again; dropping this optimizer does it too.
+
+        With zero= collective: the optimizer gets its whole state back (not when it is dropped: ranks drop it alone).
+        """
+        if self._closing.alive and self.session.parted is not None:
+            state = self.state_dict()
+            self._closing()
+            self.wrapped.load_state_dict(state)
         self._closing()
 
 
@@ -407,6 +443,10 @@ def _close(guard: RemovableHandle, gradients: Gradients, model: EngineModel) -> 
     guard.remove()
     gradients.close()
     model.close()
+
+
+def _held(session: Session) -> list[Tensor]:
+    return [gradient for _, gradient in session.gradients_here()]
 
 
 def _step_engine(session: Session) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 from weakref import ref
 
 import torch
@@ -22,7 +22,7 @@ from hvdtrain.torch.checks.nonfinite import Losses
 from hvdtrain.torch.checks.refusals import check_model, check_optimizer
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.engine import engine_of
-from hvdtrain.torch.engines.base import Settings, Staged, staged_or_none
+from hvdtrain.torch.engines.base import PartedEngineModel, Settings, Staged, staged_or_none
 from hvdtrain.torch.engines.sync_batchnorm import convert, revert
 from hvdtrain.torch.gradients import Gradients
 from hvdtrain.torch.model import Model
@@ -51,6 +51,7 @@ def prepare(
     compile: bool = False,
     verify: bool = True,
     watch_every: int = 0,
+    zero: Literal[0, 1, 2] = 0,
 ) -> tuple[Model, Optimizer]:
     """Makes a model and its optimizer train on all ranks; collective.
 
@@ -76,6 +77,8 @@ def prepare(
         compile: `torch.compile` the model.
         verify: prove before the first step that gradients are averaged (see `verify`).
         watch_every: compare the replicas every so many updates; 0 is never.
+        zero: DeepSpeed's ZeRO, on its engine: each rank keeps a part of the optimizer's state (1), and of the gradients
+            (2: `p.grad` cannot be read). For float32 weights and optimizers that work by element.
 
     Returns:
         The model and the optimizer to train with.
@@ -85,9 +88,12 @@ def prepare(
             learning rate is scaled twice.
         ReplicaError: on every rank; the ranks differ in model, optimizer or options, or gradients are not averaged.
     """
-    options = Options(accumulate, clip, amp, compression, sync_batchnorm, channels_last, compile, verify, watch_every)
+    options = Options(
+        accumulate, clip, amp, compression, sync_batchnorm, channels_last, compile, verify, watch_every, zero
+    )
     _check_options(options, lr, data)
     world = given_or_current(world, "torch")
+    _check_zero(options, world)
     check_model(model)
     staged = staged_or_none(model)
     if staged is not None:
@@ -142,6 +148,19 @@ def _check_options(options: Options, lr: LR | None, data: Loader | None) -> None
         )
 
 
+def _check_zero(options: Options, world: World) -> None:
+    if options.zero not in (0, 1, 2) or isinstance(options.zero, bool):
+        raise ConfigError("zero must be 0, 1 or 2: the stage of DeepSpeed's ZeRO", f"zero={options.zero!r}")
+    if options.zero and world.engine != "deepspeed":
+        raise ConfigError(
+            "ZeRO is DeepSpeed's",
+            f"zero={options.zero} on the engine {world.engine!r}",
+            'hvdtrain.init("torch", engine="deepspeed"), or leave zero= out',
+        )
+    if options.zero and options.channels_last:
+        raise ConfigError("ZeRO lays the weights out flat", "channels_last=True", "leave channels_last or zero out")
+
+
 def _place(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, world: World, staged: Staged | None
 ) -> None:
@@ -169,16 +188,13 @@ def _bind(
     pieces = world.size * options.accumulate * (1 if staged is None else max(staged.micro_batches, 2))
     shell = ModelShell(model, torch.compile(model) if options.compile else staged)  # type: ignore[arg-type]
     batches = Batches(data, world.size, options.accumulate)
+    bound = engine.bind(shell, optimizer, Settings(options.compression, staged=staged, zero=options.zero))
     return Session(
         world=world,
         module=model,
         optimizer=optimizer,
         options=options,
-        engine_model=Noted(
-            engine.bind(shell, optimizer, Settings(options.compression, staged=staged)),
-            world,
-            batches,
-        ),
+        engine_model=Noted(bound, world, batches),
         batches=batches,
         per_rank_batch=None if data is None else data.per_rank_batch,
         precision=Precision(options.amp, engine.device),
@@ -186,4 +202,5 @@ def _bind(
         gradients=Gradients(model, engine.device, optimizer, staged=staged is not None),
         proof=LossProof(world, pieces, verify=options.verify),
         staged=staged,
+        parted=cast(PartedEngineModel, bound) if options.zero else None,
     )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
@@ -24,7 +24,7 @@ from hvdtrain.torch.checks.nonfinite import Losses
 from hvdtrain.torch.data.random_state import random_streams
 from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines import buffers
-from hvdtrain.torch.engines.base import Staged, TorchEngine
+from hvdtrain.torch.engines.base import PartedEngineModel, Piece, Staged, TorchEngine
 from hvdtrain.torch.engines.sync_batchnorm import uncounting
 from hvdtrain.torch.gradients import Gradients
 
@@ -46,6 +46,7 @@ class Options:
     compile: bool = False
     verify: bool = True
     watch_every: int = 0
+    zero: int = 0
 
 
 @dataclass(eq=False)
@@ -61,6 +62,7 @@ class Session:
         gradients: of the update being gathered.
         proof: whether the loss can be put together of pieces.
         staged: the pipeline that runs the module's passes, if one does.
+        parted: the model on the engine, where ranks have parts of the optimizer's state.
         rates: sets the learning rate; None leaves it to the user.
         last_call: arguments of the last training forward pass.
         last_method: the user's own that took them, in place of forward.
@@ -80,6 +82,7 @@ class Session:
     gradients: Gradients
     proof: LossProof
     staged: Staged | None = None
+    parted: PartedEngineModel | None = None
     rates: Rates | None = None
     last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     last_method: Callable[..., Any] | None = None
@@ -91,6 +94,14 @@ class Session:
     @property
     def engine(self) -> TorchEngine:
         return engine_of(self.world)
+
+    def gradients_here(self) -> list[tuple[Piece, Tensor]]:
+        """Returns what this rank has of a complete update's gradients: whole ones, each with all its elements, or (with
+        zero=2) flat parts."""
+        if self.parted is not None and self.parted.parted:
+            return self.parted.held()
+        every = self.gradients.parameters()
+        return [(Piece(p, 0, p.numel()), p.grad) for p in every if p.grad is not None]
 
     def handed_out(self, step: Step | None) -> None:
         """A batch has come from the loader: one that does not count leaves no trace in buffers, whoever runs what part

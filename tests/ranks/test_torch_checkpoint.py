@@ -17,6 +17,8 @@ JOBS = {
     "ddp": ("torchrun", 2, {}),
     "solo": ("none", 1, {}),
     "deepspeed": ("torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
+    "deepspeed-zero1": ("torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
+    "deepspeed-zero2": ("torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
 }
 
 
@@ -38,6 +40,25 @@ def test_checkpoint(case: str, engine: str, results: dict[str, Result]) -> None:
 @pytest.mark.parametrize("engine", JOBS)
 def test_program_ends_well(engine: str, results: dict[str, Result]) -> None:
     results[engine].check()
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("deepspeed-zero2", ["solo", "deepspeed-zero1"]),
+        pytest.param("deepspeed-zero1", ["horovod", "ddp", "deepspeed", "solo"], marks=pytest.mark.thorough),
+        pytest.param("deepspeed-zero2", ["horovod", "ddp", "deepspeed"], marks=pytest.mark.thorough),
+    ],
+)
+def test_what_has_parts_is_saved_whole(first: str, then: list[str], tmp_path: Path) -> None:
+    """Written by ranks that each have a part of the optimizer's state, read by every other engine."""
+    case = "case_any_engine_and_size_goes_on_from_the_common_checkpoint"
+    for engine in (first, *then):
+        launcher, ranks, env = JOBS[engine]
+        done = run_ranks(
+            [PROGRAM, engine, tmp_path, "float32"], ranks, launcher=launcher, env=env, timeout_s=180
+        ).check()
+        assert case in torch_cases.passed(done.out), done.text
 
 
 STATE = torch_cases.FOLDER / "state.py"

@@ -17,6 +17,7 @@ from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.world import World
 from hvdtrain.torch.checks import replicas
+from hvdtrain.torch.engines.base import Piece
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.optimizer import Optimizer
 from hvdtrain.torch.session import Session
@@ -78,8 +79,8 @@ def prove(session: Session) -> Proof:
         session.engine_model.backward(loss * weight, reduce=True, extras=extras)
         session.engine_model.finish()
     largest = mean * LARGEST
-    off = _largest_gap(parameters, mean) / largest
-    own = _largest_gap(parameters, (world.rank + 1.0) * weight) / largest
+    off = _largest_gap(session, parameters, mean) / largest
+    own = _largest_gap(session, parameters, (world.rank + 1.0) * weight) / largest
     for parameter in parameters:
         parameter.grad = None
     reports = world.gather((off, own, extras.tolist()))
@@ -97,16 +98,26 @@ def prove(session: Session) -> Proof:
     return Proof(world.size, len(parameters), max(gap for gap, _, _ in reports), sha256, time.perf_counter() - started)
 
 
-def _largest_gap(parameters: list[nn.Parameter], factor: float) -> float:
-    """max |gradient - factor x pattern|; infinite where there is no gradient."""
+def _largest_gap(session: Session, parameters: list[nn.Parameter], factor: float) -> float:
+    """max |gradient - factor x pattern|, of this rank's part where there are parts; infinite without a gradient."""
     if any(parameter.grad is None for parameter in parameters):
         return math.inf
+    numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
     gaps = [
-        (_wide(parameter.grad) - _wide(pattern(index, parameter)) * factor).abs().max()  # type: ignore[arg-type]
-        for index, parameter in enumerate(parameters)
-        if parameter.numel()
+        (
+            _wide(gradient.reshape(-1))
+            - _wide(_of_piece(pattern(numbers[id(piece.parameter)], piece.parameter), piece)) * factor
+        )
+        .abs()
+        .max()
+        for piece, gradient in session.gradients_here()
+        if gradient.numel()
     ]
     return float(torch.stack([gap.to(gaps[0].device) for gap in gaps]).max()) if gaps else 0.0
+
+
+def _of_piece(values: Tensor, piece: Piece) -> Tensor:
+    return values.reshape(-1)[piece.start : piece.stop]
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,9 +123,14 @@ class Losses:
         )
 
 
-def gradient_error(module: nn.Module, norm: float, step: int) -> NonFiniteError:
-    """The error for a gradient norm that is not finite; the same on every rank, since gradients are averaged."""
-    bad = [n for n, p in module.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+def gradient_error(bad: Sequence[str], norm: float, step: int) -> NonFiniteError:
+    """The error for a gradient norm that is not finite; the same on every rank, since gradients are averaged.
+
+    Args:
+        bad: parameters whose gradients are not finite.
+        norm: of all.
+        step: counted from 1.
+    """
     return NonFiniteError(
         f"the gradient norm is {norm} at step {step}: training ends",
         f"the loss is finite; gradients that are not: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"

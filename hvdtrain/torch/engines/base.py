@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -65,6 +65,22 @@ def staged_or_none(model: object) -> Staged | None:
     return cast(Staged, model) if all(callable(getattr(model, name, None)) for name in methods) else None
 
 
+class Piece(NamedTuple):
+    """Elements `start` to `stop` of a parameter, laid out flat."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+
+def as_parameters(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Returns what takes the place of parameters where only their `grad` is read: by a scaler, by clipping."""
+    stand_ins = [gradient.detach() for gradient in gradients]
+    for stand_in, gradient in zip(stand_ins, gradients, strict=True):
+        stand_in.grad = gradient
+    return stand_ins
+
+
 @dataclass(frozen=True)
 class Settings:
     """How gradients travel.
@@ -73,11 +89,14 @@ class Settings:
         compression: "fp16" or "bf16": gradients are cast for the way, and summed in that type.
         bucket_bytes: gradients are sent in pieces of about this size; None: what is right on the device.
         staged: the model, where it runs its own passes (see `StagedEngineModel`).
+        zero: ZeRO's stage: each rank has a part of the optimizer's state (1), and of the gradients (2); see
+            `PartedEngineModel`.
     """
 
     compression: Literal["fp16", "bf16"] | None = None
     bucket_bytes: int | None = None
     staged: Staged | None = None
+    zero: int = 0
 
 
 class EngineModel(Protocol):
@@ -121,6 +140,36 @@ class StagedEngineModel(EngineModel, Protocol):
         Args:
             passes: runs `Staged.step`, and sets `extras`.
         """
+        ...
+
+
+class PartedEngineModel(EngineModel, Protocol):
+    """A model whose ranks keep the optimizer's state in parts, each its own; the user's optimizer has none.
+
+    Attributes:
+        parted: the gradients are in parts too.
+    """
+
+    parted: bool
+
+    def held(self) -> list[tuple[Piece, Tensor]]:
+        """Parted, after `finish`: this rank's pieces of the sums, and for each a tensor of its elements."""
+        ...
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
+        """As torch's, for gradients in parts; collective."""
+        ...
+
+    def spread_infinity(self) -> None:
+        """Puts an infinity into every rank's part if one rank's has one; collective."""
+        ...
+
+    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
+        """Returns the whole optimizer's state dict, on ranks that `keep` it; collective."""
+        ...
+
+    def share_out(self) -> None:
+        """Takes each rank's part of the state that the user's optimizer has, the same on every rank."""
         ...
 
 

@@ -1,7 +1,7 @@
 """DeepSpeed, as the carrier of gradients and the one who steps: the data, the schedule and the files are hvdtrain's.
 
-ZeRO stage 0: every rank holds the whole optimizer state, so checkpoints are those of the other engines.
-Written against DeepSpeed 0.19.8, whose `engine.py` is the reference for what is said about it here.
+ZeRO stage 0 leaves the optimizer whole on every rank; stages 1 and 2 leave each rank a part (`zero`). Checkpoints are
+those of the other engines. Written against DeepSpeed 0.19.8, whose `engine.py` is the reference for what is said here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -19,12 +20,16 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, LauncherError, install_command
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.engines.base import HALVES, Settings
+from hvdtrain.torch.engines.base import HALVES, Piece, Settings, as_parameters
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
+from hvdtrain.torch.engines.zero import Elsewhere, InOrder, Parts, flat_twin
 from hvdtrain.torch.shell import trainable
 
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16)
 _BUCKET_BYTES = 100 << 20
+_TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# no copies of gradients in buffers of its own, no hooks that send them, no norm: clipping is ours
+_ZERO = {"contiguous_gradients": False, "overlap_comm": False, "compute_grad_norm": False}
 _NEVER = 2**62  # steps between DeepSpeed's own progress lines
 
 
@@ -37,26 +42,40 @@ def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> GroupEngin
     # read when it is imported; without it DeepSpeed takes a GPU that was not asked for
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda")
     deepspeed = _import()
-    engine = join("deepspeed", DeepSpeedModel, detected, device=device, gpus_per_rank=gpus_per_rank)
+    engine = join("deepspeed", _bind, detected, device=device, gpus_per_rank=gpus_per_rank)
     # on CPUs it would compile an extension of its own for small messages, on every machine, at the first start
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
     return engine
 
 
+def _bind(
+    engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+) -> DeepSpeedModel:
+    return (ZeroModel if settings.zero else DeepSpeedModel)(engine, module, optimizer, settings)
+
+
 def _import() -> Any:
     """Imports DeepSpeed, quietly: a module of PyTorch's that it takes in warns where there is no GPU."""
-    notes = logging.getLogger("torch.utils.cpp_extension")
-    level = notes.level
-    notes.setLevel(logging.ERROR)
+    with _quiet("torch.utils.cpp_extension"):
+        try:
+            return importlib.import_module("deepspeed")
+        except Exception as error:  # it probes compilers and drivers while it is imported
+            raise LauncherError(
+                "the deepspeed engine needs DeepSpeed", f"{type(error).__name__}: {error}", install_command("deepspeed")
+            ) from error
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """While it lasts, that logger has only errors."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
-        return importlib.import_module("deepspeed")
-    except Exception as error:  # it probes compilers and drivers while it is imported
-        raise LauncherError(
-            "the deepspeed engine needs DeepSpeed", f"{type(error).__name__}: {error}", install_command("deepspeed")
-        ) from error
+        yield
     finally:
-        notes.setLevel(level)
+        logger.setLevel(level)
 
 
 class DeepSpeedModel:
@@ -71,10 +90,9 @@ class DeepSpeedModel:
         self.call: Callable[..., Any] = module
         self._module = module
         self._device = engine.device
-        _check_types(module)
+        _check_types(module, settings.zero)
         self._bucket_elements = (settings.bucket_bytes or _BUCKET_BYTES) // 4
-        self._engine = _initialize(module, optimizer, engine)
-        self._engine.communication_data_type = _wire_type(module, settings)
+        self._engine = _initialize(module, optimizer, engine, settings, _wire_type(module, settings))
         self._extras: Tensor | None = None
 
     def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
@@ -86,19 +104,27 @@ class DeepSpeedModel:
     def finish(self) -> None:
         """See `EngineModel.finish`."""
         parameters = trainable(self._module)
-        used = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64)
-        used = used.to(self._device)
-        tail = used if self._extras is None else torch.cat([used, self._extras])
-        with rank_losses():
-            work = dist.all_reduce(tail, async_op=True)
-            self._engine.allreduce_gradients(bucket_size=self._bucket_elements)
-            work.wait()
-        if self._extras is not None:
-            self._extras.copy_(tail[len(parameters) :])
-            self._extras = None
-        for parameter, uses in zip(parameters, tail.tolist(), strict=False):
+        used = self._sum_used([p.grad is not None for p in parameters], self._sum_gradients)
+        for parameter, uses in zip(parameters, used, strict=True):
             if not uses:  # DeepSpeed made zeros: an optimizer would decay these weights and move their momentum
                 parameter.grad = None
+
+    def _sum_gradients(self) -> None:
+        self._engine.buffered_allreduce_fallback(elements_per_buffer=self._bucket_elements)
+
+    def _sum_used(self, used: list[bool], meanwhile: Callable[[], None] = lambda: None) -> list[float]:
+        """Returns how many ranks have a gradient of each parameter; the extras travel along."""
+        flags = torch.tensor(used, dtype=torch.float64).to(self._device)
+        tail = flags if self._extras is None else torch.cat([flags, self._extras])
+        with rank_losses():
+            work = dist.all_reduce(tail, async_op=True)
+            meanwhile()
+            work.wait()
+        if self._extras is not None:
+            self._extras.copy_(tail[len(used) :])
+            self._extras = None
+        found: list[float] = tail[: len(used)].tolist()
+        return found
 
     def step(self) -> None:
         self._engine.step()
@@ -110,13 +136,154 @@ class DeepSpeedModel:
         self._engine.destroy()
 
 
-def _check_types(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in _REDUCIBLE:
+class ZeroModel(DeepSpeedModel):
+    """A model whose ranks keep parts: of the optimizer's state (stage 1), of the gradients too (stage 2).
+
+    DeepSpeed cuts, steps and gathers; backward passes are PyTorch's own, and gradients are sent in one order.
+
+    Attributes:
+        parted: whether gradients are in parts after `finish`: then `p.grad` has none, and `held` has.
+    """
+
+    def __init__(
+        self, engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
+    ) -> None:
+        twin = flat_twin(optimizer, engine.device)
+        super().__init__(engine, module, twin, settings)
+        # they follow DeepSpeed's own backward(); the passes here are PyTorch's
+        self._engine.module_forward_pre_hook.remove()
+        self._engine.module_forward_post_hook.remove()
+        zero = self._zero = self._engine.optimizer
+        for hook in zero._grad_acc_hooks:
+            hook.remove()
+        self.parted = settings.zero == 2
+        self._size, self._rank = engine.size, engine.rank
+        self._parts = Parts(optimizer, twin, zero, engine.rank, engine.size, self._gather)
+        self._names = {id(p): name.removeprefix("module.") for name, p in module.named_parameters()}  # the shell's
+        send = zero.reduce_independent_p_g_buckets_and_remove_grads
+        self._in_order = InOrder(self._parts.parameters, send) if self.parted else None
+
+    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+        """See `EngineModel.backward`.
+
+        Raises:
+            ConfigError: weights were put elsewhere, or others are trained than at first.
+        """
+        self._parts.check()
+        if self._in_order is not None:
+            (self._in_order.begin if reduce else self._in_order.stop)()
+        with rank_losses():
+            loss.backward()
+        self._extras = extras if reduce else None
+
+    def finish(self) -> None:
+        """See `EngineModel.finish`; parted, `held` has the sums.
+
+        Raises:
+            ConfigError: on every rank, where no rank has a gradient of a parameter: the others' would still step it.
+        """
+        parameters = [parameter for its in self._parts.parameters for parameter in its]
+        if self._in_order is None:
+            used = self._sum_used([p.grad is not None for p in parameters], self._sum_gradients)
+        else:
+            with rank_losses():
+                here = self._in_order.finish()
+                self._zero.reduce_ipg_grads()
+            used = self._sum_used(here)
+            self._take_parts()
+        unused = [self._names[id(p)] for p, uses in zip(parameters, used, strict=True) if not uses]
+        if unused:
             raise ConfigError(
-                "DeepSpeed reduces gradients of float32, bfloat16 and float16",
+                "with zero= every weight that is trained has a gradient in each update: ranks step flat parts",
+                f"no rank has one of {', '.join(unused[:3])}{' ...' if len(unused) > 3 else ''}",
+                "freeze what the loss does not use before prepare(): parameter.requires_grad_(False); or zero=0",
+                shared=True,
+            )
+
+    def _take_parts(self) -> None:
+        """Leaves this rank the gradients of its part."""
+        self._zero.params_already_reduced[:] = [False] * len(self._zero.params_already_reduced)
+        for index, pieces in enumerate(self._parts.pieces):
+            self._parts.give(index, [_cut(piece) for piece in pieces])
+        for parameter in (p for its in self._parts.parameters for p in its):
+            parameter.grad = Elsewhere.of(parameter)
+
+    def held(self) -> list[tuple[Piece, Tensor]]:
+        """Returns what this rank has of the gradients, parted: pieces, and for each a tensor of its elements."""
+        return self._parts.held()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
+        """As torch's, over the parts of all ranks; collective."""
+        gradients = [gradient for _, gradient in self.held()]
+        norms = torch.zeros(self._size, device=self._device)
+        norms[self._rank] = torch.nn.utils.get_total_norm(gradients, norm_type)
+        dist.all_reduce(norms)
+        total = torch.linalg.vector_norm(norms, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(as_parameters(gradients), max_norm, total)
+        return total
+
+    def spread_infinity(self) -> None:
+        """Puts an infinity into every rank's part if one has one: a gradient scaler looks at its own; collective."""
+        gradients = [gradient for _, gradient in self.held()]
+        finite = [torch.isfinite(gradient).all() for gradient in gradients]
+        bad = (~torch.stack(finite).all()).float() if finite else torch.zeros((), device=self._device)
+        dist.all_reduce(bad)
+        for gradient in gradients[:1]:
+            gradient[:1] = torch.where(bad > 0, torch.inf, gradient[:1])
+
+    def step(self) -> None:
+        """The step of this rank's part; then every rank has all weights."""
+        parameters = [parameter for its in self._parts.parameters for parameter in its]
+        kept = [parameter.grad for parameter in parameters]  # DeepSpeed drops them; other engines leave them
+        if not self.parted:
+            self._parts.fill()
+        with rank_losses():
+            self._parts.step()
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient
+
+    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
+        """See `Parts.state_dict`."""
+        return self._parts.state_dict(keep=keep)
+
+    def share_out(self) -> None:
+        """See `Parts.share_out`."""
+        self._parts.share_out()
+
+    def _gather(self, part: Tensor) -> Tensor:
+        parts = [torch.empty_like(part) for _ in range(self._size)]
+        with rank_losses():
+            dist.all_gather(parts, part)
+        return torch.cat(parts)
+
+    def close(self) -> None:
+        """Takes the hooks off the model."""
+        if self._in_order is not None:
+            self._in_order.close()
+        self._engine.destroy()
+
+
+def _cut(piece: Piece) -> Tensor:
+    """A copy of a gradient's elements: the whole one's memory is free then."""
+    gradient = piece.parameter.grad
+    assert gradient is not None
+    whole = piece.stop - piece.start == gradient.numel()
+    flat = gradient.contiguous().view(-1)
+    return flat if whole else flat[piece.start : piece.stop].clone()
+
+
+def _check_types(module: nn.Module, zero: int) -> None:
+    taken = (torch.float32,) if zero else _REDUCIBLE
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in taken:
+            raise ConfigError(
+                "with zero= the weights that are trained are float32"
+                if zero
+                else "DeepSpeed reduces gradients of float32, bfloat16 and float16",
                 f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}",
-                'convert the model, or use engine="ddp" or "horovod"',
+                'keep them float32 and compute in halves: prepare(..., amp="bf16"); or use zero=0'
+                if zero
+                else 'convert the model, or use engine="ddp" or "horovod"',
             )
 
 
@@ -128,7 +295,13 @@ def _wire_type(module: nn.Module, settings: Settings) -> torch.dtype:
     return own.pop() if len(own) == 1 else torch.float32
 
 
-def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, engine: GroupEngine) -> Any:
+def _initialize(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    engine: GroupEngine,
+    settings: Settings,
+    wire_type: torch.dtype,
+) -> Any:
     """Returns DeepSpeed's engine: no precision, clipping, accumulation or schedule of its own; sums, not means."""
     deepspeed = importlib.import_module("deepspeed")  # not `import`: this module has the same name
     config = {
@@ -136,7 +309,11 @@ def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, engine: Gro
         "gradient_accumulation_steps": 1,
         "gradient_allreduce_op": "sum",
         "gradient_clipping": 0.0,  # left out, it would clip at 1
-        "zero_optimization": {"stage": 0},
+        "communication_data_type": _TYPE_NAMES[wire_type],
+        "zero_optimization": {"stage": settings.zero}
+        | (_ZERO if settings.zero else {})
+        | {"reduce_bucket_size": (settings.bucket_bytes or _BUCKET_BYTES) // 4},
+        "zero_allow_untested_optimizer": True,
         "steps_per_print": _NEVER,
         "wall_clock_breakdown": False,
     }
@@ -146,6 +323,7 @@ def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer, engine: Gro
         mock.patch.dict(os.environ, {"LOCAL_RANK": local_rank}),
         # parameters are the same already, and it views them as bytes, which channels-last ones and scalars do not allow
         mock.patch.object(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda self: None),
+        _quiet("DeepSpeed"),  # it warns of optimizers it has not tried; `zero.flat_twin` has
     ):
         started, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     return started

@@ -1,4 +1,4 @@
-"""Checkpoints of the adapter. usage: checkpoints.py ENGINE FOLDER
+"""Checkpoints of the adapter. usage: checkpoints.py ENGINE[-zeroN] FOLDER [float32]
 
 The first job that is given a folder writes a checkpoint there, with what came of going on from it; jobs of other
 engines and sizes that are given the same folder go on from it too.
@@ -28,8 +28,10 @@ from hvdtrain.torch import checkpoint
 
 SAMPLES, GLOBAL_BATCH, UPDATES, SAVED_AFTER = 26, 8, 6, 3  # 2 updates an epoch: the checkpoint is in mid-epoch
 FOLDER = Path(sys.argv[2])
+ENGINE, _, ZERO = sys.argv[1].partition("-zero")
 # DeepSpeed takes no float64
-DTYPE, TOLERANCE = (torch.float32, 1e-5) if sys.argv[1] == "deepspeed" else (torch.float64, 1e-10)
+FLOAT32 = ENGINE == "deepspeed" or sys.argv[3:] == ["float32"]
+DTYPE, TOLERANCE = (torch.float32, 1e-5) if FLOAT32 else (torch.float64, 1e-10)
 
 
 def net(classes: int = 3) -> nn.Module:
@@ -55,7 +57,7 @@ class Job:
         self.lr = hvdtrain.LR(0.05, GLOBAL_BATCH, warmup_samples=40, schedule="cosine", total_samples=80)
         with contextlib.redirect_stdout(io.StringIO()):
             self.model, self.optimizer = hvt.prepare(
-                model, optimizer, self.data, lr=self.lr, **{"accumulate": 2, **options}
+                model, optimizer, self.data, lr=self.lr, **{"accumulate": 2, "zero": int(ZERO or 0), **options}
             )
         self.batches = self._stream()
         self.seen: list[int] = []
@@ -99,7 +101,7 @@ def restored(world: hvdtrain.World, checkpoints: hvdtrain.Checkpointer, **option
 def case_a_run_goes_on_bit_for_bit(world: hvdtrain.World) -> None:
     unbroken = Job(world, start=1)
     unbroken.train(SAVED_AFTER)
-    checkpoints = hvdtrain.Checkpointer(FOLDER / f"own-{world.engine}-{world.size}")
+    checkpoints = hvdtrain.Checkpointer(FOLDER / f"own-{sys.argv[1]}-{world.size}")
     path = checkpoints.save(unbroken.state(), progress=unbroken.optimizer.progress)
     assert sorted(p.name for p in Path(path).iterdir()) == ["manifest.json", "model.safetensors", "training.pt"]
     seen_before = sorted(i for ids in world.gather(unbroken.seen) for i in ids)
@@ -119,7 +121,7 @@ def case_a_run_goes_on_bit_for_bit(world: hvdtrain.World) -> None:
 
 def case_what_is_not_restored_is_missed(world: hvdtrain.World) -> None:
     """Negative twins: without its random streams, or its optimizer's state, the run does not go on as before."""
-    checkpoints = hvdtrain.Checkpointer(FOLDER / f"own-{world.engine}-{world.size}")
+    checkpoints = hvdtrain.Checkpointer(FOLDER / f"own-{sys.argv[1]}-{world.size}")
     right = restored(world, checkpoints)
     right.train(UPDATES)
     with mock.patch.object(checkpoint, "restore_streams", lambda *_: None):
@@ -127,7 +129,7 @@ def case_what_is_not_restored_is_missed(world: hvdtrain.World) -> None:
     other.train(UPDATES)
     assert other.losses != right.losses
     other = Job(world, start=99)
-    with mock.patch.object(type(other.optimizer), "load_state_dict", lambda *_: None):
+    with mock.patch.object(type(other.optimizer.wrapped), "load_state_dict", lambda *_: None):
         checkpoints.restore(other.state())
     other.train(UPDATES)
     assert other.everything() != right.everything()
@@ -186,7 +188,7 @@ def case_the_model_file_is_plain(world: hvdtrain.World) -> None:
 
 
 def case_checkpoints_of_something_else_are_refused(world: hvdtrain.World) -> None:
-    checkpoints = hvdtrain.Checkpointer(FOLDER / f"own-{world.engine}-{world.size}")
+    checkpoints = hvdtrain.Checkpointer(FOLDER / f"own-{sys.argv[1]}-{world.size}")
     wide = Job(world, start=1, model=net(classes=5))
     before = hvt.fingerprint(wide.model)
     with refused("3.weight has shape (3, 8) in the checkpoint, (5, 8) in the model", "3 classes", kind=CheckpointError):
@@ -247,6 +249,6 @@ def case_a_batch_that_was_not_trained_on_comes_again(world: hvdtrain.World) -> N
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.set_default_dtype(DTYPE)
-    with hvdtrain.init("torch", engine=sys.argv[1], device="cpu", seed=5) as the_world:
+    with hvdtrain.init("torch", engine=ENGINE, device="cpu", seed=5) as the_world:
         failures = run_cases(globals().copy(), the_world)
     sys.exit(3 if failures else 0)

@@ -1,0 +1,388 @@
+"""ZeRO stages 1 and 2: each rank keeps the optimizer's state of a part of the weights, and steps that part.
+
+DeepSpeed lays the weights of a group end to end, cuts them into as many equal parts as there are ranks, steps its own
+part and gathers the others' (Rajbhandari et al., arXiv 1910.02054; DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py).
+It takes over the groups of the optimizer it is given: a twin of the user's, whose own keeps its groups, rates and
+hooks. What is written here is what lies between the two, and what a flat part means in names and shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.core.errors import CheckpointError, ConfigError
+from hvdtrain.torch.engines.base import Piece
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_STEPS, _TOLERANCE = 3, 1e-6  # of the trial in float64: operations in another order, and no more
+
+
+class Parts:
+    """The parts of the weights, and the optimizer's state cut in the same places.
+
+    Args:
+        user: the user's optimizer, with its state whole; `share_out` empties it.
+        twin: what DeepSpeed was given.
+        zero: DeepSpeed's `DeepSpeedZeroOptimizer`.
+        rank, size: of the ranks.
+        gather: returns the ranks' tensors end to end; collective.
+    """
+
+    def __init__(
+        self,
+        user: torch.optim.Optimizer,
+        twin: torch.optim.Optimizer,
+        zero: Any,
+        rank: int,
+        size: int,
+        gather: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._user, self._twin, self._zero = user, twin, zero
+        self._rank, self._size, self._gather = rank, size, gather
+        zero.optimizer = twin  # it makes another Adagrad, of one group
+        zero._hp_optimizer_states_linked = True  # for its own readers of states, which would link that one's
+        self.parameters = [_trained(group) for group in _groups(user)]
+        self._flats: list[Tensor] = [group["params"][0] for group in twin.param_groups]
+        self.pieces = [
+            _pieces(parameters, len(flat) * rank, len(flat) * (rank + 1))
+            for parameters, flat in zip(self.parameters, self._flats, strict=True)
+        ]
+        for index, flat in enumerate(self._flats):
+            # types are the same: DeepSpeed's copy of the part can be the part itself, and so what the module has, who
+            # changes it (a checkpoint, an average of weights)
+            flat.data = zero.parallel_partitioned_bit16_groups[index][rank]
+        self._places = [(p, p.data_ptr()) for parameters in self.parameters for p in parameters]
+        self.share_out()
+
+    # -- steps -----------------------------------------------------------------------------------------------
+    def fill(self) -> None:
+        """Hands DeepSpeed the gradients of this rank's part, of `p.grad`, which are those of all ranks."""
+        for index, pieces in enumerate(self.pieces):
+            gradients = [_flat(piece.parameter.grad)[piece.start : piece.stop] for piece in pieces]
+            self.give(index, gradients)
+
+    def give(self, index: int, gradients: list[Tensor]) -> None:
+        """Hands DeepSpeed the gradients of a group's pieces."""
+        flat = self._flats[index]
+        padding = len(flat) - sum(map(len, gradients))
+        self._zero.averaged_gradients[index] = [*gradients, flat.new_zeros(padding)] if padding else gradients
+
+    def held(self) -> list[tuple[Piece, Tensor]]:
+        """Returns the pieces of this rank with their gradients, as DeepSpeed has them."""
+        given = self._zero.averaged_gradients
+        return [
+            (piece, gradient)
+            for index, pieces in enumerate(self.pieces)
+            for piece, gradient in zip(pieces, given.get(index) or (), strict=False)  # padding has no piece
+        ]
+
+    def step(self) -> None:
+        """Steps this rank's part with the user's rates and hooks, and gathers the others' weights."""
+        for mine, its in zip(_groups(self._user), self._twin.param_groups, strict=True):
+            its.update({key: value for key, value in mine.items() if key != "params"})
+        before, after = ([*getattr(self._user, hooks).values()] for hooks in _HOOKS)
+        for hook in before:
+            hook(self._user, (self._user,), {})
+        self._zero.step()
+        for hook in after:
+            hook(self._user, (self._user,), {})
+
+    def check(self) -> None:
+        """Raises `ConfigError` where weights were put elsewhere, or others are trained than at first."""
+        if any(p.data_ptr() != place for p, place in self._places):
+            raise ConfigError(
+                "with zero= the weights stay where they are: the parts of all ranks are cut from one tensor",
+                "a parameter's data was replaced after prepare() (p.data = ..., model.to(...))",
+                "change weights in place (p.copy_(...), load_state_dict), or prepare() the model again",
+            )
+        now = [id(p) for group in _groups(self._user) for p in _trained(group)]
+        if now != [id(p) for p, _ in self._places]:
+            raise ConfigError(
+                "with zero= the weights that are trained are those that were when prepare() cut them into parts",
+                "layers were frozen or thawed since",
+                "prepare() the model again after freezing or thawing, or use zero=0",
+            )
+
+    # -- state -----------------------------------------------------------------------------------------------
+    def share_out(self) -> None:
+        """Takes the state from the user's optimizer, this rank's part of it.
+
+        Raises:
+            CheckpointError: weights of one group have states that one flat tensor cannot have.
+        """
+        for parameters, flat, pieces in zip(self.parameters, self._flats, self.pieces, strict=True):
+            states = [self._user.state.get(parameter, {}) for parameter in parameters]
+            keys = list(states[0]) if states else []
+            _check_alike(states, keys)
+            cut: dict[str, Any] = {}
+            for key in keys:
+                values = [state[key] for state in states]
+                if _is_elementwise(key, values, parameters):
+                    whole = dict(zip(map(id, parameters), values, strict=True))
+                    its = [_flat(whole[id(piece.parameter)])[piece.start : piece.stop] for piece in pieces]
+                    padding = values[0].new_zeros(len(flat) - sum(map(len, its)))
+                    cut[key] = torch.cat([*its, padding])
+                else:
+                    cut[key] = _common(key, values)
+            self._twin.state.pop(flat, None)
+            if cut:
+                self._twin.state[flat] = cut
+            for parameter in parameters:
+                self._user.state.pop(parameter, None)
+
+    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
+        """Returns the state dict that the user's optimizer would have, were it whole; collective.
+
+        Args:
+            keep: whether this rank wants it; else the states are left out.
+        """
+        content = self._user.state_dict()
+        order = [id(parameter) for group in self._user.param_groups for parameter in group["params"]]
+        states: dict[int, dict[str, Any]] = {}
+        for parameters, flat in zip(self.parameters, self._flats, strict=True):
+            for key, value in self._twin.state.get(flat, {}).items():
+                if isinstance(value, Tensor) and value.shape == flat.shape:
+                    values = _cut_up(self._gather(value), parameters) if keep else self._only_take_part(value)
+                else:
+                    values = [value.clone() if isinstance(value, Tensor) else value for _ in parameters]
+                for parameter, its in zip(parameters, values, strict=False):
+                    states.setdefault(order.index(id(parameter)), {})[key] = its
+        return content | {"state": dict(sorted((content["state"] | states).items()))}
+
+    def _only_take_part(self, value: Tensor) -> list[Tensor]:
+        self._gather(value)
+        return []
+
+
+def _cut_up(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Returns each parameter's own elements, without the padding."""
+    sizes = [parameter.numel() for parameter in parameters]
+    cut = flat[: sum(sizes)].split(sizes)
+    return [its.view(p.shape).clone() for its, p in zip(cut, parameters, strict=True)]
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Those that train something; asked each time, since `load_state_dict` makes new ones."""
+    return [group for group in optimizer.param_groups if _trained(group)]
+
+
+def _trained(group: Mapping[str, Any]) -> list[nn.Parameter]:
+    return [parameter for parameter in group["params"] if parameter.requires_grad]
+
+
+def _pieces(parameters: Sequence[nn.Parameter], start: int, stop: int) -> list[Piece]:
+    """What lies between two places of parameters laid end to end."""
+    found, at = [], 0
+    for parameter in parameters:
+        low, high = max(start - at, 0), min(stop - at, parameter.numel())
+        if low < high:
+            found.append(Piece(parameter, low, high))
+        at += parameter.numel()
+    return found
+
+
+def _flat(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.detach().contiguous().view(-1)
+
+
+def _is_elementwise(key: str, values: Sequence[Any], parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether a state has a value for each element; what a scalar weight has may be a count ("step") all the same."""
+    fits = all(isinstance(v, Tensor) and v.shape == p.shape for v, p in zip(values, parameters, strict=True))
+    return fits and (key != "step" or any(parameter.dim() for parameter in parameters))
+
+
+def _check_alike(states: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
+    if any(list(state) != keys for state in states):
+        raise CheckpointError(
+            "with zero= all weights of a group have one state, cut into parts",
+            f"some have {keys or 'none'}, others {next(list(s) for s in states if list(s) != keys) or 'none'}",
+            "weights that began to train later, or were left out of updates, belong to a group of their own; or zero=0",
+        )
+
+
+def _common(key: str, values: Sequence[Any]) -> Any:
+    """Returns the value that all weights of a group have."""
+    first = values[0]
+    same = all(torch.equal(v, first) if isinstance(first, Tensor) else v == first for v in values)
+    if not same:
+        raise CheckpointError(
+            "with zero= all weights of a group have one state, cut into parts",
+            f"{key} differs among them: {sorted({str(v.item() if isinstance(v, Tensor) else v) for v in values})[:3]}",
+            "weights that began to train later, or were left out of updates, belong to a group of their own; or zero=0",
+        )
+    return first.clone() if isinstance(first, Tensor) else first
+
+
+# ---- the twin, and whether flat parts are enough for it
+
+
+def twin_of(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Returns an optimizer of the same class and settings, with other groups, no state and no hooks."""
+    new: torch.optim.Optimizer = object.__new__(type(optimizer))
+    left_out = {"state", "param_groups", "step", *_HOOKS}  # `step`: schedulers put theirs on the instance
+    new.__dict__ = {key: copy.copy(value) for key, value in vars(optimizer).items() if key not in left_out}
+    for hooks in _HOOKS:
+        setattr(new, hooks, OrderedDict())
+    new.state, new.param_groups = defaultdict(dict), list(groups)
+    return new
+
+
+def flat_twin(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+    """Returns the twin that DeepSpeed may cut into parts.
+
+    Raises:
+        ConfigError: an element's update depends on more than its own gradient and state (Muon, LAMB, Adafactor), or the
+            groups' on each other: found by three steps with made-up weights, whole and cut.
+    """
+    groups = _groups(optimizer)
+    try:
+        gap = _gap(optimizer, groups, device)
+    except Exception as error:
+        _refuse(optimizer, f"it does not step flat weights: {type(error).__name__}: {error}", error)
+    if not gap <= _TOLERANCE:  # NaN is not <=
+        _refuse(optimizer, f"three steps of made-up weights, whole and in two parts, differ by {gap:.1e}")
+    return twin_of(optimizer, [dict(group) | {"params": _trained(group)} for group in groups])
+
+
+def _refuse(optimizer: torch.optim.Optimizer, received: str, cause: Exception | None = None) -> NoReturn:
+    raise ConfigError(
+        "with zero= ranks have flat parts: an element of the weights is updated from its own gradient and state alone",
+        f"{type(optimizer).__name__}: {received}",
+        "use zero=0 with this optimizer, or one that works by element (SGD, Adam, AdamW, RMSprop, Adagrad, Lion)",
+    ) from cause
+
+
+def _gap(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], device: torch.device) -> float:
+    """Returns the largest difference of updates of whole weights and of the same, flat and cut in two; relative."""
+    draw = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64).to(device)
+
+    begun = [[some(3, 4), some(5)] for _ in groups]
+    whole = [[weight.clone() for weight in weights] for weights in begun]
+    cuts = (slice(0, 7), slice(7, None))
+    parts = [[_ends(weights)[cut].clone() for cut in cuts] for weights in begun]
+    one = twin_of(optimizer, [_settings(group) | {"params": its} for group, its in zip(groups, whole, strict=True)])
+    two = [
+        twin_of(optimizer, [_settings(group) | {"params": [its[i]]} for group, its in zip(groups, parts, strict=True)])
+        for i in range(len(cuts))
+    ]
+    for _ in range(_STEPS):
+        for weights, its in zip(whole, parts, strict=True):
+            gradients = [some(*weight.shape) for weight in weights]
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient
+            for part, cut in zip(its, cuts, strict=True):
+                part.grad = _ends(gradients)[cut].clone()
+        one.step()
+        for its_own in two:
+            every = its_own.param_groups
+            for group in every:  # one group after the other, as DeepSpeed does
+                its_own.param_groups = [group]
+                its_own.step()
+            its_own.param_groups = every
+    moved = [_ends(now) - _ends(before) for now, before in zip(whole, begun, strict=True)]
+    other = [torch.cat(now) - _ends(before) for now, before in zip(parts, begun, strict=True)]
+    largest = max(float(its.abs().max()) for its in moved)
+    return max(float((a - b).abs().max()) for a, b in zip(moved, other, strict=True)) / (largest or 1.0)
+
+
+def _ends(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings, with a rate at which weights move."""
+    its = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    if "lr" in its and not float(its["lr"]):
+        its["lr"] = torch.full_like(its["lr"], 0.01) if isinstance(its["lr"], Tensor) else 0.01
+    return its
+
+
+# ---- stage 2: gradients in parts too
+
+
+class Elsewhere(Tensor):
+    """What stands in `p.grad` when the ranks have the gradient in parts (zero=2): any use of it is refused."""
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> Tensor:
+        """One element, however large the parameter is."""
+        return parameter.detach().new_full((), torch.nan).expand(parameter.shape).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("__get__", "__set__", "__repr__", "is_sparse"):
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            "with zero=2 no rank has a whole gradient: p.grad cannot be read or changed",
+            f"{getattr(func, '__name__', func)} of a gradient, between backward() and step()",
+            "prepare(..., clip=1.0) or optimizer.clip_grad_norm_() to clip; zero=1 leaves gradients whole",
+        )
+
+
+class InOrder:
+    """Sends gradients in one order on every rank, each as soon as it and those before it are there.
+
+    DeepSpeed's own hooks send them as they come, which on ranks that use different branches of a model adds up what
+    does not belong together.
+
+    Args:
+        parameters: by group.
+        send: takes a parameter that has a gradient, and its group; collective once enough have come.
+    """
+
+    def __init__(self, parameters: Sequence[Sequence[nn.Parameter]], send: Callable[[nn.Parameter, int], None]) -> None:
+        every = [(parameter, index) for index, its in enumerate(parameters) for parameter in its]
+        self._order = every[::-1]  # about the order in which they come
+        self._send = send
+        self._next: int | None = None
+        self._here: set[int] = set()
+        self._handles = [p.register_post_accumulate_grad_hook(self._come) for p, _ in every]
+
+    def begin(self) -> None:
+        """The pass that follows completes the gradients."""
+        self._next = 0
+        self._here.clear()
+
+    def stop(self) -> None:
+        """Forgets the pass."""
+        self._next = None
+
+    def _come(self, parameter: Tensor) -> None:
+        if self._next is None:
+            return
+        if id(parameter) in self._here:
+            raise ConfigError(
+                "with zero=2 a gradient is sent as soon as it is there: it is complete when it comes",
+                "a parameter's gradient came twice in one backward pass (reentrant checkpointing)",
+                "checkpoint(..., use_reentrant=False), or zero=1",
+            )
+        self._here.add(id(parameter))
+        while self._next < len(self._order) and id(self._order[self._next][0]) in self._here:
+            self._send(*self._order[self._next])
+            self._next += 1
+
+    def finish(self) -> list[bool]:
+        """Sends what is left, zeros where there is no gradient; returns which had one, in `parameters`' order."""
+        assert self._next is not None
+        used = [id(p) in self._here or p.grad is not None for p, _ in self._order]
+        for parameter, group in self._order[self._next :]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._send(parameter, group)
+        self.stop()
+        return used[::-1]
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()

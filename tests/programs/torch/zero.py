@@ -1,0 +1,299 @@
+"""DeepSpeed's ZeRO, stages 1 and 2, against plain PyTorch in one process. usage: torchrun zero.py deepspeed"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from cases import main, refused
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import hvdtrain
+import hvdtrain.torch as hvt
+from hvdtrain.core.errors import ConfigError
+
+SAMPLES, GLOBAL_BATCH, EPOCHS = 52, 8, 3  # 7 batches an epoch, the last of 4: 21 updates
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def net() -> nn.Module:
+    """Of sizes that no number of ranks divides, so that parts begin within a weight."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.LayerNorm(13), nn.Linear(13, 3))
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    return [
+        {"params": matrices, "weight_decay": 0.05},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.02},
+    ]
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda m: torch.optim.AdamW(groups(m), lr=0.01),
+    "nesterov": lambda m: torch.optim.SGD(groups(m), lr=0.05, momentum=0.9, nesterov=True),
+    "amsgrad": lambda m: torch.optim.Adam(groups(m), lr=0.01, amsgrad=True),
+    "adagrad": lambda m: torch.optim.Adagrad(groups(m), lr=0.03),  # has a state before its first step
+}
+
+
+def data() -> tuple[Tensor, Tensor, Tensor]:
+    made = torch.Generator().manual_seed(3)
+    x = torch.randn(SAMPLES, 7, generator=made)
+    return torch.arange(SAMPLES), x, torch.randint(0, 3, (SAMPLES,), generator=made)
+
+
+def prepared(
+    world: hvdtrain.World, model: nn.Module, make: Make, zero: int, **options: Any
+) -> tuple[hvt.Model, hvt.Optimizer, hvt.Loader]:
+    loader = hvt.loader(data(), GLOBAL_BATCH // world.size, world=world, seed=3)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return *hvt.prepare(model, make(model), loader, zero=zero, **options), loader
+
+
+def global_batches(world: hvdtrain.World, loader: hvt.Loader, epochs: int) -> Iterator[tuple[Any, Tensor]]:
+    """This rank's batch, and the samples that all ranks have."""
+    for _ in loader.epochs(epochs):
+        for ids, x, y in loader:
+            mine = [] if loader.step.padding else ids.tolist()
+            yield (x, y), torch.tensor([i for its in world.gather(mine) for i in its])
+
+
+def train(world: hvdtrain.World, zero: int, make: Make, *, clip: float | None = None, accumulate: int = 1) -> None:
+    """Trains with ZeRO and, in one process, without; raises AssertionError where they differ."""
+    alone, model = net(), net()
+    plain = make(alone)
+    wrapped, optimizer, loader = prepared(world, model, make, zero, clip=clip, accumulate=accumulate)
+    _, every_x, every_y = data()
+    updates, gathered = 0, []
+    for (x, y), ids in global_batches(world, loader, EPOCHS):
+        optimizer.zero_grad()
+        optimizer.backward(cross_entropy(wrapped(x), y))
+        gathered += [ids]
+        if optimizer.session.gradients.state == "ready":
+            its = torch.cat(gathered)
+            plain.zero_grad()
+            cross_entropy(alone(every_x[its]), every_y[its]).backward()
+            if zero == 1 and clip is None:
+                close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(alone.parameters(), clip)
+            plain.step()
+            updates, gathered = updates + 1, []
+        optimizer.step()
+    assert updates >= 20 // accumulate, updates
+    close(list(model.parameters()), list(alone.parameters()))
+    same_state(optimizer.state_dict(), plain.state_dict())
+    parts = sum(v.numel() for s in optimizer.session.parted._parts._twin.state.values() for v in s.values())
+    whole = sum(v.numel() for s in plain.state_dict()["state"].values() for v in s.values() if v is not None)
+    assert not optimizer.state and parts < whole / world.size + 30, (parts, whole)
+    optimizer.close()
+    same_state(optimizer.wrapped.state_dict(), plain.state_dict())
+
+
+def close(mine: Any, wanted: Any) -> None:
+    for a, b in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+
+
+def same_state(mine: Any, wanted: Any) -> None:
+    assert mine["param_groups"] == wanted["param_groups"], mine["param_groups"]
+    assert mine["state"].keys() == wanted["state"].keys()
+    for number, state in wanted["state"].items():
+        assert mine["state"][number].keys() == state.keys()
+        close(mine["state"][number].values(), state.values())
+
+
+def case_twenty_updates_equal_one_process(world: hvdtrain.World) -> None:
+    for zero in (1, 2):
+        for make in OPTIMIZERS.values():
+            train(world, zero, make)
+
+
+def case_clipping_and_accumulation(world: hvdtrain.World) -> None:
+    for zero in (1, 2):
+        train(world, zero, OPTIMIZERS["nesterov"], clip=0.3)
+        train(world, zero, OPTIMIZERS["adamw"], accumulate=3, clip=0.3)
+
+
+class Branches(nn.Module):
+    """Layers that ranks use in another order, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3) for _ in "abc")
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        for name in which:
+            x = getattr(self, name)(x)
+        return x
+
+
+def case_ranks_that_use_other_layers(world: hvdtrain.World) -> None:
+    uses = (["ab", "ca"], ["abc", "cba"])
+    for zero in (1, 2):
+        torch.manual_seed(2)
+        alone, model = Branches(), Branches()
+        alone.load_state_dict(model.state_dict())
+        plain = torch.optim.AdamW(alone.parameters(), lr=0.01)
+        with contextlib.redirect_stdout(io.StringIO()):
+            wrapped, optimizer = hvt.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), zero=zero)
+        for update in range(2):
+            made = torch.Generator().manual_seed(update)
+            xs = torch.randn(2, 4, 3, generator=made)
+            optimizer.backward(wrapped(xs[world.rank], uses[update][world.rank]).square().mean())
+            optimizer.step()
+            plain.zero_grad()
+            torch.stack(
+                [alone(x, use).square().mean() for x, use in zip(xs, uses[update], strict=True)]
+            ).mean().backward()
+            plain.step()
+        close(list(model.parameters()), list(alone.parameters()))
+        with refused(
+            "every weight that is trained has a gradient", "no rank has one of c.weight, c.bias", kind=ConfigError
+        ):
+            optimizer.backward(wrapped(xs[0], "ab").square().mean())
+
+
+def case_weights_changed_in_place_stay(world: hvdtrain.World) -> None:
+    for zero in (1, 2):
+        model = net()
+        wrapped, optimizer, loader = prepared(world, model, OPTIMIZERS["nesterov"], zero)
+        its = iter(loader)
+
+        def update(number: int) -> None:
+            _, x, y = next(its)  # noqa: B023 (called in this round)
+            optimizer.backward(cross_entropy(wrapped(x), y))  # noqa: B023
+            optimizer.step()  # noqa: B023
+            assert optimizer.progress.step == number  # noqa: B023
+
+        update(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
+        update(2)
+        assert all(bool((p == 0.5).all()) for p in model.parameters())
+        model[0].weight.data = model[0].weight.data.clone()
+        with refused("the weights stay where they are", kind=ConfigError):
+            update(3)
+
+
+def case_gradients_in_parts_cannot_be_misread(world: hvdtrain.World) -> None:
+    model = net()
+    wrapped, optimizer, loader = prepared(world, model, OPTIMIZERS["adamw"], 2)
+    ids, x, y = next(iter(loader))
+    optimizer.backward(cross_entropy(wrapped(x), y))
+    tries: list[Callable[[], object]] = [
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda: model[0].weight.grad.norm(),
+        lambda: model[0].weight.grad.mul_(2),
+        lambda: model[0].weight.grad + 1,
+        lambda: model[0].weight.grad.clone(),
+        lambda: float(model[0].weight.grad[0, 0]),
+        lambda: model[0].weight.grad.numpy(),
+    ]
+    for attempt in tries:
+        with refused("no rank has a whole gradient", "clip", kind=ConfigError):
+            attempt()
+    norm = optimizer.clip_grad_norm_(1.0)
+    assert norm is not None and len(set(world.gather(float(norm)))) == 1
+    optimizer.step()
+
+
+def case_an_infinity_in_one_part_skips_on_every_rank(world: hvdtrain.World) -> None:
+    for zero in (1, 2):
+        model = net()
+        wrapped, optimizer, loader = prepared(world, model, OPTIMIZERS["nesterov"], zero, amp="fp16")
+        before = hvt.fingerprint(model)
+        its = iter(loader)
+        hook = model[0].weight.register_hook(lambda gradient: gradient * float("inf"))  # the first rank's part
+        _, x, y = next(its)
+        optimizer.backward(cross_entropy(wrapped(x), y))
+        optimizer.step()
+        assert optimizer.skipped_steps == 1 and hvt.fingerprint(model) == before
+        hook.remove()
+        _, x, y = next(its)
+        optimizer.backward(cross_entropy(wrapped(x), y))
+        optimizer.step()
+        assert optimizer.skipped_steps == 1 and hvt.fingerprint(model) != before
+        with refused("the gradient norm is nan" if zero else "", "0.weight", kind=hvdtrain.NonFiniteError):
+            other = net()
+            wrapped, optimizer, loader = prepared(world, other, OPTIMIZERS["nesterov"], zero, clip=1.0)
+            other[0].weight.register_hook(lambda gradient: gradient * float("nan"))
+            _, x, y = next(iter(loader))
+            optimizer.backward(cross_entropy(wrapped(x), y))
+            optimizer.step()
+
+
+class Scaled(torch.optim.SGD):
+    """As LARS: a step in proportion to the norm of the weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] * p.norm())
+
+
+def case_what_flat_parts_cannot_do_is_refused(world: hvdtrain.World) -> None:
+    makes: list[tuple[str, Make]] = [
+        ("Adafactor", lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01)),
+        ("Scaled", lambda m: Scaled(m.parameters(), lr=0.01)),
+        ("Muon", lambda m: torch.optim.Muon([p for p in m.parameters()], lr=0.01)),
+    ]
+    for name, make in makes:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        with refused("ranks have flat parts", name, "zero=0", kind=ConfigError):
+            hvt.prepare(model, make(model), zero=1)
+    model = net().double()
+    with refused("float32", "0.weight is float64", kind=ConfigError):
+        hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=2)
+    model = net()
+    with refused("zero must be 0, 1 or 2", kind=ConfigError):
+        hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=3)  # type: ignore[arg-type]
+    with refused("ZeRO lays the weights out flat", kind=ConfigError):
+        hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=1, channels_last=True)
+    wrapped, optimizer, loader = prepared(world, model, OPTIMIZERS["adamw"], 1)
+    _, x, y = next(iter(loader))
+    model[0].weight.requires_grad_(False)
+    with refused("layers were frozen or thawed since", kind=ConfigError):
+        optimizer.backward(cross_entropy(wrapped(x), y))
+
+
+def case_frozen_layers_and_schedulers(world: hvdtrain.World) -> None:
+    """A group that is frozen whole, torch's scheduler, and step hooks of the user's own optimizer."""
+    for zero in (1, 2):
+        alone, model = net(), net()
+        for its in (alone, model):
+            its[2].requires_grad_(False)
+        lists = [(m[2].parameters(), nn.ModuleList([m[0], m[3]]).parameters()) for m in (alone, model)]
+        makes = [torch.optim.AdamW([{"params": its} for its in both], lr=0.01) for both in lists]
+        calls: list[str] = []
+        makes[1].register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
+        makes[1].register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
+        loader = hvt.loader(data(), GLOBAL_BATCH // world.size, world=world, seed=3)
+        with contextlib.redirect_stdout(io.StringIO()):
+            wrapped, optimizer = hvt.prepare(model, makes[1], loader, zero=zero)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(its, 0.9) for its in (makes[0], optimizer)]
+        _, every_x, every_y = data()
+        for (x, y), ids in global_batches(world, loader, 1):
+            optimizer.backward(cross_entropy(wrapped(x), y))
+            optimizer.step()
+            makes[0].zero_grad()
+            cross_entropy(alone(every_x[ids]), every_y[ids]).backward()
+            makes[0].step()
+            for scheduler in schedulers:
+                scheduler.step()
+        assert calls == ["before", "after"] * 7, calls
+        close(list(model.parameters()), list(alone.parameters()))
+
+
+if __name__ == "__main__":
+    main(globals().copy())

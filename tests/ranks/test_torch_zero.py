@@ -1,0 +1,30 @@
+"""DeepSpeed's ZeRO, stages 1 and 2: equal to one process, and refused where flat parts cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch_cases
+from harness import Result, run_ranks
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Result:
+    program = [torch_cases.FOLDER / "zero.py", "deepspeed"]
+    return run_ranks(program, 2, launcher="torchrun", env={"DS_ACCELERATOR": "cpu"}, timeout_s=240)
+
+
+@pytest.mark.parametrize("case", torch_cases.names("zero.py"))
+def test_two_ranks(case: str, two_ranks: Result) -> None:
+    assert case in torch_cases.passed(two_ranks.out), two_ranks.text
+
+
+def test_the_program_ends_well(two_ranks: Result) -> None:
+    two_ranks.check()
+
+
+@pytest.mark.thorough
+def test_three_ranks() -> None:
+    """Parts that begin within weights; the twin of two ranks."""
+    program = [torch_cases.FOLDER / "zero.py", "deepspeed", "three"]
+    done = run_ranks(program, 3, launcher="torchrun", env={"DS_ACCELERATOR": "cpu"}, timeout_s=400).check()
+    assert {"case_twenty_updates_equal_one_process", "case_clipping_and_accumulation"} <= torch_cases.passed(done.out)
