@@ -34,6 +34,8 @@ Turns = Mapping[str, tuple[str, dict[str, Any]]]  # by name: which job's it is, 
 READY_WITHIN_S, TURN_WITHIN_S, END_WITHIN_S = 180.0, 300.0, 15.0
 # ranks that were stopped for minutes find that their peers have been silent for so long
 PATIENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600", "HOROVOD_STALL_CHECK_DISABLE": "1"}
+# Open MPI refuses root unless told twice; the jobs are our own
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @dataclass
@@ -84,7 +86,7 @@ class InterleavedJobs:
         """
         key = secrets.token_hex(16)
         with Listener(str(Path(self._folder.name) / name), "AF_UNIX", authkey=key.encode()) as listener:
-            environment = self._environment | PATIENCE | {ADDRESS: str(listener.address), KEY: key}
+            environment = self._environment | PATIENCE | AS_ROOT | {ADDRESS: str(listener.address), KEY: key}
             log = (Path(self._folder.name) / f"{name}.log").open("w+b")
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,

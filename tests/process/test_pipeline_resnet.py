@@ -26,7 +26,8 @@ def run(*flags: object) -> Result:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     out = tmp_path_factory.mktemp("out") / "pp"
     flags = ["--devices", "cpu,cpu", "--compare", "--sweep", 1, 2, 3, 4, 6, 9, "--tune", "--repeats", 3, "--out", out]
-    return run(*SMALL, "--micro-batches", 2, *flags).check(), out
+    preset = ["--preset", "tutorial", "--batches", 1]
+    return run(*preset, *SMALL, "--micro-batches", 2, *flags).check(), out
 
 
 def test_writes_pictures_and_every_number(whole: tuple[Result, Path]) -> None:

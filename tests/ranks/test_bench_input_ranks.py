@@ -27,3 +27,23 @@ def test_a_tiny_bench(tmp_path: Path) -> None:
         rate > 0 for part in ("memory", "files") for its in result[part]["images_per_s"].values() for rate in its
     )
     assert result["files"]["recommended_workers"] in (0, 1)
+
+
+@pytest.mark.slow
+def test_a_tiny_bench_of_keras(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "images")
+    (root / "train" / "bee" / CORRUPT).unlink()
+    flags = ["--framework", "keras", "--data", root, "--workers", 0, 1, "--seconds", 0.05, "--rounds", 1,
+             "--per-rank-batch", 16, "--image-size", 16, "--out", tmp_path / "bench.json"]  # fmt: skip
+    done = run_ranks(["-m", "hvdtrain", "bench", "input", *map(str, flags)], 1, launcher="none", timeout_s=150)
+    done.check()
+    assert "a model that takes more a second is input bound" in done.out, done.out
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert (result["framework"], result["backend"]) == ("keras", "tensorflow")
+    assert set(result["memory"]["images_per_s"]) == {"fit(x, y)", "hvdtrain.keras.loader"}
+    rates = result["files"]["images_per_s"]
+    assert rates.keys() >= {"PyDataset, no workers", "PyDataset, 1 threads", "PyDataset, 1 processes"}
+    # the length of the queue is tried where workers are worth it
+    assert all(
+        len(its) == 1 and its[0] > 0 for part in ("memory", "files") for its in result[part]["images_per_s"].values()
+    )

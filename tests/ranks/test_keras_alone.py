@@ -16,6 +16,7 @@ PROGRAM = PROGRAMS / "keras" / "alone.py"
 def test_one_process_trains_exactly_as_plain_keras_and_without_horovod(backend: str) -> None:
     ended = run_ranks([PROGRAM], 1, launcher="none", env={"KERAS_BACKEND": backend}).check()
     for line in (
+        "a GPU of its own, memory grows",
         "bit-equal to plain Keras",
         "nothing hooked",
         "order fixed",

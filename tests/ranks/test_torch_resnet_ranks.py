@@ -93,6 +93,7 @@ def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
 def test_two_ranks_reach_the_accuracy(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = ["--model", "resnet18", "--data", "digits", "--epochs", 4, "--run-dir", run_dir]
+    flags += ["--schedule", "cosine", "--warmup-epochs", 1]
     ended = check_run(run_program("horovodrun", 2, *flags), run_dir, 2)
     assert ended["top1"] >= 0.95 and ended["top5"] >= 0.99  # 0.99 after all 8 epochs: README
     epochs = [event for event in read_events(run_dir) if event["kind"] == "epoch"]

@@ -135,7 +135,7 @@ except ConfigError as error:
 
     def test_alone_needs_no_horovod_and_seeds(self) -> None:
         code = """
-import random, sys, torch_engine, numpy
+import os, random, sys, torch_engine, numpy
 from hvdtrain import current, init
 draws = []
 for _ in range(2):
@@ -143,6 +143,7 @@ for _ in range(2):
         draws.append((random.random(), numpy.random.rand()))
         assert current() is world and world.launcher == "none" and world.engine == "solo"
 assert current() is None and draws[0] == draws[1], draws
+assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 assert not [name for name in sys.modules if name.startswith(("horovod", "torch."))]
 print("done")
 """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
+from contextlib import ExitStack
+from unittest import mock
 
 from common import block, cnn, images, loss, weights_of
 
@@ -64,9 +66,35 @@ def verdict_of(slow: str) -> Verdict:
         return verdict(phases_per_rank(read_events(folder)))
 
 
+def asked_of_gpus() -> list[tuple[object, ...]]:
+    """What the backend is asked for by a rank that has the third of four GPUs, which are made up."""
+    from hvdtrain.keras.backends.chosen import BACKEND
+
+    asked: list[tuple[object, ...]] = []
+    with ExitStack() as stack:
+        if keras.backend.backend() == "torch":
+            import torch
+
+            stack.enter_context(mock.patch.object(torch.cuda, "set_device", lambda *what: asked.append(what)))
+        else:
+            from tensorflow import config
+
+            gpus = {"list_physical_devices": lambda kind: [f"{kind} {number}" for number in range(4)]}
+            gpus["set_visible_devices"] = lambda *what: asked.append(what)
+            stack.enter_context(mock.patch.multiple(config, **gpus))
+            grow = mock.patch.object(config.experimental, "set_memory_growth", lambda *what: asked.append(what))
+            stack.enter_context(grow)
+        BACKEND.pin([2], cpu_only=False)
+    return asked
+
+
 if __name__ == "__main__":
     world = hvdtrain.init("keras", seed=3)
     import hvdtrain.keras as hvk
+
+    its_own = [(2,)] if keras.backend.backend() == "torch" else [(["GPU 2"], "GPU"), ("GPU 2", True)]
+    assert asked_of_gpus() == its_own, asked_of_gpus()
+    print("a GPU of its own, memory grows")
 
     plain, model = train(False), train(True)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(weights_of(plain), weights_of(model), strict=True))
