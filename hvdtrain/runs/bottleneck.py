@@ -41,14 +41,14 @@ class Facts:
 
     Attributes:
         workers: loader processes of each rank; 0: the training process decodes by itself; None: the data is in
-            memory, and served from there.
+            memory, and served from there; "unknown": the caller reads it in a way of its own.
         free_cores: cores of this node on which neither ranks nor their loaders run.
         local_size: ranks on this node.
         compression: of the gradients that are sent; None for none.
         accumulate: batches of one update.
     """
 
-    workers: int | None = None
+    workers: int | None | Literal["unknown"] = "unknown"
     free_cores: int = 0
     local_size: int = 1
     compression: str | None = None
@@ -160,14 +160,16 @@ def _bound(shares: Mapping[str, float], size: int, facts: Facts) -> tuple[Kind, 
         return "input", f"input bound: {share} of each step waits for data; {_input_remedy(facts)}"
     if worst == "communication":
         found = f"communication bound: {share} of each step waits for gradients"
-        compress = "" if facts.compression else "send gradients in 16 bits (--compression fp16) or "
-        rarer = f"reduce less often (--accumulate {2 * facts.accumulate}, or a larger --per-rank-batch)"
+        compress = "" if facts.compression else "send gradients in 16 bits (compression fp16) or "
+        rarer = f"reduce less often (accumulate {2 * facts.accumulate}, or a larger batch on each rank)"
         return "communication", f"{found}; {compress}{rarer}"
     code = "logging, metrics, callbacks or other code of the training loop"
     return "other", f"{share} of each step is spent outside of it: {code}"
 
 
 def _input_remedy(facts: Facts) -> str:
+    if facts.workers == "unknown":
+        return "try more workers, or less work for each sample (`hvdtrain bench input` measures which)"
     if facts.workers is None:
         return "the data is in memory: augment less, or on the device"
     each = facts.free_cores // max(1, facts.local_size)
