@@ -150,9 +150,10 @@ def _bound(shares: Mapping[str, float], size: int, facts: Facts) -> tuple[Kind, 
     if over[worst] < 1:
         waits = f", {_percent(shares['input'])} waits for data"
         if shares[TRAIN_STEP] > sum(shares[name] for name in COMPUTE):
+            bound = "compute or communication" if size > 1 else "compute"
             ranks = ", waiting for other ranks included" if size > 1 else ""
             step = f"{_percent(shares[TRAIN_STEP])} of each step is the model's forward, backward and update{ranks}"
-            return "compute", f"bound by the train step: {step}{waits}"
+            return "compute", f"{bound} bound: {step}{waits}"
         waits += f", {_percent(shares['communication'])} for other ranks" if size > 1 else ""
         busy = sum(shares[name] for name in COMPUTE)
         return "compute", f"compute bound: {_percent(busy)} of each step computes{waits}"
