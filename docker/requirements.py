@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-DEFAULTS = {"cpu": "keras", "cuda": "torch,keras"}
+DEFAULTS = {"cpu": "keras", "cuda": "torch,keras,gpu"}
 # Keras computes on PyTorch in a CUDA image: TensorFlow's build for CPUs would be of no use there, and a process that
 # imports it and then PyTorch 2.12's Triton ends with a segmentation fault.
 NOT_FOR_CUDA = "tensorflow"

@@ -22,8 +22,6 @@ from hvdtrain.core.launchers import Detected
 from hvdtrain.core.world import World
 from hvdtrain.datasets import load_mnist
 from hvdtrain.runs import folder
-from hvdtrain.runs.bottleneck import Facts, phases_per_rank, verdict
-from hvdtrain.runs.log import read_events
 
 PROGRAM = "hvdtrain.keras_mnist"
 
@@ -114,10 +112,6 @@ def train(args: argparse.Namespace, world: World) -> None:
         seconds = time.perf_counter() - started
         run.result(loss=test["loss"], top1=test["accuracy"], weights_sha256=weights, seconds=seconds)
         if world.is_main:
-            facts = Facts(local_size=world.local_size, compression=compression)
-            found = verdict(phases_per_rank(read_events(run.run_dir)), facts)
-            run.result(verdict=str(found), shares=found.shares)
-            print(f"verdict: {found}")
             print(f"weights: bit-equal on {plural(world.size)}, sha256 {weights[:16]}")
             latest = checkpoints.latest()
             saved = latest.path / "model.keras" if latest else None

@@ -65,9 +65,10 @@ def train(args: argparse.Namespace, world: World) -> None:
             run.epoch(epoch, scores, time.perf_counter() - began, optimizer.phases())  # +
         scores = hvt.evaluate(model, held_out, hvt.classification(top=(1,)))
         run.result(**scores, weights_sha256=hvt.fingerprint(model))
-    if world.is_main:  # + one of them talks
-        message = f"{args.per_rank_batch * world.size} pictures an update, {time.perf_counter() - started:.1f} s in all"
-        print(f"{images.note}\ntop-1 {scores['top1']:.4f}; {message}", flush=True)
+        if world.is_main:  # + one of them talks; where the time went is the run log's last word
+            took = f"{time.perf_counter() - started:.1f} s in all"
+            batch = f"{args.per_rank_batch * world.size} pictures an update"
+            print(f"{images.note}\ntop-1 {scores['top1']:.4f}; {batch}, {took}", flush=True)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -24,8 +24,7 @@ from hvdtrain.core.resources import usable_cores
 from hvdtrain.core.world import World
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
 from hvdtrain.runs import folder
-from hvdtrain.runs.bottleneck import Facts, phases_per_rank, verdict
-from hvdtrain.runs.log import read_events
+from hvdtrain.runs.bottleneck import Facts
 from hvdtrain.vision import pictures, pipelines
 from hvdtrain.vision.recipes import RECIPES, Settings, nearest_batch, smallest_batch
 
@@ -202,7 +201,7 @@ def fit(args: argparse.Namespace, plan: Settings, job: Job, run: hvdtrain.RunLog
 def conclude(
     args: argparse.Namespace, plan: Settings, job: Job, scores: dict[str, float], run: hvdtrain.RunLog, world: World
 ) -> None:
-    """Proves that the replicas are equal, and tells how it ended and where the time went; collective."""
+    """Proves that the replicas are equal, and tells how it ended; collective."""
     import torch
 
     import hvdtrain.torch as hvt
@@ -217,9 +216,7 @@ def conclude(
     run.result(**scores, weights_sha256=weights, skipped=[name for name, _ in skipped])
     if not world.is_main:
         return
-    facts = Facts(workers, free_cores, world.local_size, args.compression, plan.accumulate)
-    found = verdict(phases_per_rank(read_events(run.run_dir)), facts)
-    run.result(verdict=str(found), shares=found.shares)
+    run.facts = Facts(workers, free_cores, world.local_size, args.compression, plan.accumulate)
     if skipped:
         first = "".join(f"\n  {name}: {reason}" for name, reason in skipped[:5])
         print(f"left out: {len(skipped)} picture{'s' * (len(skipped) > 1)} that cannot be read{first}")
@@ -227,7 +224,6 @@ def conclude(
     if last and best:
         print(f"checkpoints: last {last.path}, best {best.path} (top-1 {best.metrics[BEST]:.4f})")
     print(f"weights: bit-equal on {world.size} rank{'s' * (world.size > 1)}, sha256 {weights[:16]}")
-    print(f"verdict: {found}")
     top5 = f", top-5 {scores['top5']:.4f}" if "top5" in scores else ""
     tested = job.data.val_samples - len(unread)
     right = f"{round(scores['top1'] * tested)} of {tested} right"

@@ -3,8 +3,8 @@
 1. CIFAR-shaped pictures in memory: served in whole batches, against torchvision's transforms image by image.
 2. A folder of JPEGs (your own with --data, else made up): the same transforms, by workers.
 
-With --framework keras: what reaches a Keras fit, from arrays and from a PyDataset, by workers (threads and processes)
-and length of its queue.
+On a GPU the DataLoader also runs without pinned memory. With --framework keras: what reaches a Keras fit, from arrays
+and from a PyDataset, by workers (threads and processes) and length of its queue.
 
 Prints tables with a recommendation, and writes a JSON file with every sample. Give the machine nothing else to do; with
 --cores 1 everything runs on one core.
@@ -18,7 +18,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,10 +174,7 @@ def memory_variants(args: argparse.Namespace, world: World) -> dict[str, Start]:
     x, y = images.x_train, images.y_train
 
     augment = hvt.crop_flip(hvt.CIFAR10_MEAN, hvt.CIFAR10_STD)
-    plain = {
-        f"DataLoader, {workers} workers": _plain(_Pictures(x, y), args.per_rank_batch, workers, world)
-        for workers in args.workers
-    }
+    plain = _data_loaders(_Pictures(x, y), args.per_rank_batch, args.workers, world)
     return {**plain, "hvdtrain": _ours(lambda: (x, y), args.per_rank_batch, world=world, augment=augment)}
 
 
@@ -197,7 +194,7 @@ def file_variants(args: argparse.Namespace, world: World, root: Path) -> tuple[d
 
     variants: dict[str, Start] = {}
     for workers in args.workers:
-        variants[f"DataLoader, {workers} workers"] = _plain(folder, batch, workers, world)
+        variants |= _data_loaders(folder, batch, [workers], world)
         variants[f"hvdtrain, {workers} workers"] = _ours(files, batch, world=world, workers=workers)
     return variants, train.note if args.data else f"{len(train)} made-up JPEGs of {'x'.join(map(str, MADE_UP_SIZE))}"
 
@@ -216,8 +213,18 @@ def _ours(source: Callable[[], Any], batch: int, **settings: Any) -> Start:
     return start
 
 
-def _plain(dataset: Any, batch: int, workers: int, world: World) -> Start:
-    """The loader that PyTorch's examples use."""
+def _data_loaders(dataset: Any, batch: int, workers: Sequence[int], world: World) -> dict[str, Start]:
+    """The loader that PyTorch's examples use; where batches go to a GPU, with pinned memory and without."""
+    on_gpu = bool(world.devices)
+    pinning = {"": on_gpu} | ({", pin_memory=False": False} if on_gpu else {})
+    return {
+        f"DataLoader, {count} workers{name}": _plain(dataset, batch, count, world, pin)
+        for count in workers
+        for name, pin in pinning.items()
+    }
+
+
+def _plain(dataset: Any, batch: int, workers: int, world: World, pin: bool) -> Start:
     from torch.utils.data import DataLoader
 
     from hvdtrain.torch.engine import device_of
@@ -229,7 +236,7 @@ def _plain(dataset: Any, batch: int, workers: int, world: World) -> Start:
             yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def start() -> tuple[Iterator[Any], Callable[[], None]]:
-        pin, keep = device.type == "cuda", workers > 0
+        keep = workers > 0
         loader: Any = DataLoader(
             dataset, batch, shuffle=True, num_workers=workers, drop_last=True, pin_memory=pin, persistent_workers=keep
         )

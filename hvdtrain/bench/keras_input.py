@@ -2,7 +2,8 @@
 
 The same folder of JPEGs through `keras.utils.PyDataset` with 0, 2, 4, 8 workers, as threads and as processes, and with
 a shorter and a longer queue where most is gained; and the pictures in memory, by `fit(x, y)` and by `hvk.loader`. Each
-variant is a fit of a model that does nothing with its batches.
+variant is a fit of a model that does nothing with its batches. On a GPU, Keras on PyTorch also takes the same batches
+from a `DataLoader`, pinned and not (TensorFlow copies in a way of its own, which cannot be set).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hvdtrain.core import startup, stats
 from hvdtrain.core.launchers import detect
 
 QUEUE, SHORT, LONG = 10, 2, 50  # Keras' own, and what is tried besides
+QUEUE_OF = ", max_queue_size="
 GOOD_ENOUGH = 0.95
 MEMORY_IMAGES = 10_000
 # a variant: what fit is given
@@ -43,20 +45,34 @@ def measure(args: argparse.Namespace, result: dict[str, Any], write_pictures: Ca
             root = args.data or write_pictures(Path(folder))
             train, _ = load_folder(root, world=world)
             batch = max(1, args.per_rank_batch // 4)
-            rates = _rounds(_files(train, args, batch), args, batch)
-            best, _ = recommend(rates)
-            if best:
-                rates |= _rounds(_queues(train, args, batch, best), args, batch)
+            pinning = (False, True) if world.devices and backend == "torch" else ()
+            rates = _rounds(_files(train, args, batch, pinning), args, batch)
+            rates |= _rounds(_queues(train, args, batch, rates), args, batch)
         note = train.note if args.data else f"{len(train)} made-up JPEGs"
-        result["files"] = {"images_per_s": rates, "data": note}
+        result["files"] = {"images_per_s": rates, "data": note, "recommended": recommend(rates)[0]}
 
 
 def recommend(rates: Mapping[str, list[float]]) -> tuple[str, float]:
-    """The variant with the fewest workers that reaches nearly the best rate, "" where that is without any; its rate."""
+    """The variant with the fewest workers that reaches nearly the best rate, "" where that is without any; its rate.
+
+    Queues are compared among themselves, as they were measured: in turns. The shortest that is nearly the best.
+    """
     medians = {name: statistics.median(its) for name, its in rates.items()}
-    best = max(medians.values())
-    found = min((name for name in medians if medians[name] >= GOOD_ENOUGH * best), key=_workers)
+    found = _least({name: rate for name, rate in medians.items() if not _queue(name)}, _workers)
+    queues = {name: rate for name, rate in medians.items() if name.startswith(f"{found}{QUEUE_OF}")}
+    if queues:
+        found = _least(queues, _queue)
     return (found if _workers(found) else ""), medians[found]
+
+
+def _least(medians: Mapping[str, float], cost: Callable[[str], int]) -> str:
+    best = max(medians.values())
+    return min((name for name in medians if medians[name] >= GOOD_ENOUGH * best), key=cost)
+
+
+def _queue(name: str) -> int:
+    """0: not one of the variants by queue."""
+    return int(name.rpartition(QUEUE_OF)[2]) if QUEUE_OF in name else 0
 
 
 def _workers(name: str) -> int:
@@ -113,7 +129,10 @@ def _rate(data: Data, args: argparse.Namespace, batch: int) -> float:
     model, clock = Nothing(), Clock()
     model.compile(jit_compile=False)
     model.built = True
-    model.fit(**data(), epochs=1000, verbose=0, callbacks=[clock])
+    given = data()
+    model.fit(**given, epochs=1000, verbose=0, callbacks=[clock])
+    if hasattr(given["x"], "on_epoch_end"):
+        given["x"].on_epoch_end()  # of a fit that was stopped workers go on: the next block has the cores for itself
     warm = min(len(clock.ends) // 2, 2 * max(args.workers) + 2)
     return (len(clock.ends) - 1 - warm) * batch / (clock.ends[-1] - clock.ends[warm])
 
@@ -130,24 +149,48 @@ def _in_memory(args: argparse.Namespace) -> dict[str, Data]:
     }
 
 
-def _files(train: Any, args: argparse.Namespace, batch: int) -> dict[str, Data]:
+def _files(train: Any, args: argparse.Namespace, batch: int, pinning: tuple[bool, ...]) -> dict[str, Data]:
     variants = {"PyDataset, no workers": _dataset(train, args, batch, 0, False, QUEUE)}
-    for workers in args.workers:
-        for kind in ("threads", "processes") if workers else ():
+    for workers in filter(None, args.workers):
+        for kind in ("threads", "processes"):
             name = f"PyDataset, {workers} {kind}"
             variants[name] = _dataset(train, args, batch, workers, kind == "processes", QUEUE)
+        for pin in pinning:
+            name = f"DataLoader, {workers} workers, pin_memory={pin}"
+            variants[name] = _data_loader(train, args, batch, workers, pin)
     return variants
 
 
-def _queues(train: Any, args: argparse.Namespace, batch: int, best: str) -> dict[str, Data]:
+def _queues(train: Any, args: argparse.Namespace, batch: int, rates: Mapping[str, list[float]]) -> dict[str, Data]:
+    """A shorter and a longer queue than Keras' own, for the best of the variants that have one."""
+    queued = {name: rate for name, rate in rates.items() if name.endswith(("threads", "processes"))}
+    if not queued:
+        return {}
+    best = recommend(queued)[0]
     workers, processes = _workers(best), best.endswith("processes")
     return {
-        f"{best}, queue of {queue}": _dataset(train, args, batch, workers, processes, queue) for queue in (SHORT, LONG)
+        f"{best}{QUEUE_OF}{queue}": _dataset(train, args, batch, workers, processes, queue)
+        for queue in (SHORT, QUEUE, LONG)
     }
 
 
 def _dataset(train: Any, args: argparse.Namespace, batch: int, workers: int, processes: bool, queue: int) -> Data:
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
     from hvdtrain.bench.keras_files import Files
 
     settings = {"workers": workers, "use_multiprocessing": processes, "max_queue_size": queue}
-    return lambda: {"x": Files(train, batch, args.image_size, **settings)}
+    # the adapter that `fit` would make, at hand so that its workers can be ended
+    return lambda: {"x": PyDatasetAdapter(Files(train, batch, args.image_size, **settings), shuffle=True)}
+
+
+def _data_loader(train: Any, args: argparse.Namespace, batch: int, workers: int, pin: bool) -> Data:
+    from torch.utils.data import DataLoader
+
+    from hvdtrain.bench.keras_files import Files
+
+    def data() -> dict[str, Any]:
+        batches: Any = Files(train, batch, args.image_size)
+        return {"x": DataLoader(batches, batch_size=None, num_workers=workers, pin_memory=pin)}
+
+    return data

@@ -260,6 +260,8 @@ class Record(Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self.session.clock.enter("other")
         self.session.clock.take()  # setting up is no part of a step
+        if self.session.fitted is not None:
+            self.run.facts = replace(self.run.facts, workers=None)  # our loader serves from memory
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch_started = time.perf_counter()

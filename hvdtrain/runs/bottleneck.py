@@ -41,14 +41,14 @@ class Facts:
 
     Attributes:
         workers: loader processes of each rank; 0: the training process decodes by itself; None: the data is in
-            memory, and served from there.
+            memory, and served from there; "unknown": the caller reads it in a way of its own.
         free_cores: cores of this node on which neither ranks nor their loaders run.
         local_size: ranks on this node.
         compression: of the gradients that are sent; None for none.
         accumulate: batches of one update.
     """
 
-    workers: int | None = None
+    workers: int | None | Literal["unknown"] = "unknown"
     free_cores: int = 0
     local_size: int = 1
     compression: str | None = None
@@ -150,9 +150,10 @@ def _bound(shares: Mapping[str, float], size: int, facts: Facts) -> tuple[Kind, 
     if over[worst] < 1:
         waits = f", {_percent(shares['input'])} waits for data"
         if shares[TRAIN_STEP] > sum(shares[name] for name in COMPUTE):
+            bound = "compute or communication" if size > 1 else "compute"
             ranks = ", waiting for other ranks included" if size > 1 else ""
             step = f"{_percent(shares[TRAIN_STEP])} of each step is the model's forward, backward and update{ranks}"
-            return "compute", f"bound by the train step: {step}{waits}"
+            return "compute", f"{bound} bound: {step}{waits}"
         waits += f", {_percent(shares['communication'])} for other ranks" if size > 1 else ""
         busy = sum(shares[name] for name in COMPUTE)
         return "compute", f"compute bound: {_percent(busy)} of each step computes{waits}"
@@ -160,14 +161,16 @@ def _bound(shares: Mapping[str, float], size: int, facts: Facts) -> tuple[Kind, 
         return "input", f"input bound: {share} of each step waits for data; {_input_remedy(facts)}"
     if worst == "communication":
         found = f"communication bound: {share} of each step waits for gradients"
-        compress = "" if facts.compression else "send gradients in 16 bits (--compression fp16) or "
-        rarer = f"reduce less often (--accumulate {2 * facts.accumulate}, or a larger --per-rank-batch)"
+        compress = "" if facts.compression else "send gradients in 16 bits (compression fp16) or "
+        rarer = f"reduce less often (accumulate {2 * facts.accumulate}, or a larger batch on each rank)"
         return "communication", f"{found}; {compress}{rarer}"
     code = "logging, metrics, callbacks or other code of the training loop"
     return "other", f"{share} of each step is spent outside of it: {code}"
 
 
 def _input_remedy(facts: Facts) -> str:
+    if facts.workers == "unknown":
+        return "try more workers, or less work for each sample (`hvdtrain bench input` measures which)"
     if facts.workers is None:
         return "the data is in memory: augment less, or on the device"
     each = facts.free_cores // max(1, facts.local_size)

@@ -25,7 +25,8 @@ from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import job_of
 from hvdtrain.core.world import World
-from hvdtrain.runs import log_files
+from hvdtrain.runs import gpu, log_files
+from hvdtrain.runs.bottleneck import Facts, phases_per_rank, verdict
 from hvdtrain.runs.log_files import read_events, read_run
 
 __all__ = ["RunLog", "read_events", "read_run", "run_status"]
@@ -38,6 +39,9 @@ _RECORDED_VERSIONS = ("hvdtrain", "horovod", "numpy", "torch", "tensorflow", "te
 class RunLog:
     """One run's record. Use it as a context manager: an exception marks the run failed, and passes on.
 
+    A run that ends well ends with the verdict, what held it up: in run.json's result and, with `progress`, as the last
+    line. Where a rank has GPUs and nvidia-ml-py is installed, each epoch's event says how busy and full they were.
+
     Args:
         run_dir: made if missing; belongs to one run at a time (a lock that dies with the process).
         world: who writes.
@@ -46,6 +50,9 @@ class RunLog:
         resume: go on with the run that is in `run_dir`: its events are appended to.
         progress: show progress on rank 0.
         tensorboard: write TensorBoard scalars.
+
+    Attributes:
+        facts: what the verdict's advice depends on (`hvdtrain.runs.bottleneck.Facts`); set it where it is known.
 
     Raises:
         ConfigError: `run_dir` cannot be written, is in use by another run, or holds another run and `resume` is
@@ -70,9 +77,13 @@ class RunLog:
         self._board: log_files.ScalarWriter | None = None
         self._line: log_files.Line | None = None
         self._last_flush = 0.0
-        self._warned = False
+        self._warned = self._warned_of_gpus = False
         self._window = log_files.Window()
         self._phase_totals: dict[str, float] = {}
+        self._epochs: list[dict[str, Any]] = []  # what the verdict reads
+        self._talks = progress and world.is_main
+        self._gpus = gpu.gpus_of(world.devices)
+        self.facts = Facts(local_size=world.local_size)
         world.on_main(self._open, dict(config), resume, progress, tensorboard)
 
     def _open(self, config: dict[str, Any], resume: bool, progress: bool, tensorboard: bool) -> None:
@@ -176,6 +187,8 @@ class RunLog:
             samples: samples of all ranks in this update.
             seconds: phase name (see `clock`) to this rank's seconds, for example {"input": 0.01, "forward": 0.2}.
         """
+        if self._gpus is not None:
+            self._gpus.start()  # what came before the first step is no training
         self._add_phases(seconds)
         position = {"step": step, "epoch": epoch, "samples_seen": samples_seen, "lr": lr}
         if self._events is not None and self._window.add(position, loss, samples, seconds):
@@ -184,7 +197,7 @@ class RunLog:
     def epoch(
         self, epoch: int, metrics: Mapping[str, float], seconds: float, phases: Mapping[str, float] | None = None
     ) -> None:
-        """Notes the end of an epoch, with every rank's seconds by phase; collective: call it on every rank.
+        """Notes the end of an epoch, with every rank's seconds by phase and GPUs; collective: call it on every rank.
 
         Args:
             epoch: counted from 0.
@@ -199,14 +212,25 @@ class RunLog:
             if not _is_number(value):
                 raise ConfigError("a metric of an epoch is one number", f"{name}={value!r}", f"event(..., {name}=...)")
         self._add_phases(phases or {})
-        per_rank = self.world.gather(self._phase_totals)
+        gathered = self.world.gather((self._phase_totals, self._gpus.take() if self._gpus is not None else {}))
+        per_rank, readings = [phases for phases, _ in gathered], [reading for _, reading in gathered]
         self._phase_totals = {}
         self._end_window()
         self._window.spend(phases or {})  # the events of steps sum to the time of the run, too
-        self.event("epoch", epoch=epoch, metrics=dict(metrics), seconds=seconds, ranks=per_rank)
+        more: dict[str, Any] = {"gpus": readings} if any(readings) else {}
+        self.event("epoch", epoch=epoch, metrics=dict(metrics), seconds=seconds, ranks=per_rank, **more)
+        self._epochs.append({"kind": "epoch", "ranks": per_rank, **more})
+        self._say_once_if_unknown(readings)
         if self._line is not None:
             self._line.epoch(epoch, metrics, seconds)
         self._add_scalars({f"epoch/{name}": value for name, value in metrics.items()}, epoch)
+
+    def _say_once_if_unknown(self, readings: list[dict[str, Any]]) -> None:
+        failed = {rank: reading["error"] for rank, reading in enumerate(readings) if "error" in reading}
+        if failed and self._talks and not self._warned_of_gpus:
+            self._warned_of_gpus = True
+            rank, error = next(iter(failed.items()))
+            print(f"hvdtrain: no utilisation of GPUs: NVML on rank {rank} says {error}", file=sys.stderr, flush=True)
 
     def _add_phases(self, seconds: Mapping[str, float]) -> None:
         for phase, value in seconds.items():
@@ -237,12 +261,22 @@ class RunLog:
         self._guarded(log_files.write_json, self.run_dir / "run.json", self._run)
 
     def finish(self, status: str = "finished", error: str | None = None) -> None:
-        """Writes how the run ended and lets go of the directory; the second call does nothing."""
-        if self._events is not None:
-            self._end_window()
-            self.event("end", status=status, error=error)
-            self._update(status=status, error=error, ended=log_files.now())
-            self._close()
+        """Writes how the run ended, with the verdict, and lets go of the directory; the second call does nothing."""
+        if self._gpus is not None:
+            self._gpus.stop()
+        if self._events is None:
+            return
+        self._end_window()
+        found = verdict(phases_per_rank(self._epochs) or [self._phase_totals], self.facts)
+        text = "\n".join(filter(None, [str(found), gpu.told(epoch.get("gpus", ()) for epoch in self._epochs)]))
+        measured = status == "finished" and found.kind != "unknown"
+        if measured:
+            self.result(verdict=text, shares=found.shares)
+        self.event("end", status=status, error=error)
+        self._update(status=status, error=error, ended=log_files.now())
+        self._close()
+        if measured and self._talks:
+            print(f"verdict: {text}", flush=True)
 
     def _guarded(self, write: Any, *args: Any) -> None:
         """Writes; what cannot be written (disk full, file server gone) is reported once and does not end training."""

@@ -54,6 +54,7 @@ def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
     run = record(run_dir)
     assert run["status"] == "finished" and run["world"]["size"] == ranks
     assert f"test accuracy {run['result']['top1']:.4f}" in text
+    assert result.ranks_output[0].rstrip().rpartition("\nverdict: ")[2] == run["result"]["verdict"], text
     return run["result"]
 
 

@@ -44,9 +44,10 @@ def result(run_dir: Path) -> dict[str, Any]:
 def test_it_learns_the_digits_on_two_ranks(tmp_path: Path) -> None:
     ended = run_program("horovodrun", 2, "--data", "digits", "--run-dir", tmp_path / "run")
     assert result(tmp_path / "run")["top1"] >= 0.95
-    said = ended.ranks_output[0]
-    assert "top-1 0.9" in said and "64 pictures an update" in said and re.search(r"\d+\.\d s in all", said)
-    assert not ended.ranks_output.get(1, "").strip()
+    text = ended.ranks_output[0]
+    assert "top-1 0.9" in text and "64 pictures an update" in text and re.search(r"\d+\.\d s in all", text)
+    said = text.rstrip().rpartition("\nverdict: ")[2]
+    assert said == result(tmp_path / "run")["verdict"] and not ended.ranks_output.get(1, "").strip()
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
     core < runs, datasets, horovod_build < torch | keras | pipeline < vision | cluster < programs < bench < commands
 
 A folder imports what stands further left; those side by side between bars never import each other. The core knows the
-standard library, and inside functions numpy, tqdm, tensorboard and mpi4py; an adapter its own framework.
+standard library, and inside functions numpy, tqdm, tensorboard, mpi4py and pynvml; an adapter its own framework.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OWN_FRAMEWORKS = {
     "pipeline": {"torch"},
 }  # fmt: skip
 # what core and runs may use besides the standard library, but only inside functions
-LATE = {"numpy", "tqdm", "tensorboard", "mpi4py"}
+LATE = {"numpy", "tqdm", "tensorboard", "mpi4py", "pynvml"}
 # the front door: its names come from everywhere, so nothing that it names may ask for it
 FACADE = {"core", "runs"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 import time
 from contextlib import ExitStack
@@ -15,8 +17,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
 import hvdtrain  # noqa: E402
-from hvdtrain.runs.bottleneck import Verdict, phases_per_rank, verdict  # noqa: E402
-from hvdtrain.runs.log import read_events  # noqa: E402
+from hvdtrain.runs.log import read_run  # noqa: E402
 
 
 def train(prepared: bool) -> keras.Model:
@@ -51,19 +52,23 @@ class SlowStep(keras.Sequential):
         return super().train_step(*data)
 
 
-def verdict_of(slow: str) -> Verdict:
-    """What is said of a recorded run that is slow on purpose."""
+def verdict_of(slow: str) -> tuple[str, float]:
+    """What is said at the end of a recorded run that is slow on purpose, and the share of what is slow."""
     model = (SlowStep if slow == "train_step" else keras.Sequential)([keras.Input((3,)), keras.layers.Dense(2)])
     several = 2 if slow == "input" and keras.backend.backend() == "tensorflow" else 1
     model.compile("sgd", "mse", run_eagerly=slow == "train_step", steps_per_execution=several)
     hvk.prepare(model)
     pause = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: slow == "other" and time.sleep(0.3))
-    with tempfile.TemporaryDirectory() as folder:
-        with hvdtrain.RunLog(folder, world, config={}, progress=False, tensorboard=False) as run:
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said):
+        with hvdtrain.RunLog(folder, world, config={}, tensorboard=False) as run:
             data = SlowData(0.3 if slow == "input" else 0.0)
             first = keras.callbacks.LambdaCallback(on_train_begin=lambda *_: model.evaluate(SlowData(0.0), verbose=0))
             model.fit(data, verbose=0, callbacks=[*hvk.callbacks(model, run=run), pause, first])
-        return verdict(phases_per_rank(read_events(folder)))
+        recorded = read_run(folder)
+    verdict = said.getvalue().splitlines()[-1].removeprefix("verdict: ")
+    assert recorded is not None and verdict == recorded["result"]["verdict"], said.getvalue()
+    return verdict, recorded["result"]["shares"][slow]
 
 
 def asked_of_gpus() -> list[tuple[object, ...]]:
@@ -150,9 +155,9 @@ if __name__ == "__main__":
     except hvdtrain.ConfigError as error:
         assert "rest of one epoch" in str(error)
     print("partial epoch refused")
-    for slow in ("input", "train_step", "other"):
-        found = verdict_of(slow)
-        assert found.shares[slow] > 0.5, (slow, found)
-        assert slow != "input" or found.kind == "input", found  # of the others a busy machine makes the rest unsure
+    for slow, kind in (("input", "input bound: "), ("train_step", "compute bound: "), ("other", "")):
+        verdict, share = verdict_of(slow)
+        assert share > 0.5, (slow, verdict)
+        assert verdict.startswith(kind), verdict  # of other code a busy machine makes the rest unsure
     print("time told apart")
     world.comm.shutdown()

@@ -7,12 +7,17 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvdtrain.bench import input as bench
+from hvdtrain.bench import keras_input
 from hvdtrain.core import stats
+from hvdtrain.core.engines import SoloEngine
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.launchers import ALONE
+from hvdtrain.core.world import World
 
 
 def arguments(*flags: str) -> argparse.Namespace:
@@ -26,6 +31,33 @@ def test_the_fewest_workers_that_are_nearly_the_best() -> None:
     assert bench.recommend({**rates, "DataLoader, 4 workers": [1000.0]}) == 2
     rates["hvdtrain, 2 workers"] = [90.0]
     assert bench.recommend(rates) == 8
+
+
+def test_of_keras_the_fewest_workers_and_then_the_shortest_queue() -> None:
+    rates = {
+        "PyDataset, no workers": [50.0], "PyDataset, 2 threads": [96.0, 1.0, 97.0], "PyDataset, 2 processes": [30.0],
+        "PyDataset, 8 threads": [100.0], "DataLoader, 4 workers, pin_memory=True": [98.0],
+    }  # fmt: skip
+    assert keras_input.recommend(rates) == ("PyDataset, 2 threads", 96.0)
+    queue = "PyDataset, 2 threads, max_queue_size="
+    # in a slower minute of the machine: they are compared with each other only
+    queues = {f"{queue}2": [60.0], f"{queue}10": [76.0], f"{queue}50": [80.0]}
+    assert keras_input.recommend({**rates, **queues}) == (f"{queue}10", 76.0)
+    rates["DataLoader, 4 workers, pin_memory=True"] = [200.0]
+    assert keras_input.recommend({**rates, **queues})[0] == "DataLoader, 4 workers, pin_memory=True"
+    rates["PyDataset, no workers"] = [199.0]
+    assert keras_input.recommend({**rates, **queues}) == ("", 199.0)
+
+
+@pytest.mark.parametrize("devices", [(), (0,)])
+def test_pinning_is_tried_where_there_is_a_gpu(devices: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World.on(SoloEngine(devices=devices), ALONE, seed=1, node=0)
+    monkeypatch.setattr(bench, "_plain", lambda dataset, batch, workers, world, pin: pin)
+    made: Any = bench._data_loaders(None, 8, [0, 2], world)
+    assert made == ({
+        "DataLoader, 0 workers": True, "DataLoader, 0 workers, pin_memory=False": False,
+        "DataLoader, 2 workers": True, "DataLoader, 2 workers, pin_memory=False": False,
+    } if devices else {"DataLoader, 0 workers": False, "DataLoader, 2 workers": False})  # fmt: skip
 
 
 def test_rate_counts_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

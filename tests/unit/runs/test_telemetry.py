@@ -13,6 +13,7 @@ import pytest
 from run_logs import one_step, open_log, strict
 
 from hvdtrain import LR, ConfigError
+from hvdtrain.runs.bottleneck import Facts
 from hvdtrain.runs.log import read_run
 from hvdtrain.runs.log_files import EVENT_EVERY_S, Window, plain, to_json, write_json
 
@@ -191,3 +192,37 @@ def test_micro_batches_of_an_update_are_one_step_and_their_time_counts():
     fields = window.take()
     assert (fields["steps"], fields["samples"], fields["loss"]) == (1, 64, 2.0)
     assert fields["seconds"] == {"forward": 1.0, "optimizer": 1.0} and fields["samples_per_s"] == 32.0
+
+
+class TestVerdict:
+    def test_it_is_the_last_word_over_all_epochs(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with open_log(tmp_path, progress=True) as log:
+            for epoch, phases in enumerate(({"input": 9.0, "forward": 1.0}, {"input": 1.0, "forward": 9.0})):
+                one_step(log, epoch + 1, **phases)
+                log.epoch(epoch, {}, 10.0)
+            print("the program's own")
+        said = "input bound: 50 % of each step waits for data; try more workers"
+        assert capsys.readouterr().out.splitlines()[-1].startswith(f"verdict: {said}")
+        run = read_run(tmp_path)
+        assert run is not None and run["result"]["verdict"].startswith(said)
+        assert run["result"]["shares"]["input"] == 0.5
+
+    def test_what_is_known_makes_its_advice_exact(self, tmp_path: Path) -> None:
+        with open_log(tmp_path) as log:
+            log.facts = Facts(workers=0, free_cores=3)
+            one_step(log, 1, input=9.0, forward=1.0)  # and no epoch: of rank 0
+        assert "3 more loader workers fit" in read_run(tmp_path)["result"]["verdict"]  # type: ignore[index]
+
+    def test_nothing_is_said_of_nothing_or_where_the_error_is_the_last_word(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with open_log(tmp_path / "none", progress=True):
+            pass
+        with open_log(tmp_path / "quiet") as log:
+            one_step(log, 1, forward=1.0)
+        with pytest.raises(ZeroDivisionError), open_log(tmp_path / "failed", progress=True) as log:
+            one_step(log, 1, forward=1.0)
+            raise ZeroDivisionError
+        assert "verdict" not in capsys.readouterr().out
+        verdicts = ["verdict" in read_run(tmp_path / name)["result"] for name in ("none", "quiet", "failed")]  # type: ignore[index]
+        assert verdicts == [False, True, False]
