@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--launchers", nargs="+", choices=list(JOBS), default=list(JOBS), help="Open MPI, Gloo (default: both)")
     add("--smallest", type=count, default=1, metavar="KIB", help="array (default: %(default)s)")
     add("--largest", type=count, default=256, metavar="MIB", help="array; each has twice the last one (default: 256)")
-    add("--rounds", type=count, default=3, metavar="N", help="of all sizes and ways (default: %(default)s)")
+    add("--rounds", type=count, default=5, metavar="N", help="of all sizes and ways (default: %(default)s)")
     add("--rate", metavar="RATE", help="a cable a rank, as narrow as this: 200mbit, 1gbit (needs root)")
     add("--model", default="resnet50", metavar="NAME", help="torchvision's, to predict (default: %(default)s)")
     add(
@@ -149,11 +149,11 @@ def _busiest(sent: Sequence[float], received: Sequence[float], size: int) -> dic
 
 
 def _fitted(seconds: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """A fit to every other size, and its error on those between."""
-    medians = {size: median(its) for size, its in seconds.items()}
-    sizes = sorted(medians)
-    regimes = model.fit({size: medians[size] for size in sizes[::2]})
-    between = {size: medians[size] for size in sizes[1::2] if size < sizes[::2][-1]}
+    """A fit to every other size, and its error on those between; of the least seconds, as what disturbs only adds."""
+    least = {size: min(its) for size, its in seconds.items()}
+    sizes = sorted(least)
+    regimes = model.fit({size: least[size] for size in sizes[::2]})
+    between = {size: least[size] for size in sizes[1::2] if size < sizes[::2][-1]}
     return {
         "regimes": [vars(one) for one in regimes],
         "error": model.error(regimes, between),
@@ -192,7 +192,7 @@ def links(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     found = {}
     for way in model.COUNTS:
         seconds = {
-            int(ranks): {size: median(its) for size, its in part["seconds"][way].items() if size >= 1 << 18}
+            int(ranks): {size: min(its) for size, its in part["seconds"][way].items() if size >= 1 << 18}
             for ranks, part in measured.items()
             if way in part["seconds"]
         }

@@ -76,7 +76,7 @@ def _remarks(part: Mapping[str, Any]) -> str:
             for one in fit["regimes"]
         )
         lines.append(
-            f"{way}: {pieces}; off by {fit['error']:.1%} (median of the sizes between; target <= {FIT_TARGET:.0%}:"
+            f"{way}: {pieces}; off by {fit['error']:.1%} (the least seconds of the sizes between, median; target <= {FIT_TARGET:.0%}:"
             f" {kept})"
         )
     ways = _medians(part)
