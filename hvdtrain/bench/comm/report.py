@@ -76,8 +76,8 @@ def _remarks(part: Mapping[str, Any]) -> str:
             for one in fit["regimes"]
         )
         lines.append(
-            f"{way}: {pieces}; off by {fit['error']:.1%} (the least seconds of the sizes between, median; target <= {FIT_TARGET:.0%}:"
-            f" {kept})"
+            f"{way}: {pieces}; off by {fit['error']:.1%} (the least seconds of the sizes between, median; target <="
+            f" {FIT_TARGET:.0%}: {kept})"
         )
     ways = _medians(part)
     for other in ("server", "servers"):
