@@ -19,16 +19,25 @@ def test_ring_and_servers_sum_as_numpy_does_and_send_what_the_rule_says(ranks: i
     assert "all sums are numpy's" in result.out
 
 
-@pytest.mark.parametrize("mode", ["horovod-first", "mpi-first", "never-left"])
-def test_mpi_and_horovod_in_one_process_end_cleanly(mode: str) -> None:
-    result = run_ranks([FOLDER / "mpi_beside_horovod.py", mode], 2, launcher="mpirun").check()
+@pytest.mark.parametrize(
+    ("launcher", "mode"),
+    [
+        ("mpirun", "horovod-first"),
+        ("mpirun", "mpi-first"),
+        ("mpirun", "never-left"),
+        ("horovodrun --mpi", "horovod-first"),
+    ],
+)
+def test_mpi_and_horovod_in_one_process_end_cleanly(launcher: str, mode: str) -> None:
+    result = run_ranks([FOLDER / "mpi_beside_horovod.py", mode], 2, launcher=launcher).check()
     assert result.out.count("done") == 2 and "MPI" not in result.err, result.text
 
 
 @pytest.mark.thorough
-def test_fifty_times_of_fifty() -> None:
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --mpi"])
+def test_fifty_times_of_fifty(launcher: str) -> None:
     for _ in range(50):
-        run_ranks([FOLDER / "mpi_beside_horovod.py", "horovod-first"], 2, launcher="mpirun").check()
+        run_ranks([FOLDER / "mpi_beside_horovod.py", "horovod-first"], 2, launcher=launcher).check()
 
 
 def test_without_mpi_it_is_refused_with_what_to_type() -> None:

@@ -117,7 +117,7 @@ def run_ranks(
         what: a module name, or the interpreter's arguments (["script.py", "--flag"] or ["-m", "module",
             "--flag"]).
         np: how many ranks.
-        launcher: "horovodrun", "mpirun", "torchrun", or "none" (one process, np must be 1).
+        launcher: "horovodrun", "horovodrun --mpi", "mpirun", "torchrun", or "none" (one process, np must be 1).
         env: added to a clean environment (this process's, less every launcher's variables, threads pinned to
             one).
         timeout_s: then every rank's stack is printed, the whole tree killed, and the test failed.
@@ -204,9 +204,10 @@ def _launch(launcher: str, np: int, interpreter: str, logs: str) -> list[str]:
     if launcher == "torchrun":  # what goes through its log files is tagged by rank
         options = ["--standalone", "--nproc-per-node", str(np), "--redirects", "3", "--tee", "3", "--log-dir", logs]
         return [interpreter, "-m", "torch.distributed.run", *options, "--no-python", interpreter]
-    if launcher == "horovodrun":
-        # --gloo: a Horovod built with both would start mpirun, which has its own row
-        return [tool("horovodrun", interpreter), "--gloo", "-np", str(np), "-H", f"localhost:{np}", interpreter]
+    if launcher in ("horovodrun", "horovodrun --mpi"):
+        # --gloo: a Horovod built with both would start mpirun
+        carrier = "--mpi" if launcher.endswith("--mpi") else "--gloo"
+        return [tool("horovodrun", interpreter), carrier, "-np", str(np), "-H", f"localhost:{np}", interpreter]
     if launcher == "mpirun":
         return [
             tool("mpirun", interpreter),
