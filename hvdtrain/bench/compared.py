@@ -230,13 +230,17 @@ not talk; both in the same rounds of the same group. memory: the most that a dev
 one of several devices. changed lines: of the loop and what is before it, not of the input that processes share."""
 
 
-def report(result: Mapping[str, Any]) -> str:
-    """The table of a result."""
+def _heading(result: Mapping[str, Any]) -> str:
     its, part = result["settings"], result["compared"]
-    heading = (
+    return (
         f"{part['model']}, batch {its['per_rank_batch']} a rank of {its['pixels']}x{its['pixels']}, {its['device']},"
         f" {part['ranks']} ranks or devices, a core each; {its['blocks']} rounds of {its['steps']} steps"
     )
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """The table of a result."""
+    part = result["compared"]
     rows: list[tuple[str, ...]] = [
         ("way", "groups", "step (median)", "speed-up, 95 %", "efficiency, 95 %", "memory", "changed lines")
     ]
@@ -249,7 +253,7 @@ def report(result: Mapping[str, Any]) -> str:
             str(stats.Interval(**ratio["efficiency"])) if "efficiency" in ratio else "",
             f"{part['memory_bytes'][name] / 2**20:.0f} MiB", str(part["lines"][name]),
         ))  # fmt: skip
-    return f"{heading}\n{measured_on(result)}\n{versions(result)}\n\n{stats.table(rows)}\n\n{NOTE}"
+    return f"{_heading(result)}\n{measured_on(result)}\n{versions(result)}\n\n{stats.table(rows)}\n\n{NOTE}"
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
@@ -274,4 +278,5 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     speed.set_xlabel(f"speed-up over one process, {part['ranks']} ranks or devices\n(dotted: no communication)")
     memory.barh(names, [part["memory_bytes"][name] / 2**30 for name in names], color=SKY, height=0.65)
     memory.set_xlabel("memory a device, GiB" if result["settings"]["device"] == "cuda" else "memory a process, GiB")
+    figure.suptitle(_heading(result), fontsize="medium")
     figure.savefig(path, dpi=DOTS_PER_INCH)
