@@ -271,10 +271,10 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
     errors = [[one.value - one.low for one in speedups], [one.high - one.value for one in speedups]]
     speed.barh(names, [one.value for one in speedups], xerr=errors, color=BLUE, height=0.65, error_kw={"linewidth": 1})
-    apart = {way.label: part["ratios"].get(way.apart) for way in WAYS}
     for row, name in enumerate(names):
-        if its := apart[name]:
-            speed.vlines(its["speedup"]["value"], row - 0.5, row + 0.5, color=VERMILION, linestyle=":", linewidth=1.5)
+        if efficiency := part["ratios"][name].get("efficiency"):
+            reached = speedups[row].value / efficiency["value"]  # by the processes apart of the same group
+            speed.vlines(reached, row - 0.5, row + 0.5, color=VERMILION, linestyle=":", linewidth=1.5)
     speed.set_xlabel(f"speed-up over one process, {part['ranks']} ranks or devices\n(dotted: no communication)")
     memory.barh(names, [part["memory_bytes"][name] / 2**30 for name in names], color=SKY, height=0.65)
     memory.set_xlabel("memory a device, GiB" if result["settings"]["device"] == "cuda" else "memory a process, GiB")
