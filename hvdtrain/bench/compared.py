@@ -1,8 +1,9 @@
 """`hvdtrain bench train --all`: one model trained in every way there is, in turns.
 
 ResNet-50 of torchvision (and Keras' own) on random pictures, the same batch a rank; ways of one process with several
-devices take the batch of all ranks. Speed-up is samples a second over those of one process; efficiency compares with as
-many processes that do not talk to each other, which is what this machine could do at most.
+devices take the batch of all ranks. The processes of all ways do not fit into memory at once, so ways are measured in
+groups, one after the other. Each group has its own process that trains alone and its own processes that do not talk to
+each other, which is what this machine could do at most: every ratio is one of runs that took turns.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from hvdtrain.bench import torch_job
+from hvdtrain.bench import keras_job, torch_job
 from hvdtrain.bench.report import measured_on, progress, versions
 from hvdtrain.bench.turns import InterleavedJobs, launched
 from hvdtrain.core import stats
-from hvdtrain.core.errors import install_command
+from hvdtrain.core.errors import ConfigError, install_command
 
-MODEL = "resnet50"
 THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+PROCESS_BYTES = 2 << 30  # about what one of ResNet-50 holds, with its framework
+ALONE, APART = "one process", "processes that do not talk"
+MANY_DEVICES = ("dataparallel", "pipeline")  # of one process
+Groups = Sequence[Mapping[str, Sequence[float]]]  # seconds a step by way, round by round
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,31 @@ class Way:
         arm: of the job.
         processes: that are started; 0 stands for all ranks.
         keras: the backend, where Keras trains.
-        base: the way of one process that it is compared with.
     """
 
     label: str
     arm: str
     processes: int = 0
     keras: str = ""
-    base: str = "PyTorch, one process"
+
+    @property
+    def family(self) -> str:
+        return f"Keras on {self.keras}" if self.keras else "PyTorch"
+
+    @property
+    def alone(self) -> str:
+        """The label of what its speed-up is over."""
+        return f"{self.family}, {ALONE}"
+
+    @property
+    def apart(self) -> str:
+        """The label of what its efficiency is against."""
+        return f"{self.family}, {APART}"
 
 
 WAYS = (
-    Way("PyTorch, one process", "alone", 1),
-    Way("processes that do not talk", "alone"),
+    Way(f"PyTorch, {ALONE}", "alone", 1),
+    Way(f"PyTorch, {APART}", "alone"),
     Way("DataParallel (one process)", "dataparallel", 1),
     Way("pipeline (one process)", "pipeline", 1),
     Way("DistributedDataParallel", "ddp"),
@@ -63,44 +78,106 @@ WAYS = (
         way
         for backend in ("tensorflow", "torch")
         for way in (
-            Way(f"Keras on {backend}, one process", "plain", 1, backend, f"Keras on {backend}, one process"),
-            Way(f"hvdtrain, Keras on {backend}", "prepared", 0, backend, f"Keras on {backend}, one process"),
+            Way(f"Keras on {backend}, {ALONE}", "plain", 1, backend),
+            Way(f"Keras on {backend}, {APART}", "plain", 0, backend),
+            Way(f"hvdtrain, Keras on {backend}", "prepared", 0, backend),
         )
     ),
 )
-APART = "processes that do not talk"
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every way in turns; returns the part of the result that `report` reads."""
-    ways = [way for way in WAYS if _is_there(way)]
-    seconds: dict[str, list[float]] = {way.label: [] for way in ways}
+    """Every way, a group after the other; returns the part of the result that `report` reads.
+
+    Raises:
+        ConfigError: one rank, or several models.
+    """
+    if args.ranks < 2 or len(args.models) > 1:
+        received = f"--ranks {args.ranks} --models {' '.join(args.models)}"
+        raise ConfigError(
+            "--all compares ways to train one model on several ranks", received, "--ranks 2 --models NAME"
+        )
+    ways = [way for way in WAYS if _is_wanted(way, args) and _is_there(way, args)]
+    groups = grouped(ways, args.ranks, args.at_once or processes_that_fit())
+    seconds: list[dict[str, list[float]]] = []
     memory: dict[str, float] = {}
-    with InterleavedJobs(os.environ | THREADS) as jobs:
-        for way in ways:
-            progress(f"starting {way.label}")
-            ranks = way.processes or args.ranks
-            jobs.start(way.label, [*launched(ranks, _launcher(way)), *_command(args, way)], ranks)
-        for turn in range(args.blocks + 1):  # the first warms up: Keras traces
-            progress(f"round {turn} of {args.blocks}" if turn else "warming up")
-            for way in stats.rotated(ways, turn):
-                answers = jobs.turn(way.label, steps=args.steps, arm=way.arm)
-                memory[way.label] = max(answer["memory"] for answer in answers)
-                if turn:
-                    seconds[way.label].append(max(answer["wall"] for answer in answers))
+    for number, group in enumerate(groups, 1):
+        seconds.append(_one_group(args, group, f"group {number} of {len(groups)}", memory))
     return {
-        "ranks": args.ranks, "seconds_per_step": seconds, "memory_bytes": memory,
-        "lines": {way.label: changed_lines(way) for way in ways if not way.keras},
-        "speedup": {way.label: vars(_speedup(way, seconds, args.ranks)) for way in ways},
+        "ranks": args.ranks, "model": args.models[0], "groups": seconds, "memory_bytes": memory,
+        "lines": {way.label: changed_lines(way) for way in ways},
+        "ratios": {way.label: ratios(way, seconds, args.ranks) for way in ways},
     }  # fmt: skip
 
 
-def _is_there(way: Way) -> bool:
+def _one_group(
+    args: argparse.Namespace, group: Sequence[Way], name: str, memory: dict[str, float]
+) -> dict[str, list[float]]:
+    """Its ways in turns, seconds a step of each; notes their memory. Its processes are gone when it returns."""
+    seconds: dict[str, list[float]] = {way.label: [] for way in group}
+    with InterleavedJobs(os.environ | THREADS) as jobs:
+        for way in group:
+            progress(f"{name}: starting {way.label}")
+            ranks = way.processes or args.ranks
+            jobs.start(way.label, [*launched(ranks, _launcher(way)), *_command(args, way)], ranks)
+        for turn in range(args.blocks + 1):  # the first warms up: Keras traces
+            progress(f"{name}: round {turn} of {args.blocks}" if turn else f"{name}: warming up")
+            for way in stats.rotated(group, turn):
+                answers = jobs.turn(way.label, steps=args.steps, arm=way.arm)
+                memory[way.label] = max(memory.get(way.label, 0.0), *(answer["memory"] for answer in answers))
+                if turn:
+                    seconds[way.label].append(max(answer["wall"] for answer in answers))
+    return seconds
+
+
+def processes_that_fit() -> int:
+    """How many processes of ResNet-50 the host's free memory holds."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024 // PROCESS_BYTES
+
+
+def grouped(ways: Sequence[Way], ranks: int, at_once: int) -> list[list[Way]]:
+    """Ways that take turns with each other, each group with the references of its family; pure.
+
+    Args:
+        ways: in any order.
+        ranks: processes of a way that uses all.
+        at_once: the most processes of a group; one with a single way besides the references may have more.
+    """
+    groups = []
+    for family in dict.fromkeys(way.family for way in ways):
+        its = [way for way in ways if way.family == family]
+        references = [way for way in its if way.label in (way.alone, way.apart)]
+        group = list(references)
+        for way in its:
+            if way in references:
+                continue
+            if sum(one.processes or ranks for one in (*group, way)) > at_once and len(group) > len(references):
+                groups.append(group)
+                group = list(references)
+            group.append(way)
+        groups.append(group)
+    return groups
+
+
+def _is_wanted(way: Way, args: argparse.Namespace) -> bool:
+    if not way.keras:
+        return args.framework in (None, "torch")
+    return args.framework in (None, "keras") and args.backend in (None, way.keras)
+
+
+def _is_there(way: Way, args: argparse.Namespace) -> bool:
     needed = torch_job.NEEDS.get(way.arm) if not way.keras else "tensorflow" if way.keras == "tensorflow" else "keras"
-    there = not needed or importlib.util.find_spec(needed) is not None
-    if not there:
-        progress(f"left out, {needed} is not installed: {way.label} ({install_command('dev')})")
-    return there
+    why = ""
+    if needed and importlib.util.find_spec(needed) is None:
+        why = f"{needed} is not installed ({install_command('dev')})"
+    elif way.keras and args.models[0] not in keras_job.APPLICATIONS:
+        why = f"Keras has no {args.models[0]}; of what both have: {', '.join(keras_job.APPLICATIONS)}"
+    elif way.keras and args.device != "cpu":
+        why = "Keras is measured on CPUs"
+    if why:
+        progress(f"left out: {way.label}: {why}")
+    return not why
 
 
 def _launcher(way: Way) -> str:
@@ -108,76 +185,98 @@ def _launcher(way: Way) -> str:
 
 
 def _command(args: argparse.Namespace, way: Way) -> list[str]:
-    devices = args.ranks if way.arm in ("dataparallel", "pipeline") else 1
+    devices = args.ranks if way.arm in MANY_DEVICES else 1
     sizes = [f"--per-rank-batch={args.per_rank_batch * devices}", f"--pixels={args.pixels}"]
     if way.keras:
         job = ["hvdtrain.bench.keras_job", f"--backend={way.keras}", f"--steps={args.steps}", *sizes]
     else:
         job = ["hvdtrain.bench.torch_job", way.arm, *sizes, f"--device={args.device}", f"--devices={devices}"]
-    return ["env", f"OMP_NUM_THREADS={devices}", sys.executable, "-m", *job, f"--model={MODEL}"]
+    return ["env", f"OMP_NUM_THREADS={devices}", sys.executable, "-m", *job, f"--model={args.models[0]}"]
 
 
-def _speedup(way: Way, seconds: Mapping[str, list[float]], ranks: int) -> stats.Interval:
-    """Samples a second over those of one process."""
-    its = stats.ratio_of_medians(seconds[way.base], seconds[way.label])
-    factor = 1 if way.processes == 1 and way.arm not in ("dataparallel", "pipeline") else ranks
-    return stats.Interval(*(factor * value for value in (its.value, its.low, its.high)))
+def ratios(way: Way, groups: Groups, ranks: int) -> dict[str, Any]:
+    """Samples a second over those of one process ("speedup"), and over those of processes that do not talk
+    ("efficiency"; not of one process). Pairs are of the same round of the same group."""
+    if way.label == way.alone:
+        return {"speedup": vars(stats.Interval(1.0, 1.0, 1.0))}
+    alone, apart = (stats.ratio_of_medians(*_pairs(groups, its, way.label)) for its in (way.alone, way.apart))
+    return {"speedup": {name: ranks * value for name, value in vars(alone).items()}, "efficiency": vars(apart)}
+
+
+def _pairs(groups: Groups, above: str, below: str) -> tuple[list[float], list[float]]:
+    both = [group for group in groups if above in group and below in group]
+    return tuple([sample for group in both for sample in group[label]] for label in (above, below))  # type: ignore[return-value]
 
 
 def changed_lines(way: Way) -> int:
-    """Lines of the plain arm that this one takes away or adds, of the jobs of this benchmark."""
-    plain, its = (_lines(torch_job.ARMS[arm]) for arm in ("alone", way.arm))
-    return sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in difflib.unified_diff(plain, its, n=0))
+    """Lines of the plain arm to change, take away or add for this one, of the jobs of this benchmark."""
+    arms: Mapping[str, Any] = keras_job.ARMS if way.keras else torch_job.ARMS
+    plain, its = (_lines(arms[arm]) for arm in ("plain" if way.keras else "alone", way.arm))
+    steps = difflib.SequenceMatcher(None, plain, its, autojunk=False).get_opcodes()
+    return sum(max(b - a, d - c) for kind, a, b, c, d in steps if kind != "equal")
 
 
 def _lines(arm: Any) -> list[str]:
+    """Those below its first line and docstring."""
     return [line for line in inspect.getsource(arm).splitlines()[2:] if line.strip()]
 
 
 # ---- the report
 
 
+NOTE = """\
+speed-up: samples a second over those of one process of the same framework; efficiency: over those of processes that do
+not talk; both in the same rounds of the same group. memory: the most that a device held; without GPUs, a process, also
+one of several devices. changed lines: of the loop and what is before it, not of the input that processes share."""
+
+
+def _heading(result: Mapping[str, Any]) -> str:
+    its, part = result["settings"], result["compared"]
+    return (
+        f"{part['model']}, batch {its['per_rank_batch']} a rank of {its['pixels']}x{its['pixels']}, {its['device']},"
+        f" {part['ranks']} ranks or devices, a core each; {its['blocks']} rounds of {its['steps']} steps"
+    )
+
+
 def report(result: Mapping[str, Any]) -> str:
     """The table of a result."""
-    its, part = result["settings"], result["compared"]
-    ranks, apart = part["ranks"], part["speedup"].get(APART, {}).get("value")
-    heading = (
-        f"{MODEL}, batch {its['per_rank_batch']} a rank of {its['pixels']}x{its['pixels']}, {its['device']},"
-        f" {ranks} ranks or devices, a core each; {its['blocks']} rounds of {its['steps']} steps"
-    )
+    part = result["compared"]
     rows: list[tuple[str, ...]] = [
-        ("way", "step (median)", "speed-up, 95 %", "efficiency", "memory a process", "changed lines")
+        ("way", "groups", "step (median)", "speed-up, 95 %", "efficiency, 95 %", "memory", "changed lines")
     ]
-    for name, samples in part["seconds_per_step"].items():
-        speedup = stats.Interval(**part["speedup"][name])
-        lines = part["lines"].get(name)
+    for name, ratio in part["ratios"].items():
+        of = [number for number, group in enumerate(part["groups"], 1) if name in group]
+        samples = [sample for number in of for sample in part["groups"][number - 1][name]]
         rows.append((
-            name, f"{median(samples) * 1e3:.0f} ms", str(speedup), f"{speedup.value / apart:.2f}" if apart else "",
-            f"{part['memory_bytes'][name] / 2**20:.0f} MiB", "" if lines is None else str(lines),
+            name, ", ".join(map(str, of)), stats.milliseconds(samples),
+            str(stats.Interval(**ratio["speedup"])) if "efficiency" in ratio else "1",
+            str(stats.Interval(**ratio["efficiency"])) if "efficiency" in ratio else "",
+            f"{part['memory_bytes'][name] / 2**20:.0f} MiB", str(part["lines"][name]),
         ))  # fmt: skip
-    note = "efficiency: speed-up over that of processes that do not talk; Keras' ways: against Keras in one process"
-    return f"{heading}\n{measured_on(result)}\n{versions(result)}\n\n{stats.table(rows)}\n{note}"
+    return f"{_heading(result)}\n{measured_on(result)}\n{versions(result)}\n\n{stats.table(rows)}\n\n{NOTE}"
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Speed-ups as bars, with what processes that do not talk reach as a line.
+    """Speed-up and memory of every way as bars; beside each what processes that do not talk reach.
 
     Raises:
         ConfigError: matplotlib is missing.
     """
-    from hvdtrain.pipeline.tuning.plots import BLUE, DOTS_PER_INCH, VERMILION, new_figure
+    from hvdtrain.pipeline.tuning.plots import BLUE, DOTS_PER_INCH, SKY, VERMILION, new_figure
 
-    speedups = {name: stats.Interval(**its) for name, its in result["compared"]["speedup"].items()}
-    figure = new_figure(8, 0.42 * len(speedups) + 1.2)
-    axes = figure.subplots()
-    names = list(speedups)[::-1]
-    its = [speedups[name] for name in names]
-    values = [one.value for one in its]
-    errors = [[one.value - one.low for one in its], [one.high - one.value for one in its]]
-    axes.barh(names, values, xerr=errors, color=BLUE, height=0.65, error_kw={"linewidth": 1})
-    if APART in speedups:
-        axes.axvline(speedups[APART].value, color=VERMILION, linestyle=":", linewidth=1.5)
-    axes.set_xlabel(
-        f"speed-up over one process, {result['compared']['ranks']} ranks or devices; dotted: no communication"
-    )
+    part = result["compared"]
+    names = list(part["ratios"])[::-1]
+    speedups = [stats.Interval(**part["ratios"][name]["speedup"]) for name in names]
+    figure = new_figure(11, 0.36 * len(names) + 1.4)
+    speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
+    errors = [[one.value - one.low for one in speedups], [one.high - one.value for one in speedups]]
+    speed.barh(names, [one.value for one in speedups], xerr=errors, color=BLUE, height=0.65, error_kw={"linewidth": 1})
+    for row, name in enumerate(names):
+        if efficiency := part["ratios"][name].get("efficiency"):
+            reached = speedups[row].value / efficiency["value"]  # by the processes apart of the same group
+            speed.vlines(reached, row - 0.5, row + 0.5, color=VERMILION, linestyle=":", linewidth=1.5)
+    speed.set_xlabel(f"speed-up over one process, {part['ranks']} ranks or devices\n(dotted: no communication)")
+    memory.barh(names, [part["memory_bytes"][name] / 2**30 for name in names], color=SKY, height=0.65)
+    memory.set_xlabel("memory a device, GiB" if result["settings"]["device"] == "cuda" else "memory a process, GiB")
+    figure.suptitle(_heading(result), fontsize="medium")
     figure.savefig(path, dpi=DOTS_PER_INCH)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import hvdtrain
-from hvdtrain.bench.torch_job import CLASSES, peak_memory
+from hvdtrain.bench.torch_job import CLASSES, TOY, peak_memory
 from hvdtrain.bench.turns import orders
 from hvdtrain.core import flags, startup
 from hvdtrain.core.launchers import Detected
@@ -19,21 +19,27 @@ from hvdtrain.datasets import load_mnist
 from hvdtrain.keras_mnist import network
 
 PROGRAM = "hvdtrain.bench.keras_job"
+# models of `torch_job`, too: by torchvision's name, Keras' own
+APPLICATIONS = {
+    "resnet50": "ResNet50", "mobilenet_v2": "MobileNetV2", "vgg16": "VGG16", "densenet121": "DenseNet121", TOY: "",
+}  # fmt: skip
 Block = Callable[[], tuple[float, float]]  # wall and CPU seconds of a step
 SKIPPED_STEPS = 3  # of each block: the input queue fills, and the checks at the start of fit have their say
 
 
-def pictures(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Those of a block of all ranks, and their labels."""
+def pictures(args: argparse.Namespace, arm: str) -> tuple[Any, Any]:
+    """Those of a block, and their labels: of all ranks where they are dealt out, else a rank's own."""
     import numpy as np
 
-    if args.model == "resnet50":
-        draw, count = np.random.Generator(np.random.PCG64(0)), (args.steps + SKIPPED_STEPS) * args.per_rank_batch
+    count = (args.steps + SKIPPED_STEPS) * args.per_rank_batch
+    if arm == "prepared":
         count *= hvdtrain.current().size  # type: ignore[union-attr]
+    if args.model in APPLICATIONS:
+        draw = np.random.Generator(np.random.PCG64(0))
         shape = (count, args.pixels, args.pixels, 3)
         return draw.standard_normal(shape, np.float32), draw.integers(0, CLASSES, count)
     images = load_mnist("digits")
-    wanted = np.arange((args.steps + SKIPPED_STEPS) * args.per_rank_batch * hvdtrain.current().size)  # type: ignore[union-attr]
+    wanted = np.arange(count)
     return images.x_train[..., None].take(wanted, axis=0, mode="wrap"), images.y_train.take(wanted, mode="wrap")
 
 
@@ -64,12 +70,11 @@ def prepared_arm(args: argparse.Namespace, x: Any, y: Any) -> Block:
 
 
 def compiled(args: argparse.Namespace) -> Any:
-    """The network of the Keras MNIST program, with its optimizer and loss; or Keras' own ResNet-50."""
+    """The network of the Keras MNIST program, with its optimizer and loss; or one of Keras' own."""
     import keras
 
-    if args.model == "resnet50":
-        shape = (args.pixels, args.pixels, 3)
-        model = keras.applications.ResNet50(weights=None, input_shape=shape, classes=CLASSES)
+    if args.model in APPLICATIONS:
+        model = _application(args.model, (args.pixels, args.pixels, 3))
         model.compile(optimizer=keras.optimizers.SGD(0.01, momentum=0.9), loss="sparse_categorical_crossentropy")
         return model
     model = network()
@@ -79,6 +84,18 @@ def compiled(args: argparse.Namespace) -> Any:
         metrics=["accuracy"],
     )
     return model
+
+
+def _application(name: str, shape: tuple[int, int, int]) -> Any:
+    import keras
+
+    if name != TOY:
+        return getattr(keras.applications, APPLICATIONS[name])(weights=None, input_shape=shape, classes=CLASSES)
+    its = keras.layers
+    return keras.Sequential([
+        its.Input(shape), its.Conv2D(8, 3), its.BatchNormalization(), its.ReLU(), its.GlobalAveragePooling2D(),
+        its.Dense(CLASSES, "softmax"),
+    ])  # fmt: skip
 
 
 def make_timer() -> Any:
@@ -112,8 +129,8 @@ def main() -> int:
         for flag in ("--per-rank-batch", "--steps"):
             parser.add_argument(flag, type=flags.whole(1), required=True)
         parser.add_argument("--backend", required=True)
-        parser.add_argument("--model", choices=["mnist", "resnet50"], default="mnist")
-        parser.add_argument("--pixels", type=flags.whole(1), default=64, help="resnet50: side of a picture")
+        parser.add_argument("--model", choices=["mnist", *APPLICATIONS], default="mnist")
+        parser.add_argument("--pixels", type=flags.whole(1), default=64, help="side of a picture, but of mnist")
         args = parser.parse_args()
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[detected.local_rank % len(cores)]})
@@ -122,7 +139,7 @@ def main() -> int:
         startup.find_modules(needed)
         startup.import_modules(needed)
         with hvdtrain.init("keras", device="cpu") as world:
-            block_of = functools.cache(lambda arm: ARMS[arm](args, *pictures(args)))
+            block_of = functools.cache(lambda arm: ARMS[arm](args, *pictures(args, arm)))
             with orders(world.rank) as each:
                 for order, connection in each:
                     wall_s, cpu_s = block_of(order["arm"])()

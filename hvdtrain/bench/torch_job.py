@@ -17,7 +17,7 @@ from typing import Any
 from hvdtrain.bench.turns import orders
 
 Step = Callable[[], Any]
-CLASSES = 1000
+CLASSES, TOY = 1000, "toy"
 WARMUP_STEPS = 3  # before the first turn: buffers are allocated, DDP rebuilds its buckets, Horovod fills its cache
 
 
@@ -81,15 +81,27 @@ def _local_rank() -> int:
 def _parts(args: argparse.Namespace, device: Any = "cpu") -> tuple[Any, Any, Any, Any, Any]:
     """Model, optimizer, loss, and one batch of random pictures."""
     import torch
-    import torchvision
 
     torch.manual_seed(0)
     torch.set_num_threads(args.devices)
-    model = torchvision.models.get_model(args.model, weights=None, num_classes=CLASSES).to(device)
+    model = _model(args.model).to(device)
     optimizer = torch_sgd(model.parameters())
     x = torch.randn(args.per_rank_batch, 3, args.pixels, args.pixels, device=device)
     y = torch.randint(0, CLASSES, (args.per_rank_batch,), device=device)
     return model, optimizer, torch.nn.CrossEntropyLoss(), x, y
+
+
+def _model(name: str) -> Any:
+    """One of torchvision's, or a toy of one convolution, to see in a minute that all ways work here."""
+    from torch import nn
+
+    if name != TOY:
+        import torchvision
+
+        return torchvision.models.get_model(name, weights=None, num_classes=CLASSES)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
+    )
 
 
 def torch_sgd(parameters: Any) -> Any:
@@ -105,6 +117,12 @@ def _device(args: argparse.Namespace, local_rank: int) -> Any:
     if args.device == "cuda":
         torch.cuda.set_device(local_rank)
     return torch.device(args.device)
+
+
+def _device_of(world: Any) -> Any:
+    from hvdtrain.torch.engine import device_of
+
+    return device_of(world)
 
 
 def _loop(model: Any, optimizer: Any, loss_of: Any, x: Any, y: Any, backward: Any = None) -> Step:
@@ -126,12 +144,11 @@ def hvdtrain_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """hvdtrain on Horovod (alone: one process)."""
     import hvdtrain
     import hvdtrain.torch as hvt
-    from hvdtrain.torch.engine import device_of
 
     world = hvdtrain.init("torch", device=args.device)
-    device = device_of(world)
-    module, inner, loss_of, x, y = _parts(args, device)
-    model, optimizer = hvt.prepare(module, inner)
+    device = _device_of(world)
+    model, optimizer, loss_of, x, y = _parts(args, device)
+    model, optimizer = hvt.prepare(model, optimizer)
     return world.rank, device, _loop(model, optimizer, loss_of, x, y, optimizer.backward)
 
 
@@ -193,12 +210,11 @@ def dataparallel_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """One process that cuts each batch over its devices: torch.nn.DataParallel, mended (`engine="dataparallel"`)."""
     import hvdtrain
     import hvdtrain.torch as hvt
-    from hvdtrain.torch.engine import device_of
 
     world = hvdtrain.init("torch", engine="dataparallel", device=args.device, gpus_per_rank=args.devices)
-    device = device_of(world)
-    module, inner, loss_of, x, y = _parts(args, device)
-    model, optimizer = hvt.prepare(module, inner)
+    device = _device_of(world)
+    model, optimizer, loss_of, x, y = _parts(args, device)
+    model, optimizer = hvt.prepare(model, optimizer)
     return 0, device, _loop(model, optimizer, loss_of, x, y, optimizer.backward)
 
 

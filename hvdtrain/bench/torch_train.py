@@ -32,8 +32,9 @@ THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "P
 
 def add_arguments(add: Any, count: Any) -> None:
     """The flags that only PyTorch's part has."""
-    models = ["resnet18", "resnet50"]
-    add("--models", nargs="+", default=models, metavar="NAME", help="torch: torchvision's (default: resnet18 resnet50)")
+    add(
+        "--models", nargs="+", metavar="NAME", help="torch: torchvision's (default: resnet18 resnet50; --all: resnet50)"
+    )
     add("--pixels", type=count, default=64, metavar="N", help="torch: side of a picture (default: %(default)s)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="torch: (default: %(default)s)")
 

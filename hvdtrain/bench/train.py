@@ -7,7 +7,8 @@ Keras (--framework keras):
 1. A prepared fit against plain Keras, both in one process, taking turns: what hvdtrain costs.
 2. Several ranks against one, one thread and one core each, taking turns: what the ranks bring.
 
-Everything (--all): one model in every way there is, see hvdtrain.bench.compared; with a picture.
+Everything (--all): one model in every way there is, in groups that fit into memory; with a picture. --models toy shows
+in a minute or two whether all of them work here.
 
 Prints a table and writes a JSON file with every sample. Give the machine nothing else to do.
 """
@@ -29,7 +30,11 @@ from hvdtrain.core.flags import whole
 
 OVERHEAD_TARGET = 1.02
 SCALING_BLOCKS = 2  # of a round of part 2
-DEFAULTS = {"keras": {"per_rank_batch": 128, "steps": 20}, "torch": {"per_rank_batch": 16, "steps": 5}}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "keras": {"per_rank_batch": 128, "steps": 20},
+    "torch": {"per_rank_batch": 16, "steps": 5, "models": ["resnet18", "resnet50"]},
+    "all": {"per_rank_batch": 16, "steps": 5, "models": ["resnet50"]},
+}
 ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
@@ -38,8 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = whole(1)
     add = parser.add_argument
     add("--all", action="store_true", help="PyTorch's, Keras' and everybody's ways with one model")
-    add("--framework", choices=["keras", "torch"], default="keras", help="(default: %(default)s)")
-    add("--backend", choices=["tensorflow", "torch"], help="Keras' (default: KERAS_BACKEND, else tensorflow)")
+    add("--framework", choices=["keras", "torch"], help="(default: keras; with --all: both)")
+    add(
+        "--backend",
+        choices=["tensorflow", "torch"],
+        help="Keras' (default: KERAS_BACKEND, else tensorflow; --all: both)",
+    )
     add("--per-rank-batch", type=count, metavar="N", help="pictures (default: Keras 128, PyTorch 16)")
     add("--steps", type=count, metavar="N", help="updates in a block (default: Keras 20, PyTorch 5)")
     add("--blocks", type=count, default=10, metavar="N", help="blocks of each arm (default: %(default)s)")
@@ -47,20 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=count, default=3, metavar="N", help="of both in part 2 (default: %(default)s)")
     add("--launcher", choices=["horovodrun", "mpirun"], default="horovodrun", help="(default: %(default)s, on Gloo)")
     torch_train.add_arguments(add, count)
+    add("--at-once", type=count, metavar="N", help="--all: processes in memory (default: one for each 2 GiB free)")
     add("--out", type=Path, default=Path("bench-train.json"), metavar="FILE", help="(default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark of a framework; returns 0, whatever the figures are."""
-    if args.all:
-        args.framework = "torch"
-    for name, value in DEFAULTS[args.framework].items():
+    if not args.all:
+        args.framework = args.framework or "keras"
+    for name, value in DEFAULTS["all" if args.all else args.framework].items():
         setattr(args, name, getattr(args, name) or value)
-    result = begin("train", args, "a benchmark starts its own ranks") | {"framework": args.framework}
+    result = begin("train", args, "a benchmark starts its own ranks")
     if args.all:
         result["compared"] = compared.measure(args)
         compared.draw(result, args.out.with_suffix(".png"))
         return finish(args, result, compared.report)
+    result["framework"] = args.framework
     if args.framework == "torch":
         result["models"] = torch_train.measure(args)
         return finish(args, result, torch_train.report)

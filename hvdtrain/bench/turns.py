@@ -85,7 +85,8 @@ class InterleavedJobs:
             HvdtrainError: it ended, or was not ready in time; with the end of its output.
         """
         key = secrets.token_hex(16)
-        with Listener(str(Path(self._folder.name) / name), "AF_UNIX", authkey=key.encode()) as listener:
+        address = str(Path(self._folder.name) / str(len(self._arms)))
+        with Listener(address, "AF_UNIX", authkey=key.encode()) as listener:
             environment = self._environment | PATIENCE | AS_ROOT | {ADDRESS: str(listener.address), KEY: key}
             log = (Path(self._folder.name) / f"{name}.log").open("w+b")
             process = subprocess.Popen(

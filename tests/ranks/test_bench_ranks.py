@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 from bench_arguments import arguments
 from harness import run_ranks
+from matplotlib.image import imread
 
-from hvdtrain.bench import train
+from hvdtrain.bench import compared, train
 from hvdtrain.core import stats
 from hvdtrain.core.errors import HvdtrainError
 
@@ -82,3 +84,38 @@ def test_torch_bench_measures_and_writes(tmp_path: Path) -> None:
         "plain PyTorch, 1 process": 2, "hvdtrain, 1 process": 2,
     }  # fmt: skip
     assert all(value > 0 for samples in seconds.values() for value in samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_every_way_is_measured(framework: str, tmp_path: Path) -> None:
+    """`--all`, as the command line does it; of each framework its ways, in two groups."""
+    out = tmp_path / "all.json"
+    flags = ["--models", "toy", "--pixels=16", "--per-rank-batch=4", "--steps=1", "--blocks=2", f"--out={out}"]
+    command = ["-m", "hvdtrain", "bench", "train", "--all", f"--framework={framework}", "--at-once=12", *flags]
+    done = run_ranks(command, 1, launcher="none", timeout_s=300).check()
+    part = json.loads(out.read_text())["compared"]
+    labels = {way.label for way in compared.WAYS if bool(way.keras) == (framework == "keras")}
+    assert set(part["ratios"]) == set(part["memory_bytes"]) == set(part["lines"]) == labels
+    assert all(f"\n{label} " in done.out for label in labels) and "left out" not in done.err
+    assert len(part["groups"]) == 2 and "group 2 of 2: round 2 of 2" in done.err
+    for label, ratio in part["ratios"].items():
+        check_ratios(label, ratio, part["groups"])
+        assert part["memory_bytes"][label] > 2**20
+    height, width = imread(out.with_suffix(".png")).shape[:2]
+    assert width > 1000 and height > 40 * len(labels)
+
+
+def check_ratios(label: str, ratio: dict[str, Any], groups: list[dict[str, list[float]]]) -> None:
+    """They are those of the samples, pair by pair."""
+    (way,) = (way for way in compared.WAYS if way.label == label)
+    its = [group for group in groups if label in group]
+    assert its and all({way.alone, way.apart} <= set(group) for group in its)
+    assert all(len(samples) == 2 and min(samples) > 0 for group in its for samples in group.values())
+    for kind, against, factor in (("speedup", way.alone, 2), ("efficiency", way.apart, 1)):
+        if label == way.alone:
+            assert ratio == {"speedup": {"value": 1, "low": 1, "high": 1}}
+        else:
+            pairs = [pair for group in its for pair in zip(group[against], group[label], strict=True)]
+            assert ratio[kind]["value"] == pytest.approx(factor * median(above / below for above, below in pairs))
+            assert ratio[kind]["low"] <= ratio[kind]["value"] <= ratio[kind]["high"]

@@ -1,30 +1,34 @@
 """One process, several devices: each batch is cut into pieces, one a device, and the outputs are put together again.
 
 As `torch.nn.DataParallel`, with its pitfalls mended: outputs that are means (a loss computed inside the model) are
-averaged by the samples of their pieces, not as a mean of means; a batch that the devices do not divide, or that is
-smaller than their number, is cut unevenly; checkpoints carry no `module.` prefix; and it runs on a CPU, where the
-pieces follow one another, so that what is tested there is what GPUs run.
+averaged by what they divide by, not as a mean of means; a batch that the devices do not divide, or that is smaller than
+their number, is cut unevenly; checkpoints carry no `module.` prefix; a first device that holds more memory than the
+others is told with what balances it; and it runs on a CPU, where the pieces follow one another, so that what is tested
+there is what GPUs run.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply, replicate
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
+from hvdtrain.torch.checks.loss_graph import Reader
 from hvdtrain.torch.data.nested import batch_size, cut, made_of, parts_of, to_device
 from hvdtrain.torch.engines.base import Settings, pick_devices
 from hvdtrain.torch.engines.solo import Solo, SoloModel
 
 CPU_DEVICES_VARIABLE = "HVDTRAIN_CPU_DEVICES"
+UNEVEN = 1.1  # times what the others hold
 
 
 def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> DataParallelEngine:
@@ -62,10 +66,8 @@ class DataParallelEngine(Solo):
                 "its copies would all run the code compiled for the first one",
                 'leave compile out, or use engine="ddp"',
             )
-        tied = SoloModel(module, optimizer)
         devices = [torch.device("cuda", index) for index in self.devices] or [self.device] * self.pieces
-        tied.call = Pieces(module, devices)
-        return tied
+        return PiecesModel(module, optimizer, devices)
 
 
 def _compiled(module: nn.Module) -> bool:
@@ -73,6 +75,39 @@ def _compiled(module: nn.Module) -> bool:
     held = (value for part in module.modules() for value in (part, *vars(part).values()))
     in_place = (part._compiled_call_impl is not None for part in module.modules())
     return any(type(value).__name__ == "OptimizedModule" for value in held) or any(in_place)
+
+
+class PiecesModel(SoloModel):
+    """A model whose batches are cut; after the first update it says how much memory each GPU has needed."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, devices: Sequence[torch.device]) -> None:
+        super().__init__(module, optimizer)
+        self.call = Pieces(module, devices)
+        self._untold = [device for device in devices if device.type == "cuda"]
+
+    def step(self) -> None:
+        super().step()
+        if len(self._untold) > 1:  # the optimizer's state is there by now
+            print(memory_told({str(device): torch.cuda.max_memory_allocated(device) for device in self._untold}))
+        self._untold = []
+
+
+def memory_told(peaks: Mapping[str, int]) -> str:
+    """Says what each device held at most, and, where the first needs clearly more, what balances them.
+
+    Args:
+        peaks: bytes, by device.
+    """
+    text = "hvdtrain: most memory up to the first update: "
+    text += ", ".join(f"{device} {peak / 2**30:.2f} GiB" for device, peak in peaks.items())
+    first, *others = peaks.values()
+    if first <= UNEVEN * max(others):
+        return text
+    return (
+        f"{text}\n  the first holds more: all outputs are gathered there, for the loss; and it alone has gradients and"
+        " the optimizer's state. A loss inside the model leaves outputs where they are: forward(x, y) returns the mean"
+        " loss, or that of each sample. The rest is shared evenly under ddp (torchrun)"
+    )
 
 
 class Pieces:
@@ -119,17 +154,17 @@ def piece_sizes(samples: int, pieces: int) -> list[int]:
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    """Returns the pieces' nested outputs as one: tensors end to end, scalars as their mean weighted by samples.
+    """Returns the pieces' nested outputs as one: tensors end to end, scalars as their weighted mean (`mean_of`).
 
     Raises:
-        ConfigError: outputs of a kind that cannot be put together.
+        ConfigError: outputs that cannot be put together.
     """
     first = outputs[0]
     if isinstance(first, Tensor):
         moved = [output.to(device, non_blocking=True) for output in outputs]
         if first.dim():
             return torch.cat(moved)
-        return sum(output * (size / sum(sizes)) for output, size in zip(moved, sizes, strict=True))
+        return mean_of(moved, sizes)
     opened = [parts_of(output) for output in outputs]
     if opened[0] is not None:
         columns = {name: [parts[name] for parts in opened if parts is not None] for name in opened[0]}
@@ -140,6 +175,53 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> 
         "under dataparallel a model returns tensors, in tuples, lists and dicts, and what is the same for every piece",
         f"{type(first).__name__}: {', '.join(map(repr, outputs))}",
         'return tensors, or use engine="ddp", which runs the model whole',
+    )
+
+
+def mean_of(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Returns the scalar that the whole batch would have given, of those of its pieces.
+
+    One that is differentiated, such as a loss inside the model, counts by what it divides by (labels that are not
+    ignored, class weights), which its graph tells without waiting for a GPU; any other by the samples of its piece.
+
+    Raises:
+        ConfigError: no weights make it that of the whole batch: a sum, a comparison of samples, or several terms that
+            divide by different counts.
+    """
+    weights: Sequence[Any] = sizes
+    if outputs[0].requires_grad:
+        readings = [Reader().read(output) for output in outputs]
+        if any(reading.across or any(t.reduced and not t.divided for t in reading.terms) for reading in readings):
+            raise _no_mean(", ".join({name: "" for reading in readings for name in reading.across}) or "a bare sum")
+        if all(reading.terms and not reading.unknown for reading in readings):
+            weights = _divisors([[term.divisor for term in reading.terms] for reading in readings], sizes)
+    pairs = list(zip(outputs, weights, strict=True))
+    if not any(isinstance(weight, Tensor) for weight in weights):
+        return sum(output * (weight / sum(weights)) for output, weight in pairs)
+    # a piece in which nothing counts has a mean of nothing over nothing
+    parts = [torch.where(weight != 0, output * weight, torch.zeros_like(output)) for output, weight in pairs]
+    return sum(parts) / sum(weights)
+
+
+def _divisors(divisors: Sequence[Sequence[Any]], sizes: Sequence[int]) -> Sequence[Any]:
+    """Returns by what each piece is weighed, all its terms alike; only where there are several a GPU is asked."""
+    if all(len(terms) == 1 for terms in divisors):
+        return [terms[0] for terms in divisors]
+    known = [[float(divisor) for divisor in terms] for terms in divisors]
+    if len({len(terms) for terms in known}) > 1:  # a loop over samples has as many terms as samples
+        known = [list(dict.fromkeys(terms)) for terms in known]
+    if len({len(terms) for terms in known}) == 1:
+        table = np.array(known)
+        if np.allclose(table * table[:, 0].sum(), np.outer(table[:, 0], table.sum(0)), rtol=1e-9):
+            return list(table[:, 0].tolist())
+    raise _no_mean(f"terms that divide by {known}, of pieces of {list(sizes)} samples")
+
+
+def _no_mean(received: str) -> ConfigError:
+    return ConfigError(
+        "under dataparallel a loss inside the model is a mean over samples, or over what one count divides",
+        received,
+        "return the loss of each sample (reduction='none') and divide outside the model, or compute the loss there",
     )
 
 

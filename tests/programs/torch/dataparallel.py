@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import io
 import json
 import os
 from collections import OrderedDict
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 import hvdtrain
 from hvdtrain.torch.engines.base import Settings
-from hvdtrain.torch.engines.dataparallel import DataParallelEngine, piece_sizes
+from hvdtrain.torch.engines.dataparallel import DataParallelEngine, PiecesModel, memory_told, piece_sizes
 
 
 class Pair(NamedTuple):
@@ -74,6 +76,67 @@ def gap(samples: int, pieces: int, inside: bool) -> float:
     assert net.seen == piece_sizes(samples, pieces), net.seen
     gaps = [(loss - expected).detach().abs(), *((a.grad - b.grad).abs().max() for a, b in pairs)]
     return float(torch.stack(gaps).max())  # not Python's max, which overlooks NaN
+
+
+class Inside(nn.Module):
+    """Returns a loss of its own making."""
+
+    def __init__(self, loss_of: Any) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+        self.loss_of = loss_of
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.loss_of(self.net(x), y)
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.5]).double()
+cross_entropy = nn.functional.cross_entropy
+INSIDE = {
+    "ignored": cross_entropy,
+    "class weights": lambda out, y: cross_entropy(out, y, CLASS_WEIGHTS),
+    "mask": lambda out, y: (out.square().sum(1) * (y >= 0)).sum() / (y >= 0).sum(),
+    "each sample's": lambda out, y: cross_entropy(out, y, reduction="none"),
+    "two terms alike": lambda out, y: cross_entropy(out, y) + 0.1 * cross_entropy(-out, y),
+    "two terms over samples": lambda out, y: out.square().mean() + out.sum() / len(out),
+    "two terms apart": lambda out, y: cross_entropy(out, y) + out.square().mean(),
+    "a sum": lambda out, y: out.square().sum(),
+    "a root": lambda out, y: out.square().mean().sqrt(),
+}
+
+
+def inside(loss_of: Any, last: int) -> Any:
+    """The largest difference of gradients to the whole batch, of 3 uneven pieces, or the refusal.
+
+    Args:
+        last: the only label of the last piece; -100 is none.
+    """
+    torch.manual_seed(4)
+    net = Inside(loss_of).double()
+    whole = copy.deepcopy(net)
+    x, y = torch.randn(8, 4).double(), torch.tensor([0, -100, 2, -100, 1, 1, -100, last])
+    mean: Any = lambda loss: loss.sum() / (y >= 0).sum() if loss.dim() else loss  # noqa: E731
+    try:
+        mean(bound_of(net, 3).call(x, y)).backward()
+    except hvdtrain.ConfigError as error:
+        return str(error)
+    mean(whole(x, y)).backward()
+    gaps = [(a.grad - b.grad).abs().max() for a, b in zip(net.parameters(), whole.parameters(), strict=True)]
+    return float(torch.stack(gaps).max())
+
+
+def memory() -> dict[str, Any]:
+    """What is said of GPUs' memory, of which there is none here; and how often."""
+    peaks, said = iter([5 << 30, 4 << 30]), io.StringIO()
+    parameter = nn.Parameter(torch.zeros(1))
+    model = PiecesModel(nn.Module(), torch.optim.SGD([parameter], lr=0.1), [torch.device("cuda", i) for i in (0, 1)])
+    asked, torch.cuda.max_memory_allocated = torch.cuda.max_memory_allocated, lambda device: next(peaks)  # type: ignore[assignment]
+    with contextlib.redirect_stdout(said):
+        model.step()
+        model.step()
+        bound_of(nn.Linear(2, 2), 2).step()
+    torch.cuda.max_memory_allocated = asked
+    return {"uneven": said.getvalue(), "even": memory_told({"cuda:0": 41 << 26, "cuda:1": 40 << 26})}
 
 
 def buffers() -> dict[str, Any]:
@@ -172,7 +235,14 @@ class Strange(nn.Module):
 
 def main() -> None:
     losses = {f"{n} over {k} {i}": gap(n, k, i) for n in (1, 2, 5, 8) for k in (1, 2, 3, 4) for i in (False, True)}
-    found: dict[str, Any] = {"losses": losses, "buffers": buffers(), "nested": nested(), "containers": containers()}
+    found: dict[str, Any] = {
+        "losses": losses,
+        "memory": memory(),
+        "buffers": buffers(),
+        "nested": nested(),
+        "containers": containers(),
+    }
+    found["inside"] = {name: inside(loss_of, 0 if name == "mask" else -100) for name, loss_of in INSIDE.items()}
     found["sizes"] = [piece_sizes(10, 4), piece_sizes(3, 4), piece_sizes(8, 2)]
     pieces = []
     for variable, gpus in (("", 1), ("3", 1), ("3", 4)):

@@ -145,13 +145,12 @@ def case_ranks_that_use_other_layers(world: hvdtrain.World) -> None:
             wrapped, optimizer = hvt.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), zero=zero)
         for update in range(2):
             made = torch.Generator().manual_seed(update)
-            xs = torch.randn(2, 4, 3, generator=made)
-            optimizer.backward(wrapped(xs[world.rank], uses[update][world.rank]).square().mean())
+            xs = torch.randn(world.size, 4, 3, generator=made)
+            its = [uses[update][rank % 2] for rank in range(world.size)]
+            optimizer.backward(wrapped(xs[world.rank], its[world.rank]).square().mean())
             optimizer.step()
             plain.zero_grad()
-            torch.stack(
-                [alone(x, use).square().mean() for x, use in zip(xs, uses[update], strict=True)]
-            ).mean().backward()
+            torch.stack([alone(x, use).square().mean() for x, use in zip(xs, its, strict=True)]).mean().backward()
             plain.step()
         close(list(model.parameters()), list(alone.parameters()))
         with refused(
