@@ -87,18 +87,26 @@ def test_torch_bench_measures_and_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", ["torch", "keras"])
-def test_every_way_is_measured(framework: str, tmp_path: Path) -> None:
-    """`--all`, as the command line does it; of each framework its ways, in two groups."""
+@pytest.mark.parametrize(
+    ("framework", "backend", "groups"),
+    [
+        ("keras", "torch", 1),
+        pytest.param("keras", "", 2, marks=pytest.mark.thorough),
+        pytest.param("torch", "", 2, marks=pytest.mark.thorough),
+    ],
+)
+def test_every_way_is_measured(framework: str, backend: str, groups: int, tmp_path: Path) -> None:
+    """`--all`, as the command line does it; of each framework its ways, in groups."""
     out = tmp_path / "all.json"
     flags = ["--models", "toy", "--pixels=16", "--per-rank-batch=4", "--steps=1", "--blocks=2", f"--out={out}"]
     command = ["-m", "hvdtrain", "bench", "train", "--all", f"--framework={framework}", "--at-once=12", *flags]
+    command += [f"--backend={backend}"] if backend else []
     done = run_ranks(command, 1, launcher="none", timeout_s=300).check()
     part = json.loads(out.read_text())["compared"]
-    labels = {way.label for way in compared.WAYS if bool(way.keras) == (framework == "keras")}
+    labels = {way.label for way in compared.WAYS if bool(way.keras) == (framework == "keras") and backend in way.keras}
     assert set(part["ratios"]) == set(part["memory_bytes"]) == set(part["lines"]) == labels
     assert all(f"\n{label} " in done.out for label in labels) and "left out" not in done.err
-    assert len(part["groups"]) == 2 and "group 2 of 2: round 2 of 2" in done.err
+    assert len(part["groups"]) == groups and f"group {groups} of {groups}: round 2 of 2" in done.err
     for label, ratio in part["ratios"].items():
         check_ratios(label, ratio, part["groups"])
         assert part["memory_bytes"][label] > 2**20
