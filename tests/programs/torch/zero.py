@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from cases import main, refused
@@ -15,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.torch.engines import deepspeed
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 52, 8, 3  # 7 batches an epoch, the last of 4: 21 updates
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -119,6 +121,8 @@ def case_clipping_and_accumulation(world: hvdtrain.World) -> None:
     for zero in (1, 2):
         train(world, zero, OPTIMIZERS["nesterov"], clip=0.3)
         train(world, zero, OPTIMIZERS["adamw"], accumulate=3, clip=0.3)
+        with mock.patch.object(deepspeed, "_BUCKET_BYTES", 64):  # many, of a weight or less each
+            train(world, zero, OPTIMIZERS["adamw"], accumulate=3)
 
 
 class Branches(nn.Module):
