@@ -10,14 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.core.errors import ConfigError, LauncherError, install_command
 from hvdtrain.core.slurm import expand, port_of, tasks_per_node
 
 Environ = Mapping[str, str]
 UNKNOWN_NODE = -1
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
-RESTART, JOB = "HVDTRAIN_RESTART", "HVDTRAIN_JOB"  # what hvdtrain's own launcher sets
+# what hvdtrain's own launcher sets; the last: the MASTER_PORT that it has made up, without a look whether it is free
+RESTART, JOB, MADE_UP_PORT = "HVDTRAIN_RESTART", "HVDTRAIN_JOB", "HVDTRAIN_MASTER_PORT"
 
 
 @dataclass(frozen=True)
@@ -294,19 +296,20 @@ _TABLE: tuple[tuple[str, Callable[[Environ], bool], Callable[[Environ], Detected
 LAUNCHERS = tuple(dict.fromkeys(launcher for launcher, _, _ in _TABLE))
 
 
-# what differs from job to job in the variables that the ranks of one host share
-_JOB_VARIABLES = {
-    "horovodrun": ("HOROVOD_GLOO_RENDEZVOUS_PORT",),
-    "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    "mpijob": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-}
+_JOB_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # mpirun's: what differs from job to job
 
 
-def meeting_point(environ: Environ, detected: Detected) -> tuple[str, int]:
-    """Returns the host and port where rank 0 of a torch.distributed group listens; pure.
+def meeting_point(
+    environ: Environ, detected: Detected, *, without_mpi: str = ""
+) -> tuple[str, int] | Literal["rendezvous", "mpi"]:
+    """Returns the host and port where rank 0 of a torch.distributed group listens, or how it tells them; pure.
 
     The launcher's own rendezvous where it has one for its ranks (torchrun, OpenPAI, srun), else MASTER_ADDR and
-    MASTER_PORT, else, with all ranks on this host, a port of this job's.
+    MASTER_PORT. Else rank 0 listens on a free port, and tells the others through the server of their launcher
+    (horovodrun, `hvdtrain launch`) or through MPI; without it, with all ranks on this host, on a port of this job's.
+
+    Args:
+        without_mpi: why MPI cannot be asked, where it was tried.
 
     Raises:
         LauncherError: names the variables that are missing.
@@ -314,18 +317,27 @@ def meeting_point(environ: Environ, detected: Detected) -> tuple[str, int]:
     if detected.rendezvous is not None and detected.launcher != "horovodrun":  # there it is the launcher's own server
         address, _, port = detected.rendezvous.rpartition(":")
         return address, int(port)
-    if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
+    given = [environ[name] for name in _MASTER if environ.get(name)]
+    made_up = [(detected.rendezvous or "").rpartition(":")[0], environ.get(MADE_UP_PORT)]
+    if len(given) == 2 and given != made_up:
         return environ["MASTER_ADDR"], _Variables(environ, detected.launcher).number("MASTER_PORT")
-    job = [environ[name] for name in _JOB_VARIABLES.get(detected.launcher, ()) if environ.get(name)]
-    if job and detected.local_size == detected.size:
+    one_host, by_mpi = detected.local_size == detected.size, detected.launcher in ("mpirun", "mpijob")
+    if one_host or len(given) != 1:  # one of the two, on several hosts: the other was forgotten
+        if detected.rendezvous is not None:
+            return "rendezvous"
+        if by_mpi and not without_mpi:
+            return "mpi"
+    job = [environ[name] for name in _JOB_VARIABLES if by_mpi and environ.get(name)]
+    if job and one_host:
         return "127.0.0.1", port_of(*job)
     needed = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID") if detected.launcher == "srun" else _MASTER
     missing = [name for name in needed if not environ.get(name)]
     raise LauncherError(
         f"a torch.distributed group under {detected.launcher} needs {' and '.join(needed)}, to find rank 0",
-        f"{' and '.join(missing)} missing",
+        f"{' and '.join(missing)} missing" + (f"; by MPI: {without_mpi}" if without_mpi else ""),
         "start the ranks through torchrun, or export MASTER_ADDR=<the host of rank 0> MASTER_PORT=29500 on every rank"
-        " (mpirun: -x MASTER_ADDR -x MASTER_PORT)",
+        " (mpirun: -x MASTER_ADDR -x MASTER_PORT)"
+        + (f", or let MPI find a port, on every host: {install_command('mpi')}" if without_mpi else ""),
     )
 
 

@@ -101,6 +101,24 @@ def test_two_hosts_train(
     check_training(done, run_dir, ON_TWO_HOSTS, hosts)
 
 
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun", "hvdtrain launch"])
+def test_torch_distributed_meets_where_rank_0_finds_a_free_port(launcher: str, hosts: Cluster, tmp_path: Path) -> None:
+    """Twice in one process; the ports that job names and hvdtrain's launcher would make up are taken."""
+    program = [str(PROGRAMS / "torch" / "beginning.py"), "taken", str(PROGRAMS / "torch" / "relay.py")]
+    legs = [f"{tmp_path}/relay:ddp={updates}" for updates in (2, 3)]
+    options = {
+        "horovodrun": ["--gloo", "-np", "2"],
+        "mpirun": ["-np", "2", "-x", "PATH", "-x", "PYTHONPATH"],
+        "hvdtrain launch": ["--no-checks", "--log-dir", str(tmp_path / "logs")],
+    }[launcher]
+    line = [*launcher.split(), *options, "-H", "host1:1,host2:1", sys.executable, *program, *legs]
+    done = hosts.run("host1", line, timeout_s=120).check()
+    one, two = [json.loads(text) for text in re.findall(r"\{.*\}", done.out)]
+    assert one["engine"] == two["engine"] == "ddp" and one["size"] == 2
+    assert one["ended"] == two["began"] and two["ended"]["step"] == 5
+    assert hosts.left_after(10) == []
+
+
 def test_interfaces_with_differing_names_defeat_horovodrun(mixed_hosts: Cluster) -> None:
     plain = ["horovodrun", "--gloo", "-np", "4", "-H", TWO_HOSTS, sys.executable, "-c", "print('started')"]
     failed = mixed_hosts.run("host1", plain, timeout_s=120)

@@ -16,10 +16,13 @@ FOLDER = PROGRAMS / "torch"
 EXACT = {"ddp": 1e-10, "deepspeed": 1e-6}
 
 
-def facts(engine: str, launcher: str, folder: Path, *cases: str) -> list[dict[str, Any]]:
-    """What two ranks found, by rank; all cases, or those named."""
+def facts(engine: str, launcher: str, folder: Path, *cases: str, begin: str = "") -> list[dict[str, Any]]:
+    """What two ranks found, by rank; all cases, or those named; after what beginning.py arranges."""
     out = folder / f"{engine}.json"
-    done = run_ranks([FOLDER / "engines.py", out, engine, *cases], 2, launcher=launcher, timeout_s=120).check()
+    program = [str(FOLDER / "engines.py"), str(out), engine, *cases]
+    if begin:
+        program = [str(FOLDER / "beginning.py"), begin, *program]
+    done = run_ranks(program, 2, launcher=launcher, timeout_s=120).check()
     assert quiet(done), done.text
     found: list[dict[str, Any]] = json.loads(out.read_text())
     return found
@@ -151,11 +154,32 @@ def test_a_rank_that_ended_is_noticed() -> None:
     assert "every rank must take part until the end" in done.err and "torch.distributed gave up" in done.err, done.err
 
 
-def test_mpirun_starts_ddp_on_one_host(tmp_path: Path) -> None:
-    """Nothing says where to meet; the ranks work it out from their job's name."""
-    found = facts("ddp", "mpirun", tmp_path, "training")
-    assert [its["world"][5:] for its in found] == [["ddp", "mpirun"]] * 2
-    assert all(its["training"]["gap"] <= 1e-10 for its in found)
+@pytest.mark.parametrize(
+    ("launcher", "engine", "begin"),
+    [
+        ("horovodrun", "ddp", "taken"),
+        ("mpirun", "ddp", "taken"),
+        ("mpirun", "ddp", "without-mpi4py"),
+        pytest.param("horovodrun", "deepspeed", "taken", marks=pytest.mark.thorough),
+        pytest.param("mpirun", "deepspeed", "taken", marks=pytest.mark.thorough),
+    ],
+)
+def test_nothing_says_where_to_meet(launcher: str, engine: str, begin: str, tmp_path: Path) -> None:
+    """A free port is told through the launcher's server, or MPI; without mpi4py it is one of the job's name."""
+    found = facts(engine, launcher, tmp_path, "training", begin=begin)
+    assert [its["world"][5:] for its in found] == [[engine, launcher]] * 2
+    assert all(its["training"]["gap"] <= EXACT[engine] for its in found)
+
+
+@pytest.mark.parametrize("how", ["raises", "ends well"])
+def test_mpi_ends_with_the_ranks_that_met_through_it(how: str) -> None:
+    """Where one has failed, the other waits in a collective; MPI's own end would wait for both."""
+    code = "import hvdtrain\nworld = hvdtrain.init('torch', engine='ddp', device='cpu')\n"
+    if how == "raises":
+        code += "assert world.rank != 1, 'on purpose'\nworld.barrier()"
+    done = run_ranks(["-c", code], 2, launcher="mpirun")
+    assert (done.returncode != 0) == (how == "raises") and ("on purpose" in done.err) == (how == "raises"), done.text
+    assert how == "raises" or not done.err, done.text
 
 
 @pytest.fixture(scope="module")

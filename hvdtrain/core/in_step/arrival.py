@@ -8,8 +8,11 @@ without a word and without an end, also for a rank that has ended well: here a t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
 import os
+import socket
+import struct
 import sys
 import threading
 import time
@@ -24,6 +27,8 @@ _TIMEOUT_S = 1800.0  # ranks import, read and download before they come; torch.d
 _FIRST_NOTE_S = 30.0
 _REQUEST_S = 10.0
 _TRIES = 5
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_INTERFACES = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME")
 
 
 class Store(Protocol):
@@ -66,12 +71,19 @@ def start_horovod(start: Callable[[], object], detected: Detected, environ: Mapp
         wait_for_all(Rendezvous(detected.rendezvous), detected.rank, detected.size, seconds)
         start()
         return
+    with watched_mpi(detected, seconds):
+        start()
+
+
+@contextlib.contextmanager
+def watched_mpi(detected: Detected, seconds: float) -> Iterator[None]:
+    """Ends this process when MPI, inside, has waited so long for the others to come."""
     started = threading.Event()
     if detected.size > 1:
         asked = (detected.rank, detected.size, seconds, started)
         threading.Thread(target=_watch_mpi, args=asked, name="hvdtrain start", daemon=True).start()
     try:
-        start()
+        yield
     finally:
         started.set()
 
@@ -156,29 +168,66 @@ def attempts(seconds: float) -> Iterator[float]:
     yield remaining
 
 
+def listen_to_ranks(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socket, tuple[str, ...]]:
+    """Opens a socket of rank 0's on a free port, where the other ranks can reach it, as narrowly as is known.
+
+    Ranks of one host: 127.0.0.1. Else the interface that the launcher, or the user, has named for Gloo; all
+    addresses where none has.
+
+    Returns:
+        The socket, and its addresses.
+
+    Raises:
+        OSError: there is none to be had.
+    """
+    named = next((environ[name] for name in _INTERFACES if environ.get(name)), "")
+    own = environ.get("HOROVOD_GLOO_ADDRESS") or _address_of(named)
+    bound = "127.0.0.1" if detected.local_size == detected.size else own
+    listener = socket.create_server((bound, 0), backlog=min(detected.size, 1024))
+    interfaces = [bound] if bound else [_address_of(name) for _, name in socket.if_nameindex()]
+    # no loopback: on another host it leads to another program
+    return listener, tuple(address for address in interfaces if address and (bound or not address.startswith("127.")))
+
+
+def _address_of(interface: str) -> str:
+    """Returns the IPv4 address of an interface ("=eth0,eth1" is NCCL's and Gloo's way to write eth0); "" if none."""
+    name = interface.lstrip("=").partition(",")[0]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return ""
+
+
 class Rendezvous:
     """The `Store` that horovodrun, and `hvdtrain launch`, serve over HTTP for Horovod's own start.
 
     Args:
         address: "host:port".
+        scope: of the keys.
     """
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, scope: str = "hvdtrain") -> None:
+        self._address, self._scope = address, scope
 
     def set(self, key: str, value: str) -> None:
         self._ask("PUT", key, value)
 
     def check(self, keys: list[str]) -> bool:
-        return all(self._ask("GET", key) == http.client.OK for key in keys)
+        return all(self.get(key) is not None for key in keys)
 
-    def _ask(self, method: str, key: str, value: str | None = None) -> int:
-        """Returns the answer's status; a server that a thousand ranks ask at once may need another try."""
+    def get(self, key: str) -> str | None:
+        """Returns the value, None where nobody has set it."""
+        status, body = self._ask("GET", key)
+        return body.decode() if status == http.client.OK else None
+
+    def _ask(self, method: str, key: str, value: str | None = None) -> tuple[int, bytes]:
+        """Returns the answer; a server that a thousand ranks ask at once may need another try."""
         for left in reversed(range(_TRIES)):
             try:
                 with contextlib.closing(http.client.HTTPConnection(self._address, timeout=_REQUEST_S)) as connection:
-                    connection.request(method, f"/hvdtrain/{key}", value)
-                    return connection.getresponse().status
+                    connection.request(method, f"/{self._scope}/{key}", value)
+                    answer = connection.getresponse()
+                    return answer.status, answer.read()
             except (OSError, http.client.HTTPException) as error:
                 if not left:
                     raise LauncherError(

@@ -10,7 +10,6 @@ ends.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import json
 import os
@@ -18,7 +17,6 @@ import secrets
 import select
 import selectors
 import socket
-import struct
 import sys
 import threading
 import time
@@ -27,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.core.errors import OUT_OF_STEP_CODE, ReplicaError, describe
-from hvdtrain.core.in_step.arrival import seconds_of
+from hvdtrain.core.in_step.arrival import listen_to_ranks, seconds_of
 from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step, waiting
 from hvdtrain.core.launchers import Detected
 
@@ -38,8 +36,6 @@ _TICK_S = 0.25
 _CONNECT_S = 2.0
 _LAST_WORDS_S = 2.0  # rank 0 ends last: a launcher that sees it gone ends the others
 _LONGEST_LINE = 1 << 14
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
-_INTERFACES = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
@@ -64,10 +60,7 @@ def after_s(environ: Mapping[str, str]) -> float:
 
 
 def listen(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socket | None, Meeting]:
-    """Opens rank 0's socket where the other ranks can reach it, as narrowly as is known.
-
-    Ranks of one host: 127.0.0.1. Else the interface that the launcher, or the user, has named for Gloo; all
-    addresses where none has.
+    """Opens rank 0's socket where the other ranks can reach it; see `listen_to_ranks`.
 
     Returns:
         The socket, None where there is none to be had or needed; and what the others must know.
@@ -76,27 +69,13 @@ def listen(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socke
     nowhere = Meeting(seconds, (), 0, "")
     if not seconds:
         return None, nowhere
-    named = next((environ[name] for name in _INTERFACES if environ.get(name)), "")
-    own = environ.get("HOROVOD_GLOO_ADDRESS") or _address_of(named)
-    bound = "127.0.0.1" if detected.local_size == detected.size else own
     try:
-        listener = socket.create_server((bound, 0), backlog=min(detected.size, 1024))
-        interfaces = [] if bound else [_address_of(name) for _, name in socket.if_nameindex()]
+        listener, addresses = listen_to_ranks(detected, environ)
     except OSError as error:  # to train without is better than not to train
         print(f"hvdtrain: ranks that wait for one another will not be named: {error}", file=sys.stderr, flush=True)
         return None, nowhere
     listener.setblocking(False)
-    addresses = (bound,) if bound else tuple(filter(None, interfaces))
     return listener, Meeting(seconds, addresses, listener.getsockname()[1], secrets.token_hex(16))
-
-
-def _address_of(interface: str) -> str:
-    """Returns the IPv4 address of an interface ("=eth0,eth1" is NCCL's and Gloo's way to write eth0); "" if none."""
-    name = interface.lstrip("=").partition(",")[0]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
-    return ""
 
 
 def start(rank: int, size: int, meeting: Meeting | None, listener: socket.socket | None) -> Tracker:

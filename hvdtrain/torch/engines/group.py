@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -16,13 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hvdtrain.core.engines import mpi_communicator
 from hvdtrain.core.errors import HvdtrainError, LauncherError
-from hvdtrain.core.in_step.arrival import attempts, timeout_s, wait_for_all
+from hvdtrain.core.in_step.arrival import (
+    Rendezvous,
+    attempts,
+    listen_to_ranks,
+    timeout_s,
+    wait_for_all,
+    watched_mpi,
+)
 from hvdtrain.core.launchers import Detected, meeting_point
 from hvdtrain.torch.engines.base import EngineModel, Settings, TensorCollectives, pick_devices
 
 # what Gloo cannot add up
 _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_CONNECT_S = 5.0  # of rank 0's addresses one may lead nowhere
 _joins = itertools.count()  # of this process; every rank joins as often, so the numbers match
 
 
@@ -96,39 +108,102 @@ def _meet(detected: Detected) -> dist.Store:
     """Returns the store all ranks share, when all have come."""
     if detected.size == 1:
         return dist.HashStore()
-    host, port = meeting_point(os.environ, detected)
-    seconds = timeout_s(os.environ)
+    number, seconds = next(_joins), timeout_s(os.environ)
+    hosts, port, listener = _place(detected, number, seconds)
     # under torchrun its agent holds the store, else rank 0 (torch.distributed.rendezvous decides alike)
-    listens = detected.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listens = detected.rank == 0 and (listener or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+    shown = " or ".join(f"{host}:{port}" for host in hosts)
     with _as_launcher_error(
-        f"rank {detected.rank} must be able to {'listen on' if listens else 'reach rank 0 at'} {host}:{port}",
+        f"rank {detected.rank} must be able to {'listen on' if listens else 'reach rank 0 at'} {shown}",
         "check that the host is the one of rank 0, that its port is free and no firewall is between; another port:"
         " MASTER_PORT (torchrun: --master-port)",
     ):
-        if not listens:
-            _wait_for_port(host, port, seconds)
-        limit = timedelta(seconds=seconds)
         found = dist.TCPStore(
-            host, port, detected.size, listens, timeout=limit, wait_for_workers=False, multi_tenant=True
-        )
-    store = dist.PrefixStore(f"hvdtrain.{next(_joins)}", found)
+            hosts[0] if listens else _wait_for_port(hosts, port, seconds), port, detected.size, bool(listens),
+            timeout=timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=True,
+            master_listen_fd=listener.detach() if listener else None,
+        )  # fmt: skip
+    store = dist.PrefixStore(f"hvdtrain.{number}", found)
     wait_for_all(store, detected.rank, detected.size, seconds)
     return store
 
 
-def _wait_for_port(host: str, port: int, seconds: float) -> None:
-    """Returns when somebody listens there; PyTorch's store, waiting itself, would print stacks of C++ at each try.
+def _place(detected: Detected, number: int, seconds: float) -> tuple[list[str], int, socket.socket | None]:
+    """Returns the names rank 0 may be reached by, and its port; on rank 0 its socket, where the port is not given.
+
+    Args:
+        detected: this rank.
+        number: of the join.
+        seconds: to wait for the others.
+    """
+    point, comm, listener, mine = meeting_point(os.environ, detected), None, None, ""
+    if point == "mpi":
+        try:
+            with watched_mpi(detected, seconds):
+                comm = _start_mpi(detected)
+        except HvdtrainError as error:
+            point = meeting_point(os.environ, detected, without_mpi=error.received)
+    if not isinstance(point, str):
+        return [point[0]], point[1], None
+    if detected.rank == 0:
+        with _as_launcher_error("rank 0 must be able to listen", "name its network: GLOO_SOCKET_IFNAME"):
+            listener, addresses = listen_to_ranks(detected, os.environ)
+        mine = json.dumps([addresses, listener.getsockname()[1]])
+    if comm is not None:
+        with watched_mpi(detected, seconds):
+            told = comm.bcast(mine)
+    else:
+        assert detected.rendezvous is not None
+        store = Rendezvous(detected.rendezvous, scope=f"hvdtrain.{number}")
+        if detected.rank == 0:
+            store.set("place", mine)
+        wait_for_all(store, detected.rank, detected.size, seconds)
+        told = store.get("place")
+    hosts, port = json.loads(told)
+    return hosts, port, listener
+
+
+def _start_mpi(detected: Detected) -> Any:
+    """Returns mpi4py's communicator of all ranks.
+
+    Raises:
+        ConfigError, LauncherError: no mpi4py, no MPI, or another one than the launcher's.
+    """
+    if "mpi4py.MPI" not in sys.modules:
+        with suppress(ImportError):
+            import mpi4py
+
+            mpi4py.rc.finalize = False
+            atexit.register(_end_mpi, os.getpid())
+    return mpi_communicator(detected.rank, detected.size, detected.launcher, "ddp")
+
+
+def _end_mpi(pid: int) -> None:
+    """Ends MPI, as mpi4py would, but not where this rank has failed.
+
+    It would wait for the others, and they may wait for it. So it just ends, and mpirun ends them.
+    """
+    module = sys.modules.get("mpi4py.MPI")
+    failed = getattr(sys, "last_value", None) is not None
+    if module is not None and os.getpid() == pid and not failed and not module.Is_finalized():
+        module.Finalize()
+
+
+def _wait_for_port(hosts: list[str], port: int, seconds: float) -> str:
+    """Returns the host that listens there; PyTorch's store, waiting itself, would print stacks of C++ at each try.
 
     Raises:
         OSError: the last attempt's; names that do not resolve are tried again too, clusters are slow to know theirs.
     """
+    problem = OSError("rank 0 knows no address of its own")
     for remaining in attempts(seconds):
-        try:
-            socket.create_connection((host, port), timeout=max(remaining, 0.1)).close()
-            return
-        except OSError:
-            if remaining <= 0:
-                raise
+        for host in hosts:
+            try:
+                socket.create_connection((host, port), timeout=max(min(remaining, _CONNECT_S), 0.1)).close()
+                return host
+            except OSError as error:
+                problem = error
+    raise problem
 
 
 @contextmanager

@@ -116,24 +116,25 @@ def test_a_time_that_is_none(text: str) -> None:
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a rendezvous that fails at first."""
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    held: set[str] = set()
+    held: dict[str, bytes] = {}
     failures = iter([True, True])
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer(200 if self.path in held else 404)
+            self._answer(200 if self.path in held else 404, held.get(self.path, b""))
 
         def do_PUT(self) -> None:
-            held.add(self.path)
+            held[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
             self._answer(200)
 
-        def _answer(self, status: int) -> None:
+        def _answer(self, status: int, body: bytes = b"") -> None:
             if next(failures, False):
                 self.connection.close()
                 return
             self.send_response(status)
-            self.send_header("Content-Length", "0")
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             """Nothing."""
@@ -151,6 +152,12 @@ def test_a_rendezvous_that_fails_twice_is_asked_again(served: str) -> None:
     assert not store.check(["here.1"])
     store.set("here.1", "")
     assert store.check(["here.1"])
+
+
+def test_what_a_rendezvous_keeps_is_kept_apart(served: str) -> None:
+    first, second = (arrival.Rendezvous(served, scope=f"hvdtrain.{number}") for number in range(2))
+    first.set("place", "127.0.0.1:1")
+    assert (first.get("place"), second.get("place")) == ("127.0.0.1:1", None)
 
 
 def test_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:

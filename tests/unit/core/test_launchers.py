@@ -11,6 +11,10 @@ from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.launchers import LAUNCHERS, Detected, detect, gpus_for, meeting_point
 from hvdtrain.core.slurm import expand, port_of, tasks_per_node
 
+# on hvdtrain launch's ranks besides: a place to meet that nobody has looked at
+MADE_UP = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "20000", "HVDTRAIN_MASTER_PORT": "20000"}
+LAUNCHED = HOROVODRUN | MADE_UP
+
 
 class TestDetect:
     def test_nothing_set_is_a_world_of_one(self) -> None:
@@ -189,8 +193,8 @@ class TestSlurm:
 class TestMeetingPoint:
     """Where the ranks of a torch.distributed group find rank 0."""
 
-    def at(self, environ: dict[str, str]) -> tuple[str, int]:
-        return meeting_point(environ, detect(environ))
+    def at(self, environ: dict[str, str], without_mpi: str = "") -> tuple[str, int] | str:
+        return meeting_point(environ, detect(environ), without_mpi=without_mpi)
 
     @pytest.mark.parametrize(
         ("environ", "point"),
@@ -209,8 +213,26 @@ class TestMeetingPoint:
     def test_launchers_that_say(self, environ: dict[str, str], point: tuple[str, int]) -> None:
         assert self.at(environ) == point
 
+    @pytest.mark.parametrize(
+        ("environ", "how"),
+        [
+            (OPEN_MPI, "mpi"),
+            (HYDRA, "mpi"),
+            (MPIJOB, "mpi"),
+            (HOROVODRUN, "rendezvous"),
+            (LAUNCHED, "rendezvous"),
+            (LAUNCHED | {"MASTER_PORT": "1234"}, ("10.0.0.1", 1234)),
+            (LAUNCHED | {"MASTER_ADDR": "host9"}, ("host9", 20000)),
+        ],
+        ids=["open-mpi", "hydra", "mpijob", "horovodrun", "launch", "launch, a port", "launch, a host"],
+    )
+    def test_rank_0_finds_a_free_port_where_the_user_names_none(
+        self, environ: dict[str, str], how: str | tuple[str, int]
+    ) -> None:
+        assert self.at(environ) == how
+
     def test_steps_of_a_job_do_not_share_a_port(self) -> None:
-        ports = {self.at(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})[1]
+        ports = {int(self.at(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})[1])
                  for job in range(100, 103) for step in range(3)}  # fmt: skip
         assert len(ports) == 9
         assert all(1024 < port < 32768 for port in ports)
@@ -222,19 +244,21 @@ class TestMeetingPoint:
             ({n: v for n, v in SRUN.items() if n != "SLURM_JOB_ID"}, "SLURM_JOB_ID"),
             (OPEN_MPI, "MASTER_ADDR and MASTER_PORT"),
             (OPEN_MPI | {"MASTER_ADDR": "host9"}, "MASTER_PORT"),
-            (HOROVODRUN, "MASTER_ADDR and MASTER_PORT"),
+            (HOROVODRUN | {"MASTER_PORT": "1234"}, "MASTER_ADDR"),
         ],
     )
     def test_what_is_missing_is_named(self, environ: dict[str, str], missing: str) -> None:
         with pytest.raises(LauncherError, match=f"^.*to find rank 0\n  received: {missing} missing"):
-            self.at(environ)
+            self.at(environ, without_mpi="no mpi4py")
 
-    def test_ranks_of_one_host_work_it_out(self) -> None:
+    def test_the_extra_that_would_find_a_port_is_named(self) -> None:
+        with pytest.raises(LauncherError, match=r"missing; by MPI: no mpi4py\n(?s:.*)pip install .*\[mpi\]"):
+            self.at(OPEN_MPI, without_mpi="no mpi4py")
+
+    def test_without_mpi4py_ranks_of_one_host_work_it_out(self) -> None:
         here = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
-        one, two = (self.at(OPEN_MPI | here | {"PMIX_NAMESPACE": name}) for name in ("1", "2"))
+        one, two = (self.at(OPEN_MPI | here | {"PMIX_NAMESPACE": name}, "no mpi4py") for name in ("1", "2"))
         assert one[0] == two[0] == "127.0.0.1" and one[1] != two[1]
-        same = {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"}
-        assert self.at(HOROVODRUN | same)[1] not in (4321, one[1])
 
 
 class TestClusters:
