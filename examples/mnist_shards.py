@@ -77,6 +77,8 @@ def main() -> None:
             train(over_ranks, talks=world.is_main)
         return
     executor = ThreadPoolExecutor if args.by == "threads" else ProcessPoolExecutor
+    if args.workers < 1:
+        parser.error("--workers is 1 or more")
     with executor(args.workers) as pool:
         every = range(args.workers)
 

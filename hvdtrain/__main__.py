@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     signal.signal(signal.SIGTERM, _end)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+        signal.signal(signal.SIGHUP, _end)
     try:
         return args.run(args)
     except HvdtrainError as error:
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    """SIGTERM unwinds like an exit, so that what a command started (compilers, ranks) ends with it."""
+    """SIGTERM, or a closed terminal, unwinds like an exit: what a command started (compilers, ranks) ends with it."""
     sys.exit(128 + number)
 
 

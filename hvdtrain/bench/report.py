@@ -29,7 +29,10 @@ def begin(bench: str, args: argparse.Namespace, rule: str) -> dict[str, Any]:
         raise ConfigError(rule, "started by a launcher", f"hvdtrain bench {bench}")
     try:  # minutes of measuring must not end in an error about the place for the result
         args.out.parent.mkdir(parents=True, exist_ok=True)
+        new = not args.out.exists()
         args.out.open("a", encoding="utf-8").close()
+        if new:
+            args.out.unlink()
     except OSError as error:
         raise ConfigError("the result needs a place", f"{args.out}: {error.strerror}", "--out FILE") from error
     return {

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from hvdtrain.core.errors import ConfigError, LauncherError, install_command
 from hvdtrain.core.in_step.arrival import start_horovod
@@ -147,6 +148,8 @@ class HorovodCollectives(HostCollectives):
 
     hvd: Any = field(repr=False)
     name: str = "horovod"
+    by_mpi: bool = False  # its ranks were started by MPI
+    _mpi_left: ClassVar[bool] = False  # by this process, which cannot start it again
 
     def __post_init__(self) -> None:
         # One counter for all kinds of calls: ranks out of step get Horovod's "mismatched operations" error under the
@@ -165,8 +168,17 @@ class HorovodCollectives(HostCollectives):
         Raises:
             ConfigError, LauncherError: of `start_horovod`.
         """
+        by_mpi = detected.rendezvous is None and detected.size > 1
+        if by_mpi and cls._mpi_left and not _mpi_is_ours():
+            raise LauncherError(
+                "MPI starts once in a process, and Horovod has ended it with the first world",
+                "hvdtrain.init after the world was left",
+                "leave the world once, at the end; or let the program hold MPI: import mpi4py.MPI before the first"
+                " hvdtrain.init; horovodrun --gloo can begin again",
+            )
         start_horovod(hvd.init, detected, os.environ)
         return cls(
+            by_mpi=by_mpi,
             rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size(),
             node=hvd.cross_rank(), devices=devices, hvd=hvd,
         )  # fmt: skip
@@ -177,6 +189,13 @@ class HorovodCollectives(HostCollectives):
 
     def shutdown(self) -> None:
         self.hvd.shutdown()
+        HorovodCollectives._mpi_left = self.by_mpi
+
+
+def _mpi_is_ours() -> bool:
+    """Whether the program itself has started MPI, which then outlives Horovod."""
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and not module.Is_finalized()
 
 
 @dataclass(frozen=True)

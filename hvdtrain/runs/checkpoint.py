@@ -308,7 +308,10 @@ class Checkpointer:
     def _load(self, state: Mapping[str, Part], folder: Path, failure: Exception | None) -> None:
         """Loads every part; when one rank fails, all raise, so that none trains on alone."""
         try:
-            for name in sorted(state) if failure is None else ():
+            names = sorted(state) if failure is None else ()
+            for name in names:
+                state[name].check(folder / name)
+            for name in names:
                 state[name].load(folder / name)
         except Exception as error:
             failure = error

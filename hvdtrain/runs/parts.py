@@ -41,6 +41,13 @@ class Part:
         """Writes the state to `path`; called on rank 0."""
         raise NotImplementedError
 
+    def check(self, path: Path) -> None:
+        """Called on every rank, of all parts before any is loaded: refuses what `load` could not take, changes nothing.
+
+        Raises:
+            CheckpointError: it is of something else.
+        """
+
     def load(self, path: Path) -> None:
         """Takes the state from `path`; called on every rank, with the same content."""
         raise NotImplementedError

@@ -104,6 +104,7 @@ class ModelPart(Part):
         self.model = model
         self.module = unwrap(model)
         self.world = world
+        self._read: dict[str, Tensor] = {}
 
     def collect(self) -> None:
         CLOCK.enter("checkpoint")
@@ -116,8 +117,8 @@ class ModelPart(Part):
         on_host = {name: _alone(tensor.detach(), places) for name, tensor in tensors.items()}
         save_file(on_host, path, metadata={"format": "pt", **shared})
 
-    def load(self, path: Path) -> None:
-        """Reads the file into the module as it stands.
+    def check(self, path: Path) -> None:
+        """Reads the file.
 
         Raises:
             CheckpointError: it is of another model; the first tensor that does not fit is named, with both shapes.
@@ -133,8 +134,14 @@ class ModelPart(Part):
         own, shared = _once_each(self.module.state_dict())
         for other, name in shared.items():
             _check_tied(name, other, stored)
-        stored = {shared.get(name, name): tensor for name, tensor in stored.items()}
-        _check_fits(own, stored)
+        self._read = {shared.get(name, name): tensor for name, tensor in stored.items()}
+        _check_fits(own, self._read)
+
+    def load(self, path: Path) -> None:
+        """Puts what was read into the module as it stands."""
+        CLOCK.enter("checkpoint")
+        own, _ = _once_each(self.module.state_dict())
+        stored, self._read = self._read, {}
         for name, tensor in own.items():  # what is expanded takes no values: it may have them
             if 0 in tensor.stride() and torch.equal(tensor.cpu(), stored[name]):
                 del stored[name]
@@ -225,6 +232,7 @@ class TrainingPart(Part):
         self.data = data
         self.streams: list[dict[str, Any]] = []
         self._gathered: dict[str, Any] | None = None  # the optimizer's state, where ranks have parts of it
+        self._read: dict[str, Any] = {}
 
     def collect(self) -> None:
         """Gathers the ranks' random states, and their parts of the optimizer's.
@@ -261,16 +269,25 @@ class TrainingPart(Part):
         self._gathered = None
         write(content, path, "training state")
 
+    def check(self, path: Path) -> None:
+        """Reads the file.
+
+        Raises:
+            CheckpointError: it is of another optimizer.
+        """
+        saved = self._read = revived(read(path), np.generic.item)
+        _check_optimizer(saved, _described(self.optimizer), self.optimizer.wrapped)
+        if self.optimizer.session.parted is not None:
+            self.optimizer.session.parted.check_state(saved["optimizer"])
+
     def load(self, path: Path) -> None:
         """Takes up where the saved run was; at another world size with random streams of its own.
 
         Raises:
-            CheckpointError: it is of another optimizer, or of another data set.
+            CheckpointError: it is of another data set.
         """
-        saved = revived(read(path), np.generic.item)
-        session = self.optimizer.session
-        own = _described(self.optimizer)
-        _check_optimizer(saved, own, self.optimizer.wrapped)
+        saved, self._read = self._read, {}
+        session, own = self.optimizer.session, _described(self.optimizer)
         self.optimizer.wrapped.load_state_dict(saved["optimizer"])
         _keep_precision(saved, own, self.optimizer.wrapped)
         self.optimizer.loaded()

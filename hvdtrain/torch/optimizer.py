@@ -44,7 +44,7 @@ class Optimizer(torch.optim.Optimizer):
         self.progress = Progress()
         self._model = Model(session)
         parted = session.parted is not None and session.parted.parted
-        held = partial(_held, session) if parted else None
+        held = session.parted.tensors if session.parted is not None and parted else None
         self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session), held)
         self._layer = ""
         self._updated: Batch | None = None
@@ -252,6 +252,8 @@ class Optimizer(torch.optim.Optimizer):
             return None
         session = self.session
         if session.parted is not None and session.parted.parted:
+            if not norm_type > 0:
+                raise ConfigError("with zero=2 norm_type is above 0", f"norm_type={norm_type}", "2.0, or float('inf')")
             with session.world.in_step("optimizer.clip_grad_norm_() with zero=2"):
                 norm = session.parted.clip_grad_norm_(max_norm, norm_type)
         else:
@@ -291,6 +293,9 @@ class Optimizer(torch.optim.Optimizer):
             self.clip_grad_norm_(session.options.clip)
         with explained("optimizer's step", session.sizes):
             session.precision.step(self._stepper)
+        if session.parted is not None and session.parted.parted:
+            for parameter in gradients.parameters():
+                parameter.grad = None  # nothing to be read, or added to
         gradients.drop()
         if session.batches.data is not None:
             session.handed_out(session.batches.data.step)  # what was saved of buffers is put back, and kept on
@@ -395,6 +400,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Into the wrapped optimizer; give every rank the same."""
+        if self.session.parted is not None:
+            self.session.parted.check_state(state_dict)
         self.wrapped.load_state_dict(state_dict)
         self.loaded()
 
@@ -443,10 +450,6 @@ def _close(guard: RemovableHandle, gradients: Gradients, model: EngineModel) -> 
     guard.remove()
     gradients.close()
     model.close()
-
-
-def _held(session: Session) -> list[Tensor]:
-    return [gradient for _, gradient in session.gradients_here()]
 
 
 def _step_engine(session: Session) -> None:

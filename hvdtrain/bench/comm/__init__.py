@@ -69,20 +69,27 @@ def run(args: argparse.Namespace) -> int:
     if args.smallest * LEAST_FACTOR > args.largest << 10:
         received = f"--smallest {args.smallest} (KiB) --largest {args.largest} (MiB)"
         raise ConfigError(f"a fit needs arrays of {LEAST_FACTOR} times the smallest's size", received, "--smallest 1")
+    args.launchers, args.ranks = list(dict.fromkeys(args.launchers)), list(dict.fromkeys(args.ranks))
+    picture = args.out.with_suffix(".png")
+    if args.out == picture or picture.is_dir():
+        raise ConfigError("the samples and the picture need a place each", f"--out {args.out}", "--out FILE.json")
+    if args.rate is not None:
+        narrow.slower(args.rate, 1)
     needed = {name: install_command("torch") for name in ("torch", "torchvision")}
     needed |= {"matplotlib": install_command("plot")}
     find_modules(needed | ({"mpi4py": install_command("mpi")} if "mpirun" in args.launchers else {}))
     gradients = gradients_of(args.model)
     result = begin("comm", args, "a benchmark starts its own ranks")
-    if args.rate:
+    if args.rate is not None:
         narrow.enter()
     result["ranks"] = {}
     for ranks in args.ranks:
         result["ranks"][str(ranks)] = measure(args, ranks)
     result["links"] = links(result["ranks"])
     result["training"] = training(args, gradients, result["links"])
-    draw(result, args.out.with_suffix(".png"))
-    return finish(args, result, report)
+    code = finish(args, result, report)
+    draw(result, picture)
+    return code
 
 
 def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
@@ -210,11 +217,10 @@ def gradients_of(name: str) -> list[int]:
     import torch
     import torchvision
 
-    try:
-        with torch.device("meta"):
-            network = torchvision.models.get_model(name, weights=None)
-    except ValueError as error:
-        raise ConfigError("--model is one of torchvision's", str(error), "--model resnet50") from error
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        raise ConfigError("--model is one of torchvision's classifiers", f"--model {name}", "--model resnet50")
+    with torch.device("meta"):
+        network = torchvision.models.get_model(name, weights=None)
     return [parameter.numel() * parameter.element_size() for parameter in network.parameters()][::-1]
 
 

@@ -95,6 +95,7 @@ def measure(way: ByMessages | Horovod, world: Any, links: Links | None, order: d
     late_s = order.get("late_s", {}).get(world.rank, 0.0)
     world.comm.barrier()  # not the world's: a bench that stops ranks between turns would look out of step
     sent, interfaces = Counter(links.sent) if links else Counter(), _interface_bytes()
+    world.comm.barrier()  # nobody's bytes come before they are looked for; its own are few
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(order["repeat"]):
         if late_s:
@@ -102,6 +103,7 @@ def measure(way: ByMessages | Horovod, world: Any, links: Links | None, order: d
         values = way.sum(values)
     way.get(values[:1])  # a GPU is done when its answer is here
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    world.comm.barrier()
     count = order["repeat"]
     return {
         "wall": wall / count, "cpu": cpu / count, "exact": bool(exact),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 MOST_REGIMES = 3  # protocols and caches change with the size: one line does not hold from 1 KiB to 256 MiB
 GOOD_ENOUGH = 0.05  # of an error on the fitted sizes: fewer regimes do as well
@@ -58,8 +59,7 @@ def predict(regimes: Sequence[Regime], size: float) -> float:
 
 def error(regimes: Sequence[Regime], seconds: Mapping[int, float]) -> float:
     """The median relative error of predictions, against these measured seconds."""
-    errors = sorted(abs(predict(regimes, size) / its - 1) for size, its in seconds.items())
-    return errors[len(errors) // 2]
+    return median(abs(predict(regimes, size) / its - 1) for size, its in seconds.items())
 
 
 def _cuts(sizes: Sequence[int], seconds: Mapping[int, float], count: int) -> list[list[Regime]]:
@@ -121,7 +121,7 @@ class LinkCost:
 
 
 def link_cost(way: str, seconds: Mapping[int, Mapping[int, float]]) -> LinkCost:
-    """The link that explains the measured seconds best, by least squares of relative errors.
+    """The link that explains the measured seconds best, by least squares of relative errors; no cost is below 0.
 
     Args:
         way: "ring", "server" or "servers".
@@ -135,8 +135,12 @@ def link_cost(way: str, seconds: Mapping[int, Mapping[int, float]]) -> LinkCost:
         for ranks, sizes in seconds.items()
         for size, its in sizes.items()
     ]
-    found = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=None)[0]
-    return LinkCost(max(0.0, float(found[0])), max(0.0, float(found[1])))
+    both = np.array(rows)
+    found = np.linalg.lstsq(both, np.ones(len(rows)), rcond=None)[0]
+    if min(found) < 0:  # the best is on the border: one of them alone explains it
+        alone = [np.where(np.arange(2) == part, both[:, part].sum() / (both[:, part] ** 2).sum(), 0) for part in (0, 1)]
+        found = min(alone, key=lambda its: float(((both @ its - 1) ** 2).sum()))
+    return LinkCost(float(found[0]), float(found[1]))
 
 
 def exposed(sums_s: Sequence[float], ready_s: Sequence[float], backward_s: float) -> float:

@@ -118,10 +118,10 @@ def slower(rate: str, factor: int) -> str:
     """A rate of tc's, divided.
 
     Raises:
-        ConfigError: not a number and a unit.
+        ConfigError: not a number above 0 and a unit.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?bit)", rate.lower())
-    if not found:
+    if not found or not float(found[1]):
         raise ConfigError("--rate is a number and kbit, mbit or gbit", rate, "--rate 200mbit")
     return f"{float(found[1]) / factor:g}{found[2]}"
 

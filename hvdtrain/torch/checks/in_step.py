@@ -54,7 +54,8 @@ class Noted:
         self._under_way: deque[tuple[_Place, Tensor, Any]] = deque()
         self._place = _Place(0, 0, 0)
         self.call: Callable[..., Any] = model.call
-        self.step, self.close = model.step, model.close
+        self.close = model.close
+        self.step = self._step_together if hasattr(model, "share_out") else model.step
 
     @contextmanager
     def _starting(self, extras: Tensor | None) -> Iterator[Tensor | None]:
@@ -110,6 +111,11 @@ class Noted:
         self._under_way.append((self._place, found, arrived))
         while len(self._under_way) > (0 if arrived is None else _LAG):
             self._check(*self._under_way.popleft())
+
+    def _step_together(self) -> None:
+        """A step of parts is collective: a rank that waits in it for others is noted, too."""
+        with self._world.tracker.reduction("the optimizer's step"):
+            self._engine_model.step()
 
     def _check(self, place: _Place, sums: Tensor, arrived: Any) -> None:
         if arrived is not None:

@@ -7,7 +7,7 @@ above this protocol, and so is the same on every engine.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -160,12 +160,20 @@ class PartedEngineModel(EngineModel, Protocol):
         """As torch's, for gradients in parts; collective."""
         ...
 
+    def tensors(self) -> list[Tensor]:
+        """Parted, after `finish`: what `held` has, and padding, so that no rank has none."""
+        ...
+
     def spread_infinity(self) -> None:
         """Puts an infinity into every rank's part if one rank's has one; collective."""
         ...
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
         """Returns the whole optimizer's state dict, on ranks that `keep` it; collective."""
+        ...
+
+    def check_state(self, content: Mapping[str, Any]) -> None:
+        """Raises `CheckpointError` for a state dict that `share_out` would refuse once it is loaded."""
         ...
 
     def share_out(self) -> None:

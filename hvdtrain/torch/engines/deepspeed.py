@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from hvdtrain.core.errors import ConfigError, LauncherError, install_command
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import HALVES, Piece, Settings, as_parameters
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
-from hvdtrain.torch.engines.zero import Elsewhere, InOrder, Parts, flat_twin
+from hvdtrain.torch.engines.zero import Elsewhere, InOrder, Parts, twin_of
 from hvdtrain.torch.shell import trainable
 
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -148,7 +148,8 @@ class ZeroModel(DeepSpeedModel):
     def __init__(
         self, engine: GroupEngine, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings
     ) -> None:
-        twin = flat_twin(optimizer, engine.device)
+        twin = twin_of(optimizer)
+        self._attributes = [(p, set(vars(p))) for p in module.parameters()]
         super().__init__(engine, module, twin, settings)
         # they follow DeepSpeed's own backward(); the passes here are PyTorch's
         self._engine.module_forward_pre_hook.remove()
@@ -158,7 +159,8 @@ class ZeroModel(DeepSpeedModel):
             hook.remove()
         self.parted = settings.zero == 2
         self._size, self._rank = engine.size, engine.rank
-        self._parts = Parts(optimizer, twin, zero, engine.rank, engine.size, self._gather)
+        self._drop_attributes(("param_idx_in_group", "grad_accum"))  # all that is needed here
+        self._parts = Parts(optimizer, twin, zero, engine.rank, self._gather)
         self._names = {id(p): name.removeprefix("module.") for name, p in module.named_parameters()}  # the shell's
         send = zero.reduce_independent_p_g_buckets_and_remove_grads
         self._in_order = InOrder(self._parts.parameters, send) if self.parted else None
@@ -196,7 +198,8 @@ class ZeroModel(DeepSpeedModel):
             raise ConfigError(
                 "with zero= every weight that is trained has a gradient in each update: ranks step flat parts",
                 f"no rank has one of {', '.join(unused[:3])}{' ...' if len(unused) > 3 else ''}",
-                "freeze what the loss does not use before prepare(): parameter.requires_grad_(False); or zero=0",
+                "freeze what the loss does not use before prepare(), parameter.requires_grad_(False); or zero=0;"
+                " weights that replaced it (load_state_dict(assign=True)) were not prepared",
                 shared=True,
             )
 
@@ -224,16 +227,24 @@ class ZeroModel(DeepSpeedModel):
 
     def spread_infinity(self) -> None:
         """Puts an infinity into every rank's part if one has one: a gradient scaler looks at its own; collective."""
-        gradients = [gradient for _, gradient in self.held()]
-        finite = [torch.isfinite(gradient).all() for gradient in gradients]
-        bad = (~torch.stack(finite).all()).float() if finite else torch.zeros((), device=self._device)
+        tensors = self.tensors()
+        bad = (~torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()).float()
         dist.all_reduce(bad)
-        for gradient in gradients[:1]:
-            gradient[:1] = torch.where(bad > 0, torch.inf, gradient[:1])
+        tensors[0][:1] = torch.where(bad > 0, torch.inf, tensors[0][:1])
+
+    def tensors(self) -> list[Tensor]:
+        """See `Parts.tensors`."""
+        return self._parts.tensors()
 
     def step(self) -> None:
-        """The step of this rank's part; then every rank has all weights."""
+        """The step of this rank's part; then every rank has all weights.
+
+        Raises:
+            ConfigError: a gradient was taken away, or (parted) replaced.
+        """
         parameters = [parameter for its in self._parts.parameters for parameter in its]
+        self._parts.call_hooks("pre")
+        self._check_gradients(parameters)
         kept = [parameter.grad for parameter in parameters]  # DeepSpeed drops them; other engines leave them
         if not self.parted:
             self._parts.fill()
@@ -241,6 +252,18 @@ class ZeroModel(DeepSpeedModel):
             self._parts.step()
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
+        self._parts.call_hooks("post")
+
+    def _check_gradients(self, parameters: list[nn.Parameter]) -> None:
+        strange = [p for p in parameters if p.grad is None or (self.parted and not isinstance(p.grad, Elsewhere))]
+        if strange:
+            names = ", ".join(self._names[id(parameter)] for parameter in strange[:3])
+            raise ConfigError(
+                "with zero= every weight that is trained has its gradient when the optimizer steps"
+                + (", which with zero=2 nobody can replace" if self.parted else ""),
+                f"p.grad of {names} was set between backward() and step()",
+                "leave the loss's gradients, or change them in place (zero=1); to leave weights as they are: zero=0",
+            )
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
         """See `Parts.state_dict`."""
@@ -249,6 +272,10 @@ class ZeroModel(DeepSpeedModel):
     def share_out(self) -> None:
         """See `Parts.share_out`."""
         self._parts.share_out()
+
+    def check_state(self, content: Mapping[str, Any]) -> None:
+        """See `Parts.check_state`."""
+        self._parts.check_state(content)
 
     def _gather(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self._size)]
@@ -261,6 +288,13 @@ class ZeroModel(DeepSpeedModel):
         if self._in_order is not None:
             self._in_order.close()
         self._engine.destroy()
+        self._drop_attributes(())
+
+    def _drop_attributes(self, kept: Sequence[str]) -> None:
+        """Takes from the parameters what DeepSpeed has put there, for readers of its states; much cannot be pickled."""
+        for parameter, own in self._attributes:
+            for name in vars(parameter).keys() - own - set(kept):
+                delattr(parameter, name)
 
 
 def _cut(piece: Piece) -> Tensor:

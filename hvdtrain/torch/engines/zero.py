@@ -14,23 +14,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.torch.engines.base import Piece
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_STEPS, _TOLERANCE = 3, 1e-6  # of the trial in float64: operations in another order, and no more
+# An element's update depends on its own gradient and state alone. Of others' optimizers that cannot be known: some look
+# at norms, at shapes, at each other's groups, or keep numbers of their own, and some only later.
+_BY_ELEMENT = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adagrad,
+    optim.Adadelta, optim.ASGD, optim.Rprop,
+)  # fmt: skip
+_COMMON = ("step", "mu_product", "mu", "eta")  # their states that all weights of a group have in common
 
 
 class Parts:
     """The parts of the weights, and the optimizer's state cut in the same places.
 
     Args:
-        user: the user's optimizer, with its state whole; `share_out` empties it.
+        user: the user's optimizer, with its state whole; `share_out` takes it away.
         twin: what DeepSpeed was given.
         zero: DeepSpeed's `DeepSpeedZeroOptimizer`.
-        rank, size: of the ranks.
+        rank: whose part this is.
         gather: returns the ranks' tensors end to end; collective.
     """
 
@@ -40,11 +46,10 @@ class Parts:
         twin: torch.optim.Optimizer,
         zero: Any,
         rank: int,
-        size: int,
         gather: Callable[[Tensor], Tensor],
     ) -> None:
-        self._user, self._twin, self._zero = user, twin, zero
-        self._rank, self._size, self._gather = rank, size, gather
+        self._user, self._twin, self._zero, self._gather = user, twin, zero, gather
+        self._others: dict[Any, Any] = {}  # states of what is not trained
         zero.optimizer = twin  # it makes another Adagrad, of one group
         zero._hp_optimizer_states_linked = True  # for its own readers of states, which would link that one's
         self.parameters = [_trained(group) for group in _groups(user)]
@@ -82,16 +87,20 @@ class Parts:
             for piece, gradient in zip(pieces, given.get(index) or (), strict=False)  # padding has no piece
         ]
 
+    def tensors(self) -> list[Tensor]:
+        """Returns the gradients of this rank's part, padding too: no rank has none."""
+        return [tensor for index in range(len(self.pieces)) for tensor in self._zero.averaged_gradients[index]]
+
+    def call_hooks(self, kind: str) -> None:
+        """Calls the hooks that the user's optimizer has for its step: "pre" or "post"."""
+        for hook in [*getattr(self._user, f"_optimizer_step_{kind}_hooks").values()]:
+            hook(self._user, (self._user,), {})
+
     def step(self) -> None:
-        """Steps this rank's part with the user's rates and hooks, and gathers the others' weights."""
+        """Steps this rank's part with the user's rates, and gathers the others' weights."""
         for mine, its in zip(_groups(self._user), self._twin.param_groups, strict=True):
             its.update({key: value for key, value in mine.items() if key != "params"})
-        before, after = ([*getattr(self._user, hooks).values()] for hooks in _HOOKS)
-        for hook in before:
-            hook(self._user, (self._user,), {})
         self._zero.step()
-        for hook in after:
-            hook(self._user, (self._user,), {})
 
     def check(self) -> None:
         """Raises `ConfigError` where weights were put elsewhere, or others are trained than at first."""
@@ -105,36 +114,53 @@ class Parts:
         if now != [id(p) for p, _ in self._places]:
             raise ConfigError(
                 "with zero= the weights that are trained are those that were when prepare() cut them into parts",
-                "layers were frozen or thawed since",
-                "prepare() the model again after freezing or thawing, or use zero=0",
+                "layers were frozen or thawed since, or groups added",
+                "prepare() the model again after such a change, or use zero=0",
             )
 
     # -- state -----------------------------------------------------------------------------------------------
     def share_out(self) -> None:
-        """Takes the state from the user's optimizer, this rank's part of it.
+        """Takes the state from the user's optimizer, this rank's part of it; or leaves all as it is.
 
         Raises:
             CheckpointError: weights of one group have states that one flat tensor cannot have.
         """
+        given = self._user.state
+        cuts = self._cut(given)
+        for flat, cut in zip(self._flats, cuts, strict=True):
+            self._twin.state.pop(flat, None)
+            if cut:
+                self._twin.state[flat] = cut
+        trained = {id(parameter) for parameter, _ in self._places}
+        self._others = {parameter: state for parameter, state in given.items() if id(parameter) not in trained}
+        self._user.state = StateInParts()
+
+    def check_state(self, content: Mapping[str, Any]) -> None:
+        """Raises `CheckpointError` where `share_out` would, for a state dict that is not loaded yet."""
+        order = [index for group in content["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self._user.param_groups for parameter in group["params"]]
+        if len(order) == len(parameters):  # else it will be refused for that
+            self._cut({p: content["state"].get(index, {}) for p, index in zip(parameters, order, strict=True)})
+
+    def _cut(self, given: Mapping[Any, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Returns this rank's part of a state, by group."""
+        found = []
         for parameters, flat, pieces in zip(self.parameters, self._flats, self.pieces, strict=True):
-            states = [self._user.state.get(parameter, {}) for parameter in parameters]
-            keys = list(states[0]) if states else []
+            states = [given.get(parameter, {}) for parameter in parameters]
+            keys = list(states[0])
             _check_alike(states, keys)
             cut: dict[str, Any] = {}
             for key in keys:
                 values = [state[key] for state in states]
-                if _is_elementwise(key, values, parameters):
-                    whole = dict(zip(map(id, parameters), values, strict=True))
-                    its = [_flat(whole[id(piece.parameter)])[piece.start : piece.stop] for piece in pieces]
-                    padding = values[0].new_zeros(len(flat) - sum(map(len, its)))
-                    cut[key] = torch.cat([*its, padding])
-                else:
+                if key in _COMMON or not isinstance(values[0], Tensor):
                     cut[key] = _common(key, values)
-            self._twin.state.pop(flat, None)
-            if cut:
-                self._twin.state[flat] = cut
-            for parameter in parameters:
-                self._user.state.pop(parameter, None)
+                    continue
+                whole = dict(zip(map(id, parameters), values, strict=True))
+                its = [_flat(whole[id(piece.parameter)])[piece.start : piece.stop] for piece in pieces]
+                padding = values[0].new_zeros(len(flat) - sum(map(len, its)))
+                cut[key] = torch.cat([*its, padding])
+            found.append(cut)
+        return found
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
         """Returns the state dict that the user's optimizer would have, were it whole; collective.
@@ -142,7 +168,11 @@ class Parts:
         Args:
             keep: whether this rank wants it; else the states are left out.
         """
-        content = self._user.state_dict()
+        hidden, self._user.state = self._user.state, defaultdict(dict, self._others)
+        try:
+            content = self._user.state_dict()
+        finally:
+            self._user.state = hidden
         order = [id(parameter) for group in self._user.param_groups for parameter in group["params"]]
         states: dict[int, dict[str, Any]] = {}
         for parameters, flat in zip(self.parameters, self._flats, strict=True):
@@ -192,12 +222,6 @@ def _flat(tensor: Tensor | None) -> Tensor:
     return tensor.detach().contiguous().view(-1)
 
 
-def _is_elementwise(key: str, values: Sequence[Any], parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether a state has a value for each element; what a scalar weight has may be a count ("step") all the same."""
-    fits = all(isinstance(v, Tensor) and v.shape == p.shape for v, p in zip(values, parameters, strict=True))
-    return fits and (key != "step" or any(parameter.dim() for parameter in parameters))
-
-
 def _check_alike(states: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
     if any(list(state) != keys for state in states):
         raise CheckpointError(
@@ -220,91 +244,46 @@ def _common(key: str, values: Sequence[Any]) -> Any:
     return first.clone() if isinstance(first, Tensor) else first
 
 
-# ---- the twin, and whether flat parts are enough for it
+# ---- the user's optimizer, and its twin
 
 
-def twin_of(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Returns an optimizer of the same class and settings, with other groups, no state and no hooks."""
+def _refuse_state(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ConfigError(
+        "with zero= no rank has the whole state of the optimizer, and none is in the optimizer that was prepared",
+        "optimizer.state, or a step of the plain optimizer",
+        "state_dict() and load_state_dict() of the prepared optimizer, on every rank; its close() gives it back to the"
+        " plain one",
+    )
+
+
+# what stands in its `state`: any use is refused, as it would change nothing or find nothing
+_USES = [
+    *("get", "items", "keys", "values", "clear", "pop", "popitem", "setdefault", "update", "copy"),
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__bool__", "__eq__"),
+]
+StateInParts = type("StateInParts", (dict,), dict.fromkeys(_USES, _refuse_state))
+
+
+def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns an optimizer of the same settings, without state and hooks, that DeepSpeed may cut into parts.
+
+    Raises:
+        ConfigError: it is not known to update each element by itself.
+    """
+    if type(optimizer) not in _BY_ELEMENT:
+        raise ConfigError(
+            "with zero= ranks have flat parts: each element must be updated from its own gradient and state alone",
+            f"{type(optimizer).__name__}, of which that is not known",
+            f"use zero=0 with it, or one of torch.optim's: {', '.join(kind.__name__ for kind in _BY_ELEMENT)}",
+        )
     new: torch.optim.Optimizer = object.__new__(type(optimizer))
     left_out = {"state", "param_groups", "step", *_HOOKS}  # `step`: schedulers put theirs on the instance
     new.__dict__ = {key: copy.copy(value) for key, value in vars(optimizer).items() if key not in left_out}
     for hooks in _HOOKS:
         setattr(new, hooks, OrderedDict())
-    new.state, new.param_groups = defaultdict(dict), list(groups)
+    new.state = defaultdict(dict)
+    new.param_groups = [dict(group) | {"params": _trained(group)} for group in _groups(optimizer)]
     return new
-
-
-def flat_twin(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
-    """Returns the twin that DeepSpeed may cut into parts.
-
-    Raises:
-        ConfigError: an element's update depends on more than its own gradient and state (Muon, LAMB, Adafactor), or the
-            groups' on each other: found by three steps with made-up weights, whole and cut.
-    """
-    groups = _groups(optimizer)
-    try:
-        gap = _gap(optimizer, groups, device)
-    except Exception as error:
-        _refuse(optimizer, f"it does not step flat weights: {type(error).__name__}: {error}", error)
-    if not gap <= _TOLERANCE:  # NaN is not <=
-        _refuse(optimizer, f"three steps of made-up weights, whole and in two parts, differ by {gap:.1e}")
-    return twin_of(optimizer, [dict(group) | {"params": _trained(group)} for group in groups])
-
-
-def _refuse(optimizer: torch.optim.Optimizer, received: str, cause: Exception | None = None) -> NoReturn:
-    raise ConfigError(
-        "with zero= ranks have flat parts: an element of the weights is updated from its own gradient and state alone",
-        f"{type(optimizer).__name__}: {received}",
-        "use zero=0 with this optimizer, or one that works by element (SGD, Adam, AdamW, RMSprop, Adagrad, Lion)",
-    ) from cause
-
-
-def _gap(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], device: torch.device) -> float:
-    """Returns the largest difference of updates of whole weights and of the same, flat and cut in two; relative."""
-    draw = torch.Generator().manual_seed(0)
-
-    def some(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, dtype=torch.float64).to(device)
-
-    begun = [[some(3, 4), some(5)] for _ in groups]
-    whole = [[weight.clone() for weight in weights] for weights in begun]
-    cuts = (slice(0, 7), slice(7, None))
-    parts = [[_ends(weights)[cut].clone() for cut in cuts] for weights in begun]
-    one = twin_of(optimizer, [_settings(group) | {"params": its} for group, its in zip(groups, whole, strict=True)])
-    two = [
-        twin_of(optimizer, [_settings(group) | {"params": [its[i]]} for group, its in zip(groups, parts, strict=True)])
-        for i in range(len(cuts))
-    ]
-    for _ in range(_STEPS):
-        for weights, its in zip(whole, parts, strict=True):
-            gradients = [some(*weight.shape) for weight in weights]
-            for weight, gradient in zip(weights, gradients, strict=True):
-                weight.grad = gradient
-            for part, cut in zip(its, cuts, strict=True):
-                part.grad = _ends(gradients)[cut].clone()
-        one.step()
-        for its_own in two:
-            every = its_own.param_groups
-            for group in every:  # one group after the other, as DeepSpeed does
-                its_own.param_groups = [group]
-                its_own.step()
-            its_own.param_groups = every
-    moved = [_ends(now) - _ends(before) for now, before in zip(whole, begun, strict=True)]
-    other = [torch.cat(now) - _ends(before) for now, before in zip(parts, begun, strict=True)]
-    largest = max(float(its.abs().max()) for its in moved)
-    return max(float((a - b).abs().max()) for a, b in zip(moved, other, strict=True)) / (largest or 1.0)
-
-
-def _ends(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings, with a rate at which weights move."""
-    its = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-    if "lr" in its and not float(its["lr"]):
-        its["lr"] = torch.full_like(its["lr"], 0.01) if isinstance(its["lr"], Tensor) else 0.01
-    return its
 
 
 # ---- stage 2: gradients in parts too
