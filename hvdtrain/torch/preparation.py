@@ -78,7 +78,7 @@ def prepare(
         verify: prove before the first step that gradients are averaged (see `verify`).
         watch_every: compare the replicas every so many updates; 0 is never.
         zero: DeepSpeed's ZeRO, on its engine: each rank keeps a part of the optimizer's state (1), and of the gradients
-            (2: `p.grad` cannot be read). For float32 weights, and those of torch.optim's optimizers that work by element.
+            (2: `p.grad` cannot be read). For float32 weights, and torch.optim's optimizers that work by element.
 
     Returns:
         The model and the optimizer to train with.

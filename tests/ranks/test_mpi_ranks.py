@@ -40,6 +40,16 @@ def test_fifty_times_of_fifty(launcher: str) -> None:
         run_ranks([FOLDER / "mpi_beside_horovod.py", "horovod-first"], 2, launcher=launcher).check()
 
 
+def test_a_second_start_of_mpi_is_refused_unless_the_program_holds_it() -> None:
+    again = (
+        "for _ in range(2):\n    with hvdtrain.init('torch', device='cpu') as world:\n        print('in', world.size)"
+    )
+    refused = run_ranks(["-c", f"import hvdtrain\n{again}"], 2, launcher="mpirun")
+    assert refused.returncode != 0 and "MPI starts once in a process" in refused.text, refused.text
+    held = run_ranks(["-c", f"import mpi4py.MPI, hvdtrain\n{again}"], 2, launcher="mpirun").check()
+    assert held.out.count("in 2") == 4
+
+
 def test_without_mpi_it_is_refused_with_what_to_type() -> None:
     code = "import hvdtrain\nfrom hvdtrain.core import startup\n"
     code += "startup.run_program('p', lambda _: hvdtrain.init('torch', device='cpu').mpi)"

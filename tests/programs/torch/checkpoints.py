@@ -129,7 +129,9 @@ def case_what_is_not_restored_is_missed(world: hvdtrain.World) -> None:
     other.train(UPDATES)
     assert other.losses != right.losses
     other = Job(world, start=99)
-    with mock.patch.object(type(other.optimizer.wrapped), "load_state_dict", lambda *_: None):
+    kind = type(other.optimizer.wrapped)
+    load = kind.load_state_dict
+    with mock.patch.object(kind, "load_state_dict", lambda self, content: load(self, {**content, "state": {}})):
         checkpoints.restore(other.state())
     other.train(UPDATES)
     assert other.everything() != right.everything()
@@ -199,8 +201,10 @@ def case_checkpoints_of_something_else_are_refused(world: hvdtrain.World) -> Non
         checkpoints.restore(deep.state())
     model = net()
     other, optimizer = hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), verify=False)
+    before = hvt.fingerprint(other)
     with refused("AdamW in the checkpoint, SGD here", kind=CheckpointError):
         checkpoints.restore(hvt.model_state(other, optimizer))
+    assert hvt.fingerprint(other) == before, "weights were loaded, though the optimizer was refused"
     model = net()
     groups = [{"params": list(model.parameters())[:2]}, {"params": list(model.parameters())[2:]}]
     other, optimizer = hvt.prepare(model, torch.optim.AdamW(groups, lr=0.1), verify=False)

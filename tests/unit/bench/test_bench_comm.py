@@ -35,6 +35,16 @@ class TestFit:
             (one,) = model.fit(seconds)
             assert one.latency_s >= 0 and one.s_per_byte >= 0
 
+    def test_the_error_of_two_sizes_is_between_theirs(self) -> None:
+        assert model.error([model.Regime(1, 100, 1.0, 0.0)], {1: 1 / 1.05, 2: 1 / 1.6}) == pytest.approx(0.325)
+
+    def test_a_link_without_latency_is_fitted_by_its_bandwidth_alone(self) -> None:
+        """Where the best line begins below 0; the slope was kept from that line."""
+        seconds = {3: {1 << 18: 0.003, 1 << 19: 0.008, 1 << 20: 0.02}}
+        volumes = [2 * size / its for size, its in seconds[3].items()]
+        cost = model.link_cost("server", seconds)
+        assert cost.latency_s == 0 and cost.s_per_byte == pytest.approx(sum(volumes) / sum(v * v for v in volumes))
+
     def test_the_error_is_that_of_the_sizes_asked_about(self) -> None:
         found = model.fit({size: 1e-3 for size in SIZES})
         assert model.error(found, {1 << 12: 2e-3}) == pytest.approx(0.5)
