@@ -20,6 +20,7 @@ from common import BACKEND, L, dense, numpy_of, weights_of
 from jobs import RANK, SIZE, O, case, hvk, run_cases, world
 
 import hvdtrain
+from hvdtrain.runs.bottleneck import Facts
 
 keras.config.set_floatx("float64")
 K = keras.callbacks
@@ -316,6 +317,7 @@ def counts_every_step_of_an_execution() -> str:
 class _Log:
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.facts = Facts()
 
     def step(self, *, loss: float, **facts: Any) -> None:
         self.losses.append(loss)
