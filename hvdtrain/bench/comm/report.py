@@ -20,6 +20,9 @@ def report(result: Mapping[str, Any]) -> str:
     """The tables of a result."""
     rate = result["settings"].get("rate")
     where = f"a cable of {rate} a rank" if rate else "all ranks on this machine"
+    most, cores = max(map(int, result["ranks"])), result["machine"]["cores_usable"]
+    if not rate and most > cores:
+        where += f"; {most} ranks share {cores} cores: small sums wait for one, whatever their size, and no fit holds"
     tables = [f"{where}\n{measured_on(result)}\n{versions(result)}"]
     for ranks, part in result["ranks"].items():
         size = max(next(iter(part["seconds"].values())))
