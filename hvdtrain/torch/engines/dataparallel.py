@@ -1,7 +1,7 @@
 """One process, several devices: each batch is cut into pieces, one a device, and the outputs are put together again.
 
-As `torch.nn.DataParallel`, with its pitfalls mended: outputs that are means (a loss computed inside the model) are
-averaged by what they divide by, not as a mean of means; a batch that the devices do not divide, or that is smaller than
+As `torch.nn.DataParallel`, with its pitfalls mended: scalars (a mean loss computed inside the model) are refused, where
+it makes a mean of means; a batch that the devices do not divide, or that is smaller than
 their number, is cut unevenly; checkpoints carry no `module.` prefix; a first device that holds more memory than the
 others is told with what balances it; and it runs on a CPU, where the pieces follow one another, so that what is tested
 there is what GPUs run.
@@ -15,14 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply, replicate
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.checks.loss_graph import Reader
 from hvdtrain.torch.data.nested import batch_size, cut, made_of, parts_of, to_device
 from hvdtrain.torch.engines.base import Settings, pick_devices
 from hvdtrain.torch.engines.solo import Solo, SoloModel
@@ -105,8 +103,8 @@ def memory_told(peaks: Mapping[str, int]) -> str:
         return text
     return (
         f"{text}\n  the first holds more: all outputs are gathered there, for the loss; and it alone has gradients and"
-        " the optimizer's state. A loss inside the model leaves outputs where they are: forward(x, y) returns the mean"
-        " loss, or that of each sample. The rest is shared evenly under ddp (torchrun)"
+        " the optimizer's state. A loss inside the model leaves outputs where they are: forward(x, y) returns that of"
+        " each sample. The rest is shared evenly under ddp (torchrun)"
     )
 
 
@@ -154,74 +152,34 @@ def piece_sizes(samples: int, pieces: int) -> list[int]:
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    """Returns the pieces' nested outputs as one: tensors end to end, scalars as their weighted mean (`mean_of`).
+    """Returns the pieces' nested outputs as one: what has a row for each sample, end to end.
 
     Raises:
-        ConfigError: outputs that cannot be put together.
+        ConfigError: outputs that cannot be put together. A scalar is one: whether it is a mean, a sum or a count, and
+            over what, its value does not tell, and its graph not always.
     """
     first = outputs[0]
     if isinstance(first, Tensor):
-        moved = [output.to(device, non_blocking=True) for output in outputs]
-        if first.dim():
-            return torch.cat(moved)
-        return mean_of(moved, sizes)
+        if any(not output.dim() or len(output) != size for output, size in zip(outputs, sizes, strict=True)):
+            raise _not_joined(f"tensors of shapes {[tuple(output.shape) for output in outputs]}", sizes)
+        return torch.cat([output.to(device, non_blocking=True) for output in outputs])
     opened = [parts_of(output) for output in outputs]
     if opened[0] is not None:
         columns = {name: [parts[name] for parts in opened if parts is not None] for name in opened[0]}
         return made_of({name: join(column, sizes, device) for name, column in columns.items()}, first)
-    if all(output is first or output == first for output in outputs):
+    counted = type(first) is int and list(outputs) == list(sizes)  # len(x)
+    if not counted and all(output is first or output == first for output in outputs):
         return first
-    raise ConfigError(
-        "under dataparallel a model returns tensors, in tuples, lists and dicts, and what is the same for every piece",
-        f"{type(first).__name__}: {', '.join(map(repr, outputs))}",
-        'return tensors, or use engine="ddp", which runs the model whole',
-    )
+    raise _not_joined(f"{type(first).__name__}: {', '.join(map(repr, outputs))}", sizes)
 
 
-def mean_of(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Returns the scalar that the whole batch would have given, of those of its pieces.
-
-    One that is differentiated, such as a loss inside the model, counts by what it divides by (labels that are not
-    ignored, class weights), which its graph tells without waiting for a GPU; any other by the samples of its piece.
-
-    Raises:
-        ConfigError: no weights make it that of the whole batch: a sum, a comparison of samples, or several terms that
-            divide by different counts.
-    """
-    weights: Sequence[Any] = sizes
-    if outputs[0].requires_grad:
-        readings = [Reader().read(output) for output in outputs]
-        if any(reading.across or any(t.reduced and not t.divided for t in reading.terms) for reading in readings):
-            raise _no_mean(", ".join({name: "" for reading in readings for name in reading.across}) or "a bare sum")
-        if all(reading.terms and not reading.unknown for reading in readings):
-            weights = _divisors([[term.divisor for term in reading.terms] for reading in readings], sizes)
-    pairs = list(zip(outputs, weights, strict=True))
-    if not any(isinstance(weight, Tensor) for weight in weights):
-        return sum(output * (weight / sum(weights)) for output, weight in pairs)
-    # a piece in which nothing counts has a mean of nothing over nothing
-    parts = [torch.where(weight != 0, output * weight, torch.zeros_like(output)) for output, weight in pairs]
-    return sum(parts) / sum(weights)
-
-
-def _divisors(divisors: Sequence[Sequence[Any]], sizes: Sequence[int]) -> Sequence[Any]:
-    """Returns by what each piece is weighed, all its terms alike; only where there are several a GPU is asked."""
-    if all(len(terms) == 1 for terms in divisors):
-        return [terms[0] for terms in divisors]
-    known = [[float(divisor) for divisor in terms] for terms in divisors]
-    if len({len(terms) for terms in known}) > 1:  # a loop over samples has as many terms as samples
-        known = [list(dict.fromkeys(terms)) for terms in known]
-    if len({len(terms) for terms in known}) == 1:
-        table = np.array(known)
-        if np.allclose(table * table[:, 0].sum(), np.outer(table[:, 0], table.sum(0)), rtol=1e-9):
-            return list(table[:, 0].tolist())
-    raise _no_mean(f"terms that divide by {known}, of pieces of {list(sizes)} samples")
-
-
-def _no_mean(received: str) -> ConfigError:
+def _not_joined(received: str, sizes: Sequence[int]) -> ConfigError:
     return ConfigError(
-        "under dataparallel a loss inside the model is a mean over samples, or over what one count divides",
-        received,
-        "return the loss of each sample (reduction='none') and divide outside the model, or compute the loss there",
+        "under dataparallel a model returns tensors with a row for each sample, in tuples, lists and dicts, and what is"
+        " the same for every piece",
+        f"{received}, of pieces of {list(sizes)} samples",
+        "of a loss inside the model return that of each sample (reduction='none') and take the mean outside; or use"
+        ' engine="ddp", which runs the model whole',
     )
 
 
