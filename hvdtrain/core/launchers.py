@@ -300,7 +300,7 @@ _JOB_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # mpirun's: what
 
 
 def meeting_point(
-    environ: Environ, detected: Detected, *, without_mpi: str = ""
+    environ: Environ, detected: Detected, *, without_mpi: str = "", join: int = 0
 ) -> tuple[str, int] | Literal["rendezvous", "mpi"]:
     """Returns the host and port where rank 0 of a torch.distributed group listens, or how it tells them; pure.
 
@@ -310,6 +310,7 @@ def meeting_point(
 
     Args:
         without_mpi: why MPI cannot be asked, where it was tried.
+        join: its number in this process: the store of the last one may not be gone yet.
 
     Raises:
         LauncherError: names the variables that are missing.
@@ -329,7 +330,7 @@ def meeting_point(
             return "mpi"
     job = [environ[name] for name in _JOB_VARIABLES if by_mpi and environ.get(name)]
     if job and one_host:
-        return "127.0.0.1", port_of(*job)
+        return "127.0.0.1", port_of(*job, *([str(join)] if join else []))
     needed = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID") if detected.launcher == "srun" else _MASTER
     missing = [name for name in needed if not environ.get(name)]
     raise LauncherError(

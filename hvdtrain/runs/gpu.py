@@ -58,22 +58,22 @@ class Gpus:
         `busy` (share of the time, mean over the rank's GPUs), `memory_gib` and `total_gib` (of the fullest one, the
         most that was in use, by whomever), `samples`; or `error`, in words.
         """
-        if not self._samples and not self._error:  # a short epoch
-            self._guarded(self._sample)
         with self._lock:
             busy, samples, (used, total) = self._busy, self._samples, self._fullest
             self._reset()
         if not samples:
             return {"error": self._error} if self._error else {}
         return {
-            "busy": round(busy / samples, 4), "memory_gib": round(used / GIB, 2), "total_gib": round(total / GIB, 2),
+            "busy": round(busy / samples, 4), "memory_gib": round(used / GIB, 4), "total_gib": round(total / GIB, 4),
             "samples": samples,
         }  # fmt: skip
 
     def _run(self) -> None:
         self._guarded(self._open)
-        while not self._error and not self._over.wait(EVERY_S):
+        while not self._error:  # here alone: a driver may take its time, or never answer
             self._guarded(self._sample)
+            if self._over.wait(EVERY_S):
+                break
         if self._nvml is not None:
             self._guarded(self._nvml.nvmlShutdown)
 
@@ -94,6 +94,8 @@ class Gpus:
     def _sample(self) -> None:
         busy = [self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in self._handles]
         memory = [self._nvml.nvmlDeviceGetMemoryInfo(handle) for handle in self._handles]
+        if not all(0 <= share <= 1 for share in busy) or not all(0 <= its.used <= its.total > 0 for its in memory):
+            raise ValueError(f"busy {busy}, memory {[(its.used, its.total) for its in memory]}")
         with self._lock:
             self._busy, self._samples = self._busy + sum(busy), self._samples + len(busy)
             seen = [self._fullest, *((its.used, its.total) for its in memory)]
@@ -102,7 +104,11 @@ class Gpus:
 
 def gpus_of(ordinals: Sequence[int]) -> Gpus | None:
     """Returns what samples these GPUs; None without any, or without the package."""
-    return Gpus(ordinals) if ordinals and importlib.util.find_spec("pynvml") is not None else None
+    try:
+        there = bool(ordinals) and importlib.util.find_spec("pynvml") is not None
+    except ValueError:  # a module without a spec: somebody's stand-in
+        there = False
+    return Gpus(ordinals) if there else None
 
 
 def bus_ids(ordinals: Iterable[int]) -> list[str]:
@@ -140,7 +146,8 @@ def told(epochs: Iterable[Sequence[Reading]]) -> str:
     busy = {rank: _mean(its) for rank, its in ranks.items()}
     least = min(busy, key=lambda rank: busy[rank])
     mean = sum(busy.values()) / len(busy)
-    fullest = max((its for of in ranks.values() for its in of), key=lambda its: its["memory_gib"] / its["total_gib"])
+    every = (its for of in ranks.values() for its in of)
+    fullest = max(every, key=lambda its: its["memory_gib"] / max(its["total_gib"], 1e-4))
     uneven = f" (rank {least}: {busy[least]:.0%})" if mean - busy[least] >= 0.1 else ""
     text = f"GPU{'s' * (len(ranks) > 1)} busy {mean:.0%}{uneven}"
     text += f", memory {fullest['memory_gib']:.3g} of {fullest['total_gib']:.3g} GiB"

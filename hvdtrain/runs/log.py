@@ -267,7 +267,9 @@ class RunLog:
         if self._events is None:
             return
         self._end_window()
-        found = verdict(phases_per_rank(self._epochs) or [self._phase_totals], self.facts)
+        if self._phase_totals and (self.world.size == 1 or not any(map(any, (its["ranks"] for its in self._epochs)))):
+            self._epochs.append({"kind": "epoch", "ranks": [self._phase_totals]})  # what no epoch has closed
+        found = verdict(phases_per_rank(self._epochs) or [{}], self.facts)
         text = "\n".join(filter(None, [str(found), gpu.told(epoch.get("gpus", ()) for epoch in self._epochs)]))
         measured = status == "finished" and found.kind != "unknown"
         if measured:

@@ -142,7 +142,7 @@ def _place(detected: Detected, number: int, seconds: float) -> tuple[list[str], 
             with watched_mpi(detected, seconds):
                 comm = _start_mpi(detected)
         except HvdtrainError as error:
-            point = meeting_point(os.environ, detected, without_mpi=error.received)
+            point = meeting_point(os.environ, detected, without_mpi=error.received, join=number)
     if not isinstance(point, str):
         return [point[0]], point[1], None
     if detected.rank == 0:
