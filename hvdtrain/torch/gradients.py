@@ -250,6 +250,13 @@ def _on_gradient(of: ref[Gradients], parameter: Tensor) -> None:
         gradients.refuse_foreign()
 
 
+def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies in place, whichever devices the gradients are on."""
+    for device in dict.fromkeys(gradient.device for gradient in gradients):
+        own = [gradient for gradient in gradients if gradient.device == device]
+        torch._foreach_mul_(own, factor.to(device))
+
+
 @contextmanager
 def zero_gradients(parameters: Sequence[nn.Parameter], weight: Number) -> Iterator[None]:
     """While it lasts, and `weight` is 0, gradients are exactly 0: a weight of 0 does not undo a loss that is NaN."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 from weakref import finalize, ref
@@ -23,9 +23,9 @@ from hvdtrain.torch.checks.pieces import pieces_differ
 from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.engines.base import EngineModel
-from hvdtrain.torch.gradients import Gradients, check_loss, zero_gradients
+from hvdtrain.torch.gradients import Gradients, check_loss, scale, zero_gradients
 from hvdtrain.torch.model import Model
-from hvdtrain.torch.session import Session, rates_of
+from hvdtrain.torch.session import Session, not_finite, rates_of
 from hvdtrain.torch.staged import SMALLER_STAGES, Loss, in_one_call, run_step
 
 
@@ -43,8 +43,7 @@ class Optimizer(torch.optim.Optimizer):
         self.session = session
         self.progress = Progress()
         self._model = Model(session)
-        parted = session.parted is not None and session.parted.parted
-        held = session.parted.tensors if session.parted is not None and parted else None
+        held = None if session.in_parts is None else session.in_parts.tensors
         self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session), held)
         self._layer = ""
         self._updated: Batch | None = None
@@ -219,7 +218,7 @@ class Optimizer(torch.optim.Optimizer):
             factor = torch.where(weight > 0, batch.planned * unit / weight, torch.zeros_like(weight))
             present = [gradient for _, gradient in session.gradients_here()]
             if present and not (factor.device.type == "cpu" and float(factor) == 1.0):
-                _scale(present, factor)
+                scale(present, factor)
             every = every * factor
         layer, self._layer = self._layer, ""
         session.losses.add(Reading(
@@ -228,8 +227,8 @@ class Optimizer(torch.optim.Optimizer):
         ))  # fmt: skip
         if tally.given:
             session.precision.note_weights(weight / batch.planned)
-        if session.parted is not None and session.parted.parted and session.options.amp == "fp16":
-            session.parted.spread_infinity()
+        if session.in_parts is not None and session.options.amp == "fp16":
+            session.in_parts.spread_infinity()
         session.precision.unscale(self._stepper)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
@@ -251,27 +250,17 @@ class Optimizer(torch.optim.Optimizer):
         if state != "ready":
             return None
         session = self.session
-        if session.parted is not None and session.parted.parted:
+        if session.in_parts is not None:
             if not norm_type > 0:
                 raise ConfigError("with zero=2 norm_type is above 0", f"norm_type={norm_type}", "2.0, or float('inf')")
             with session.world.in_step("optimizer.clip_grad_norm_() with zero=2"):
-                norm = session.parted.clip_grad_norm_(max_norm, norm_type)
+                norm = session.in_parts.clip_grad_norm_(max_norm, norm_type)
         else:
             norm = torch.nn.utils.clip_grad_norm_(session.gradients.parameters(), max_norm, norm_type)
         # with a gradient scaler an infinite gradient is a matter of course: the step will be skipped
         if session.losses.at_once and session.options.amp != "fp16" and not math.isfinite(float(norm)):
-            raise gradient_error(self._not_finite(), float(norm), self.progress.step + 1)
+            raise gradient_error(not_finite(session), float(norm), self.progress.step + 1)
         return norm
-
-    def _not_finite(self) -> list[str]:
-        """Names parameters with a gradient that is not finite; collective where ranks have parts."""
-        session = self.session
-        names = {id(parameter): name for name, parameter in session.module.named_parameters()}
-        here = session.gradients_here()
-        bad = [names[id(piece.parameter)] for piece, gradient in here if not torch.isfinite(gradient).all()]
-        if session.parted is not None and session.parted.parted:
-            bad = [name for its in session.world.gather(bad) for name in its]
-        return list(dict.fromkeys(bad))
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Applies the update: clips, sets the learning rate, steps. Before the update is complete it does nothing.
@@ -293,7 +282,7 @@ class Optimizer(torch.optim.Optimizer):
             self.clip_grad_norm_(session.options.clip)
         with explained("optimizer's step", session.sizes):
             session.precision.step(self._stepper)
-        if session.parted is not None and session.parted.parted:
+        if session.in_parts is not None:
             for parameter in gradients.parameters():
                 parameter.grad = None  # nothing to be read, or added to
         gradients.drop()
@@ -468,10 +457,3 @@ def _refuse_bare_step(of: ref[Session], optimizer: torch.optim.Optimizer, args: 
             f"step() of the {type(optimizer).__name__} that was given to prepare()",
             "model, optimizer = prepare(model, optimizer, ...), then optimizer.step() with the one returned",
         )
-
-
-def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies in place, whichever devices the gradients are on."""
-    for device in dict.fromkeys(gradient.device for gradient in gradients):
-        own = [gradient for gradient in gradients if gradient.device == device]
-        torch._foreach_mul_(own, factor.to(device))

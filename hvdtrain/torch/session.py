@@ -95,11 +95,16 @@ class Session:
     def engine(self) -> TorchEngine:
         return engine_of(self.world)
 
+    @property
+    def in_parts(self) -> PartedEngineModel | None:
+        """The model on the engine, where ranks have parts of the gradients, too."""
+        return self.parted if self.parted is not None and self.parted.parted else None
+
     def gradients_here(self) -> list[tuple[Piece, Tensor]]:
         """Returns what this rank has of a complete update's gradients: whole ones, each with all its elements, or (with
         zero=2) flat parts."""
-        if self.parted is not None and self.parted.parted:
-            return self.parted.held()
+        if self.in_parts is not None:
+            return self.in_parts.held()
         every = self.gradients.parameters()
         return [(Piece(p, 0, p.numel()), p.grad) for p in every if p.grad is not None]
 
@@ -143,6 +148,16 @@ def session_of(module: nn.Module) -> Session | None:
     optimizer = prepared_optimizers[module]() if module in prepared_optimizers else None
     session: Session | None = None if optimizer is None else optimizer.session
     return session
+
+
+def not_finite(session: Session) -> list[str]:
+    """Names parameters with a gradient that is not finite; collective where ranks have parts."""
+    names = {id(parameter): name for name, parameter in session.module.named_parameters()}
+    here = session.gradients_here()
+    bad = [names[id(piece.parameter)] for piece, gradient in here if not torch.isfinite(gradient).all()]
+    if session.in_parts is not None:
+        bad = [name for its in session.world.gather(bad) for name in its]
+    return list(dict.fromkeys(bad))
 
 
 class Rates:
