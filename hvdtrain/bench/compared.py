@@ -22,6 +22,7 @@ from typing import Any
 from hvdtrain.bench import keras_job, torch_job
 from hvdtrain.bench.report import measured_on, progress, versions
 from hvdtrain.bench.turns import InterleavedJobs, launched
+from hvdtrain.cluster.doctor import probe
 from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError, install_command
 
@@ -132,8 +133,7 @@ def _one_group(
 
 def processes_that_fit() -> int:
     """How many processes of ResNet-50 the host's free memory holds."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024 // PROCESS_BYTES
+    return probe.memory().get("MemAvailable", 0) // PROCESS_BYTES
 
 
 def grouped(ways: Sequence[Way], ranks: int, at_once: int) -> list[list[Way]]:

@@ -275,7 +275,8 @@ def _cpu_flags() -> "list[str]":
     return sorted(set(flags) & {"avx", "avx2", "avx512f", "f16c", "fma"})
 
 
-def _memory() -> "dict[str, int]":
+def memory() -> "dict[str, int]":
+    """Bytes of main memory: "MemTotal", and "MemAvailable" where the kernel tells it."""
     with open("/proc/meminfo") as file:
         text = file.read()
     kib = {name: re.search(rf"(?m)^{name}:\s+(\d+)", text) for name in ("MemTotal", "MemAvailable")}
@@ -371,7 +372,7 @@ QUICK: "dict[str, Callable[[], Any]]" = {
     "gpu_count": gpu_count, "cores": _cores, "interfaces": interfaces, "reached": reached,
 }  # fmt: skip
 THOROUGH: "dict[str, Callable[[], Any]]" = {
-    "torch": _torch, "mpi": _mpi, "tools": _tools, "gpus": _gpus, "memory": _memory, "limits": _limits,
+    "torch": _torch, "mpi": _mpi, "tools": _tools, "gpus": _gpus, "memory": memory, "limits": _limits,
     "temporary": _temporary, "variables": _variables, "other_ranks": _other_ranks,
 }  # fmt: skip
 
