@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from hvdtrain.torch.data.images import ImageFiles as ImageFiles
     from hvdtrain.torch.data.loader import Loader as Loader
     from hvdtrain.torch.data.workers import Unreadable as Unreadable
+    from hvdtrain.torch.engines.shell import unwrap as unwrap
     from hvdtrain.torch.evaluation import classification as classification
     from hvdtrain.torch.evaluation import evaluate as evaluate
     from hvdtrain.torch.model import Model as Model
     from hvdtrain.torch.optimizer import Optimizer as Optimizer
     from hvdtrain.torch.preparation import prepare as prepare
-    from hvdtrain.torch.shell import unwrap as unwrap

@@ -18,7 +18,7 @@ from hvdtrain.torch.data.create import loader
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.source import Augment
 from hvdtrain.torch.engines.buffers import synchronize
-from hvdtrain.torch.shell import unwrap
+from hvdtrain.torch.engines.shell import unwrap
 
 # (outputs, targets) -> {name: [n], one value a sample}
 Metrics = Callable[[Any, Any], Mapping[str, Tensor]]

@@ -15,13 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.parts import Progress
 from hvdtrain.torch.amp import ScalerAdapter, widened
-from hvdtrain.torch.batches import Batch, require_batch
 from hvdtrain.torch.checks import replicas
 from hvdtrain.torch.checks.nonfinite import Reading, first_bad_layer, gradient_error
 from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.checks.pieces import pieces_differ
 from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.clock import CLOCK
+from hvdtrain.torch.data.batches import Batch, require_batch
 from hvdtrain.torch.engines.base import EngineModel
 from hvdtrain.torch.gradients import Gradients, check_loss, scale, zero_gradients
 from hvdtrain.torch.model import Model

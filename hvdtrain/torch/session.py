@@ -17,10 +17,10 @@ from hvdtrain.core.lr import LR
 from hvdtrain.core.sharding import Step
 from hvdtrain.core.world import World
 from hvdtrain.torch.amp import Precision
-from hvdtrain.torch.batches import Batches
 from hvdtrain.torch.checks.in_step import Noted
 from hvdtrain.torch.checks.loss_proof import LossProof
 from hvdtrain.torch.checks.nonfinite import Losses
+from hvdtrain.torch.data.batches import Batches
 from hvdtrain.torch.data.random_state import random_streams
 from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines import buffers

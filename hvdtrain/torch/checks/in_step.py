@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hvdtrain.core.in_step.meeting import out_of_step
 from hvdtrain.core.world import World
-from hvdtrain.torch.batches import Batches
+from hvdtrain.torch.data.batches import Batches
 from hvdtrain.torch.engines.base import EngineModel, StagedEngineModel
 
 _LAG = 2  # updates, on a GPU, so that none waits for the answer

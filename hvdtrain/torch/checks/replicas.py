@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.core.same_data import PRIME
 from hvdtrain.core.world import World
-from hvdtrain.torch.shell import unwrap
+from hvdtrain.torch.engines.shell import unwrap
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 20  # elements at a time: their products, and the factors, take 8 bytes each

@@ -12,8 +12,8 @@ from hvdtrain.core.same_data import is_statistic
 from hvdtrain.core.world import World
 from hvdtrain.torch.checks.replicas import checksums
 from hvdtrain.torch.engine import engine_of
+from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.engines.sync_batchnorm import is_synchronized
-from hvdtrain.torch.shell import unwrap
 
 _CHUNK_BYTES = 1 << 26
 

@@ -19,7 +19,7 @@ from hvdtrain.core.startup import stderr_to
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.engines.base import HALVES, Settings
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
-from hvdtrain.torch.shell import trainable, trains_others
+from hvdtrain.torch.engines.shell import trainable, trains_others
 
 _BUCKET_BYTES = 25 << 20
 

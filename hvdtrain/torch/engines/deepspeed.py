@@ -22,8 +22,8 @@ from hvdtrain.core.errors import ConfigError, LauncherError, install_command
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import HALVES, Piece, Settings, as_parameters
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
+from hvdtrain.torch.engines.shell import trainable
 from hvdtrain.torch.engines.zero import Elsewhere, InOrder, Parts, twin_of
-from hvdtrain.torch.shell import trainable
 
 _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16)
 _BUCKET_BYTES = 100 << 20

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.engines.base import HALVES, Staged
-from hvdtrain.torch.shell import trainable, trains_others
+from hvdtrain.torch.engines.shell import trainable, trains_others
 
 Wait = Callable[[], None]
 # Sums a tensor over ranks, in place; returns what waits for it.
