@@ -38,7 +38,7 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "model": "Model",
     "optimizer": "Optimizer",
     "preparation": "prepare",
-    "shell": "unwrap",
+    "engines.shell": "unwrap",
 })  # fmt: skip
 
 
