@@ -31,6 +31,7 @@ from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.optimizer import Optimizer
 from hvdtrain.torch.plain_files import Extra, read, revived, write
 from hvdtrain.torch.session import Session
+from hvdtrain.torch.several import kind_of
 
 if TYPE_CHECKING:
     from hvdtrain.torch.data.loader import Loader
@@ -259,7 +260,7 @@ class TrainingPart(Part):
         content = {
             "format": 1,
             "optimizer": optimizer.state_dict() if self._gathered is None else self._gathered,
-            "optimizer_class": type(optimizer.wrapped).__name__,
+            "optimizer_class": kind_of(optimizer.wrapped),
             "precision": optimizer.session.precision.state_dict(),
             "progress": asdict(optimizer.progress),
             "loader": None if data is None else {**data.state_dict(), **_place(optimizer.session, data)},
@@ -322,7 +323,7 @@ def _place(session: Session, data: Loader) -> dict[str, int]:
 
 
 def _check_optimizer(saved: Mapping[str, Any], own: list[Described], optimizer: torch.optim.Optimizer) -> None:
-    kind = type(optimizer).__name__
+    kind = kind_of(optimizer)
     if saved["optimizer_class"] != kind:
         raise CheckpointError(
             "a run goes on with the optimizer it began with",

@@ -182,16 +182,32 @@ class Gradients:
             raise ConfigError(
                 "optimizer.step() comes after the backward() that completes an update",
                 "backward() was called again",
-                "call optimizer.backward(loss), then optimizer.step(), for each batch",
+                "call optimizer.backward(loss), then optimizer.step(), or optimizer.skip() to leave the update out; for"
+                " other gradients of the same batch: optimizer.backward(loss, again=True)",
             )
         if self.state != "more" and batch is self.batch:
             raise ConfigError(
                 "each batch of the loader is differentiated once",
                 "a second backward() for the same batch, the last that the loader handed out",
                 "train on each batch within the loader's own loop (for x, y in train: ..., not over list(train) or what"
-                " reads ahead); for several losses: optimizer.backward(first, more=True), then"
-                " optimizer.backward(last); or add them",
+                " reads ahead); for several updates of one batch: optimizer.backward(loss, again=True); for several"
+                " losses: optimizer.backward(first, more=True), then optimizer.backward(last); or add them",
             )
+
+    def reopen(self, batch: Batch) -> None:
+        """Has the batch that was differentiated last done once more: its gradients, if they are still there, go.
+
+        Raises:
+            ConfigError: an update is more than this batch, or is being gathered.
+        """
+        if self.state in ("more", "partial") or not batch.whole_update:
+            raise ConfigError(
+                "a batch is differentiated again where it is a whole update",
+                "it is one of several micro-batches, or another backward() of it was announced with more=True",
+                "prepare(..., accumulate=1); for several losses of one pass: more=True before the last, and no again=",
+            )
+        self.drop()
+        self.batch = None
 
     def put_aside(self, state: State) -> None:
         """Keeps a partial sum until the next backward."""
@@ -240,7 +256,7 @@ class Gradients:
             raise ConfigError(
                 "the gradients of an update are zeroed after it is applied",
                 "zero_grad() between backward() and step()",
-                "zero_grad() belongs before backward(), or after step()",
+                "zero_grad() belongs before backward(), or after step(); optimizer.skip() leaves an update out",
             )
 
 

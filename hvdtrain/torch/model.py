@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.session import Session
+from hvdtrain.torch.session import Session, prepared_optimizers
 from hvdtrain.torch.staged import channels_last, in_one_call
 
 # the module's own methods: names in state dicts, in parameter lists and in printed text are those of the plain module
@@ -68,7 +68,7 @@ class Model(nn.Module):
             session.last_call, session.last_method = (args, kwargs), call
         if session.options.channels_last:
             args = tuple(map(channels_last, args))
-        seeing = session.proof.seeing_parts() if trains and not session.options.compile else nullcontext()
+        seeing = session.proof.seeing_parts() if trains and not session.compiled else nullcontext()
         with explained("forward pass", session.sizes), session.precision.autocast(), seeing:
             out = session.precision.outputs((call or session.engine_model.call)(*args, **kwargs))
         if trains:
@@ -98,7 +98,9 @@ class Model(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's: between a closing backward and its step it is refused."""
-        self.session.gradients.refuse_zero_grad()
+        optimizer = prepared_optimizers[self.session.module]()
+        if optimizer is not None:
+            optimizer.before_zero_grad()
         self.module.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:

@@ -5,56 +5,46 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
-from weakref import finalize, ref
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.parts import Progress
 from hvdtrain.torch.amp import ScalerAdapter, widened
 from hvdtrain.torch.checks import replicas
+from hvdtrain.torch.checks.loss_graph import recomputes_reentrantly
 from hvdtrain.torch.checks.nonfinite import Reading, first_bad_layer, gradient_error
 from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.checks.pieces import pieces_differ
 from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.batches import Batch, require_batch
-from hvdtrain.torch.engines.base import EngineModel
-from hvdtrain.torch.gradients import Gradients, check_loss, scale, zero_gradients
+from hvdtrain.torch.facade import Facade
+from hvdtrain.torch.gradients import check_loss, scale, zero_gradients
 from hvdtrain.torch.model import Model
-from hvdtrain.torch.session import Session, not_finite, rates_of
+from hvdtrain.torch.session import Session, not_finite
+from hvdtrain.torch.several import Several
 from hvdtrain.torch.staged import SMALLER_STAGES, Loss, in_one_call, run_step
 
 
-class Optimizer(torch.optim.Optimizer):
-    """What `prepare` returns for the user's optimizer, which it holds; torch's schedulers take it for one.
-
-    Attributes:
-        wrapped: the user's optimizer.
-        progress: where training stands after the last update, skipped ones counted.
-    """
+class Optimizer(Facade):
+    """What `prepare` returns for the user's optimizer, which it holds; torch's schedulers take it for one."""
 
     def __init__(self, session: Session) -> None:
-        # not torch's own __init__: there is one set of groups and of state, the wrapped optimizer's
-        self.wrapped = session.optimizer
-        self.session = session
-        self.progress = Progress()
+        super().__init__(session)
         self._model = Model(session)
         held = None if session.in_parts is None else session.in_parts.tensors
         self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session), held)
         self._layer = ""
-        self._updated: Batch | None = None
         self._compared = session.world.size == 1
-        # nothing that stays on model and optimizer may refer to this one: when it is dropped, they are plain again
-        guard = self.wrapped.register_step_pre_hook(partial(_refuse_bare_step, ref(session)))
-        self._closing = finalize(self, _close, guard, session.gradients, session.engine_model)
-        self._closing.atexit = False
+        self._mean: Tensor | None = None  # loss of the update
+        self._counted: Batch | None = None  # as seen
+        self._recomputes: bool | None = None  # parts of the model within the backward pass, on some rank
 
     # -- one update ------------------------------------------------------------------------------------------
-    def forward_backward(self, x: Any, y: Any, loss: Loss, *, weight: Weight = None) -> Tensor:
+    def forward_backward(self, x: Any, y: Any, loss: Loss, *, weight: Weight = None, again: bool = False) -> Tensor:
         """Runs the model on this rank's batch, forward and backward; the loop for whole models and pipelines alike.
 
         For a whole model it is `backward(loss(model(x), y))`; a pipeline runs micro-batch by micro-batch, and
@@ -66,6 +56,7 @@ class Optimizer(torch.optim.Optimizer):
             loss: called with outputs and targets; the mean over what it is given.
             weight: what that mean divides by: as of `backward`, or a function of the targets that adds up over pieces,
                 `lambda y: (y != -100).sum()`, which a pipeline calls for each micro-batch.
+            again: as of `backward`.
 
         Returns:
             The mean loss of the batch, detached; a scalar. Of a pipeline on a rank that has no samples left: 0.
@@ -75,11 +66,11 @@ class Optimizer(torch.optim.Optimizer):
         """
         args = x if isinstance(x, tuple) else (x,)
         if self.session.staged is not None:
-            return self._run_stages(args, y, loss, weight)
+            return self._run_stages(args, y, loss, weight, again)
         given = weight(y) if callable(weight) else weight
         self._prove_pieces(args, y, loss, weight)
         mean = loss(self._model(*args), y)
-        self.backward(mean, weight=given)
+        self.backward(mean, weight=given, again=again)
         return mean.detach()
 
     def _prove_pieces(self, args: tuple[Any, ...], y: Any, loss: Loss, weight: Weight) -> None:
@@ -91,12 +82,10 @@ class Optimizer(torch.optim.Optimizer):
         with session.gradients.differentiating():
             proof.suspicion = pieces_differ(session, self._model, args, y, loss, weight)
 
-    def _run_stages(self, args: tuple[Any, ...], y: Any, loss: Loss, weight: Weight) -> Tensor:
+    def _run_stages(self, args: tuple[Any, ...], y: Any, loss: Loss, weight: Weight, again: bool) -> Tensor:
         session, gradients = self.session, self.session.gradients
-        batch = require_batch(session.batches.now())
-        gradients.check_turn(batch)
         session.batches.called(args)
-        session.batches.check_calls()
+        batch = self._take_turn(again)
         whole = weight(y) if callable(weight) else weight
         given = None if whole is None else weight_of(whole, session.engine.device)
         amount, coefficient = gradients.begin(batch, given, session.precision.unit)
@@ -126,7 +115,15 @@ class Optimizer(torch.optim.Optimizer):
         self._conclude(batch, mean, sums)
         return mean
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, more: bool = False) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        more: bool = False,
+        retain_graph: bool = False,
+        again: bool = False,
+    ) -> None:
         """Differentiates the mean loss of this rank's batch.
 
         After the batch that completes an update, `p.grad` is the gradient of the mean loss over all ranks and
@@ -142,6 +139,10 @@ class Optimizer(torch.optim.Optimizer):
                 waits for it). `(y != -100).sum()` with `ignore_index`, `class_weights[y].sum()` with class
                 weights, `mask.sum()` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
             more: another backward for the same batch follows, of another loss; they add up.
+            retain_graph: as torch's: another backward goes through the same graph.
+            again: the batch was differentiated before, and is once more, for an update of its own (several a batch), or
+                in place of the gradients that are there. Need not be said where the model is called on tensors that
+                the loader handed out.
 
         Raises:
             ConfigError: no batch, a second backward for one batch, backward instead of step, no scalar, or a pipeline.
@@ -152,9 +153,7 @@ class Optimizer(torch.optim.Optimizer):
         session, gradients = self.session, self.session.gradients
         if session.staged is not None:
             raise in_one_call("optimizer.backward(loss)", "loss = optimizer.forward_backward(x, y, loss_fn)")
-        batch = require_batch(session.batches.now())
-        gradients.check_turn(batch)
-        session.batches.check_calls()
+        batch = self._take_turn(again)
         check_loss(loss)
         self._model.check_entered()
         given = None if weight is None else weight_of(weight, session.engine.device)
@@ -166,8 +165,24 @@ class Optimizer(torch.optim.Optimizer):
             session.proof.read(loss, amount, samples, gradients.tally)
         CLOCK.enter("backward")
         sums = gradients.sums() if batch.is_last_micro_batch and not more else None
-        self._differentiate(loss, amount, coefficient, sums)
+        self._differentiate(loss, amount, coefficient, sums, retain_graph)
         self._conclude(batch, loss, sums, more=more)
+
+    def _take_turn(self, again: bool) -> Batch:
+        """Returns the batch that is to be differentiated, if its turn has come."""
+        session, gradients = self.session, self.session.gradients
+        batch = require_batch(session.batches.now())
+        own = session.batches.check_calls()
+        if again or (own and gradients.state == "idle" and batch is gradients.batch):
+            gradients.reopen(batch)
+        elif gradients.state == "ready" and self._overflowed():
+            self.skip()
+        gradients.check_turn(batch)
+        return batch
+
+    def _overflowed(self) -> bool:
+        """Whether a gradient scaler of the user's own has left out the update that is complete."""
+        return self.session.precision.amp is None and bool(not_finite(self.session))
 
     def _conclude(self, batch: Batch, loss: Tensor, sums: Tensor | None, *, more: bool = False) -> None:
         """What follows on the passes of a batch; `sums`, if it is the last of an update, are under way."""
@@ -186,8 +201,13 @@ class Optimizer(torch.optim.Optimizer):
             session.batches.done()
         CLOCK.enter("other")
 
-    def _differentiate(self, loss: Tensor, weight: Number, coefficient: Number, sums: Tensor | None) -> None:
+    def _differentiate(
+        self, loss: Tensor, weight: Number, coefficient: Number, sums: Tensor | None, retain_graph: bool
+    ) -> None:
         session, gradients = self.session, self.session.gradients
+        reduce = sums is not None
+        if reduce and self._recomputes is None:
+            self._recomputes = any(session.world.gather(recomputes_reentrantly(loss)))
         wide = widened(loss)
         factor = coefficient.to(wide.device, wide.dtype) if isinstance(coefficient, Tensor) else coefficient
         scaled = session.precision.scale(wide.reshape(()) * factor)
@@ -196,7 +216,9 @@ class Optimizer(torch.optim.Optimizer):
             gradients.differentiating(),
             zero_gradients(gradients.parameters(), weight),
         ):
-            session.engine_model.backward(scaled, reduce=sums is not None, extras=sums)
+            session.engine_model.backward(
+                scaled, reduce=reduce, extras=sums, retain_graph=retain_graph, afterwards=bool(self._recomputes)
+            )
 
     def _find_layer(self, loss: Tensor) -> None:
         """Looks for the layer while the batch and the parameters are still those that gave a bad loss."""
@@ -212,14 +234,18 @@ class Optimizer(torch.optim.Optimizer):
         have been left out), takes the scale away."""
         session, tally = self.session, self.session.gradients.tally
         every, weight = sums[0], sums[1]
-        if tally.given or batch.update_samples:  # any data set may turn out to have fewer samples than planned
+        skips = session.options.amp == "fp16"
+        if skips or tally.given or batch.update_samples:  # any data set may turn out to have fewer samples than planned
             unit = session.precision.unit if tally.given else 1.0
             # without asking for the sum: that would make a GPU wait
             factor = torch.where(weight > 0, batch.planned * unit / weight, torch.zeros_like(weight))
+            if skips:  # the forward pass has overflown: the scaler is to see it
+                factor = torch.where(torch.isfinite(every), factor, torch.inf)
             present = [gradient for _, gradient in session.gradients_here()]
             if present and not (factor.device.type == "cpu" and float(factor) == 1.0):
                 scale(present, factor)
             every = every * factor
+        self._mean = every
         layer, self._layer = self._layer, ""
         session.losses.add(Reading(
             self.progress.step + 1, batch.place[0], every, tally.loss, layer,
@@ -262,26 +288,84 @@ class Optimizer(torch.optim.Optimizer):
             raise gradient_error(not_finite(session), float(norm), self.progress.step + 1)
         return norm
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> Tensor | None:  # type: ignore[override]
         """Applies the update: clips, sets the learning rate, steps. Before the update is complete it does nothing.
 
+        Args:
+            closure: for optimizers that compute the loss several times (LBFGS, SAM): calls the model and
+                `optimizer.backward(loss)` on the batch at hand.
+
+        Returns:
+            With a closure: the mean loss of all ranks, float64, as it was when the optimizer last asked for it.
+
         Raises:
-            ConfigError: no backward before, a closure, or gradients that were thrown away.
+            ConfigError: no backward before, or gradients that were thrown away; a closure under accumulation, with
+                amp="fp16", for several optimizers, or on DeepSpeed.
             NonFiniteError: the norm of the gradients is not finite.
             ReplicaError: after the first update, and every `watch_every` updates, when replicas differ.
         """
         session, gradients = self.session, self.session.gradients
-        self._check_step(closure)
+        self._check_step(closure is not None)
         if gradients.state == "partial":
             gradients.state = "idle"
-            return
+            return None
         CLOCK.enter("optimizer")
         if session.rates is not None:
             session.rates.apply(self.progress.samples_seen)
+        if closure is not None:
+            with explained("optimizer's step", session.sizes):
+                _step_engine(session, partial(self._evaluate, closure))
+            self._check_step(closure=False)
+        else:
+            if session.options.clip is not None:
+                self.clip_grad_norm_(session.options.clip)
+            with explained("optimizer's step", session.sizes):
+                session.precision.step(self._stepper)
+        self._close_update()
+        every = session.options.watch_every
+        due = bool(every and self.progress.step % every == 0) or not self._compared
+        if due and session.world.size > 1:
+            self._compared = self._compared or gradients.had_some
+            replicas.check_equal(session.module, session.world, f"after update {self.progress.step}")
+        CLOCK.enter("other")
+        return None if closure is None else self._mean
+
+    def _evaluate(self, closure: Callable[[], object]) -> Tensor | None:
+        """What the wrapped optimizer calls for the loss and its gradients: those of all ranks, which ask alike."""
+        session = self.session
+        session.gradients.reopen(require_batch(session.batches.now()))
+        with torch.enable_grad():
+            closure()
+        if session.gradients.state != "ready":
+            raise ConfigError(
+                "a closure differentiates the batch at hand",
+                "it returned without optimizer.backward(loss)",
+                "def closure(): loss = loss_fn(model(x), y); optimizer.backward(loss); return loss",
+            )
         if session.options.clip is not None:
             self.clip_grad_norm_(session.options.clip)
-        with explained("optimizer's step", session.sizes):
-            session.precision.step(self._stepper)
+        CLOCK.enter("optimizer")
+        return self._mean
+
+    def skip(self) -> None:
+        """Leaves out the update that `backward` has completed: weights and the optimizer's state stay as they are, the
+        samples count as seen. Call it on every rank: `p.grad` is the same there, and so is what it decides.
+
+        Raises:
+            ConfigError: no update is complete.
+        """
+        if self.session.gradients.state != "ready":
+            raise ConfigError(
+                "optimizer.skip() takes the place of step() after an update's last backward()",
+                "no update is complete",
+                "optimizer.backward(loss), then step() or skip()",
+            )
+        for parameter in self.session.gradients.parameters():
+            parameter.grad = None
+        self._close_update()
+
+    def _close_update(self) -> None:
+        session, gradients = self.session, self.session.gradients
         if session.in_parts is not None:
             for parameter in gradients.parameters():
                 parameter.grad = None  # nothing to be read, or added to
@@ -289,18 +373,23 @@ class Optimizer(torch.optim.Optimizer):
         if session.batches.data is not None:
             session.handed_out(session.batches.data.step)  # what was saved of buffers is put back, and kept on
         self._advance()
-        every = session.options.watch_every
-        due = bool(every and self.progress.step % every == 0) or not self._compared
-        if due and session.world.size > 1:
-            self._compared = self._compared or gradients.had_some
-            replicas.check_equal(session.module, session.world, f"after update {self.progress.step}")
-        CLOCK.enter("other")
 
-    def _check_step(self, closure: object) -> None:
-        gradients = self.session.gradients
-        if closure is not None:
-            raise ConfigError("the loss is differentiated by optimizer.backward(loss)", "step(closure)", "step()")
-        if gradients.state in ("idle", "more"):
+    def _check_step(self, closure: bool) -> None:
+        gradients, options = self.session.gradients, self.session.options
+        if closure:
+            several = isinstance(self.wrapped, Several)
+            reasons = {
+                "accumulate=1": options.accumulate > 1, 'amp="bf16", or none': options.amp == "fp16",
+                "one optimizer": several, "a model that is not split": self.session.staged is not None,
+            }  # fmt: skip
+            wrong = [need for need, lacks in reasons.items() if lacks]
+            if wrong or gradients.state in ("partial", "more"):
+                raise ConfigError(
+                    "a closure computes the loss and the gradients of a whole update, as often as the optimizer asks",
+                    "step(closure) within an update" if not wrong else "step(closure) where that cannot be",
+                    f"it needs {', '.join(wrong)}; or optimizer.backward(loss) and step()",
+                )
+        elif gradients.state in ("idle", "more"):
             raise ConfigError(
                 "optimizer.step() follows optimizer.backward(loss)",
                 "no backward() since the last step()"
@@ -319,10 +408,9 @@ class Optimizer(torch.optim.Optimizer):
         batch = self.session.gradients.batch
         assert batch is not None
         epoch, in_epoch = self.session.batches.applied(batch)
-        self.progress = Progress(
-            epoch, self.progress.step + 1, self.progress.samples_seen + batch.update_samples, in_epoch
-        )
-        self._updated = batch
+        new = 0 if batch is self._counted else batch.update_samples  # several updates of a batch have seen it once
+        self.progress = Progress(epoch, self.progress.step + 1, self.progress.samples_seen + new, in_epoch)
+        self._updated = self._counted = batch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes `p.grad`. Partial sums of an update that is being gathered are not touched.
@@ -330,130 +418,19 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: an update is complete and not applied.
         """
-        self.session.gradients.refuse_zero_grad()
+        self.before_zero_grad()
         self.wrapped.zero_grad(set_to_none)
 
-    # -- looking ---------------------------------------------------------------------------------------------
-    @property
-    def lr(self) -> float:
-        """The learning rate of the first group, in the last update."""
-        return rates_of(self.wrapped)[0]
-
-    @property
-    def skipped_steps(self) -> int:
-        """Updates left out because a gradient was infinite (amp="fp16")."""
-        return self.session.precision.skipped_steps
-
-    def record(self) -> dict[str, Any]:
-        """What `RunLog.step` takes, for the batch just done.
-
-        The loss is the mean over all ranks' samples of the update (on a GPU: of one some updates ago, so that nothing
-        waits). For a micro-batch that completed no update, samples is 0 and the loss None.
-        """
-        batch, self._updated = self._updated, None
-        return {
-            "step": self.progress.step,
-            "epoch": batch.place[0] if batch is not None else self.progress.epoch,
-            "samples_seen": self.progress.samples_seen,
-            "loss": self.session.losses.last if batch is not None else None,
-            "lr": self.lr,
-            "samples": batch.update_samples if batch is not None else 0,
-            "seconds": CLOCK.take(),
-        }
-
-    def phases(self) -> dict[str, float]:
-        """Returns this rank's seconds by phase since the last `record`: for `RunLog.epoch`, after an evaluation and a
-        checkpoint."""
-        return CLOCK.take()
-
-    # -- being an optimizer ----------------------------------------------------------------------------------
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.wrapped.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.wrapped.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.wrapped.defaults
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's; with zero= put together of all ranks' parts, and collective."""
-        parted = self.session.parted
-        if parted is None:
-            return self.wrapped.state_dict()
-        with self.session.world.in_step("optimizer.state_dict() with zero="):
-            return parted.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the wrapped optimizer; give every rank the same."""
-        if self.session.parted is not None:
-            self.session.parted.check_state(state_dict)
-        self.wrapped.load_state_dict(state_dict)
-        self.loaded()
-
-    def loaded(self) -> None:
-        """The wrapped optimizer's state was loaded, the same on every rank."""
-        if self.session.parted is not None:
-            self.session.parted.share_out()
-        if self.session.rates is not None:
-            self.session.rates.forget()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refused: an engine is tied to the parameters it was given."""
-        raise ConfigError(
-            "an optimizer has all its groups before it is prepared",
-            "add_param_group() after prepare()",
-            "add the group first; parameters that join later can be frozen until then",
-        )
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return self.wrapped.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        return self.wrapped.register_step_post_hook(hook)
-
-    def __repr__(self) -> str:
-        return repr(self.wrapped)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "wrapped":  # not there yet
-            raise AttributeError(name)
-        return getattr(self.wrapped, name)
-
-    def close(self) -> None:
-        """Takes the hooks off model and optimizer, which are plain again; dropping this optimizer does it too.
-
-        With zero= collective: the optimizer gets its whole state back (not when it is dropped: ranks drop it alone).
-        """
-        if self._closing.alive and self.session.parted is not None:
-            state = self.state_dict()
-            self._closing()
-            self.wrapped.load_state_dict(state)
-        self._closing()
+    def before_zero_grad(self) -> None:
+        """Raises `ConfigError` where zeroing would throw away an update that nobody has left out."""
+        if self.session.gradients.state == "ready" and self._overflowed():
+            self.skip()
+        self.session.gradients.refuse_zero_grad()
 
 
-def _close(guard: RemovableHandle, gradients: Gradients, model: EngineModel) -> None:
-    guard.remove()
-    gradients.close()
-    model.close()
-
-
-def _step_engine(session: Session) -> None:
+def _step_engine(session: Session, closure: Callable[[], object] | None = None) -> None:
     session.stepping = True
     try:
-        session.engine_model.step()
+        session.engine_model.step(closure)
     finally:
         session.stepping = False
-
-
-def _refuse_bare_step(of: ref[Session], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    session = of()
-    if session is not None and session.world.size > 1 and not session.stepping:
-        raise ConfigError(
-            "the prepared optimizer takes the steps: it knows when gradients are those of all ranks",
-            f"step() of the {type(optimizer).__name__} that was given to prepare()",
-            "model, optimizer = prepare(model, optimizer, ...), then optimizer.step() with the one returned",
-        )

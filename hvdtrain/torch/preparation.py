@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import ref
 
 import torch
@@ -18,17 +19,18 @@ from hvdtrain.torch.checks.averaging import prove
 from hvdtrain.torch.checks.in_step import Noted
 from hvdtrain.torch.checks.loss_proof import LossProof
 from hvdtrain.torch.checks.nonfinite import Losses
-from hvdtrain.torch.checks.refusals import check_model, check_optimizer
+from hvdtrain.torch.checks.refusals import check_model, check_optimizer, check_plain
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.batches import Batches
 from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines.base import PartedEngineModel, Settings, Staged, staged_or_none
-from hvdtrain.torch.engines.shell import ModelShell, unwrap
+from hvdtrain.torch.engines.shell import ModelShell, is_compiled, unwrap
 from hvdtrain.torch.engines.sync_batchnorm import convert, revert
 from hvdtrain.torch.gradients import Gradients
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.optimizer import Optimizer
 from hvdtrain.torch.session import Options, Rates, Session, prepared_optimizers
+from hvdtrain.torch.several import Several
 from hvdtrain.torch.staged import check_staged
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 def prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     data: Loader | None = None,
     *,
     world: World | None = None,
@@ -62,8 +64,9 @@ def prepare(
     Args:
         model: plain, complete; the same on every rank, but for its values. Or an `hvdtrain.pipeline.Pipeline` of such a
             model, cut in the same places on every rank: it stays on its devices, and is trained with
-            `Optimizer.forward_backward`.
-        optimizer: plain; holds the model's trainable parameters.
+            `Optimizer.forward_backward`. Or one that `torch.compile` gave.
+        optimizer: plain; holds the model's trainable parameters. Or several that do so together, `[muon, adamw]`, which
+            step as one.
         data: the loader that training reads; it knows how much each rank's batch counts. Without one every rank's
             batch counts the same, and samples are not counted.
         world: the ranks; by default those of `hvdtrain.init`.
@@ -94,7 +97,13 @@ def prepare(
     _check_options(options, lr, data)
     world = given_or_current(world, "torch")
     _check_zero(options, world)
+    compiled = model if is_compiled(model) else None
+    model = model if compiled is None else unwrap(model)
     check_model(model)
+    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        check_plain(one)
+    if isinstance(optimizer, Sequence):
+        optimizer = Several(optimizer) if len(optimizer) > 1 else optimizer[0]
     staged = staged_or_none(model)
     if staged is not None:
         check_staged(staged, options, engine_of(world))
@@ -106,7 +115,8 @@ def prepare(
     rates = None if lr is None or data is None else Rates(optimizer, lr, data.global_batch * accumulate)
     _place(model, optimizer, options, world, staged)
     start.broadcast_state(model, optimizer, world)
-    session = _bind(model, optimizer, options, data, world, staged)
+    call = staged or compiled or (torch.compile(model) if compile else None)
+    session = _bind(model, optimizer, options, data, world, staged, call)  # type: ignore[arg-type]
     session.rates = rates
     if data is not None:
         data.followers.add(session)
@@ -183,10 +193,11 @@ def _bind(
     data: Loader | None,
     world: World,
     staged: Staged | None,
+    call: Callable[..., Any] | None,
 ) -> Session:
     engine = engine_of(world)
     pieces = world.size * options.accumulate * (1 if staged is None else max(staged.micro_batches, 2))
-    shell = ModelShell(model, torch.compile(model) if options.compile else staged)  # type: ignore[arg-type]
+    shell = ModelShell(model, call)
     batches = Batches(data, world.size, options.accumulate)
     bound = engine.bind(shell, optimizer, Settings(options.compression, staged=staged, zero=options.zero))
     return Session(
@@ -198,9 +209,10 @@ def _bind(
         batches=batches,
         per_rank_batch=None if data is None else data.per_rank_batch,
         precision=Precision(options.amp, engine.device),
-        losses=Losses(world, engine.device),
+        losses=Losses(world, engine.device, skips=options.amp == "fp16"),
         gradients=Gradients(model, engine.device, optimizer, staged=staged is not None),
         proof=LossProof(world, pieces, verify=options.verify),
         staged=staged,
+        compiled=call is not None and staged is None,
         parted=cast(PartedEngineModel, bound) if options.zero else None,
     )

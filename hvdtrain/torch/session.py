@@ -27,6 +27,7 @@ from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.base import PartedEngineModel, Piece, Staged, TorchEngine
 from hvdtrain.torch.engines.sync_batchnorm import uncounting
 from hvdtrain.torch.gradients import Gradients
+from hvdtrain.torch.several import members_of
 
 # by its model, so that preparing a model again, with another optimizer or other options, first takes off what the last
 # one put on; held weakly on both sides: an optimizer refers to its model, and what the user drops is to be freed
@@ -63,6 +64,7 @@ class Session:
         proof: whether the loss can be put together of pieces.
         staged: the pipeline that runs the module's passes, if one does.
         parted: the model on the engine, where ranks have parts of the optimizer's state.
+        compiled: the module runs as `torch.compile` made it.
         rates: sets the learning rate; None leaves it to the user.
         last_call: arguments of the last training forward pass.
         last_method: the user's own that took them, in place of forward.
@@ -83,6 +85,7 @@ class Session:
     proof: LossProof
     staged: Staged | None = None
     parted: PartedEngineModel | None = None
+    compiled: bool = False
     rates: Rates | None = None
     last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     last_method: Callable[..., Any] | None = None
@@ -181,7 +184,8 @@ class Rates:
             lr.check_optimizer(self._bases[0], global_batch)
         self._last: list[float] | None = None
         self._marks = _marks(optimizer)
-        self._refuse_scheduler(getattr(optimizer.step, "_wrapped_by_lr_sched", False))
+        members = members_of(optimizer)
+        self._refuse_scheduler(any(getattr(member.step, "_wrapped_by_lr_sched", False) for member in members))
 
     def apply(self, samples_seen: int) -> None:
         """Sets the rates of the update that begins after `samples_seen` samples.
@@ -189,15 +193,16 @@ class Rates:
         Raises:
             ConfigError: something else has set a rate since the last update, or is about to.
         """
-        self._refuse_scheduler(_marks(self._optimizer) != self._marks)
+        self._refuse_scheduler(_marks(self._optimizer)[: len(self._marks)] != self._marks)
         now = rates_of(self._optimizer)
-        if self._last is not None and now != self._last:
+        if self._last is not None and now[: len(self._last)] != self._last:
             raise ConfigError(
                 "the learning rate is set in one place: prepare(..., lr=...) does so before each update",
                 f"it was set to {self._last}, and is now {now}",
                 "take the scheduler away, or leave lr= out and keep the scheduler",
             )
         factor = self.lr.at(samples_seen, self.global_batch) / self.lr.base
+        self._bases += now[len(self._bases) :]  # of groups that were added
         for group, base in zip(self._optimizer.param_groups, self._bases, strict=True):
             if isinstance(group["lr"], torch.Tensor):  # of capturable optimizers
                 group["lr"].fill_(base * factor)

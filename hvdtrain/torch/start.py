@@ -19,6 +19,7 @@ from hvdtrain.torch.data.nested import map_tensors
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.base import Staged
 from hvdtrain.torch.session import Options
+from hvdtrain.torch.several import kind_of
 
 
 def signature(
@@ -33,7 +34,7 @@ def signature(
     found = {f"lr ({type(lr).__name__})": repr(lr)}
     found |= {f"prepare(..., {name}=)": repr(value) for name, value in asdict(options).items()}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found["optimizer"] = type(optimizer).__name__
+    found["optimizer"] = kind_of(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             members = [names[id(p)] for p in value] if key == "params" else None

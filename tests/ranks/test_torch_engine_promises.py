@@ -11,8 +11,8 @@ from limits import Limit
 
 from hvdtrain.core import engines
 
-PROGRAM = "engine_promises.py"
-PROMISES = torch_cases.names(PROGRAM)
+PROGRAM = "loops.py"  # which runs the cases of both
+PROMISES = [*torch_cases.names("engine_promises.py"), *torch_cases.names(PROGRAM)]
 # launcher and ranks
 ENGINES = {
     "horovod": ("horovodrun", 2), "ddp": ("torchrun", 2), "deepspeed": ("torchrun", 2),
@@ -31,7 +31,24 @@ ROWS = {
     "T9": ("a layer frozen between micro-batches", "case_a_layer_frozen_within_an_update_is_refused", "refused"),
     "T19c": ("the standard DCGAN loop", "case_the_standard_loop_of_a_gan", "as one process"),
     "T19e": ("complex parameters", "case_complex_parameters", "as one process"),
-    "T19f": ("a reentrant checkpoint", "case_recomputed_layers_are_exact_or_refused", "refused"),
+    "T20a": ("two optimizers of a model (Muon and AdamW), with schedulers and checkpoints",
+             "case_two_optimizers_step_as_one_and_are_restored", "as one process"),
+    "T20b": ("step(closure): LBFGS with a line search, SAM", "case_closures_lbfgs_and_sam", "as one process"),
+    "T20c": ("several updates of a batch", "case_several_updates_a_batch", "as one process; samples count once"),
+    "T20d": ("weights moved along the gradient, and the gradient taken there",
+             "case_gradients_in_place_of_those_that_are_there", "as one process, with again=True"),
+    "T20e": ("updates that are left out, by the norm of the gradient", "case_updates_that_are_left_out",
+             "optimizer.skip(); refused where one rank does so"),
+    "T20f": ("a GradScaler of one's own, an overflow on one rank", "case_a_gradient_scaler_of_ones_own",
+             "as one process"),
+    "T20g": ("fp16, an overflow in one rank's forward pass", "case_an_overflow_of_the_forward_pass_skips",
+             "all ranks skip the update"),
+    "T20h": ("add_param_group of layers that are thawed", "case_layers_that_join_later", "as one process"),
+    "T20i": ("a loss with parameters", "case_a_loss_with_parameters", "as one process, as a part of the model"),
+    "T20j": ("two losses from one forward pass", "case_two_losses_of_one_forward_pass",
+             "as one process, with retain_graph=True"),
+    "T20k": ("a model that torch.compile gave", "case_a_model_that_was_compiled_before", "as one process, plain names"),
+    "T19f": ("a reentrant checkpoint", "case_recomputed_layers_are_exact", "as one process"),
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,15 +24,16 @@ _numbers = itertools.count(1)  # of this process; ranks prepare their models in 
 
 
 class _Place(NamedTuple):
-    """What an update is of: a model, and where in the loader its last batch ends."""
+    """What an update is of: a model, where its last batch ends in the loader, and how many were stepped before."""
 
     model: int
     epoch: int
     samples_done: int
+    stepped: int
 
     def __str__(self) -> str:
         at = f", sample {self.samples_done} of epoch {self.epoch}" if self.samples_done else ""
-        return f"of model {self.model}{at}"
+        return f"of model {self.model}{at}, {self.stepped} stepped before"
 
 
 class Noted:
@@ -52,10 +53,11 @@ class Noted:
         self._number = next(_numbers)
         self._extras: tuple[Tensor, Tensor] | None = None  # the caller's; with two numbers more
         self._under_way: deque[tuple[_Place, Tensor, Any]] = deque()
-        self._place = _Place(0, 0, 0)
+        self._place = _Place(0, 0, 0, 0)
+        self._stepped = 0
         self.call: Callable[..., Any] = model.call
         self.close = model.close
-        self.step = self._step_together if hasattr(model, "share_out") else model.step
+        self._parted = hasattr(model, "share_out")
 
     @contextmanager
     def _starting(self, extras: Tensor | None) -> Iterator[Tensor | None]:
@@ -64,8 +66,8 @@ class Noted:
             yield extras
             return
         batch = self._batches.now()
-        self._place = _Place(self._number, *((0, 0) if batch is None else batch.place))
-        own = zlib.crc32(struct.pack("3q", *self._place)) & _BITS
+        self._place = _Place(self._number, *((0, 0) if batch is None else batch.place), self._stepped)
+        own = zlib.crc32(struct.pack("4q", *self._place)) & _BITS
         sent = torch.cat([extras, torch.tensor([own, own * own], dtype=extras.dtype, device=extras.device)])
         self._extras = extras, sent
         self._world.tracker.begin_update(self._place)
@@ -75,10 +77,20 @@ class Noted:
             self._world.tracker.drop_update()
             raise
 
-    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        reduce: bool,
+        extras: Tensor | None = None,
+        retain_graph: bool = False,
+        afterwards: bool = False,
+    ) -> None:
         """See `EngineModel.backward`."""
         with self._starting(extras) as sent:
-            self._engine_model.backward(loss, reduce=reduce, extras=sent)
+            self._engine_model.backward(
+                loss, reduce=reduce, extras=sent, retain_graph=retain_graph, afterwards=afterwards
+            )
 
     def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
         """See `StagedEngineModel.run`."""
@@ -112,10 +124,12 @@ class Noted:
         while len(self._under_way) > (0 if arrived is None else _LAG):
             self._check(*self._under_way.popleft())
 
-    def _step_together(self) -> None:
-        """A step of parts is collective: a rank that waits in it for others is noted, too."""
-        with self._world.tracker.reduction("the optimizer's step"):
-            self._engine_model.step()
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        """See `EngineModel.step`. One of parts is collective: a rank that waits in it for others is noted, too."""
+        collective = self._world.tracker.reduction("the optimizer's step") if self._parted else nullcontext()
+        with collective:
+            self._engine_model.step(closure)
+        self._stepped += 1
 
     def _check(self, place: _Place, sums: Tensor, arrived: Any) -> None:
         if arrived is not None:

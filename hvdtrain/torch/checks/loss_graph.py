@@ -216,6 +216,21 @@ def _saved(node: Any) -> Iterator[Tensor]:
             yield from (item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, Tensor))
 
 
+def recomputes_reentrantly(loss: Tensor) -> bool:
+    """Whether a part of the model is computed again within the backward pass, in a pass of its own
+    (`torch.utils.checkpoint` with use_reentrant=True): autograd's graph does not show what is in it."""
+    stack = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if _name(node) == "CheckpointFunction":
+            return True
+        new = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= new
+        stack += new
+    return False
+
+
 def couples(loss: Tensor, outputs: list[Tensor], samples: int) -> bool | None:
     """Whether the loss compares samples with each other, so that no weights can put it together of pieces.
 

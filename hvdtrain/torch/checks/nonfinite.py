@@ -25,6 +25,7 @@ from hvdtrain.torch.data.nested import tensors_of
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
 
 _LAG = 2
+_SKIPPED_AT_MOST = 10  # in a row: more is no overflow that a smaller scale, or another batch, would end
 _EVERY_STEP = "HVDTRAIN_CHECK_EVERY_STEP"
 GO_BACK = "earlier checkpoints are untouched: restore one, here or in a new run"
 
@@ -61,8 +62,10 @@ class Losses:
         last: of the newest update whose loss has been read; None before.
     """
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(self, world: World, device: torch.device, *, skips: bool = False) -> None:
         self._world = world
+        self._skips = skips
+        self._skipped = 0  # updates one after the other
         self._on_gpu = device.type == "cuda"
         self.at_once = not self._on_gpu or os.environ.get(_EVERY_STEP, "") not in ("", "0")
         self._under_way: deque[Reading] = deque()
@@ -101,9 +104,12 @@ class Losses:
                 raise reading.explain()
             every, mine = float(reading.every), float(reading.mine)
             if not math.isfinite(every):
+                self._skipped += 1
+                if self._skips and self._skipped < _SKIPPED_AT_MOST:
+                    continue
                 self._under_way.clear()
                 raise self._error(reading, every, mine)
-            self.last = every
+            self.last, self._skipped = every, 0
 
     def forget(self) -> None:
         """A checkpoint was restored: what is under way is of updates that are undone."""

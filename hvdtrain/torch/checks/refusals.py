@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
@@ -48,8 +50,8 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises `ConfigError` unless the optimizer is plain and holds exactly the model's trainable parameters."""
+def check_plain(optimizer: Optimizer) -> None:
+    """Raises `ConfigError` for what is no optimizer, or wrapped already."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError("prepare() takes a torch.optim.Optimizer", f"optimizer is a {type(optimizer).__name__}")
     wrapper = next(filter(None, map(_wrapper_of, type(optimizer).__mro__)), "")
@@ -60,15 +62,25 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             f"an optimizer wrapped by {wrapper or _WRAPPERS['horovod.']}",
             "optimizer.wrapped" if wrapper == "hvdtrain" else "make the torch.optim optimizer and prepare() that one",
         )
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def check_held(model: nn.Module, held: Sequence[nn.Parameter]) -> None:
+    """Raises `ConfigError` for parameters that are not the model's."""
+    names = {id(parameter) for parameter in model.parameters()}
     strange = [tuple(parameter.shape) for parameter in held if id(parameter) not in names]
     if strange:
         raise ConfigError(
             "every parameter of the optimizer must be one of the model's",
             f"{len(strange)} of {len(held)} are not, the first of shape {strange[0]}",
-            "make the optimizer from this model's parameters(), after the model is complete",
+            "make the optimizer from this model's parameters(), after the model is complete; a loss with parameters is"
+            " a part of the model: model.criterion = criterion, before prepare()",
         )
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises `ConfigError` unless the optimizer holds exactly the model's trainable parameters."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    check_held(model, held)
     ids = {id(parameter) for parameter in held}
     missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in ids]
     if missing:

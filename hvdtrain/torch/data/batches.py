@@ -38,6 +38,11 @@ class Batch:
         return self.amount / self.planned
 
     @property
+    def whole_update(self) -> bool:
+        """It makes an update by itself."""
+        return self.is_last_micro_batch and (self.step is None or self.planned == self.step.global_samples)
+
+    @property
     def padding(self) -> bool:
         """This rank has no samples left, and takes part with weight 0."""
         return self.step is not None and self.step.padding
@@ -78,8 +83,12 @@ class Batches:
             steps = {step for tensor in tensors_of(values) if (step := self.data.step_of(tensor)) is not None}
             self._calls.add(self.data.step in steps if steps else None)
 
-    def check_calls(self) -> None:
-        """Raises `ConfigError` where the model has seen earlier batches only since the last one that was done."""
+    def check_calls(self) -> bool:
+        """Returns whether the model has seen the batch at hand since the last backward pass.
+
+        Raises:
+            ConfigError: it has seen earlier batches only.
+        """
         calls, self._calls = self._calls, set()
         if calls == {False}:
             raise ConfigError(
@@ -88,6 +97,7 @@ class Batches:
                 "train on each batch within the loader's own loop (for x, y in train: ..., not over list(train) or what"
                 " reads ahead: its workers do so already)",
             )
+        return True in calls
 
     def now(self) -> Batch | None:
         """The batch that training is at; None before the first."""

@@ -81,6 +81,11 @@ def as_parameters(gradients: Sequence[Tensor]) -> list[Tensor]:
     return stand_ins
 
 
+def step_of(optimizer: torch.optim.Optimizer, closure: Callable[[], object] | None) -> None:
+    """The plain optimizer's step; some of the users' own take no closure."""
+    optimizer.step() if closure is None else optimizer.step(closure)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class Settings:
     """How gradients travel.
@@ -108,13 +113,23 @@ class EngineModel(Protocol):
 
     call: Callable[..., Any]
 
-    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        reduce: bool,
+        extras: Tensor | None = None,
+        retain_graph: bool = False,
+        afterwards: bool = False,
+    ) -> None:
         """Runs the backward pass of `loss`, which is weighted so that gradients are to be summed over ranks.
 
         Args:
             loss: a scalar.
             reduce: the update's last pass: start to sum the gradients. Else they add up in `p.grad`, locally.
             extras: float64 [k] on the engine's device, with `reduce`: summed over ranks in place; ready after `finish`.
+            retain_graph: as torch's.
+            afterwards: a parameter may get its gradient in parts: none is sent before the pass has ended.
         """
         ...
 
@@ -122,8 +137,12 @@ class EngineModel(Protocol):
         """Waits for the sums. Then `p.grad` is the sum over ranks; None, on every rank, where no rank had one."""
         ...
 
-    def step(self) -> None:
-        """The optimizer's step."""
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        """The optimizer's step.
+
+        Raises:
+            ConfigError: a closure, where the engine takes none.
+        """
         ...
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.data.nested import batch_size, cut, made_of, parts_of, to_device
 from hvdtrain.torch.engines.base import Settings, pick_devices
+from hvdtrain.torch.engines.shell import is_compiled
 from hvdtrain.torch.engines.solo import Solo, SoloModel
 
 CPU_DEVICES_VARIABLE = "HVDTRAIN_CPU_DEVICES"
@@ -72,7 +73,7 @@ def _compiled(module: nn.Module) -> bool:
     """Whether something that `torch.compile` made is in the module: a part of it, held by it, or compiled in place."""
     held = (value for part in module.modules() for value in (part, *vars(part).values()))
     in_place = (part._compiled_call_impl is not None for part in module.modules())
-    return any(type(value).__name__ == "OptimizedModule" for value in held) or any(in_place)
+    return any(map(is_compiled, held)) or any(in_place)
 
 
 class PiecesModel(SoloModel):
@@ -83,8 +84,8 @@ class PiecesModel(SoloModel):
         self.call = Pieces(module, devices)
         self._untold = [device for device in devices if device.type == "cuda"]
 
-    def step(self) -> None:
-        super().step()
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        super().step(closure)
         if len(self._untold) > 1:  # the optimizer's state is there by now
             print(memory_told({str(device): torch.cuda.max_memory_allocated(device) for device in self._untold}))
         self._untold = []

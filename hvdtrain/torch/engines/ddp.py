@@ -17,8 +17,9 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.core.startup import stderr_to
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.engines.base import HALVES, Settings
+from hvdtrain.torch.engines.base import HALVES, Settings, step_of
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
+from hvdtrain.torch.engines.reducer import Reducer, Wait
 from hvdtrain.torch.engines.shell import trainable, trains_others
 
 _BUCKET_BYTES = 25 << 20
@@ -47,6 +48,7 @@ class DdpModel:
         self._optimizer = optimizer
         self._settings = settings
         self._extras_work: dist.Work | None = None
+        self._reducer: Reducer | None = None
         _silence_ddp_warning()
         self._wrap()
 
@@ -65,10 +67,21 @@ class DdpModel:
         ddp.register_comm_hook(HALVES[compression] if compression else None, _sum)
         self._ddp = ddp
 
-    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        reduce: bool,
+        extras: Tensor | None = None,
+        retain_graph: bool = False,
+        afterwards: bool = False,
+    ) -> None:
         """See `EngineModel.backward`."""
         if not reduce:
-            loss.backward()  # DDP's hooks expect nothing: gradients add up here
+            loss.backward(retain_graph=retain_graph)  # DDP's hooks expect nothing: gradients add up here
+            return
+        if afterwards:
+            self._reduce_afterwards(loss, extras, retain_graph)
             return
         if trains_others(self._module, self._trainable):
             self._wrap()  # DDP knows only what was trainable when it was made
@@ -78,21 +91,34 @@ class DdpModel:
                 self._extras_work = dist.all_reduce(extras, async_op=True)
             carried = self._ddp(loss)
             carried.register_hook(_when_the_graph_is_done)
-            _once(carried)
+            _once(carried, retain_graph)
+
+    def _reduce_afterwards(self, loss: Tensor, extras: Tensor | None, retain_graph: bool) -> None:
+        """DDP does not see what is recomputed within the pass, and takes it for unused: so without DDP."""
+        if self._reducer is None:
+            self.close()
+            size = self._settings.bucket_bytes or _BUCKET_BYTES
+            self._reducer = Reducer(self._module, _sum_async, bucket_bytes=size, compression=self._settings.compression)
+        self._reducer.backward(loss, reduce=True, extras=extras, retain_graph=retain_graph, afterwards=True)
 
     def finish(self) -> None:
         """See `EngineModel.finish`; gradients are there already, DDP's backward pass waits for them."""
+        if self._reducer is not None:
+            with rank_losses():
+                self._reducer.finish()
         if self._extras_work is not None:
             with rank_losses():
                 self._extras_work.wait()
             self._extras_work = None
 
-    def step(self) -> None:
-        self._optimizer.step()
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        step_of(self._optimizer, closure)
 
     def close(self) -> None:
         """Ends DDP: its reducer takes its hooks off the parameters when nothing refers to it any more."""
         self._ddp = None
+        if self._reducer is not None:
+            self._reducer.close()
         gc.collect()
 
 
@@ -109,9 +135,15 @@ def _sum(wire_type: torch.dtype | None, bucket: dist.GradBucket) -> torch.future
 _sum.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
-def _once(loss: Tensor) -> None:
+def _sum_async(tensor: Tensor, name: str) -> Wait:
+    """Starts a sum over ranks; the same order on every rank is what tells one from the other."""
+    with rank_losses():
+        return dist.all_reduce(tensor, async_op=True).wait
+
+
+def _once(loss: Tensor, retain_graph: bool) -> None:
     try:
-        loss.backward()
+        loss.backward(retain_graph=retain_graph)
     except RuntimeError as error:
         if "mark a variable ready only once" not in str(error) and "marked as ready twice" not in str(error):
             raise

@@ -95,10 +95,18 @@ class DeepSpeedModel:
         self._engine = _initialize(module, optimizer, engine, settings, _wire_type(module, settings))
         self._extras: Tensor | None = None
 
-    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        reduce: bool,
+        extras: Tensor | None = None,
+        retain_graph: bool = False,
+        afterwards: bool = False,
+    ) -> None:
         """See `EngineModel.backward`."""
         with self._engine.no_sync():
-            self._engine.backward(loss)
+            self._engine.backward(loss, retain_graph=retain_graph)
         self._extras = extras if reduce else None
 
     def finish(self) -> None:
@@ -126,7 +134,8 @@ class DeepSpeedModel:
         found: list[float] = tail[: len(used)].tolist()
         return found
 
-    def step(self) -> None:
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        refuse_closure(closure)
         self._engine.step()
 
     def close(self) -> None:
@@ -165,7 +174,15 @@ class ZeroModel(DeepSpeedModel):
         send = zero.reduce_independent_p_g_buckets_and_remove_grads
         self._in_order = InOrder(self._parts.parameters, send) if self.parted else None
 
-    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        reduce: bool,
+        extras: Tensor | None = None,
+        retain_graph: bool = False,
+        afterwards: bool = False,
+    ) -> None:
         """See `EngineModel.backward`.
 
         Raises:
@@ -175,7 +192,7 @@ class ZeroModel(DeepSpeedModel):
         if self._in_order is not None:
             (self._in_order.begin if reduce else self._in_order.stop)()
         with rank_losses():
-            loss.backward()
+            loss.backward(retain_graph=retain_graph)
         self._extras = extras if reduce else None
 
     def finish(self) -> None:
@@ -236,12 +253,13 @@ class ZeroModel(DeepSpeedModel):
         """See `Parts.tensors`."""
         return self._parts.tensors()
 
-    def step(self) -> None:
+    def step(self, closure: Callable[[], object] | None = None) -> None:
         """The step of this rank's part; then every rank has all weights.
 
         Raises:
-            ConfigError: a gradient was taken away, or (parted) replaced.
+            ConfigError: a gradient was taken away, or (parted) replaced; a closure.
         """
+        refuse_closure(closure)
         parameters = [parameter for its in self._parts.parameters for parameter in its]
         self._parts.call_hooks("pre")
         self._check_gradients(parameters)
@@ -295,6 +313,15 @@ class ZeroModel(DeepSpeedModel):
         for parameter, own in self._attributes:
             for name in vars(parameter).keys() - own - set(kept):
                 delattr(parameter, name)
+
+
+def refuse_closure(closure: object) -> None:
+    if closure is not None:
+        raise ConfigError(
+            "DeepSpeed steps with the gradients that are there",
+            "step(closure)",
+            'optimizer.backward(loss) and step(), or engine="ddp" or "horovod"',
+        )
 
 
 def _cut(piece: Piece) -> Tensor:

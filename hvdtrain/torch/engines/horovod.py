@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hvdtrain.core.engines import HorovodCollectives
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.engines.base import Settings, TensorCollectives, pick_devices
+from hvdtrain.torch.engines.base import Settings, TensorCollectives, pick_devices, step_of
 from hvdtrain.torch.engines.reducer import Reducer, Wait
 
 _BUCKET_BYTES = {"cpu": 5 << 20, "cuda": 25 << 20}  # on a CPU: sent while it is still in a cache
@@ -129,5 +129,5 @@ class HorovodModel(Reducer):
         self.call: Callable[..., Any] = module
         self._optimizer = optimizer
 
-    def step(self) -> None:
-        self._optimizer.step()
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        step_of(self._optimizer, closure)

@@ -152,9 +152,18 @@ class Reducer:
         self._hooks = []
 
     # -- one backward pass -----------------------------------------------------------------------------------
-    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        reduce: bool,
+        extras: Tensor | None = None,
+        retain_graph: bool = False,
+        afterwards: bool = False,
+    ) -> None:
         """See `EngineModel.backward`."""
-        self._run(loss.backward, "reducing", reduce=reduce, extras=extras)
+        passes = partial(loss.backward, retain_graph=retain_graph)
+        self._run(passes, "adding up" if afterwards else "reducing", reduce=reduce, extras=extras)
 
     def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
         """See `StagedEngineModel.run`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,11 @@ class ModelShell(nn.Module):
         return (self.module if call is None else call)(*args, **kwargs)  # `or` would ask a module for its length
 
 
+def is_compiled(module: object) -> bool:
+    """Whether `torch.compile` made it of a module; by name: to import its class takes seconds."""
+    return type(module).__name__ == "OptimizedModule"
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Returns the user's own module, plain and whole; a module that was not prepared is returned as it is.
 
@@ -80,5 +85,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     if getattr(type(model), "holds_users_module", False):
         model = vars(model)["module"]
+    if is_compiled(model):
+        model = cast(nn.Module, model._orig_mod)
     staged = staged_or_none(model)
     return model if staged is None else staged.module

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.engines import SoloEngine
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.engines.base import Settings, device_of, pick_devices
+from hvdtrain.torch.engines.base import Settings, device_of, pick_devices, step_of
 
 
 def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> Solo:
@@ -46,8 +46,16 @@ class SoloModel:
         self.call: Callable[..., Any] = module
         self._optimizer = optimizer
 
-    def backward(self, loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
-        loss.backward()
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        reduce: bool,
+        extras: Tensor | None = None,
+        retain_graph: bool = False,
+        afterwards: bool = False,
+    ) -> None:
+        loss.backward(retain_graph=retain_graph)
 
     def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
         passes()
@@ -55,8 +63,8 @@ class SoloModel:
     def finish(self) -> None:
         """Nobody to wait for."""
 
-    def step(self) -> None:
-        self._optimizer.step()
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        step_of(self._optimizer, closure)
 
     def close(self) -> None:
         """No hooks to take off."""

@@ -1,0 +1,126 @@
+"""Several optimizers of one model that step together, as one: Muon for its matrices and AdamW for the rest, say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hvdtrain.core.errors import ConfigError
+
+
+class Several(torch.optim.Optimizer):
+    """What `prepare` makes of a list of optimizers: one, with the groups of all, and a state dict like any other's.
+
+    Args:
+        optimizers: two or more; no parameter is in two of them.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # not torch's own __init__: groups and state are the members'
+        self.members = list(optimizers)
+        self.defaults = {}
+        held = [p for member in self.members for group in member.param_groups for p in group["params"]]
+        if len({id(parameter) for parameter in held}) < len(held):
+            raise ConfigError(
+                "each parameter is in one optimizer",
+                f"{len(held) - len({id(p) for p in held})} of {len(held)} are in two",
+                "give each optimizer parameters of its own: every update is stepped by all of them",
+            )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for member in self.members for group in member.param_groups]
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
+        return _States(self.members)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for member in self.members:
+            member.step()
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.members[0].register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.members[-1].register_step_post_hook(hook)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for member in self.members:
+            member.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of one optimizer: parameters are numbered through."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for member in self.members:
+            first = sum(len(group["params"]) for group in groups)
+            own = member.state_dict()
+            state |= {first + number: value for number, value in own["state"].items()}
+            groups += [
+                {**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]
+            ]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state, groups = state_dict["state"], list(state_dict["param_groups"])
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"loaded state dict has {len(groups)} parameter groups, {kind_of(self)} {len(self.param_groups)}"
+            )
+        for member in self.members:
+            own, groups = groups[: len(member.param_groups)], groups[len(member.param_groups) :]
+            numbers = [number for group in own for number in group["params"]]
+            member.load_state_dict(
+                {"state": {n: state[n] for n in numbers if n in state}, "param_groups": own}  # any numbers will do
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        raise ConfigError(
+            "a group is added to one of several optimizers",
+            f"add_param_group() of {kind_of(self)}",
+            "call it on the optimizer that is to have the group, one of those given to prepare()",
+        )
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(repr, self.members))}]"
+
+
+class _States(MutableMapping[Tensor, Any]):
+    """The states of all members, each parameter's in the member that has it."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self._members = members
+        self._owner = {id(p): member for member in members for group in member.param_groups for p in group["params"]}
+
+    def _of(self, key: Any) -> MutableMapping[Any, Any]:
+        return self._owner.get(id(key), self._members[0]).state
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._of(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._of(key)[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        for member in self._members:
+            yield from member.state
+
+    def __len__(self) -> int:
+        return sum(len(member.state) for member in self._members)
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Names the class, or the classes."""
+    return " + ".join(type(member).__name__ for member in members_of(optimizer))
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Returns the plain optimizers that step: one, or several."""
+    return optimizer.members if isinstance(optimizer, Several) else [optimizer]
