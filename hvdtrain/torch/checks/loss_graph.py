@@ -219,16 +219,19 @@ def _saved(node: Any) -> Iterator[Tensor]:
 def recomputes_reentrantly(loss: Tensor) -> bool:
     """Whether a part of the model is computed again within the backward pass, in a pass of its own
     (`torch.utils.checkpoint` with use_reentrant=True): autograd's graph does not show what is in it."""
+    return any(_name(node) == "CheckpointFunction" for node in _nodes(loss, ()))
+
+
+def _nodes(loss: Tensor, ends: Sequence[Tensor]) -> Iterator[Any]:
+    """Yields the operations of a loss, down to those that gave `ends`."""
     stack = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = set(stack)
+    seen = {*stack, *(end.grad_fn for end in ends)}
     while stack:
         node = stack.pop()
-        if _name(node) == "CheckpointFunction":
-            return True
+        yield node
         new = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= new
         stack += new
-    return False
 
 
 def couples(loss: Tensor, outputs: list[Tensor], samples: int) -> bool | None:
@@ -243,10 +246,10 @@ def couples(loss: Tensor, outputs: list[Tensor], samples: int) -> bool | None:
         samples: in the batch.
 
     Returns:
-        None where it cannot be told.
+        None where it cannot be told: behind batch normalisation (a discriminator's) samples meet, as they may.
     """
     placed = [(output, halves) for output in outputs if (halves := _halves(output, samples))]
-    if samples < 2 or not placed:
+    if samples < 2 or not placed or any("BatchNorm" in _name(node) for node in _nodes(loss, [o for o, _ in placed])):
         return None
     try:
         first = torch.autograd.grad(loss, [o for o, _ in placed], create_graph=True, allow_unused=True)

@@ -104,7 +104,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             return super().forward(x)
         self._check_input_dim(x)
         counted = _mode == "counted" and self not in _uncounted
-        output, mean, var, count = _Normalise.apply(x, self.weight, self.bias, self.eps, engine, counted)
+        output, mean, var, count = _BatchNormalise.apply(x, self.weight, self.bias, self.eps, engine, counted)
         self._track(mean, var, count)
         return output
 
@@ -120,7 +120,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
 
-class _Normalise(torch.autograd.Function):
+class _BatchNormalise(torch.autograd.Function):
     """y = (x - mean) / sqrt(var + eps) * weight + bias, with mean and var over all ranks' counted samples."""
 
     @staticmethod

@@ -1,0 +1,55 @@
+"""Each example, on one rank and on two, has the weights of the plain script that it was made of."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from harness import PROGRAMS, REPOSITORY, run_ranks
+
+PROGRAM = PROGRAMS / "examples" / "run.py"
+EXAMPLES = ["dcgan", "wgan_gp", "sam", "ppo", "moco", "ema", "moe", "seq2seq", "gpt2", "unet"]
+LINES = 120
+TOLERANCE = {"gpt2": 1e-6}  # transformers takes the loss in float32
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of weights: of the plain scripts, on one rank, on two."""
+    folders = {form: tmp_path_factory.mktemp(form) for form in ("plain", "1", "2")}
+    for form, folder in folders.items():
+        kind, ranks = ("plain", 1) if form == "plain" else ("prepared", int(form))
+        result = run_ranks(
+            [PROGRAM, folder, kind, *EXAMPLES], ranks, launcher="horovodrun" if ranks > 1 else "none", timeout_s=400
+        )
+        assert result.returncode == 0, result.text
+    return folders
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_equals_the_plain_script(example: str, ranks: str, kept: dict[str, Path]) -> None:
+    wanted, found = (torch.load(kept[form] / f"{example}.pt") for form in ("plain", ranks))
+    assert list(wanted) == list(found)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=TOLERANCE.get(example, 1e-10), msg=name)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_short_and_says_how_to_run_it(example: str) -> None:
+    text = (REPOSITORY / "examples" / f"{example}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= LINES
+    assert f"python examples/{example}.py" in (ast.get_docstring(ast.parse(text)) or "")
+
+
+def test_an_example_runs_as_its_text_says() -> None:
+    result = run_ranks([REPOSITORY / "examples" / "wgan_gp.py"], 2, launcher="horovodrun", timeout_s=120)
+    assert result.returncode == 0 and "epoch 2: critic" in result.out, result.text
+
+
+def test_every_example_is_here() -> None:
+    elsewhere = {"mnist_shards"}
+    assert {path.stem for path in (REPOSITORY / "examples").glob("*.py")} == {*EXAMPLES, *elsewhere}
