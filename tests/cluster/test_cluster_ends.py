@@ -14,6 +14,7 @@ from typing import IO
 
 import psutil
 import pytest
+from cluster_procfs import command_of
 from harness import clean_environment, processes_of
 from test_cluster_launch import LAUNCH, TIMEOUT_S, TOY, launch, launched
 
@@ -110,7 +111,7 @@ def test_a_slow_reader_does_not_delay_what_a_failure_needs(tmp_path, limit):
     with launched(tmp_path, "--grace=1", "0:wide:80", "0:wait:60", *many) as job:
 
         def ranks() -> int:
-            return len([process for process in processes_of(job.token) if process.cmdline()[1:2] == [str(TOY)]])
+            return sum(command_of(process).split()[1:2] == [str(TOY)] for process in processes_of(job.token))
 
         wait_for(lambda: ranks() == 2)
         wait_for(lambda: ranks() == 0, 15)  # and nothing has been read
