@@ -62,7 +62,7 @@ class Plan:
             raise ConfigError("seed must be below 2**64", f"seed={self.seed!r}")
         if self.tail not in ("weighted", "drop"):
             raise ConfigError('tail must be "weighted" or "drop"', f"tail={self.tail!r}")
-        if self.tail == "drop" and self.steps() == 0 and self.samples:
+        if self.tail == "drop" and self.samples and self.steps() == 0:
             raise ConfigError(
                 'tail="drop" needs at least one full global step in an epoch',
                 f"{self.samples} samples, {self.size} x {self.per_rank_batch} = {self.global_batch} a step",
@@ -73,6 +73,10 @@ class Plan:
     def global_batch(self) -> int:
         """Samples of all ranks in a full step."""
         return self.size * self.per_rank_batch
+
+    def total(self) -> int:
+        """Returns the samples of an epoch; a plan that does not know them (`streams.StreamPlan`) refuses."""
+        return self.samples
 
     def steps(self, consumed: int = 0) -> int:
         """Returns how many steps are left in an epoch of which `consumed` samples are done."""
@@ -187,6 +191,11 @@ class Step:
         """Samples of all ranks that are done in the epoch after this step."""
         return self.begin + self.number * self.plan.global_batch + self.global_samples
 
+    @property
+    def place_after(self) -> tuple[int, int]:
+        """(epoch, samples done in it) to go on with after this step."""
+        return self.plan.place_after(self.epoch, self.samples_done)
+
     def update(self, accumulate: int) -> tuple[int, bool]:
         """Returns the samples of all ranks in the update that this step belongs to, and whether it is its last.
 
@@ -295,7 +304,7 @@ class Dealt:
     @property
     def samples(self) -> int:
         """Samples in the data set."""
-        return self.plan.samples
+        return self.plan.total()
 
     @property
     def per_rank_batch(self) -> int:

@@ -99,6 +99,11 @@ class Session:
         return engine_of(self.world)
 
     @property
+    def accumulate(self) -> int:
+        """Micro-batches of an update."""
+        return self.options.accumulate
+
+    @property
     def in_parts(self) -> PartedEngineModel | None:
         """The model on the engine, where ranks have parts of the gradients, too."""
         return self.parted if self.parted is not None and self.parted.parted else None

@@ -46,7 +46,7 @@ def signature(
         found[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     if staged is not None:
         found |= stages.signature(staged)
-    found["loader"] = "none" if data is None else f"{data.samples} samples, per_rank_batch {data.per_rank_batch}"
+    found["loader"] = "none" if data is None else f"{data.plan.samples} samples, per_rank_batch {data.per_rank_batch}"
     found["torch"] = torch.__version__
     return found
 

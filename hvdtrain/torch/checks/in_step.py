@@ -65,8 +65,7 @@ class Noted:
         if extras is None or not self._world.tracker.on:
             yield extras
             return
-        batch = self._batches.now()
-        self._place = _Place(self._number, *((0, 0) if batch is None else batch.place), self._stepped)
+        self._place = _Place(self._number, *self._batches.at(), self._stepped)
         own = zlib.crc32(struct.pack("4q", *self._place)) & _BITS
         sent = torch.cat([extras, torch.tensor([own, own * own], dtype=extras.dtype, device=extras.device)])
         self._extras = extras, sent

@@ -111,6 +111,11 @@ class Batches:
             self._batch = Batch(float(samples), is_last, step)
         return self._batch
 
+    def at(self) -> tuple[int, int]:
+        """(epoch, samples of all ranks done in it after the batch last handed out); (0, 0) where nobody counts."""
+        step = None if self.data is None else self.data.step
+        return (0, 0) if step is None else (step.epoch, step.samples_done)
+
     def done(self) -> None:
         """The backward pass of the batch is complete."""
         if self.data is not None:
@@ -122,7 +127,7 @@ class Batches:
         """The update that `batch` completes is in the weights; returns (epoch, samples done in it) to go on with."""
         if batch is self._batch:
             self._applied = batch.step
-        return (0, 0) if self.data is None else self.data.plan.place_after(*batch.place)
+        return (0, 0) if batch.step is None else batch.step.place_after
 
     def restart(self) -> None:
         """A checkpoint was restored: no batch is in the weights but those of the checkpoint."""

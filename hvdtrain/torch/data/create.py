@@ -6,16 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.resources import usable_cores, workers_for
 from hvdtrain.core.sharding import Plan
+from hvdtrain.core.streams import StreamPlan, check_heads, stream_of
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.torch.data.loader import Loader
-from hvdtrain.torch.data.memory import Rows, memory_of
-from hvdtrain.torch.data.source import Augment, Source
+from hvdtrain.torch.data.memory import Memory, Rows, memory_of
+from hvdtrain.torch.data.processes import Processes
+from hvdtrain.torch.data.source import Augment
+from hvdtrain.torch.data.streams import Get, Streamed, StreamLoader, drawn_by_epoch
 from hvdtrain.torch.data.workers import Workers
 from hvdtrain.torch.engine import device_of
 
@@ -26,49 +29,87 @@ def augment_of(data: Any) -> Augment | None:
     return brought if hasattr(brought, "draws") else None
 
 
-def source_of(
-    data: Any,
-    world: World,
-    *,
-    workers: int | Literal["auto"],
-    collate: Callable[[list[Any]], Any] | None,
-) -> Source:
-    """Returns what serves `data`; collective.
+def _is_stream(data: Any) -> bool:
+    """True for what is read from its beginning, and not by index."""
+    by_index = all(hasattr(data, name) for name in ("__getitem__", "__len__"))
+    by_index = by_index or isinstance(data, (tuple, Mapping, type))
+    return isinstance(data, IterableDataset) or not (by_index or isinstance(data, (str, bytes, DataLoader)))
+
+
+def _dataset_of(data: Any) -> Any:
+    """Returns a data set that is read by index.
 
     Raises:
         ConfigError: not arrays, and not a map-style data set.
     """
-    if workers != "auto" and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
-        raise ConfigError('workers is "auto" or a whole number >= 0', f"workers={workers!r}")
-    device = device_of(world)
-    cores = usable_cores(world)
-    memory = memory_of(data, device if collate is None else torch.device("cpu"))
-    if memory is not None and collate is None:
-        return memory
-    if memory is not None:
-        data, workers = Rows(memory), 0 if workers == "auto" else workers
     if isinstance(data, Mapping) and 0 not in data:
         raise ConfigError(
-            "data is a tuple of arrays, or a data set that is read by index (len(data), data[i])",
+            "data is a tuple of arrays, or a data set that is read by index (len(data), data[i]), or a stream",
             f"a {type(data).__name__} of {', '.join(map(str, list(data)[:5]))}",
             "torch.utils.data.StackDataset(**data) of arrays, whose batches are such dicts; or a tuple of its parts",
         )
-    usable = not isinstance(data, (DataLoader, IterableDataset)) and all(
-        hasattr(data, name) for name in ("__getitem__", "__len__")
-    )
-    if not usable:
+    if _is_stream(data) or isinstance(data, (DataLoader, type)) or not hasattr(data, "__getitem__"):
         raise ConfigError(
-            "data is a tuple of arrays, or a data set that is read by index (len(data), data[i])",
-            f"a {type(data).__name__}",
-            "give the Dataset itself, not its DataLoader; a stream (IterableDataset) cannot be dealt out exactly",
+            "data is a tuple of arrays, or a data set that is read by index (len(data), data[i]), or a stream",
+            f"the class {data.__name__}" if isinstance(data, type) else f"a {type(data).__name__}",
+            "give the Dataset itself, not its DataLoader; sampler= and batch_sampler= name samples of a Dataset",
         )
-    count = workers_for(cores, on_gpu=device.type == "cuda") if workers == "auto" else workers
-    return Workers(data, workers=count, collate=collate, pin_memory=device.type == "cuda")
+    return data
+
+
+def source_of(
+    data: Any, device: torch.device, processes: Processes, collate: Callable[[list[Any]], Any] | None
+) -> Memory | Workers:
+    """Returns what serves `data` by index.
+
+    Raises:
+        ConfigError: not arrays, and not a map-style data set.
+    """
+    memory = memory_of(data, device if collate is None else torch.device("cpu"))
+    if memory is not None and collate is None:
+        return memory
+    return Workers(_dataset_of(data) if memory is None else Rows(memory), processes, collate)
+
+
+def get_of(source: Memory | Workers) -> Get | Memory:
+    """Returns what makes a sample of an index."""
+    return source if isinstance(source, Memory) else Get(source.dataset, None)
+
+
+def _refuse_sampler(sampler: Any) -> None:
+    if any(isinstance(part, DistributedSampler) for part in (sampler, getattr(sampler, "sampler", None))):
+        raise ConfigError(
+            "sampler= is the order of all samples, the same on every rank: hvdtrain deals it",
+            "a DistributedSampler, which has a part of them",
+            "leave it out: loader(dataset, per_rank_batch) shuffles and deals",
+        )
+
+
+def _processes(
+    workers: int | Literal["auto"],
+    world: World,
+    device: torch.device,
+    *,
+    by_index: bool,
+    decodes: bool,
+    prefetch: int,
+    timeout_s: float,
+    init: Callable[[int], None] | None,
+) -> Processes:
+    if workers != "auto" and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
+        raise ConfigError('workers is "auto" or a whole number >= 0', f"workers={workers!r}")
+    on_gpu = device.type == "cuda"
+    if workers != "auto":
+        return Processes(workers, on_gpu, prefetch, timeout_s, init)
+    count = workers_for(usable_cores(world), on_gpu=on_gpu)
+    if not by_index:  # each worker walks the whole stream: more than one helps to decode
+        count = max(count, 1) if decodes else 1
+    return Processes(max(count, 1) if timeout_s else count, on_gpu, prefetch, timeout_s, init)
 
 
 def loader(
     data: Any,
-    per_rank_batch: int,
+    per_rank_batch: int | None = None,
     *,
     world: World | None = None,
     shuffle: bool = True,
@@ -77,24 +118,43 @@ def loader(
     augment: Augment | None = None,
     seed: int | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    decode: Callable[[Any], Any] | None = None,
+    sampler: Any = None,
+    batch_sampler: Any = None,
+    worker_init_fn: Callable[[int], None] | None = None,
+    prefetch_factor: int = 2,
+    timeout_s: float = 0.0,
 ) -> Loader:
     """Returns this rank's training batches: each sample once an epoch over all ranks, in an order that does not depend
     on how many ranks there are; collective.
 
     Args:
         data: the same on every rank: arrays or tensors of all samples, as a tuple `(x, y, ...)` (served in whole
-            batches from memory, the GPU's if they fit), or a map-style `torch.utils.data.Dataset`.
+            batches from memory, the GPU's if they fit), or a map-style `torch.utils.data.Dataset`. Or a stream, whose
+            order is the order: an `IterableDataset`, any other iterable that can be read again (`set_epoch(epoch)` is
+            called if it has one), or a function `records(epoch)` that returns one. Every rank walks all of it.
         per_rank_batch: samples a rank takes in a full step.
         world: the ranks; by default those of `hvdtrain.init`.
-        shuffle: False keeps the data's order.
+        shuffle: False keeps the data's order; a stream and a sampler have an order of their own.
         tail: samples that do not fill a global step are dealt out and weighed exactly, or left out ("drop").
-        workers: processes that read a `Dataset`; "auto" sizes them to the cores that this rank really has.
+        workers: processes that read a `Dataset` or a stream (each walks it); "auto" sizes them to the cores that this
+            rank really has.
         augment: called with each batch's first part, on the device, and `augment.draws` uniform numbers a sample,
             which depend on the sample's place in the epoch only; by default `data.augment` if there is one.
         seed: of order and augmentation; by default the world's. Loaders of as many samples with the same seed have the
             same order: two of them in one loop are refused.
         collate: makes a batch of a list of samples (of arrays: of their rows); by default
             `torch.utils.data.default_collate`.
+        decode: makes a sample of a stream's record; called for this rank's own only. Its random numbers depend on the
+            record's place in the epoch only.
+        sampler: the order of a data set's indices, as `DataLoader` takes it, of all ranks: an iterable, or a function
+            of the epoch. Generators are set by `seed` and epoch before it is asked.
+        batch_sampler: the same, of global batches: lists of indices, which are dealt to the ranks in contiguous pieces
+            and weighed by their lengths. `per_rank_batch` is then what the learning rate counts with; by default that
+            of its `batch_size`.
+        worker_init_fn: called in each worker process with its number, before it reads.
+        prefetch_factor: batches that each worker makes ahead.
+        timeout_s: seconds to wait for a worker's batch, after which the sample that it is at is named; 0 is for ever.
 
     Raises:
         ConfigError: an argument is wrong, or the data has no samples.
@@ -102,11 +162,57 @@ def loader(
     """
     world = given_or_current(world, "torch")
     seed = world.seed if seed is None else seed
-    source = source_of(data, world, workers=workers, collate=collate)
-    plan = Plan(source.samples, world.size, per_rank_batch, seed=seed, shuffle=shuffle, tail=tail)
-    world.agree("data (samples, batch, seed, order, tail)", (*vars(plan).values(),))
-    if plan.samples == 0:
-        raise ConfigError("training needs samples", "the data set has none", "give data", shared=True)
+    device = device_of(world)
+    whole_batches = _whole_batches(per_rank_batch, sampler, batch_sampler, world)
+    by_index = not _is_stream(data)
+    if decode is not None and (by_index or sampler is not None):
+        raise ConfigError(
+            "decode= makes samples of a stream's records", f"a {type(data).__name__}, which is read by index",
+            "decode in its __getitem__",
+        )  # fmt: skip
+    processes = _processes(
+        workers, world, device, by_index=by_index, decodes=decode is not None,
+        prefetch=prefetch_factor, timeout_s=timeout_s, init=worker_init_fn,
+    )  # fmt: skip
+    batch = per_rank_batch if per_rank_batch is not None else -(-whole_batches // world.size)
+    order = batch_sampler if sampler is None else sampler
+    if by_index or order is not None:
+        source = source_of(data, device, processes, collate)
+        plan = Plan(source.samples, world.size, batch, seed=seed, shuffle=shuffle, tail=tail)
+        world.agree("data (samples, batch, seed, order, tail)", (*vars(plan).values(), whole_batches))
+        if plan.samples == 0:
+            raise ConfigError("training needs samples", "the data set has none", "give data", shared=True)
+        if world.size > 1:
+            same_data.check(world, source.digest())
+        if order is None:
+            return Loader(source, plan, world, augment=augment or augment_of(data))
+        _refuse_sampler(order)
+        begin, get = drawn_by_epoch(order, stream_of(order), seed), get_of(source)
+        processes = Processes(0) if isinstance(get, Memory) else processes
+    else:
+        begin, get = stream_of(data), Get(None, decode)
+    stream = StreamPlan(0, world.size, batch, seed=seed, shuffle=False, tail=tail, whole_batches=whole_batches)
+    walked = Streamed(begin, get, processes, collate)
+    world.agree("stream (batch, seed, tail)", (*vars(stream).values(),))
+    begins = walked.head(seed)
     if world.size > 1:
-        same_data.check(world, source.digest())
-    return Loader(source, plan, world, augment=augment or augment_of(data))
+        check_heads(world, begins)
+    if begins.records == 0:
+        raise ConfigError("training needs samples", "the stream has no record", "give data", shared=True)
+    return StreamLoader(walked, stream, world, augment=augment or augment_of(data), begins=begins)
+
+
+def _whole_batches(per_rank_batch: int | None, sampler: Any, batch_sampler: Any, world: World) -> int:
+    """Returns how many samples a batch of `batch_sampler` has as a rule; 0 without one."""
+    if sampler is not None and batch_sampler is not None:
+        raise ConfigError("sampler= or batch_sampler=", "both", "the latter has the samples' order, too")
+    size = getattr(batch_sampler, "batch_size", None)
+    if per_rank_batch is None and not (isinstance(size, int) and size > 0):
+        raise ConfigError(
+            "per_rank_batch is the samples that a rank takes in a step",
+            "per_rank_batch was not given" + (", nor a batch_sampler with batch_size" if batch_sampler else ""),
+            "loader(dataset, per_rank_batch=32)",
+        )
+    if batch_sampler is None:
+        return 0
+    return int(size) if per_rank_batch is None and size is not None else per_rank_batch * world.size  # type: ignore

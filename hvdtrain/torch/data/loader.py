@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, Protocol
@@ -32,6 +32,8 @@ Items = Generator[tuple[Any, Step], None, None] | Ahead[tuple[Any, Step]]
 class Follower(Protocol):
     """Receives the step of each batch as it is handed out; None at the end."""
 
+    @property
+    def accumulate(self) -> int: ...
     def handed_out(self, step: Step | None) -> None: ...
 
 
@@ -106,12 +108,15 @@ class Loader(Dealt):
         return bool(self.followers) and self._differentiated is None
 
     def _place(self, done: int) -> tuple[int, int]:
+        step = self.step
+        if step is not None and (step.epoch, step.samples_done) == (self._epoch, done):
+            return step.place_after
         return self.plan.place_after(self._epoch, done)
 
     def _notice_end(self) -> None:
         """A loop that was left (by `break`, say) is gone: as anywhere, a new loop is a new epoch."""
         if self._begun and (self._loop is None or self._loop() is None):
-            self._left = (self._epoch, self._done) if self.plan.steps(self._done) else None
+            self._left = (self._epoch, self._done) if self._place(self._done)[0] == self._epoch else None
             self._end_of_loop(self._epoch + 1, 0)
 
     def _end_of_loop(self, epoch: int, done: int) -> None:
@@ -226,6 +231,9 @@ class Loader(Dealt):
                 if not step.padding:
                     yield batch, step
 
+    def ended(self, begin: int) -> None:
+        """The loop over an epoch, of which `begin` samples had been done, is over."""
+
     def all_skipped(self) -> list[tuple[str, str]]:
         """Returns the unreadable files of all ranks, each once, with the reason; collective."""
         found = dict(pair for files in self._world.gather(self.skipped) for pair in files)
@@ -238,12 +246,13 @@ class Loader(Dealt):
 
     def _ready(self, epoch: int, done: int) -> Items:
         """Batches on the device, each with what it counts; made ahead where there is something to hide."""
-        made = self._made(self.plan.step_slices(epoch, done, rank=self._world.rank))
+        made = self._made(epoch, done)
         if self.device.type != "cuda" or not self._source.worth_a_thread:
             return made
         return Ahead(made, self.device, lambda item: tensors_of(item[0]))
 
-    def _made(self, steps: Sequence[Step]) -> Generator[tuple[Any, Step], None, None]:
+    def _made(self, epoch: int, done: int) -> Generator[tuple[Any, Step], None, None]:
+        steps = self.plan.step_slices(epoch, done, rank=self._world.rank)
         with closing(self._source.read(steps)) as answers:
             for step, fetched in zip(steps, answers, strict=True):
                 yield self._make(step, fetched)
@@ -316,6 +325,7 @@ class Epoch:
         if item is None:
             self._over = True
             Epoch.running.discard(self)
+            loader.ended(loader._begin)
             loader._end_of_loop(self.epoch + 1, 0)
             CLOCK.enter("other")
             _notify(loader, None)

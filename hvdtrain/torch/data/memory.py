@@ -60,14 +60,15 @@ class Memory:
     def read(self, steps: Sequence[Step]) -> Generator[Fetched, None, None]:
         for step in steps:
             if step.dealt:
-                yield Fetched(self._take(step.indices), None, [])
+                yield Fetched(self.take(step.indices), None, [])
             else:
-                yield Fetched(self._take(np.arange(min(2, self.samples))), [], [])
+                yield Fetched(self.take(np.arange(min(2, self.samples))), [], [])
 
     def digest(self) -> Digest:
         return of_arrays(self.tensors)
 
-    def _take(self, indices: np.ndarray) -> Any:
+    def take(self, indices: np.ndarray) -> Any:
+        """Returns a batch of these samples."""
         # a copy that is waited for would wait for all the GPU has to do before it
         chosen = torch.from_numpy(indices).to(self.tensors[0].device, non_blocking=True)
         parts = tuple(tensor.index_select(0, chosen) for tensor in self.tensors)

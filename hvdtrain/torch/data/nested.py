@@ -16,6 +16,11 @@ import torch
 from torch import Tensor
 
 
+def moves_itself(values: Any) -> bool:
+    """Returns whether a value is no mapping, and knows how to go to a device: a packed sequence, a batch of graphs."""
+    return not isinstance(values, (Tensor, Mapping, type)) and callable(getattr(values, "to", None))
+
+
 def parts_of(values: Any) -> dict[Any, Any] | None:
     """Returns what a nested value is made of, by its place or name; None for any other value."""
     if isinstance(values, Mapping):
@@ -68,12 +73,19 @@ def tensors_of(values: Any) -> list[Tensor]:
     """Returns the tensors in nested values, in order."""
     if isinstance(values, Tensor):
         return [values]
-    return [tensor for part in (parts_of(values) or {}).values() for tensor in tensors_of(part)]
+    parts = parts_of(values)
+    if parts is None and moves_itself(values):
+        parts = dict(getattr(values, "__dict__", {}))
+    return [tensor for part in (parts or {}).values() for tensor in tensors_of(part)]
 
 
 def to_device(values: Any, device: torch.device) -> Any:
     """Returns `values` on `device`; the copy from pinned memory does not wait."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), values)
+
+    def move(part: Any) -> Any:
+        return part.to(device, non_blocking=True) if isinstance(part, Tensor) else part.to(device)
+
+    return _map(lambda part: isinstance(part, Tensor) or moves_itself(part), move, values)
 
 
 def batch_size(values: Any) -> int:

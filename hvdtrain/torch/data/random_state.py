@@ -36,13 +36,46 @@ def restore_streams(saved: Mapping[str, Any], gpus: Sequence[int]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
 
 
+def seed_all(seed: int) -> None:
+    """Seeds Python's, numpy's and PyTorch's (CPU) generators with 64 bits."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
+
+
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """Puts the generators of Python, numpy and PyTorch (CPU) back at the end."""
-    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    kept = _states()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(pytorch)
+        _put(kept)
+
+
+class OwnRng:
+    """Generators' states of its own, for code that runs in turns with other code: each sees its own numbers only."""
+
+    def __init__(self, seed: int) -> None:
+        with preserved_rng():
+            seed_all(seed)
+            self._kept = _states()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        with preserved_rng():
+            _put(self._kept)
+            try:
+                yield
+            finally:
+                self._kept = _states()
+
+
+def _states() -> tuple[Any, Any, Any]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _put(states: tuple[Any, Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])

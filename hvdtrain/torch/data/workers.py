@@ -7,23 +7,21 @@ a resumed epoch began, and never touch the streams of the training process.
 
 from __future__ import annotations
 
-import random
-import signal
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
-from hvdtrain.core.errors import ConfigError, HvdtrainError
+from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.same_data import Digest, of_items
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.draws import SEED_STREAM, words
-from hvdtrain.torch.data.forks import worker_context
-from hvdtrain.torch.data.random_state import preserved_rng
+from hvdtrain.torch.data.processes import Processes, Reader, answers, located
+from hvdtrain.torch.data.random_state import preserved_rng, seed_all
 from hvdtrain.torch.data.source import Fetched
 
 # More than this many unreadable samples, and more than this part of what was read: the data is broken, not a file.
@@ -47,7 +45,58 @@ class Unreadable:
     fatal: bool = False
 
 
-class BatchReader(torch.utils.data.Dataset[Fetched]):
+def read_batch(
+    step: Step,
+    get: Callable[[Any], Any],
+    samples: Sequence[tuple[int, Any]],
+    *,
+    reader: Reader,
+    collate: Callable[[list[Any]], Any],
+    others: Callable[[], Any],
+) -> Fetched:
+    """Reads a step's samples, each with random numbers of its own, and collates them.
+
+    Args:
+        step: whose batch.
+        get: returns a sample.
+        samples: of each, the number that names it, and what `get` is called with.
+        reader: is told what is read.
+        collate: makes the batch.
+        others: makes one of samples that do not count, where there is none that does.
+    """
+    seeds = words(step.plan, step.epoch, step.first, step.dealt, 1, stream=SEED_STREAM)[:, 0].tolist()
+    read, kept, bad = [], [], []
+    for number, ((name, asked), seed) in enumerate(zip(samples, seeds, strict=True)):
+        reader.at(name)
+        sample = read_sample(get, name, asked, seed)
+        if isinstance(sample, Unreadable):
+            bad.append((sample.name, sample.reason))
+            if sample.fatal:  # as a value: an exception would lose its parts on the way out of a worker
+                return Fetched(REFUSED, None, bad)
+        else:
+            read.append(sample)
+            kept.append(number)
+    if not read:
+        return Fetched(others(), [], bad)
+    names = [str(name) for name, _ in samples]
+    with located(f"while collating samples {', '.join(names[:8])}{' ...' * (len(names) > 8)}"):
+        return Fetched(collate(read), kept if bad else None, bad)
+
+
+def read_sample(get: Callable[[Any], Any], name: int, asked: Any, seed: int) -> Any:
+    """Returns a sample, read with random numbers of its own."""
+    seed_all(seed)
+    with located(f"while reading sample {name}"):
+        return get(asked)
+
+
+def two_of(samples: Iterable[Any], collate: Callable[[list[Any]], Any]) -> Any:
+    """Returns a batch of the first two that can be read; `NOTHING` where none can."""
+    found = list(islice((sample for sample in samples if not isinstance(sample, Unreadable)), 2))
+    return collate(found) if found else NOTHING
+
+
+class BatchReader(Reader, torch.utils.data.Dataset[Fetched]):
     """Reads and collates whole batches; what runs in the workers."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -56,53 +105,24 @@ class BatchReader(torch.utils.data.Dataset[Fetched]):
         self._stand_in: Any = None
 
     def __getitem__(self, step: Step) -> Fetched:
+        self.begin()
         if get_worker_info() is not None:  # a worker's generators are nobody else's
             return self._read(step)
         with preserved_rng():
             return self._read(step)
 
     def _read(self, step: Step) -> Fetched:
-        seeds = words(step.plan, step.epoch, step.first, step.dealt, 1, stream=SEED_STREAM)[:, 0].tolist()
-        samples, kept, bad = [], [], []
-        indices = step.indices.tolist()
-        for number, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
-            sample = _sample(self.dataset, index, seed)
-            if isinstance(sample, Unreadable):
-                bad.append((sample.name, sample.reason))
-                if sample.fatal:  # as a value: an exception would lose its parts on the way out of a worker
-                    return Fetched(REFUSED, None, bad)
-            else:
-                samples.append(sample)
-                kept.append(number)
-        if not samples:
-            return Fetched(self._of_others(), [], bad)
-        with located(f"while collating samples {', '.join(map(str, indices[:8]))}{' ...' * (len(indices) > 8)}"):
-            return Fetched(self.collate(samples), kept if bad else None, bad)
+        samples = [(index, index) for index in step.indices.tolist()]
+        return read_batch(step, self._get, samples, reader=self, collate=self.collate, others=self._of_others)
+
+    def _get(self, index: int) -> Any:
+        return self.dataset[index]
 
     def _of_others(self) -> Any:
         """A batch of two samples that can be read, the first of the data set; kept for next time."""
         if self._stand_in is None:
-            found: list[Any] = []
-            for index in range(len(self.dataset)):
-                sample = _sample(self.dataset, index, seed=index)
-                if not isinstance(sample, Unreadable):
-                    found.append(sample)
-                if len(found) == 2:
-                    break
-            if not found:
-                return NOTHING
-            self._stand_in = self.collate(found)
+            self._stand_in = two_of(map(_Samples(self.dataset).__getitem__, range(len(self.dataset))), self.collate)
         return self._stand_in
-
-
-@contextmanager
-def located(where: str) -> Iterator[None]:
-    """Adds to an error where in the data it came from; its type and text stay."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"hvdtrain: {where}")
-        raise
 
 
 class _Samples:
@@ -115,10 +135,10 @@ class _Samples:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return _sample(self._dataset, index, seed=index)
+        return read_sample(lambda at: self._dataset[at], index, index, seed=index)
 
 
-class _DigestReader(torch.utils.data.Dataset[Any]):
+class _DigestReader(Reader, torch.utils.data.Dataset[Any]):
     """Makes the digest of a data set where its samples are read: a file that it opens must not be shared by workers."""
 
     def __init__(self, dataset: Any) -> None:
@@ -130,23 +150,6 @@ class _DigestReader(torch.utils.data.Dataset[Any]):
         return digest.card, digest.sketch()
 
 
-def _sample(dataset: Any, index: int, seed: int) -> Any:
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
-    with located(f"while reading sample {index}"):
-        return dataset[index]
-
-
-def _as_it_is(fetched: Fetched) -> Fetched:
-    return fetched
-
-
-def _start_worker(worker: int) -> None:
-    # Ctrl-C goes to the whole terminal group; the rank ends its workers itself
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 class Workers:
     """A `Source` of a map-style data set.
 
@@ -156,16 +159,16 @@ class Workers:
     `torch.multiprocessing.set_start_method("forkserver")` first, as Horovod's examples do).
     """
 
-    def __init__(
-        self, dataset: Any, *, workers: int, collate: Callable[[list[Any]], Any] | None, pin_memory: bool
-    ) -> None:
+    def __init__(self, dataset: Any, processes: Processes, collate: Callable[[list[Any]], Any] | None) -> None:
         self.dataset = dataset
-        self.workers = workers
+        self._processes = processes
         self._collate = collate or default_collate
-        self._pin_memory = pin_memory
         self._closed = False
-        self._read_samples = 0
-        self._bad: dict[str, str] = {}
+        self._failures = Failures()
+
+    @property
+    def workers(self) -> int:
+        return self._processes.count
 
     @property
     def samples(self) -> int:
@@ -179,45 +182,31 @@ class Workers:
         if self._closed:
             raise ConfigError("a loader that was closed serves no more batches", "close() was called")
         reader = BatchReader(self.dataset, self._collate)
-        with closing(self._answers(reader, steps, self.workers, self._pin_memory)) as answers:
-            for step, fetched in zip(steps, answers, strict=True):
-                self._check(step, fetched)
+        with closing(answers(reader, self._processes, steps)) as found:
+            for step, fetched in zip(steps, found, strict=True):
+                self._failures.check(step, fetched, self.samples)
                 yield fetched
 
     def digest(self) -> Digest:
-        with closing(self._answers(_DigestReader(self.dataset), (0,), min(1, self.workers), False)) as answers:
-            card, sketch = next(answers)
+        one = replace(self._processes, count=min(1, self.workers), pin_memory=False)
+        with closing(answers(_DigestReader(self.dataset), one, (0,))) as found:
+            card, sketch = next(found)
         return Digest(card, lambda: sketch)
 
-    def _answers(
-        self, reader: Any, questions: Sequence[Any], workers: int, pin_memory: bool
-    ) -> Generator[Any, None, None]:
-        """Yields `reader[question]` for each question, in order, from as many worker processes."""
-        with _named_errors():
-            answers = iter(
-                DataLoader(
-                    reader,
-                    batch_size=None,  # the reader makes whole batches
-                    sampler=questions,
-                    collate_fn=_as_it_is,  # type: ignore[arg-type]
-                    num_workers=workers,
-                    multiprocessing_context=worker_context() if workers > 0 else None,
-                    worker_init_fn=_start_worker,
-                    pin_memory=pin_memory,
-                    generator=torch.Generator(),  # else each pass draws from the stream that dropout uses
-                )
-            )
-        try:
-            for _ in range(len(questions)):
-                with _named_errors():
-                    answer = next(answers)
-                yield answer
-        finally:
-            if hasattr(answers, "_shutdown_workers"):
-                answers._shutdown_workers()  # what it does itself when it is collected, but at a known time
+    def close(self) -> None:
+        """No more passes; the one that is read now is ended by whoever reads it."""
+        self._closed = True
 
-    def _check(self, step: Step, fetched: Fetched) -> None:
-        """Raises `ConfigError` where samples that must be read cannot be, or too many."""
+
+class Failures:
+    """Counts the samples that cannot be read."""
+
+    def __init__(self) -> None:
+        self._read_samples = 0
+        self._bad: dict[str, str] = {}
+
+    def check(self, step: Step, fetched: Fetched, samples: float) -> None:
+        """Raises `ConfigError` where samples that must be read cannot be, or too many of the data's `samples`."""
         if isinstance(fetched.batch, str) and fetched.batch == REFUSED:
             name, reason = fetched.bad[-1]
             raise ConfigError(
@@ -225,11 +214,11 @@ class Workers:
                 f"{name}: {reason}",
                 "replace or remove it; without strict=True it is left out, named and counted",
             )
-        if isinstance(fetched.batch, str) and fetched.batch == NOTHING:
-            raise ConfigError("a data set has samples that can be read", f"none of {self.samples} can")
         self._read_samples += step.dealt
         self._bad.update(fetched.bad)  # each file once: a later epoch meets it again
-        read = min(self._read_samples, self.samples)
+        read = min(self._read_samples, samples)
+        if isinstance(fetched.batch, str) and fetched.batch == NOTHING:
+            raise ConfigError("a data set has samples that can be read", f"none of {samples} can")
         if len(self._bad) > max(BAD_SAMPLES, BAD_PART * read):
             name, reason = list(self._bad.items())[-1]
             raise ConfigError(
@@ -237,27 +226,3 @@ class Workers:
                 f"{len(self._bad)} of {read} read so far; the last: {name}: {reason}",
                 "check that the file system is there and the files are images",
             )
-
-    def close(self) -> None:
-        """No more passes; the one that is read now is ended by whoever reads it."""
-        self._closed = True
-
-
-@contextmanager
-def _named_errors() -> Iterator[None]:
-    """A worker that was killed, by the out-of-memory killer or for want of shared memory, says so in our words.
-
-    An error that the data set raised in a worker is passed on as it is.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if not text.startswith("DataLoader worker (pid"):
-            raise
-        raise HvdtrainError(
-            "the loader's workers must live as long as the training",
-            text.strip().splitlines()[-1],
-            "look for the out-of-memory killer in the kernel's log, and use fewer workers (workers=...);\n"
-            "in a container give /dev/shm more room (docker run --shm-size=8g, or --ipc=host)",
-        ) from error

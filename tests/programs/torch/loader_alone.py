@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import traceback
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import psutil
 import torch
 from passing import run_all
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
 
 import hvdtrain
 import hvdtrain.torch as hvt
@@ -24,6 +25,7 @@ from hvdtrain.core.world import World
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data import forks, prefetch
 from hvdtrain.torch.data.draws import uniforms, words
+from hvdtrain.torch.data.nested import tensors_of
 
 
 class Acted:
@@ -44,6 +46,8 @@ def acted(rank: int, size: int, seed: int = 0) -> World:
 
 class Training:
     """Stands for a prepared model."""
+
+    accumulate = 1
 
     def handed_out(self, step: Any) -> None:
         pass
@@ -268,12 +272,7 @@ def case_arrays_of_all_kinds() -> None:
 
 
 def case_refusals() -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> Any:
-            return iter(range(3))
-
     world = World.solo()
-    refused(lambda: hvt.loader(Stream(), 2, world=world), "IterableDataset")
     refused(lambda: hvt.loader(DataLoader(Numbers(3)), 2, world=world), "not its DataLoader")
     refused(lambda: hvt.loader({1, 2}, 2, world=world), "a set")
     refused(lambda: hvt.loader((np.zeros(3), np.zeros(4)), 2, world=world), "(3,), (4,)")
@@ -466,6 +465,111 @@ def case_errors_of_the_data_set_come_through() -> None:
         else:
             raise AssertionError("no error")
         assert not psutil.Process().children(recursive=True)
+
+
+def case_a_worker_that_hangs_is_named_with_its_sample() -> None:
+    class Hangs(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            while index == 7:
+                signal.pause()
+            return super().__getitem__(index)
+
+    def stuck() -> Any:
+        yield from range(5)
+        signal.pause()
+
+    timed: dict[str, Any] = {"world": World.solo(), "timeout_s": 1.0}
+    for workers in (1, 2):
+        train = hvt.loader(Hangs(12), 3, shuffle=False, workers=workers, **timed)
+        refused(lambda train=train: list(train), f"worker {workers - 1 and 0}", "at sample 7", kind=HvdtrainError)
+    train = hvt.loader(Hangs(12), 3, sampler=range(11, -1, -1), **timed)
+    refused(lambda: list(train), "worker 0 was at sample 7", kind=HvdtrainError)
+    begun = hvt.loader(lambda epoch: stuck() if epoch else range(9), 2, **timed)
+    assert len(list(begun)) == 5
+    refused(lambda: list(begun), "at record 5 of the stream", "timeout_s=", kind=HvdtrainError)
+    refused(lambda: hvt.loader(Numbers(3), 2, workers=0, **timed), "workers=1 or more")
+
+
+def case_workers_begin_and_read_ahead_as_they_are_told(folder: Path) -> None:
+    class Told(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            with (folder / "read").open("a") as file:
+                file.write(f"{index} {told}\n")
+            return super().__getitem__(index)
+
+    told = "nothing"
+
+    def begin(worker: int) -> None:
+        nonlocal told
+        told = f"worker {worker}"
+
+    train = hvt.loader(
+        Told(60), 1, world=World.solo(), workers=1, worker_init_fn=begin, prefetch_factor=7, shuffle=False
+    )
+    batches = iter(train)
+    (folder / "read").write_text("")
+    next(batches)
+    train.close()  # ends the worker when it has made what it was asked for
+    read = (folder / "read").read_text().splitlines()
+    assert set(read) == {f"{number} worker 0" for number in range(len(read))} and 1 <= len(read) <= 8, read
+    refused(lambda: hvt.loader(Told(3), 1, world=World.solo(), prefetch_factor=0), "prefetch_factor")
+
+
+def case_what_moves_itself_is_moved() -> None:
+    class Graphs:
+        def __init__(self, x: Tensor) -> None:
+            self.x, self.device = x, torch.device("cpu")
+
+        def to(self, device: torch.device) -> Graphs:
+            moved = Graphs(self.x)
+            moved.device = device
+            return moved
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)]), Graphs(torch.ones(1)), torch.float32
+
+    train = hvt.loader(Numbers(4), 4, world=World.solo(), collate=collate, workers=0)
+    train.device = torch.device("meta")
+    ((packed, graphs, kept),) = train
+    assert graphs.device.type == "meta" and kept is torch.float32 and graphs.x in tensors_of(graphs)
+    assert packed.data.device.type == "meta" and packed.batch_sizes.device.type == "cpu"
+
+
+def case_streams_leave_the_training_generators_alone() -> None:
+    def shuffled() -> Any:
+        order = list(range(30))
+        random.shuffle(order)
+        return ((number, np.random.rand()) for number in order)
+
+    seen = []
+    for workers in (0, 1, 2):
+        train = hvt.loader(shuffled, 4, world=World.solo(seed=3), workers=workers)
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        seen.append([batch[0].tolist() for _ in train.epochs(2) for batch in train])
+        seen[-1].append([float(torch.rand(())), random.random(), np.random.rand()])
+        train.close()
+    assert seen[0] == seen[1] == seen[2]
+    assert sorted(sum(seen[0][:8], [])) == list(range(30)) and seen[0][:8] != seen[0][8:16]
+
+
+def case_streams_with_records_that_cannot_be_read() -> None:
+    def decode(number: int) -> Any:
+        return hvt.Unreadable(f"record {number}", "torn") if number in (0, 3, 8) else torch.tensor(number)
+
+    train = hvt.loader(lambda: range(10), 2, world=World.solo(), decode=decode)
+    assert [batch.tolist() for batch in train] == [[1], [2], [4, 5], [6, 7], [9]]
+    assert [name for name, _ in train.skipped] == ["record 0", "record 3", "record 8"]
+    strict = hvt.loader(range(4), 2, world=World.solo(), sampler=[0, 1, 2])  # a range is read by index
+    assert [batch.tolist() for batch in strict] == [[0, 1], [2]]
+    first = hvt.loader(lambda: range(9), 2, world=World.solo(), decode=lambda n: n if n > 1 else decode(0))
+    first.followers.add(TRAINING)
+    batches = iter(first)
+    assert next(batches).tolist() == [2, 3] and first.step and first.step.padding  # none of its own: others
+    first.differentiated(first.step)
+    assert next(batches).tolist() == [2, 3] and first.step.samples == 2
+    first.close()
 
 
 def case_collate_and_getitem_of_the_users_are_called() -> None:

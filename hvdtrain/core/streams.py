@@ -1,0 +1,360 @@
+"""Streams: records that come one after another, whose number nobody knows, dealt to ranks without a word among them.
+
+The order of the stream is the global order. Every rank walks all of it and keeps its own records, those that a `Plan`
+would deal it: step s has the records [s·N·B, (s+1)·N·B), of which rank r has the r-th contiguous piece. So each rank
+sees by itself where the stream ends and how many samples the last step has, a place in it is a number of records,
+good for any number of ranks, and what costs (decoding) is done for a rank's own records only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from hvdtrain.core import same_data
+from hvdtrain.core.errors import ConfigError, ReplicaError, by_rank
+from hvdtrain.core.sharding import Plan, Step, contiguous
+from hvdtrain.core.world import World
+
+if TYPE_CHECKING:
+    import numpy as np
+
+HEAD = 8  # records that ranks compare before anything is dealt
+_END: Any = object()
+WHOLE_STREAM = (
+    "give every rank the whole stream, hvdtrain deals it: no records[rank::size], shard(), split_by_node or"
+    " split_dataset_by_node; sort lists of files; shuffle by a seed that is made of the epoch alone (a callable"
+    " records(epoch), or set_epoch(epoch))"
+)
+
+
+@dataclass(frozen=True)
+class StreamPlan(Plan):
+    """How a stream is dealt; made with `samples=0`, which are not known, and `shuffle=False`.
+
+    Attributes:
+        whole_batches: records are the samples of a whole step (lists, dealt contiguously), this many as a rule;
+            0: each record is a sample.
+    """
+
+    whole_batches: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.whole_batches and self.tail == "drop":
+            raise ConfigError(
+                "batch_sampler= says what batches there are",
+                'tail="drop" beside it',
+                "leave the last batch out in the batch sampler (drop_last=True)",
+            )
+
+    @property
+    def global_batch(self) -> int:
+        return self.whole_batches or super().global_batch
+
+    def total(self) -> NoReturn:
+        raise ConfigError(
+            "how many samples a stream has is known at its end",
+            "samples (or steps) of an epoch were asked for",
+            "say the number: LR(total_samples=1_281_167 * epochs), or count the records once",
+        )
+
+    def steps(self, consumed: int = 0) -> NoReturn:
+        self.total()
+
+    def order(self, epoch: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Returns the numbers of these records: a stream is taken as it comes."""
+        import numpy as np
+
+        return np.arange(start, self.total() if stop is None else stop, dtype=np.int64)
+
+    def place_after(self, epoch: int, consumed: int) -> tuple[int, int]:
+        """Returns the place as it is: whether there are more records, the step that consumed them knows."""
+        if consumed < 0:
+            raise ConfigError("samples done in an epoch are >= 0", f"consumed={consumed}")
+        return epoch, consumed
+
+
+@dataclass(frozen=True, eq=False)
+class StreamStep(Step):
+    """One rank's part of one step of a stream.
+
+    Attributes:
+        before: samples of all ranks that were done in the epoch before this step.
+        earlier, later: samples of all ranks in the steps just before and after it, as far as they are kept and known.
+        ended: no step follows on those.
+        digest: of all records up to the last that was looked at.
+    """
+
+    before: int = 0
+    earlier: tuple[int, ...] = ()
+    later: tuple[int, ...] = ()
+    ended: bool = False
+    digest: int = 0
+
+    @property
+    def samples_done(self) -> int:
+        return self.before + self.global_samples
+
+    @property
+    def place_after(self) -> tuple[int, int]:
+        return (self.epoch, self.samples_done) if self.later else (self.epoch + 1, 0)
+
+    def update(self, accumulate: int) -> tuple[int, bool]:
+        place = self.number % accumulate
+        left = accumulate - 1 - place
+        if len(self.later) < left and not self.ended or len(self.earlier) < place:
+            raise ConfigError(
+                "a stream is read ahead as far as an update needs",
+                f"a loop that knows {len(self.later)} steps more, and prepare(accumulate={accumulate})",
+                "prepare model and optimizer with the loader before the loop over it begins",
+            )
+        samples = sum(self.earlier[len(self.earlier) - place :]) + self.global_samples + sum(self.later[:left])
+        return samples, left == 0 or not self.later
+
+
+class Part(NamedTuple):
+    """What a rank gets of a step: its own records, raw; `first` and how many of all ranks."""
+
+    first: int
+    own: list[Any]
+    samples: int
+
+
+def stream_of(data: Any) -> Callable[[int], Iterator[Any]]:
+    """Returns the function that begins the stream of an epoch.
+
+    Args:
+        data: an iterable that can be read again (`set_epoch(epoch)` is called if it has one); or a function of the
+            epoch, or of nothing, that returns an iterable.
+
+    Raises:
+        ConfigError: an iterator, which can be read once only, or nothing that can be read.
+    """
+    if (
+        isinstance(data, Iterable)
+        and not isinstance(data, (str, bytes, set, frozenset))
+        and not hasattr(data, "__next__")
+    ):
+
+        def begin(epoch: int) -> Iterator[Any]:
+            for told in (data, getattr(data, "sampler", None)):
+                set_epoch = getattr(told, "set_epoch", None)
+                if callable(set_epoch):
+                    set_epoch(epoch)
+            return iter(data)
+
+        return begin
+    if callable(data) and not hasattr(data, "__next__"):
+        try:
+            inspect.signature(data).bind(0)
+        except (TypeError, ValueError):
+            return lambda epoch: iter(data())
+        return lambda epoch: iter(data(epoch))
+    raise ConfigError(
+        "a stream can be read anew: in each epoch, and after a restart",
+        f"a {type(data).__name__}" + (", which can be read once" if hasattr(data, "__next__") else ""),
+        "give a data set, a list or a tuple of arrays; or the function that makes the stream,"
+        " loader(lambda epoch: records(epoch), ...), or an object with __iter__",
+    )
+
+
+class Noted:
+    """An iterator over the records of an epoch that counts them and keeps a digest; what fails says at which record.
+
+    Args:
+        records: the stream.
+        unstable: names of parts that differ from one reading to the next, and are not compared.
+        told: is called before each record, with ~its number.
+    """
+
+    def __init__(
+        self,
+        records: Iterator[Any],
+        unstable: frozenset[str] = frozenset(),
+        told: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self._records = records
+        self._unstable = unstable
+        self._told = told
+        self.count = 0
+        self.digest = 0
+        self.first: list[Any] = []
+
+    def __iter__(self) -> Noted:
+        return self
+
+    def __next__(self) -> Any:
+        self._told(~self.count)
+        try:
+            record = next(self._records)
+        except StopIteration:
+            raise
+        except Exception as error:
+            error.add_note(f"hvdtrain: while reading record {self.count} of the stream")
+            raise
+        if len(self.first) < HEAD:
+            self.first.append(record)
+        self.count += 1
+        for name, seen in same_data.glance(record):
+            if name not in self._unstable:
+                self.digest = zlib.crc32(seen, self.digest)
+        return record
+
+
+def walk(
+    records: Noted, plan: StreamPlan, epoch: int, begin: int, *, rank: int, ahead: int
+) -> Iterator[tuple[StreamStep, list[Any]]]:
+    """Yields each step that is left in the epoch, and this rank's records of it, raw.
+
+    Args:
+        records: the whole stream, from its beginning.
+        begin: samples of all ranks that are done.
+        ahead: steps that are looked at before one is yielded, at least 1.
+
+    Raises:
+        ConfigError: the stream ends before `begin`, or that is within a batch.
+    """
+    _skip(records, plan, begin)
+    steps, waiting, ended = _steps(records, plan, begin, rank), deque[Part](), False
+    earlier: deque[int] = deque(maxlen=ahead)
+    number, before = 0, begin
+    while True:
+        while not ended and len(waiting) <= ahead:
+            found = next(steps, None)
+            ended = found is None
+            waiting.extend([] if found is None else [found])
+        if not waiting:
+            return
+        now = waiting.popleft()
+        yield (
+            StreamStep(
+                plan, epoch, begin, number, now.first, len(now.own), now.samples, before=before,
+                earlier=tuple(earlier), later=tuple(step.samples for step in waiting), ended=ended,
+                digest=records.digest,
+            ),
+            now.own,
+        )  # fmt: skip
+        earlier.append(now.samples)
+        number, before = number + 1, before + now.samples
+
+
+def _skip(records: Iterator[Any], plan: StreamPlan, begin: int) -> None:
+    done = last = 0
+    while done < begin and (record := next(records, _END)) is not _END:
+        last = len(record) if plan.whole_batches else 1
+        done += last
+    if done != begin:
+        raise ConfigError(
+            "a run goes on where it stopped, in the data it began with",
+            f"{begin} samples of the epoch were done; the stream "
+            + (f"ends after {done}" if done < begin else f"has one batch from sample {done - last} to {done}"),
+            "give the same data, seed and batch sampler, or start a new run directory",
+        )
+
+
+def _steps(records: Iterator[Any], plan: StreamPlan, begin: int, rank: int) -> Iterator[Part]:
+    before = begin
+    while True:
+        if plan.whole_batches:
+            batch = next(records, _END)
+            if batch is _END:
+                return
+            count = len(batch)
+            if count == 0:
+                raise ConfigError("a batch has samples", "batch_sampler= gave an empty one", "leave it out")
+            mine = contiguous(count, rank, plan.size)
+            own = list(batch)[mine]
+        else:
+            own, count = _piece(records, plan, rank)
+            mine = contiguous(count, rank, plan.size)
+            if count == 0 or (plan.tail == "drop" and count < plan.global_batch):
+                return
+        yield Part(before + mine.start, own, count)
+        before += count
+
+
+def _piece(records: Iterator[Any], plan: StreamPlan, rank: int) -> tuple[list[Any], int]:
+    """Returns rank's records of the next step, and how many that step has.
+
+    Whose a record is depends on how many follow in the step: what may be this rank's is held until it is known not to
+    be, a quarter of the step's records at most.
+    """
+    held: deque[Any] = deque()
+    low = count = 0  # position in the step of the first that is held, and records read
+    for record in islice(records, plan.global_batch):
+        if count < (rank + 1) * plan.per_rank_batch:
+            held.append(record)
+        count += 1
+        start = contiguous(count, rank, plan.size).start
+        while low < start:
+            held.popleft()
+            low += 1
+    mine = contiguous(count, rank, plan.size)
+    return list(islice(held, mine.stop - mine.start)), count
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a stream begins, to be compared among ranks and with a later run.
+
+    Attributes:
+        records: how many were read.
+        digest: of what was the same when they were read again, in hex.
+        unstable: names of the parts that were not.
+    """
+
+    records: int
+    digest: str
+    unstable: frozenset[str]
+
+
+def head(begin: Callable[[], Iterator[Any]]) -> Head:
+    """Returns the head of a stream, which is read twice: ranks read it on their own, and a resumed run again.
+
+    Raises:
+        ConfigError: the two differ in all parts of a record.
+    """
+    first, second = (list(islice(begin(), HEAD)) for _ in range(2))
+    seen = [[dict(same_data.glance(record)) for record in records] for records in (first, second)]
+    unstable = {name for a, b in zip(*seen, strict=False) for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+    names = {name for record in seen[0] for name in record}
+    if len(first) != len(second) or (names and names <= unstable):
+        raise ConfigError(
+            "a stream has the same records in the same order whenever it is read for the same epoch",
+            "read twice, it began with other records",
+            "shuffle by a seed that is made of the epoch alone: a callable records(epoch), or set_epoch(epoch); what"
+            " is drawn for each sample belongs into decode=, whose random numbers are made of the sample's place",
+        )
+    digest = 0
+    for record in seen[0]:
+        for name, glance in record.items():
+            digest = zlib.crc32(glance, digest) if name not in unstable else digest
+    return Head(len(first), f"{digest:08x}", frozenset(unstable))
+
+
+def check_heads(world: World, mine: Head) -> None:
+    """Refuses ranks whose streams do not begin alike; collective."""
+    _refuse_different(world, (mine.records, mine.digest), "its first {} records: digest {}")
+
+
+def check_ends(world: World, step: StreamStep | None) -> None:
+    """Refuses ranks whose streams did not have the same records, at the end of an epoch; collective."""
+    mine = (0, "") if step is None else (step.samples_done, f"{step.digest:08x}")
+    _refuse_different(world, mine, "an epoch of {} samples: digest {}")
+
+
+def _refuse_different(world: World, mine: tuple[int, str], text: str) -> None:
+    found = world.gather(mine)
+    if any(other != found[0] for other in found):
+        raise ReplicaError(
+            "a stream must be the same on every rank, in the same order",
+            by_rank([text.format(*its) for its in found]),
+            WHOLE_STREAM,
+            shared=True,
+        )

@@ -1,0 +1,165 @@
+"""Worker processes that read: how they are started, and what is said when one is killed, or hangs."""
+
+from __future__ import annotations
+
+import multiprocessing.sharedctypes
+import signal
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from hvdtrain.core.errors import ConfigError, HvdtrainError
+from hvdtrain.torch.data.forks import worker_context
+
+
+@dataclass(frozen=True)
+class Processes:
+    """What reads a data set, or a stream.
+
+    Attributes:
+        count: processes; 0 is none, this process reads.
+        pin_memory: batches are put where a GPU copies them from by itself.
+        prefetch: batches that each process makes ahead.
+        timeout_s: seconds to wait for a batch; 0 is for ever.
+        init: called in each process, with its number, before it reads.
+    """
+
+    count: int
+    pin_memory: bool = False
+    prefetch: int = 2
+    timeout_s: float = 0.0
+    init: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 1:
+            raise ConfigError(
+                "prefetch_factor is the number of batches that a worker makes ahead, 1 or more", f"{self.prefetch!r}"
+            )
+        if self.timeout_s < 0 or (self.timeout_s and not self.count):
+            raise ConfigError(
+                "timeout_s is the time that a batch of a worker may take, in seconds",
+                f"timeout_s={self.timeout_s}, workers={self.count}",
+                "timeout_s=60 with workers=1 or more; 0 waits for ever",
+            )
+
+
+class Reader:
+    """What runs in the processes; it notes what it is at, which is asked for when it takes too long."""
+
+    _places: Any = None
+    _worker = 0
+
+    def begin(self) -> tuple[int, int]:
+        """Returns the number of this process, and of all; to be called where the reading is done."""
+        info = get_worker_info()
+        self._worker = 0 if info is None else info.id
+        return self._worker, 1 if info is None else info.num_workers
+
+    def at(self, sample: int) -> None:
+        """Notes the sample (or, as ~record, the record of a stream) that is read now."""
+        if self._places is not None:
+            self._places[self._worker] = sample
+
+
+class _Start:
+    """What a process does first."""
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        # Ctrl-C goes to the whole terminal group; the rank ends its workers itself
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._init is not None:
+            self._init(worker)
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer
+
+
+def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None = None) -> Generator[Any, None, None]:
+    """Yields `reader[question]` for each question, in order; or what iterating over a reader that is iterable gives.
+
+    Args:
+        reader: a `Reader` that is a `torch.utils.data.Dataset`, map-style or iterable.
+        processes: which do it.
+        questions: None of an iterable.
+    """
+    count = processes.count
+    if count:
+        reader._places = multiprocessing.sharedctypes.RawArray("q", count)
+    received = 0
+    with _explained(reader, processes, received):
+        found = iter(
+            DataLoader(
+                reader,
+                batch_size=None,  # the reader makes whole batches
+                sampler=questions,
+                collate_fn=_as_it_is,
+                num_workers=count,
+                multiprocessing_context=worker_context() if count else None,
+                worker_init_fn=_Start(processes.init),
+                pin_memory=processes.pin_memory,
+                prefetch_factor=processes.prefetch if count else None,
+                timeout=processes.timeout_s,
+                generator=torch.Generator(),  # else each pass draws from the stream that dropout uses
+            )
+        )
+    try:
+        while True:
+            with _explained(reader, processes, received):
+                try:
+                    answer = next(found)
+                except StopIteration:
+                    return
+            received += 1
+            yield answer
+    finally:
+        if hasattr(found, "_shutdown_workers"):
+            found._shutdown_workers()  # what it does itself when it is collected, but at a known time
+
+
+@contextmanager
+def _explained(reader: Any, processes: Processes, received: int) -> Iterator[None]:
+    """A worker that was killed, by the out-of-memory killer or for want of shared memory, says so in our words; one
+    that hangs says where.
+
+    An error that the data set raised in a worker is passed on as it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if text.startswith("DataLoader timed out"):
+            worker = received % processes.count  # they take turns
+            place = reader._places[worker]
+            what = f"sample {place}" if place >= 0 else f"record {~place} of the stream"
+            raise HvdtrainError(
+                "a worker makes a batch within timeout_s seconds",
+                f"worker {worker} was at {what} when {processes.timeout_s:g} s were over",
+                "look at what that one waits for (a file system, a download, a lock that was held at the fork); or give"
+                " it longer: loader(..., timeout_s=)",
+            ) from error
+        if not text.startswith("DataLoader worker (pid"):
+            raise
+        raise HvdtrainError(
+            "the loader's workers must live as long as the training",
+            text.strip().splitlines()[-1],
+            "look for the out-of-memory killer in the kernel's log, and use fewer workers (workers=...);\n"
+            "in a container give /dev/shm more room (docker run --shm-size=8g, or --ipc=host)",
+        ) from error
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Adds to an error where in the data it came from; its type and text stay."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"hvdtrain: {where}")
+        raise

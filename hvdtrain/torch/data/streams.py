@@ -1,0 +1,236 @@
+"""Streams, and orders of a user's own, as batches: each rank walks all of it, and reads its own samples only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from operator import index as whole
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data._utils import worker as torch_worker
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.sharding import Step
+from hvdtrain.core.streams import Head, Noted, StreamPlan, StreamStep, check_ends, head, walk
+from hvdtrain.core.world import World
+from hvdtrain.torch.data.draws import words
+from hvdtrain.torch.data.loader import Loader
+from hvdtrain.torch.data.memory import Memory
+from hvdtrain.torch.data.processes import Processes, Reader, answers
+from hvdtrain.torch.data.random_state import OwnRng, preserved_rng
+from hvdtrain.torch.data.source import Augment, Fetched
+from hvdtrain.torch.data.workers import Failures, read_batch, two_of
+
+WALK_STREAM = 3  # of random words (see `draws`): for what the user's own iterator draws
+
+Begin = Callable[[int], Iterator[Any]]  # the stream of an epoch
+
+
+def drawn_by_epoch(sampler: Any, begin: Begin, seed: int) -> Begin:
+    """Returns the order of a sampler as a function of the epoch: a generator of its own is seeded anew for each."""
+
+    def of_epoch(epoch: int) -> Iterator[Any]:
+        for drawing in (sampler, getattr(sampler, "sampler", None)):
+            generator = getattr(drawing, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(_seed(seed, epoch) >> 1)
+        return begin(epoch)
+
+    return of_epoch
+
+
+def _seed(seed: int, epoch: int) -> int:
+    return int(words(StreamPlan(0, 1, 1, seed=seed, shuffle=False), epoch, 0, 1, 1, stream=WALK_STREAM)[0, 0])
+
+
+class Get:
+    """Makes samples of records: what a sampler names, or what `decode` makes of it.
+
+    Attributes:
+        dataset: read by index, if records are indices.
+    """
+
+    def __init__(self, dataset: Any, decode: Callable[[Any], Any] | None) -> None:
+        self.dataset = dataset
+        self._decode = decode
+
+    def __call__(self, record: Any) -> Any:
+        sample = record if self.dataset is None else self.dataset[whole(record)]
+        return sample if self._decode is None else self._decode(sample)
+
+
+@contextmanager
+def _no_worker() -> Iterator[None]:
+    """Inside, nothing tells streams that they are read by several workers, among which many share themselves out."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
+
+
+class _Walker(Reader, IterableDataset[Any]):
+    """Walks a stream; what runs in the workers. Each walks all of it, and reads every so many steps of its rank."""
+
+    def __init__(self, source: Streamed, plan: StreamPlan, epoch: int, done: int, *, rank: int, ahead: int) -> None:
+        self._source = source
+        self._plan, self._epoch, self._done = plan, epoch, done
+        self._rank, self._ahead = rank, ahead
+
+    def __iter__(self) -> Iterator[tuple[StreamStep, Fetched]]:
+        worker, workers = self.begin()
+        plan, source = self._plan, self._source
+        own = OwnRng(_seed(plan.seed, self._epoch))
+        with own.in_place(), _no_worker():
+            records = Noted(source.begin(self._epoch), source.unstable, self.at)
+        steps = walk(records, plan, self._epoch, self._done, rank=self._rank, ahead=self._ahead)
+        while True:
+            with own.in_place(), _no_worker():
+                found = next(steps, None)
+            if found is None:
+                return
+            step, mine = found
+            if step.number % workers == worker:
+                with preserved_rng():
+                    fetched = source.fetch(self, step, mine, records.first)
+                yield step, fetched
+
+
+class _HeadReader(Reader, Dataset[Head]):
+    def __init__(self, source: Streamed, seed: int) -> None:
+        self._source, self._seed = source, seed
+
+    def __getitem__(self, epoch: int) -> Head:
+        self.begin()
+
+        def begin() -> Iterator[Any]:
+            own = OwnRng(_seed(self._seed, epoch))
+            with own.in_place(), _no_worker():
+                records = self._source.begin(epoch)
+            while True:
+                with own.in_place(), _no_worker():
+                    found = list(zip(range(1), records, strict=False))
+                if not found:
+                    return
+                yield found[0][1]
+
+        return head(begin)
+
+
+class Streamed:
+    """A `Source` of what is walked.
+
+    Attributes:
+        begin: the records of an epoch.
+        get: makes a sample of a record.
+        unstable: names of parts of a record that are not compared among ranks.
+    """
+
+    samples = 0  # not known
+
+    def __init__(
+        self,
+        begin: Begin,
+        get: Get | Memory,
+        processes: Processes,
+        collate: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        self.begin = begin
+        self.get = get
+        self.unstable: frozenset[str] = frozenset()
+        self._processes = processes
+        self._collate = collate or default_collate
+        self._failures = Failures()
+        self._closed = False
+
+    @property
+    def workers(self) -> int:
+        return self._processes.count
+
+    @property
+    def worth_a_thread(self) -> bool:
+        return self.workers > 0
+
+    def head(self, seed: int) -> Head:
+        """Returns how epoch 0 begins, and notes what of it is not the same when it is read again."""
+        one = replace(self._processes, count=min(1, self.workers), pin_memory=False)
+        with closing(answers(_HeadReader(self, seed), one, (0,))) as found:
+            begins: Head = next(found)
+        self.unstable = begins.unstable
+        return begins
+
+    def walk(
+        self, plan: StreamPlan, epoch: int, done: int, *, rank: int, ahead: int
+    ) -> Generator[tuple[StreamStep, Fetched], None, None]:
+        """Yields the steps that are left in an epoch, with this rank's batches; closing it ends what it holds."""
+        if self._closed:
+            raise ConfigError("a loader that was closed serves no more batches", "close() was called")
+        walker = _Walker(self, plan, epoch, done, rank=rank, ahead=ahead)
+        with closing(answers(walker, self._processes)) as found:
+            for step, fetched in found:
+                self._failures.check(step, fetched, float("inf"))
+                yield step, fetched
+
+    def fetch(self, reader: Reader, step: StreamStep, own: list[Any], first: list[Any]) -> Fetched:
+        """Returns the batch of a step's own records, or, where there are none, one of the first of the stream."""
+        if step.plan.whole_batches and not own:  # type: ignore[attr-defined]
+            first = [record for batch in first for record in batch]
+        if isinstance(self.get, Memory):
+            return Fetched(self.get.take(np.array(own or first[:2], np.int64)), None if own else [], [])
+        get, named = self.get, self.get.dataset is not None
+        names = [whole(record) for record in own] if named else range(step.first, step.first + len(own))
+        return read_batch(
+            step, get, list(zip(names, own, strict=True)), reader=reader, collate=self._collate,
+            others=lambda: two_of(map(get, first), self._collate),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """No more passes; the one that is read now is ended by whoever reads it."""
+        self._closed = True
+
+
+class UnknownLength(ConfigError, TypeError):
+    """`len()` of what has none: `list()` and the like go on without it."""
+
+
+class StreamLoader(Loader):
+    """One rank's batches of a stream, or of an order of the user's own; made by `loader`.
+
+    As any `Loader`, but that nobody knows how long it is. A batch is handed out when the records of the update that it
+    is part of, and of the step after it, were seen.
+    """
+
+    plan: StreamPlan
+    _source: Streamed  # type: ignore[assignment]
+
+    def __init__(
+        self, source: Streamed, plan: StreamPlan, world: World, *, augment: Augment | None, begins: Head
+    ) -> None:
+        super().__init__(source, plan, world, augment=augment)  # type: ignore[arg-type]
+        self._begins = begins
+
+    def __len__(self) -> int:
+        raise UnknownLength(
+            "how many batches a stream has is known at its end", "len(loader)", "count the steps, or the records once"
+        )
+
+    def identity(self) -> dict[str, Any]:
+        begins = f"{self._begins.records} records, digest {self._begins.digest}"
+        return {"samples": "a stream", "seed": self.plan.seed, "shuffle": False, "order": begins}
+
+    def _made(self, epoch: int, done: int) -> Generator[tuple[Any, Step], None, None]:
+        ahead = max([1, *(follower.accumulate - 1 for follower in self.followers)])
+        with closing(self._source.walk(self.plan, epoch, done, rank=self._world.rank, ahead=ahead)) as found:
+            for step, fetched in found:
+                yield self._make(step, fetched)
+
+    def ended(self, begin: int) -> None:
+        """The loop over an epoch is over; where it trained, every rank comes here."""
+        trained = self._differentiated
+        if self._world.size > 1 and trained is not None and (trained.epoch, trained.begin) == (self._epoch, begin):
+            assert isinstance(self.step, StreamStep)
+            check_ends(self._world, self.step)

@@ -1,0 +1,358 @@
+"""Streams and orders of the user's own on real ranks: who sees what, exact updates, places to go on from, refusals.
+
+usage: streams.py OUT.json RELAY.json SHARDS       rank 0 writes OUT; RELAY is gone on from, and left for the next
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from shards import SHARDS, features, read_shards
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import hvdtrain
+import hvdtrain.torch as hvt
+from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
+from hvdtrain.core.world import World
+
+RECORDS, GLOBAL_BATCH = 25, 12
+
+
+class Tars(IterableDataset):
+    """Shards in the order of the epoch, records as they lie there: bytes by extension, as webdataset gives them."""
+
+    def __init__(self, folder: str) -> None:
+        self._paths = sorted(Path(folder).glob("*.tar"))
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, bytes]]:
+        paths = list(self._paths)
+        random.Random(self._epoch).shuffle(paths)
+        return read_shards(paths)
+
+
+def decoded(record: dict[str, bytes]) -> tuple[Tensor, int]:
+    assert get_worker_info() is not None
+    noise = torch.rand((), dtype=torch.float64) + np.random.rand() + random.random()
+    return torch.from_numpy(np.frombuffer(record["x"]).copy()) + noise / 3, int(record["cls"])
+
+
+def in_turn(world: World, batches: Any, epochs: int = 2) -> list[list[Any]]:
+    """What all ranks got, step by step, in rank order."""
+    steps = []
+    for _ in batches.epochs(epochs):
+        mine = {}
+        for values, labels in batches:
+            step = batches.step
+            assert len(values) == step.samples
+            mine[step.number] = (step.global_samples, list(zip(values.tolist(), labels.tolist(), strict=True)))
+        everyone = world.gather(mine)
+        for number in everyone[0]:
+            parts = [its[number] for its in everyone if number in its]  # ranks may have none of the last
+            steps.append([pair for _, pairs in parts for pair in pairs])
+            assert all(planned == len(steps[-1]) for planned, _ in parts)
+    batches.close()
+    return steps
+
+
+def shards_of_tar(world: World) -> Any:
+    per_rank = GLOBAL_BATCH // world.size
+    return [
+        in_turn(world, hvt.loader(Tars(sys.argv[3]), per_rank, decode=decoded, workers=workers, tail="drop"))
+        for workers in (1, 2)
+    ]
+
+
+class HuggingFaceLike(IterableDataset):
+    """Shares itself out among workers, shuffles in a buffer by seed and epoch, as `datasets.IterableDataset` does."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = get_worker_info()
+        rows = iter(range(info.id if info else 0, RECORDS, info.num_workers if info else 1))
+        draw, buffer = np.random.default_rng([7, self.epoch]), []
+        for row in rows:
+            buffer.append(row)
+            if len(buffer) == 6:
+                yield {"number": buffer.pop(int(draw.integers(6)))}
+        yield from ({"number": row} for row in buffer)
+
+
+def hugging_face(world: World) -> Any:
+    batches = hvt.loader(HuggingFaceLike(), GLOBAL_BATCH // world.size, workers=2)
+    steps = []
+    with torch.no_grad():
+        for _ in batches.epochs(2):
+            mine = [batch["number"].tolist() for batch in batches]
+            steps += [number for part in world.gather(mine) for numbers in part for number in numbers]
+    return [sorted(steps[:RECORDS]), sorted(steps[RECORDS:]), steps[:RECORDS] != steps[RECORDS:]]
+
+
+def rows(epoch: int) -> list[tuple[np.ndarray, float]]:
+    x = features(100 + epoch, RECORDS)
+    return [(row, float(np.cos(row.sum()) * 3)) for row in x]
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Linear(4, 1).double()
+
+
+def flat(module: nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).tolist()
+
+
+def updates(ours: Any, optimizer: Any, train: Any, stop_after: int = 0, then: Callable[[], Any] = lambda: None) -> None:
+    for number, (x, y) in enumerate(train):
+        optimizer.zero_grad()
+        optimizer.backward(nn.functional.mse_loss(ours(x)[:, 0], y))
+        optimizer.step()
+        if number + 1 == stop_after:
+            then()  # within the loop
+            return
+
+
+def plain(windows: list[list[tuple[np.ndarray, float]]]) -> list[float]:
+    """The same in one process, written by hand: an update a window."""
+    net = linear()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    for window in windows:
+        sgd.zero_grad()
+        x = torch.from_numpy(np.stack([row for row, _ in window]))
+        y = torch.tensor([target for _, target in window], dtype=torch.float64)
+        nn.functional.mse_loss(net(x)[:, 0], y).backward()
+        sgd.step()
+    return flat(net)
+
+
+def updates_are_exact(world: World) -> Any:
+    """Of 25 records in steps of 12 the last step has one: other ranks have none, whatever an update takes."""
+    found = {}
+    for accumulate in (1, 2, 3):
+        net = linear()
+        train = hvt.loader(rows, GLOBAL_BATCH // world.size, workers=accumulate % 2)
+        options = {"lr": hvdtrain.LR(base=0.1, reference_batch=GLOBAL_BATCH * accumulate), "accumulate": accumulate}
+        ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), train, **options)
+        for _ in train.epochs(2):
+            updates(ours, optimizer, train)
+        size = GLOBAL_BATCH * accumulate
+        windows = [rows(epoch)[at : at + size] for epoch in range(2) for at in range(0, RECORDS, size)]
+        found[f"accumulate {accumulate}"] = [flat(net), plain(windows)]
+        assert optimizer.progress.samples_seen == 2 * RECORDS and optimizer.progress.step == len(windows)
+        assert train.position == (2, 0)
+    return found
+
+
+def restored_within_an_epoch(world: World) -> Any:
+    """Saved after one step, and after the last one: the end is that of a run that was not stopped."""
+    folder = Path(sys.argv[1]).parent / f"checkpoints-{world.size}"
+    places, ends = [], []
+    for stop_after in (1, 3):
+        net = linear()
+        train = hvt.loader(rows, GLOBAL_BATCH // world.size)
+        ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), train)
+        checkpoints = hvdtrain.Checkpointer(str(folder / str(stop_after)), world=world)
+        state = hvt.model_state(ours, optimizer)
+        updates(
+            ours,
+            optimizer,
+            train,
+            stop_after,
+            lambda state=state, optimizer=optimizer, checkpoints=checkpoints: checkpoints.save(
+                state, progress=optimizer.progress
+            ),
+        )
+        again = linear()
+        more = hvt.loader(rows, GLOBAL_BATCH // world.size)
+        ours, optimizer = hvt.prepare(again, torch.optim.SGD(again.parameters(), lr=0.1), more)
+        checkpoints.restore(hvt.model_state(ours, optimizer))
+        places.append(more.position)
+        for _ in more.epochs(2):
+            updates(ours, optimizer, more)
+        ends.append(flat(again))
+    windows = [rows(epoch)[at : at + GLOBAL_BATCH] for epoch in range(2) for at in range(0, RECORDS, GLOBAL_BATCH)]
+    return {"places": places, "ends": ends, "plain": plain(windows)}
+
+
+def relay(world: World) -> Any:
+    """Some batches, from where another number of ranks stopped."""
+    path = Path(sys.argv[2])
+    batches = hvt.loader(lambda: range(100), GLOBAL_BATCH // world.size, seed=7, workers=0)
+    if path.exists():
+        batches.load_state_dict(json.loads(path.read_text()))
+    seen: list[int] = []
+    state = batches.state_dict()
+    for number, values in enumerate(batches):
+        seen += [value for part in world.gather(values.tolist()) for value in part]
+        state = batches.state_dict()
+        if number == 2 and world.size > 1:
+            break
+    world.barrier()
+    if world.is_main:
+        path.write_text(json.dumps(state))
+    return seen
+
+
+class Numbers(Dataset):
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> tuple[float, int]:
+        return index + random.random(), index
+
+
+def samplers(world: World) -> Any:
+    """Weighted with replacement, drawn by the epoch; a subset; of arrays, which are taken in whole batches."""
+    per_rank = GLOBAL_BATCH // world.size
+    weighted = WeightedRandomSampler(torch.arange(RECORDS).double(), 30)
+    own = RandomSampler(range(RECORDS), generator=torch.Generator())
+    numbers = np.arange(RECORDS)
+    return [
+        in_turn(world, hvt.loader(Numbers(), per_rank, sampler=weighted, workers=1), epochs=2),
+        in_turn(world, hvt.loader((numbers * 2.0, numbers), per_rank, sampler=own), epochs=2),
+        in_turn(world, hvt.loader(Numbers(), per_rank, sampler=lambda epoch: [3 + epoch, 1, 2], workers=0), epochs=2),
+    ]
+
+
+def buckets(epoch: int) -> list[list[int]]:
+    order = np.random.default_rng(epoch).permutation(RECORDS).tolist()
+    return [order[:9], order[9:10], order[10:22], order[22:]]
+
+
+def batches_of_the_users(world: World) -> Any:
+    """Batches of 9, 1, 12 and 3 samples: each dealt over the ranks, and each update the mean over its own."""
+    of_epoch = [rows(0)[index] for index in range(RECORDS)]
+    found = []
+    for accumulate in (1, 3):
+        net = linear()
+        train = hvt.loader(of_epoch, GLOBAL_BATCH // world.size, batch_sampler=buckets, workers=0)
+        ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), train, accumulate=accumulate)
+        states: list[Any] = []
+        updates(
+            ours, optimizer, train, accumulate, lambda states=states, train=train: states.append(train.state_dict())
+        )
+        again = hvt.loader(of_epoch, GLOBAL_BATCH // world.size, batch_sampler=buckets, workers=0)
+        ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), again, accumulate=accumulate)
+        again.load_state_dict(states[0])
+        for _ in again.epochs(2):
+            updates(ours, optimizer, again)
+        windows = []
+        for epoch in range(2):
+            whole = [[of_epoch[index] for index in bucket] for bucket in buckets(epoch)]
+            windows += [sum(whole[at : at + accumulate], []) for at in range(0, 4, accumulate)]
+        found.append([flat(net), plain(windows)])
+    torch_s = hvt.loader(Numbers(), batch_sampler=BatchSampler(range(RECORDS), 10, drop_last=False), workers=0)
+    assert torch_s.global_batch == 10
+    return found, in_turn(world, torch_s, epochs=1)
+
+
+def evaluation(world: World) -> Any:
+    net = linear()
+
+    def error(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"error": (outputs[:, 0] - targets) ** 2}
+
+    ours = hvt.evaluate(net, rows, error, per_rank_batch=GLOBAL_BATCH // world.size)
+    x, y = zip(*rows(0), strict=True)
+    with torch.no_grad():
+        by_hand = float(((net(torch.from_numpy(np.stack(x)))[:, 0] - torch.tensor(y, dtype=torch.float64)) ** 2).mean())
+    return [ours["error"], by_hand]
+
+
+def said(attempt: Callable[[], Any], kind: type[HvdtrainError], *parts: str) -> str:
+    try:
+        attempt()
+    except kind as error:
+        assert all(part in str(error) for part in parts), error
+        return str(error)
+    raise AssertionError(f"not refused: {parts}")
+
+
+def refusals(world: World) -> Any:
+    draws = np.random.default_rng()
+    said(lambda: hvt.loader(iter(range(9)), 2), ConfigError, "which can be read once", "lambda epoch")
+    said(lambda: hvt.loader(lambda: draws.permutation(500), 2), ConfigError, "read twice", "records(epoch)")
+    said(lambda: hvt.loader(lambda: [], 2), ConfigError, "no record")
+    said(lambda: hvt.loader(rows, 2, sampler=[1, 2]), ConfigError, "sampler= and batch_sampler= name samples")
+    said(lambda: hvt.loader(Numbers, 2), ConfigError, "the class Numbers")
+    said(lambda: hvt.loader(Numbers(), 2, decode=abs), ConfigError, "decode in its __getitem__")
+    whole = DistributedSampler(Numbers(), 2, 0)
+    said(lambda: hvt.loader(Numbers(), 2, sampler=whole), ConfigError, "leave it out")
+    said(lambda: hvt.loader(Numbers(), 2, sampler=[0], batch_sampler=[[0]]), ConfigError, "both")
+    said(lambda: hvt.loader(Numbers(), batch_sampler=[[0]]), ConfigError, "batch_size", "per_rank_batch=32")
+    train = hvt.loader(rows, 4)
+    said(lambda: train.samples, ConfigError, "LR(total_samples=")
+    said(lambda: len(train), ConfigError, "known at its end")
+    net = linear()
+    seen = list(zip(range(1), train, strict=False))
+    assert len(seen) == 1 and train.step is not None
+    ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), train, accumulate=6)
+    said(lambda: updates(ours, optimizer, [seen[0][1]]), ConfigError, "before the loop")
+    train.go_on(0, 26)
+    said(lambda: next(iter(train)), ConfigError, "ends after 25")
+    if world.size > 1:
+        said(lambda: hvt.loader(lambda: range(world.rank, 40, 2), 2), ReplicaError, "rank 1", "split_by_node")
+    return True
+
+
+def streams_that_part_later(world: World) -> Any:
+    """Their heads are alike: said at the end of the epoch, on every rank, and not before."""
+    others = [*rows(0)[:-1], (np.full(4, float(world.rank)), 1.0)]
+    if world.size > 1:  # a data set is compared, whatever names its samples
+        said(lambda: hvt.loader(others, 2, sampler=range(RECORDS)), ReplicaError, "25 samples", "rank 1")
+        said(lambda: hvt.loader(rows(0), 2, sampler=[world.rank]), ReplicaError, "first 1 records", "rank 1")
+    net = linear()
+    train = hvt.loader(lambda: others, GLOBAL_BATCH // world.size)
+    ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), train)
+    if world.size > 1:
+        said(lambda: updates(ours, optimizer, train), ReplicaError, "an epoch of 25 samples", "rank 1", "whole stream")
+    return True
+
+
+CASES = (
+    shards_of_tar, hugging_face, updates_are_exact, restored_within_an_epoch, relay, samplers, batches_of_the_users,
+    evaluation, refusals, streams_that_part_later,
+)  # fmt: skip
+
+
+def main() -> None:
+    results = {}
+    with hvdtrain.init("torch", seed=5) as world:
+        assert len(list(Path(sys.argv[3]).glob("*.tar"))) == SHARDS
+        for case in CASES:
+            try:
+                results[case.__name__] = case(world)
+            except Exception:
+                print(f"rank {world.rank}: {case.__name__}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                os._exit(3)
+        if world.is_main:
+            Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Streams are dealt as map-style data is: the same samples to the same ranks, with the same weights; pure."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.sharding import Plan
+from hvdtrain.core.streams import HEAD, Noted, StreamPlan, StreamStep, head, stream_of, walk
+
+
+def steps_of(
+    records: Any, size: int, batch: int, rank: int, *, begin: int = 0, ahead: int = 1, **options: Any
+) -> list[tuple[StreamStep, list[Any]]]:
+    plan = StreamPlan(0, size, batch, shuffle=False, **options)
+    return list(walk(Noted(iter(records)), plan, 0, begin, rank=rank, ahead=ahead))
+
+
+@pytest.mark.parametrize("tail", ["weighted", "drop"])
+def test_dealt_as_a_map_style_plan_deals(tail: Any) -> None:
+    """Every length of a tail, any place to begin at, any update: what a `Plan` that knows the length says."""
+    for size, batch in ((1, 3), (2, 2), (3, 2), (5, 3)):
+        for samples in range(size * batch, 3 * size * batch + 2):
+            for begin in (0, size, samples):
+                known = Plan(samples, size, batch, shuffle=False, tail=tail)
+                for rank in range(size):
+                    found = steps_of(range(samples), size, batch, rank, begin=begin, ahead=3, tail=tail)
+                    expected = known.step_slices(0, begin, rank=rank)
+                    assert len(found) == len(expected)
+                    for (step, own), its in zip(found, expected, strict=True):
+                        assert own == its.indices.tolist() == step.indices.tolist()
+                        assert (step.number, step.samples_done) == (its.number, its.samples_done)
+                        assert step.place_after == its.place_after
+                        assert [step.update(a) for a in (1, 2, 3, 4)] == [its.update(a) for a in (1, 2, 3, 4)]
+
+
+def test_little_is_held_of_a_step() -> None:
+    """A rank keeps what may become its own: of a step of 64 x 4 records never more than a quarter."""
+    alive = most = 0
+
+    class Record:
+        def __init__(self) -> None:
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    for rank in (0, 31, 63):
+        for _ in walk(
+            Noted(Record() for _ in range(256)), StreamPlan(0, 64, 4, shuffle=False), 0, 0, rank=rank, ahead=1
+        ):
+            pass
+    assert most <= 64 + HEAD + 8, most
+
+
+def test_batches_of_the_users_are_dealt_whole() -> None:
+    batches = [[5, 3, 1], [7], [2, 4, 6, 8]]
+    found = [steps_of(batches, 2, 2, rank, whole_batches=4) for rank in (0, 1)]
+    assert [own for _, own in found[0]] == [[5, 3], [7], [2, 4]]
+    assert [own for _, own in found[1]] == [[1], [], [6, 8]]
+    for its in found:
+        assert [(step.global_samples, step.samples_done) for step, _ in its] == [(3, 3), (1, 4), (4, 8)]
+    later = [steps_of(batches, 2, 2, 0, whole_batches=4, begin=begin) for begin in (3, 4)]
+    assert [[own for _, own in its] for its in later] == [[[7], [2, 4]], [[2, 4]]]
+    wide = steps_of(batches, 2, 2, 0, whole_batches=4, ahead=2)
+    assert [step.update(2) for step, _ in wide] == [(4, False), (4, True), (4, True)]
+    assert [step.update(3) for step, _ in wide] == [(8, False), (8, False), (8, True)]
+
+
+def test_what_is_no_place_in_a_stream() -> None:
+    with pytest.raises(ConfigError, match="ends after 5"):
+        steps_of(range(5), 1, 2, 0, begin=6)
+    with pytest.raises(ConfigError, match="one batch from sample 0 to 3"):
+        steps_of([[1, 2, 3]], 1, 2, 0, begin=2, whole_batches=3)
+    with pytest.raises(ConfigError, match="before the loop"):
+        steps_of(range(9), 1, 1, 0)[0][0].update(3)
+    with pytest.raises(ConfigError, match="an empty one"):
+        steps_of([[]], 1, 2, 0, whole_batches=3)
+    for asked in (lambda plan: plan.steps(), lambda plan: plan.total(), lambda plan: plan.order(0)):
+        with pytest.raises(ConfigError, match="known at its end"):
+            asked(StreamPlan(0, 1, 2, shuffle=False))
+
+
+def test_what_is_read_anew() -> None:
+    class Told:
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Any:
+            return iter([self.epoch, 7])
+
+    assert [list(stream_of(Told())(epoch)) for epoch in (0, 3)] == [[0, 7], [3, 7]]
+    assert list(stream_of(lambda: [1, 2])(5)) == [1, 2]
+    assert list(stream_of(lambda epoch: [epoch])(5)) == [5]
+    assert list(stream_of(lambda *options: options)(5)) == [5]
+    for wrong in (iter([1]), (n for n in [1]), {1, 2}, "text", 5):
+        with pytest.raises(ConfigError, match="read anew"):
+            stream_of(wrong)
+
+
+def test_the_head_tells_orders_and_contents_apart_but_not_what_is_drawn() -> None:
+    rows = [{"number": n, "text": "x" * n} for n in range(20)]
+    assert head(lambda: iter(rows)) == head(lambda: iter(rows[:9]))
+    for other in (rows[::-1], rows[1:], [{**row, "text": "y" * 3} for row in rows], rows[:3]):
+        assert head(lambda: iter(rows)).digest != head(lambda other=other: iter(other)).digest
+    draw = random.Random(1)
+    noisy = [head(lambda: ({"n": n, "x": draw.random()} for n in range(9))) for _ in range(2)]
+    assert noisy[0] == noisy[1] and noisy[0].unstable == {"['x']"}
+    with pytest.raises(ConfigError, match="read twice"):
+        head(lambda: iter(draw.sample(range(100), 10)))
+
+
+def test_an_error_says_at_which_record() -> None:
+    def broken() -> Any:
+        yield from range(3)
+        raise ValueError("torn")
+
+    with pytest.raises(ValueError, match="torn") as caught:
+        steps_of(broken(), 1, 2, 0)
+    assert "record 3 of the stream" in str(caught.value.__notes__)
