@@ -205,8 +205,8 @@ def _bytes(value: Any, limit: int = 1 << 62) -> bytes:
 def _on_host(value: Any) -> np.ndarray:
     import numpy as np
 
-    for method in ("detach", "cpu"):  # a torch tensor
-        value = getattr(value, method)() if hasattr(value, method) else value
+    if hasattr(value, "detach"):  # a torch tensor
+        value = value.detach().cpu()
     try:
         return np.asarray(value)
     except (TypeError, ValueError):

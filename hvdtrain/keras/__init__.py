@@ -29,7 +29,9 @@ from hvdtrain.keras import averaging, fit, fit_callbacks, start
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import model_state
 from hvdtrain.keras.checks.replicas import fingerprint
-from hvdtrain.keras.data import Loader, evaluate, loader
+from hvdtrain.keras.data.create import loader
+from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.evaluation import evaluate
 from hvdtrain.keras.session import (
     KEY,
     Session,

@@ -24,7 +24,8 @@ from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.keras import fit_callbacks, moving_average, start
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.data import Loader
+from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.data.walked import open_ended
 from hvdtrain.keras.session import KEY, Session, hook
 from hvdtrain.keras.steps import same_work
 
@@ -89,7 +90,7 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     moving_average.go_on(model, session, _listed(callbacks), within=within)
     session.fitting = True
     try:
-        with timing:
+        with timing, open_ended():
             return inner(*bound.args, **bound.kwargs)
     finally:
         session.fitting, session.stops_in_epoch = False, True
@@ -178,6 +179,9 @@ class Place(fit_callbacks.Callback):
             validated.next_epoch = self.epoch  # its order is the epoch's in a resumed run, too
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        data = self.session.fitted
+        if data is not None and not self.session.alone and not self.model.stop_training:
+            data.check_end(self.world)
         if self.began_within or self.model.stop_training:
             moving_average.keep(self.model, self.session, began_within=self.began_within)
 
@@ -349,12 +353,13 @@ class Last(fit_callbacks.Callback):
                 "deal the data with hvdtrain.keras.loader((x, y), per_rank_batch): all ranks get the same number",
                 shared=True,
             )
-        if "steps" in self.params and length["steps per epoch"] is None:
+        if "steps" in self.params and length["steps per epoch"] is None and self.session.fitted is None:
             raise ReplicaError(
                 "every rank must take the same number of steps, so it must be known",
                 "data of unknown length (a generator, or a tf.data.Dataset such as TFRecords): a rank that ends first"
                 " would leave the others waiting",
-                "fit(steps_per_epoch=...), the same on every rank, with data that does not end before:"
+                "data = hvdtrain.keras.loader(dataset), or loader(lambda: generator()), of all the data on every rank,"
+                " then fit(data); or fit(steps_per_epoch=...) of each rank's own data, which does not end before:"
                 " dataset.repeat(), or `while True` in the generator",
                 shared=True,
             )

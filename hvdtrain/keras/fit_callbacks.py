@@ -8,7 +8,6 @@ hooks that all ranks reach at the same step, and never in a callback that Keras 
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +22,7 @@ from hvdtrain.keras import averaging, metric_states, start
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import check_saveable, model_state
 from hvdtrain.keras.checks import replicas
-from hvdtrain.keras.data import Loader
+from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.session import Session, is_built, is_hooked, leaves_of, missing_hook
 from hvdtrain.keras.steps import ended_early
 from hvdtrain.runs.checkpoint import Checkpointer
@@ -112,7 +111,7 @@ class Epoch(Callback):
             batches = getattr(getattr(self.model, "_eval_epoch_iterator", None), "num_batches", None)
             if not self.session.by_samples:
                 self.world.agree("number of validation steps (loader(...) deals the same to all ranks)", batches)
-            even = batches is not None and self.world.gather(batches) == [batches] * self.world.size
+            even = self._dealt or (batches is not None and self.world.gather(batches) == [batches] * self.world.size)
             self._validation.enter_context(averaging.together(self.model, even=even))
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -163,13 +162,14 @@ class Count(Callback):
         self._next_batch = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        done = min(batch + 1, self.params.get("steps") or batch + 1)  # Keras counts the last execution as a full one
-        steps = done - self._next_batch  # several with steps_per_execution
         now, data = self.session.progress, self.session.fitted
+        # Keras counts the last execution as a full one
+        done = min(batch + 1, self.params.get("steps") or batch + 1) if data is None else data.steps_until(batch + 1)
+        steps = done - self._next_batch  # several with steps_per_execution
         if data is None:
             samples = steps * (self.session.per_rank_batch or 0) * self.world.size
         else:
-            samples = min(steps * data.global_batch, data.samples - now.samples_in_epoch)
+            samples = data.samples_of(self._next_batch, done)
         self._next_batch = done
         self.session.progress = Progress(
             now.epoch, now.step + steps, now.samples_seen + samples, now.samples_in_epoch + samples
@@ -178,7 +178,7 @@ class Count(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         now, data = self.session.progress, self.session.fitted
-        if data is not None and data.plan.steps(now.samples_in_epoch) > 0:
+        if data is not None and not data.complete(self._next_batch):
             return  # a stop left samples of the epoch
         left = (self.params.get("steps") or 0) - self._next_batch
         if left > 0 and self.session.saves:
@@ -337,7 +337,8 @@ class Save(Callback):
         self._saved_at = self.session.progress.step
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        last = batch + 1 >= (self.params.get("steps") or math.inf)  # the epoch's own checkpoint follows at once
+        data = self.session.fitted
+        last = data is not None and data.complete(batch + 1)  # the epoch's own checkpoint follows at once
         step = self.session.progress.step
         if self.every_steps and not last and step // self.every_steps > self._saved_at // self.every_steps:
             self._save({})

@@ -314,9 +314,9 @@ def _place(session: Session, data: Loader) -> dict[str, int]:
     epoch, samples = session.batches.place()
     left = data.left_early()  # told once
     if left is not None and session.world.is_main:
-        samples = data.plan.samples or "its"  # a stream's
+        whole = data.plan.samples or "its"  # a stream's
         print(
-            f"hvdtrain: epoch {left[0]} was left after {left[1]} of {samples} samples: a run restored from"
+            f"hvdtrain: epoch {left[0]} was left after {left[1]} of {whole} samples: a run restored from"
             f" this checkpoint begins epoch {left[0] + 1}, as this one would (to go on there, save within the loop)",
             flush=True,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import islice
 from operator import index as whole
 from typing import Any
 
@@ -13,19 +14,17 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
+from hvdtrain.core.data.records import Head, Noted, check_ends, head
+from hvdtrain.core.data.streams import StreamPlan, StreamStep, epoch_seed, walk
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Step
-from hvdtrain.core.streams import Head, Noted, StreamPlan, StreamStep, check_ends, head, walk
 from hvdtrain.core.world import World
-from hvdtrain.torch.data.draws import words
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.memory import Memory
 from hvdtrain.torch.data.processes import Processes, Reader, answers
 from hvdtrain.torch.data.random_state import OwnRng, preserved_rng
 from hvdtrain.torch.data.source import Augment, Fetched
 from hvdtrain.torch.data.workers import Failures, read_batch, two_of
-
-WALK_STREAM = 3  # of random words (see `draws`): for what the user's own iterator draws
 
 Begin = Callable[[int], Iterator[Any]]  # the stream of an epoch
 
@@ -37,14 +36,10 @@ def drawn_by_epoch(sampler: Any, begin: Begin, seed: int) -> Begin:
         for drawing in (sampler, getattr(sampler, "sampler", None)):
             generator = getattr(drawing, "generator", None)
             if isinstance(generator, torch.Generator):
-                generator.manual_seed(_seed(seed, epoch) >> 1)
+                generator.manual_seed(epoch_seed(seed, epoch) >> 1)
         return begin(epoch)
 
     return of_epoch
-
-
-def _seed(seed: int, epoch: int) -> int:
-    return int(words(StreamPlan(0, 1, 1, seed=seed, shuffle=False), epoch, 0, 1, 1, stream=WALK_STREAM)[0, 0])
 
 
 class Get:
@@ -84,7 +79,7 @@ class _Walker(Reader, IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[StreamStep, Fetched]]:
         worker, workers = self.begin()
         plan, source = self._plan, self._source
-        own = OwnRng(_seed(plan.seed, self._epoch))
+        own = OwnRng(epoch_seed(plan.seed, self._epoch))
         with own.in_place(), _no_worker():
             records = Noted(source.begin(self._epoch), source.unstable, self.at)
         steps = walk(records, plan, self._epoch, self._done, rank=self._rank, ahead=self._ahead)
@@ -108,15 +103,15 @@ class _HeadReader(Reader, Dataset[Head]):
         self.begin()
 
         def begin() -> Iterator[Any]:
-            own = OwnRng(_seed(self._seed, epoch))
+            own = OwnRng(epoch_seed(self._seed, epoch))
             with own.in_place(), _no_worker():
                 records = self._source.begin(epoch)
             while True:
                 with own.in_place(), _no_worker():
-                    found = list(zip(range(1), records, strict=False))
+                    found = list(islice(records, 1))
                 if not found:
                     return
-                yield found[0][1]
+                yield found[0]
 
         return head(begin)
 
@@ -233,4 +228,4 @@ class StreamLoader(Loader):
         trained = self._differentiated
         if self._world.size > 1 and trained is not None and (trained.epoch, trained.begin) == (self._epoch, begin):
             assert isinstance(self.step, StreamStep)
-            check_ends(self._world, self.step)
+            check_ends(self._world, self.step.samples_done, self.step.digest)

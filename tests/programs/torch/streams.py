@@ -155,7 +155,7 @@ def updates_are_exact(world: World) -> Any:
     found = {}
     for accumulate in (1, 2, 3):
         net = linear()
-        train = hvt.loader(rows, GLOBAL_BATCH // world.size, workers=accumulate % 2)
+        train = hvt.loader(rows, GLOBAL_BATCH // world.size, workers=int(accumulate == 2))
         options = {"lr": hvdtrain.LR(base=0.1, reference_batch=GLOBAL_BATCH * accumulate), "accumulate": accumulate}
         ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), train, **options)
         for _ in train.epochs(2):
@@ -174,7 +174,7 @@ def restored_within_an_epoch(world: World) -> Any:
     places, ends = [], []
     for stop_after in (1, 3):
         net = linear()
-        train = hvt.loader(rows, GLOBAL_BATCH // world.size)
+        train = hvt.loader(rows, GLOBAL_BATCH // world.size, workers=0)
         ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), train)
         checkpoints = hvdtrain.Checkpointer(str(folder / str(stop_after)), world=world)
         state = hvt.model_state(ours, optimizer)
@@ -188,7 +188,7 @@ def restored_within_an_epoch(world: World) -> Any:
             ),
         )
         again = linear()
-        more = hvt.loader(rows, GLOBAL_BATCH // world.size)
+        more = hvt.loader(rows, GLOBAL_BATCH // world.size, workers=0)
         ours, optimizer = hvt.prepare(again, torch.optim.SGD(again.parameters(), lr=0.1), more)
         checkpoints.restore(hvt.model_state(ours, optimizer))
         places.append(more.position)
@@ -295,17 +295,19 @@ def said(attempt: Callable[[], Any], kind: type[HvdtrainError], *parts: str) -> 
 
 def refusals(world: World) -> Any:
     draws = np.random.default_rng()
-    said(lambda: hvt.loader(iter(range(9)), 2), ConfigError, "which can be read once", "lambda epoch")
+    said(lambda: hvt.loader(iter(range(9)), 2, workers=0), ConfigError, "which can be read once", "lambda epoch")
     said(lambda: hvt.loader(lambda: draws.permutation(500), 2), ConfigError, "read twice", "records(epoch)")
-    said(lambda: hvt.loader(lambda: [], 2), ConfigError, "no record")
-    said(lambda: hvt.loader(rows, 2, sampler=[1, 2]), ConfigError, "sampler= and batch_sampler= name samples")
+    said(lambda: hvt.loader(lambda: [], 2, workers=0), ConfigError, "no record")
+    said(
+        lambda: hvt.loader(rows, 2, sampler=[1, 2], workers=0), ConfigError, "sampler= and batch_sampler= name samples"
+    )
     said(lambda: hvt.loader(Numbers, 2), ConfigError, "the class Numbers")
     said(lambda: hvt.loader(Numbers(), 2, decode=abs), ConfigError, "decode in its __getitem__")
     whole = DistributedSampler(Numbers(), 2, 0)
     said(lambda: hvt.loader(Numbers(), 2, sampler=whole), ConfigError, "leave it out")
     said(lambda: hvt.loader(Numbers(), 2, sampler=[0], batch_sampler=[[0]]), ConfigError, "both")
     said(lambda: hvt.loader(Numbers(), batch_sampler=[[0]]), ConfigError, "batch_size", "per_rank_batch=32")
-    train = hvt.loader(rows, 4)
+    train = hvt.loader(rows, 4, workers=0)
     said(lambda: train.samples, ConfigError, "LR(total_samples=")
     said(lambda: len(train), ConfigError, "known at its end")
     net = linear()
@@ -324,10 +326,10 @@ def streams_that_part_later(world: World) -> Any:
     """Their heads are alike: said at the end of the epoch, on every rank, and not before."""
     others = [*rows(0)[:-1], (np.full(4, float(world.rank)), 1.0)]
     if world.size > 1:  # a data set is compared, whatever names its samples
-        said(lambda: hvt.loader(others, 2, sampler=range(RECORDS)), ReplicaError, "25 samples", "rank 1")
-        said(lambda: hvt.loader(rows(0), 2, sampler=[world.rank]), ReplicaError, "first 1 records", "rank 1")
+        said(lambda: hvt.loader(others, 2, sampler=range(RECORDS), workers=0), ReplicaError, "25 samples", "rank 1")
+        said(lambda: hvt.loader(rows(0), 2, sampler=[world.rank], workers=0), ReplicaError, "first 1 records", "rank 1")
     net = linear()
-    train = hvt.loader(lambda: others, GLOBAL_BATCH // world.size)
+    train = hvt.loader(lambda: others, GLOBAL_BATCH // world.size, workers=0)
     ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), train)
     if world.size > 1:
         said(lambda: updates(ours, optimizer, train), ReplicaError, "an epoch of 25 samples", "rank 1", "whole stream")

@@ -8,29 +8,21 @@ good for any number of ranks, and what costs (decoding) is done for a rank's own
 
 from __future__ import annotations
 
-import inspect
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from hvdtrain.core import same_data
-from hvdtrain.core.errors import ConfigError, ReplicaError, by_rank
+from hvdtrain.core.data.records import Noted
+from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Plan, Step, contiguous
-from hvdtrain.core.world import World
 
 if TYPE_CHECKING:
     import numpy as np
 
-HEAD = 8  # records that ranks compare before anything is dealt
 _END: Any = object()
-WHOLE_STREAM = (
-    "give every rank the whole stream, hvdtrain deals it: no records[rank::size], shard(), split_by_node or"
-    " split_dataset_by_node; sort lists of files; shuffle by a seed that is made of the epoch alone (a callable"
-    " records(epoch), or set_epoch(epoch))"
-)
+_WALK_STREAM = 3  # of random words: the order of samples, augmentation and samples' seeds have those before
 
 
 @dataclass(frozen=True)
@@ -118,93 +110,20 @@ class StreamStep(Step):
         return samples, left == 0 or not self.later
 
 
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Returns 64 bits for what a stream draws by itself, the same on every rank."""
+    import numpy as np
+
+    counter = np.array([0, 0, 0, _WALK_STREAM], np.uint64)
+    return int(np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=counter).random_raw(1)[0])
+
+
 class Part(NamedTuple):
     """What a rank gets of a step: its own records, raw; `first` and how many of all ranks."""
 
     first: int
     own: list[Any]
     samples: int
-
-
-def stream_of(data: Any) -> Callable[[int], Iterator[Any]]:
-    """Returns the function that begins the stream of an epoch.
-
-    Args:
-        data: an iterable that can be read again (`set_epoch(epoch)` is called if it has one); or a function of the
-            epoch, or of nothing, that returns an iterable.
-
-    Raises:
-        ConfigError: an iterator, which can be read once only, or nothing that can be read.
-    """
-    if (
-        isinstance(data, Iterable)
-        and not isinstance(data, (str, bytes, set, frozenset))
-        and not hasattr(data, "__next__")
-    ):
-
-        def begin(epoch: int) -> Iterator[Any]:
-            for told in (data, getattr(data, "sampler", None)):
-                set_epoch = getattr(told, "set_epoch", None)
-                if callable(set_epoch):
-                    set_epoch(epoch)
-            return iter(data)
-
-        return begin
-    if callable(data) and not hasattr(data, "__next__"):
-        try:
-            inspect.signature(data).bind(0)
-        except (TypeError, ValueError):
-            return lambda epoch: iter(data())
-        return lambda epoch: iter(data(epoch))
-    raise ConfigError(
-        "a stream can be read anew: in each epoch, and after a restart",
-        f"a {type(data).__name__}" + (", which can be read once" if hasattr(data, "__next__") else ""),
-        "give a data set, a list or a tuple of arrays; or the function that makes the stream,"
-        " loader(lambda epoch: records(epoch), ...), or an object with __iter__",
-    )
-
-
-class Noted:
-    """An iterator over the records of an epoch that counts them and keeps a digest; what fails says at which record.
-
-    Args:
-        records: the stream.
-        unstable: names of parts that differ from one reading to the next, and are not compared.
-        told: is called before each record, with ~its number.
-    """
-
-    def __init__(
-        self,
-        records: Iterator[Any],
-        unstable: frozenset[str] = frozenset(),
-        told: Callable[[int], None] = lambda number: None,
-    ) -> None:
-        self._records = records
-        self._unstable = unstable
-        self._told = told
-        self.count = 0
-        self.digest = 0
-        self.first: list[Any] = []
-
-    def __iter__(self) -> Noted:
-        return self
-
-    def __next__(self) -> Any:
-        self._told(~self.count)
-        try:
-            record = next(self._records)
-        except StopIteration:
-            raise
-        except Exception as error:
-            error.add_note(f"hvdtrain: while reading record {self.count} of the stream")
-            raise
-        if len(self.first) < HEAD:
-            self.first.append(record)
-        self.count += 1
-        for name, seen in same_data.glance(record):
-            if name not in self._unstable:
-                self.digest = zlib.crc32(seen, self.digest)
-        return record
 
 
 def walk(
@@ -297,64 +216,3 @@ def _piece(records: Iterator[Any], plan: StreamPlan, rank: int) -> tuple[list[An
             low += 1
     mine = contiguous(count, rank, plan.size)
     return list(islice(held, mine.stop - mine.start)), count
-
-
-@dataclass(frozen=True)
-class Head:
-    """How a stream begins, to be compared among ranks and with a later run.
-
-    Attributes:
-        records: how many were read.
-        digest: of what was the same when they were read again, in hex.
-        unstable: names of the parts that were not.
-    """
-
-    records: int
-    digest: str
-    unstable: frozenset[str]
-
-
-def head(begin: Callable[[], Iterator[Any]]) -> Head:
-    """Returns the head of a stream, which is read twice: ranks read it on their own, and a resumed run again.
-
-    Raises:
-        ConfigError: the two differ in all parts of a record.
-    """
-    first, second = (list(islice(begin(), HEAD)) for _ in range(2))
-    seen = [[dict(same_data.glance(record)) for record in records] for records in (first, second)]
-    unstable = {name for a, b in zip(*seen, strict=False) for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
-    names = {name for record in seen[0] for name in record}
-    if len(first) != len(second) or (names and names <= unstable):
-        raise ConfigError(
-            "a stream has the same records in the same order whenever it is read for the same epoch",
-            "read twice, it began with other records",
-            "shuffle by a seed that is made of the epoch alone: a callable records(epoch), or set_epoch(epoch); what"
-            " is drawn for each sample belongs into decode=, whose random numbers are made of the sample's place",
-        )
-    digest = 0
-    for record in seen[0]:
-        for name, glance in record.items():
-            digest = zlib.crc32(glance, digest) if name not in unstable else digest
-    return Head(len(first), f"{digest:08x}", frozenset(unstable))
-
-
-def check_heads(world: World, mine: Head) -> None:
-    """Refuses ranks whose streams do not begin alike; collective."""
-    _refuse_different(world, (mine.records, mine.digest), "its first {} records: digest {}")
-
-
-def check_ends(world: World, step: StreamStep | None) -> None:
-    """Refuses ranks whose streams did not have the same records, at the end of an epoch; collective."""
-    mine = (0, "") if step is None else (step.samples_done, f"{step.digest:08x}")
-    _refuse_different(world, mine, "an epoch of {} samples: digest {}")
-
-
-def _refuse_different(world: World, mine: tuple[int, str], text: str) -> None:
-    found = world.gather(mine)
-    if any(other != found[0] for other in found):
-        raise ReplicaError(
-            "a stream must be the same on every rank, in the same order",
-            by_rank([text.format(*its) for its in found]),
-            WHOLE_STREAM,
-            shared=True,
-        )

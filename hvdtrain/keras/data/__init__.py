@@ -1,0 +1,1 @@
+"""A rank's batches for `fit` and `evaluate`: of arrays, data sets, and what comes in batches already."""

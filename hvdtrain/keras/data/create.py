@@ -1,0 +1,139 @@
+"""From what the user gives as data to the loader that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import keras
+from keras.src.trainers.data_adapters import is_tf_dataset, is_torch_dataloader
+
+from hvdtrain.core import same_data
+from hvdtrain.core.data.records import check_heads, stream_of
+from hvdtrain.core.data.streams import StreamPlan
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.sharding import Plan
+from hvdtrain.core.world import World, given_or_current
+from hvdtrain.keras.data.loader import Loader
+from hvdtrain.keras.data.sources import Arrays, Batches, Items, Source, batch_of, rows_of, stacked
+from hvdtrain.keras.data.walked import Walk, WalkedLoader, first_rows
+
+
+def loader(
+    data: Any,
+    per_rank_batch: int | None = None,
+    *,
+    world: World | None = None,
+    shuffle: bool = True,
+    tail: Literal["weighted", "drop"] = "weighted",
+    seed: int | None = None,
+    class_weight: Mapping[int, float] | None = None,
+) -> Loader:
+    """Returns this rank's training batches: each sample once an epoch over all ranks, in an order that does not depend
+    on how many ranks there are; collective.
+
+    Args:
+        data: the same on every rank: arrays or tensors of all samples (or nested structures of them), first axis
+            samples, as a tuple `(x, y)` or `(x, y, sample_weight)`; or `x` alone, for a model without targets. Or a
+            PyTorch `Dataset` of such samples. Or what comes in batches already, one for each rank in a step: a
+            `keras.utils.PyDataset` (a rank reads its own only), a `tf.data.Dataset`, a PyTorch `DataLoader`, or a
+            function (of the epoch, or of nothing) that begins a generator or returns one of these; every rank walks
+            these, and their length need not be known.
+        per_rank_batch: samples a rank takes in a full step; left out for data in batches.
+        world: the ranks; by default those of `hvdtrain.init`.
+        shuffle: False keeps the data's order; what is walked has an order of its own.
+        tail: samples that do not fill a global step are dealt out and weighed exactly, or left out ("drop").
+        seed: of the order; by default the world's.
+        class_weight: class to weight, as `fit` takes it: for one output, whose `y` are class numbers or one-hot.
+
+    Returns:
+        A `keras.utils.PyDataset` with `.plan`, to be given to `prepare` and `fit`; give `fit` also
+        `hvdtrain.keras.callbacks`, which tell it the epoch.
+
+    Raises:
+        ConfigError: arrays of different lengths, data of another kind, an argument out of range, both kinds of weights.
+        ReplicaError: the ranks' data or its order differ.
+    """
+    world = given_or_current(world, "keras")
+    seed = world.seed if seed is None else seed
+    _check_batch(data, per_rank_batch)
+    walked = _walk_of(data, class_weight, seed)
+    if walked is not None:
+        return _walking(walked, per_rank_batch, world, tail, seed, in_batches=comes_in_batches(data))
+    source: Source
+    if isinstance(data, keras.utils.PyDataset):
+        source = Batches(data, class_weight, seed)
+    elif _is_torch(data, "Dataset"):
+        source = Items(data, class_weight)
+    else:
+        source = Arrays(data, class_weight)
+    same_data.check(world, source.digest())
+    plan = Plan(source.units, world.size, per_rank_batch or 1, seed=seed, shuffle=shuffle, tail=tail)
+    world.agree("plan of loader() (seed, per_rank_batch, shuffle, tail)", plan)
+    return Loader(source, plan, rank=world.rank)
+
+
+def comes_in_batches(data: Any) -> bool:
+    """Returns whether the data says itself what a batch is."""
+    return isinstance(data, keras.utils.PyDataset) or (_is_walked(data) and not _is_torch(data, "IterableDataset"))
+
+
+def _is_walked(data: Any) -> bool:
+    if is_tf_dataset(data) or is_torch_dataloader(data) or _is_torch(data, "IterableDataset"):
+        return True
+    if hasattr(data, "shape") or hasattr(data, "dtypes") or isinstance(data, (str, bytes, type, Mapping, tuple, list)):
+        return False
+    by_index = isinstance(data, keras.utils.PyDataset) or hasattr(data, "__getitem__") or keras.ops.is_tensor(data)
+    return callable(data) or (isinstance(data, Iterable) and not by_index)
+
+
+def _is_torch(data: Any, name: str) -> bool:
+    """True for a data set of `torch.utils.data`, which need not be installed."""
+    kinds = [kind for kind in type(data).__mro__ if kind.__module__.startswith("torch.utils.data")]
+    return any(kind.__name__ == name for kind in kinds)
+
+
+def _check_batch(data: Any, per_rank_batch: int | None) -> None:
+    if per_rank_batch is None and not comes_in_batches(data):
+        raise ConfigError(
+            "per_rank_batch is the samples that a rank takes in a step",
+            f"per_rank_batch was not given, and a {type(data).__name__} does not come in batches",
+            "loader((x, y), per_rank_batch=32)",
+        )
+
+
+def _walk_of(data: Any, class_weight: Mapping[int, float] | None, seed: int) -> Walk | None:
+    if not _is_walked(data):
+        return None
+    if not comes_in_batches(data):
+        return Walk(stream_of(data), lambda records: stacked(records, class_weight), seed)
+
+    def of_one(records: list[Any]) -> Any:
+        return batch_of(records[0], class_weight)
+
+    return Walk(stream_of(data), of_one, seed, by_tensorflow=is_tf_dataset(data))
+
+
+def _walking(
+    walked: Walk,
+    per_rank_batch: int | None,
+    world: World,
+    tail: Literal["weighted", "drop"],
+    seed: int,
+    *,
+    in_batches: bool,
+) -> WalkedLoader:
+    begins = walked.peek()
+    check_heads(world, begins)
+    rows = first_rows(walked, rows_of)
+    if in_batches and per_rank_batch not in (None, rows):
+        raise ConfigError(
+            "data that comes in batches says how many samples these have",
+            f"batches of {rows}, per_rank_batch={per_rank_batch}",
+            "leave per_rank_batch= out, or make the data's batches so large",
+            shared=True,
+        )
+    batch = 1 if in_batches else per_rank_batch or 1
+    plan = StreamPlan(0, world.size, batch, seed=seed, shuffle=False, tail=tail)
+    world.agree("plan of loader() (seed, per_rank_batch, tail)", plan)
+    return WalkedLoader(walked, plan, rank=world.rank, unit=rows if in_batches else 1)

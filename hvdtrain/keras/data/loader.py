@@ -1,0 +1,200 @@
+"""A rank's batches for `fit` and `evaluate`, of what is read by index: every sample exactly once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.sharding import Dealt, Plan
+from hvdtrain.core.world import World
+from hvdtrain.keras.data.sources import Batch, Source
+from hvdtrain.keras.session import NO_SAMPLE, map_leaves
+
+
+class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
+    """One rank's batches; made by `loader`. What is dealt are samples, or whole batches of the data's own.
+
+    It is its own data adapter, which `fit` takes as it is: the adapter that Keras makes for a `PyDataset`
+    shuffles the batches once more (`fit(shuffle=True)` is the default) with Python's generator, on every
+    rank in another order; ranks would not work on the same global batch, and a resumed epoch not on the
+    samples that are left. Weights are given to `loader`: `fit` refuses its own beside it.
+
+    Attributes:
+        plan: the `hvdtrain.Plan` that deals samples, or batches.
+        unit: samples of what is dealt, as they are counted: of a batch those of a full one.
+        epoch: the epoch whose order is being read.
+        next_epoch: the one to turn to, as our callbacks tell it (Keras does not); `None`: the one that follows.
+    """
+
+    def __init__(self, source: Source, plan: Plan, *, rank: int) -> None:
+        super().__init__(workers=1)  # see `batches`
+        self.plan = plan
+        self.rank = rank
+        self.unit = source.unit
+        self.source = source
+        # one step without a sample makes Keras expect weights in every batch, on every rank
+        tail = plan.samples % plan.global_batch if plan.tail == "weighted" else 0
+        self._weighted = source.weighted or 0 < tail < plan.size
+        self.next_epoch: int | None = None
+        self.go_on(0, 0)
+        self._adapter = PyDatasetAdapter(self, shuffle=False)
+        self._adapter._get_iterator = self.batches
+
+    @property
+    def samples(self) -> int:
+        """Samples in the data set, as they are counted."""
+        return self.plan.total() * self.unit
+
+    @property
+    def per_rank_batch(self) -> int:
+        """Samples that a rank takes in a full step."""
+        return self.plan.per_rank_batch * self.unit
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in a full step."""
+        return self.plan.global_batch * self.unit
+
+    def go_on(self, epoch: int, samples_in_epoch: int) -> None:
+        """Makes the next `fit` begin there; a restored checkpoint does so by itself.
+
+        The rest of an epoch is a `fit` of its own (`epochs=initial_epoch + 1`), and the epochs after it another
+        (with `use_ema` that goes on with the weights themselves, as one fit would).
+
+        Raises:
+            ConfigError: no such place in this data.
+        """
+        if samples_in_epoch % self.unit:
+            raise ConfigError(
+                "a run goes on between two batches of the data's own",
+                f"{samples_in_epoch} samples done, batches of {self.unit}",
+                "give the data that the run began with",
+            )
+        self._check_place(samples_in_epoch // self.unit)
+        self.first_epoch, self._done, self._begun = epoch, samples_in_epoch, False
+        self._read(epoch)
+
+    def _check_place(self, units: int) -> None:
+        if self.plan.samples == 0 or self.plan.steps(units) == 0:
+            received = f"{self.plan.samples * self.unit} samples, {units * self.unit} done"
+            raise ConfigError("an epoch needs samples", received, "give more data")
+
+    def _read(self, epoch: int) -> None:
+        self._steps = self.plan.step_slices(epoch, self.done(epoch) // self.unit, rank=self.rank)
+        self.epoch = epoch
+
+    def steps_until(self, batch: int) -> int:
+        """Returns how many steps of the epoch are done with those before `batch`, which may be past its end."""
+        return min(batch, len(self._steps))
+
+    def samples_of(self, first: int, stop: int) -> int:
+        """Returns the samples of all ranks in the steps `first` to `stop` of what is left of the epoch."""
+        return sum(step.global_samples for step in self._steps[first:stop]) * self.unit
+
+    def complete(self, steps: int) -> bool:
+        """Returns whether the epoch is done with so many steps of what was left of it."""
+        return steps >= len(self._steps)
+
+    def check_end(self, world: World) -> None:
+        """An epoch is complete; collective. What is read by index was compared before it was dealt."""
+
+    def mine(self) -> float | None:
+        """Returns this rank's samples of an epoch; None where only the batches say."""
+        return float(sum(step.samples for step in self._steps)) if self.unit == 1 else None
+
+    def leave_nothing_out(self) -> None:
+        """The rest of an epoch was fitted: the next `fit` of it begins at its beginning."""
+        if self._done:
+            self.go_on(self.first_epoch, 0)
+
+    def done(self, epoch: int) -> int:
+        """Samples of an epoch that are left out, because an earlier run has done them."""
+        return self._done if epoch == self.first_epoch else 0
+
+    def apart(self) -> Loader:
+        """Returns a loader of the same data at its beginning: what reads that leaves this one where it is."""
+        return Loader(self.source, self.plan, rank=self.rank)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        step = self._steps[index]
+        if step.padding:
+            return self._shown(self.source.take(np.zeros(1, np.int64)), live=False)
+        return self._shown(self.source.take(step.indices), live=True)
+
+    def _shown(self, batch: Batch, *, live: bool) -> tuple[Any, ...]:
+        """A batch as Keras gets it; one of a rank without samples has a row that is none."""
+        x, y, weights = batch if live else map_leaves(lambda array: array[:1], batch)
+        if not self._weighted:
+            return (x,) if y is None else (x, y)
+        if weights is None:
+            rows = len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
+            return x, y, np.full(rows, live)
+        return x, y, weights if live else map_leaves(lambda weight: weight * NO_SAMPLE, weights)
+
+    def batches(self) -> Generator[tuple[Any, ...], None, None]:
+        """Yields this rank's batches of what is left of the epoch; closing it ends what reads.
+
+        Not by Keras' own threads, which keep what they had read when an epoch was left for the next one.
+        """
+        indices, workers = iter(range(len(self))), self.source.workers
+        if workers < 2:
+            yield from map(self.__getitem__, indices)
+            return
+        with ThreadPoolExecutor(workers) as threads:
+            ready = deque(threads.submit(self.__getitem__, index) for index in islice(indices, workers + 1))
+            try:
+                while ready:
+                    yield ready.popleft().result()
+                    ready.extend(threads.submit(self.__getitem__, index) for index in islice(indices, 1))
+            finally:
+                threads.shutdown(wait=True, cancel_futures=True)
+
+    def get_numpy_iterator(self) -> Any:
+        return self._adapter.get_numpy_iterator()
+
+    def get_tf_dataset(self) -> Any:
+        self._adapter._get_iterator = lambda: for_tensorflow(self.batches())
+        return self._adapter.get_tf_dataset()
+
+    def get_torch_dataloader(self) -> Any:
+        return self._adapter.get_torch_dataloader()
+
+    @property
+    def batch_size(self) -> int | None:
+        return None  # a tail batch has another size
+
+    def on_epoch_begin(self) -> None:
+        """Turns to the next epoch's order (Keras calls it before it reads the epoch)."""
+        counted = self.epoch + 1 if self._begun else self.first_epoch
+        epoch = counted if self.next_epoch is None else self.next_epoch
+        self._begun, self.next_epoch = True, None
+        if self._done and epoch != self.first_epoch:
+            raise ConfigError(
+                "a fit that goes on within an epoch covers the rest of one epoch",
+                f"epoch {epoch} after the partial epoch {self.first_epoch} ({self._done} samples were done)",
+                "fit the partial epoch on its own (epochs=initial_epoch + 1), then fit() the others with the same data",
+            )
+        self.source.begin(epoch)
+        if epoch != self.epoch:
+            self._read(epoch)
+
+
+def for_tensorflow(batches: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yields batches with what Keras' specification asks for in place of None, and makes None again."""
+    import tensorflow as tf
+
+    nothing = tf.experimental.Optional.empty(None)
+    for batch in batches:
+        yield tuple(nothing if part is None else part for part in batch)

@@ -1,0 +1,258 @@
+"""What a loader reads by index: arrays, samples of a data set, or the batches of a `keras.utils.PyDataset`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+
+from hvdtrain.core import same_data
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.keras.data.drawing import OwnRng
+from hvdtrain.keras.session import map_leaves
+
+Batch = tuple[Any, Any, Any]  # x, y and sample weights; None is what is not there
+
+
+class Source(Protocol):
+    """What is dealt.
+
+    Attributes:
+        units: how many there are of what is dealt: samples, or batches.
+        unit: samples of one.
+        workers: threads that read.
+        weighted: batches have sample weights.
+    """
+
+    units: int
+    unit: int
+    workers: int
+    weighted: bool
+
+    def take(self, indices: np.ndarray) -> Batch: ...
+    def begin(self, epoch: int) -> None: ...
+    def digest(self) -> same_data.Digest: ...
+
+
+class Arrays:
+    """A `Source` of in-memory arrays."""
+
+    unit = workers = 1
+
+    def __init__(self, data: Any, class_weight: Mapping[int, float] | None) -> None:
+        x, y, weights = unpacked(data)
+        x, y = arrays(x, "x"), arrays(y, "y")
+        # as Keras' fit does: a tf.data.Dataset has no lists
+        self._data = keras.tree.lists_to_tuples((x, y, weights_of(y, weights, class_weight)))
+        self.units = _count(self._data)
+        self.weighted = self._data[2] is not None
+
+    def take(self, indices: np.ndarray) -> Batch:
+        x, y, weights = map_leaves(lambda array: array[indices], self._data)
+        return x, y, weights
+
+    def begin(self, epoch: int) -> None:
+        """Arrays are the same in each epoch."""
+
+    def digest(self) -> same_data.Digest:
+        return same_data.of_arrays(self._data)
+
+
+class Items:
+    """A `Source` of samples that are read one by one: `len(dataset)`, `dataset[i]`."""
+
+    unit = workers = 1
+
+    def __init__(self, dataset: Any, class_weight: Mapping[int, float] | None) -> None:
+        self._dataset, self._class_weight = dataset, class_weight
+        self.units = len(dataset)
+        self.weighted = self.units > 0 and self.take(np.zeros(1, np.int64))[2] is not None
+
+    def take(self, indices: np.ndarray) -> Batch:
+        return stacked([self._dataset[index] for index in indices.tolist()], self._class_weight)
+
+    def begin(self, epoch: int) -> None:
+        """A data set is read as it is then."""
+
+    def digest(self) -> same_data.Digest:
+        return same_data.of_items(self._dataset)
+
+
+class Batches:
+    """A `Source` of the batches of a `keras.utils.PyDataset`: each rank reads its own only, in threads.
+
+    What it shuffles between epochs with Python's or numpy's generators is the same on all ranks: these are seeded by
+    the epoch. An epoch that a restored run begins with has been told of those before.
+    """
+
+    def __init__(self, dataset: Any, class_weight: Mapping[int, float] | None, seed: int) -> None:
+        self._dataset, self._class_weight, self._seed = dataset, class_weight, seed
+        self._told = -1
+        self.workers = dataset.workers
+        count = dataset.num_batches
+        if count is None:
+            raise ConfigError(
+                "a PyDataset that is dealt by index says how many batches it has",
+                f"{type(dataset).__name__} without __len__ (or with num_batches=None)",
+                "give it a __len__; or hvdtrain.keras.loader(lambda: generator(), ...) of a function that begins to"
+                " yield its batches",
+            )
+        self.units = int(count)
+        first = self.take(np.zeros(1, np.int64)) if self.units else (None, None, None)
+        self.unit = rows_of(first) if self.units else 1
+        self.weighted = first[2] is not None
+
+    def take(self, indices: np.ndarray) -> Batch:
+        (index,) = indices.tolist()
+        return batch_of(self._dataset[index], self._class_weight)
+
+    def begin(self, epoch: int) -> None:
+        if epoch == self._told:
+            return
+        for past in range(max(self._told, 0), epoch):
+            with OwnRng(self._seed, past).in_place():
+                self._dataset.on_epoch_end()
+        self._told = epoch
+        with OwnRng(self._seed, epoch).in_place():
+            self._dataset.on_epoch_begin()
+
+    def digest(self) -> same_data.Digest:
+        return same_data.of_items(_Plain(self._dataset, self.units))
+
+
+class _Plain(Sequence[Any]):
+    """Batches of a PyDataset, as many as it says."""
+
+    def __init__(self, dataset: Any, count: int) -> None:
+        self._dataset, self._count = dataset, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+
+def rows_of(batch: Batch) -> int:
+    """Returns the samples of a batch."""
+    return len(next(leaf for leaf in keras.tree.flatten(batch[0]) if leaf is not None))
+
+
+def batch_of(data: Any, class_weight: Mapping[int, float] | None) -> Batch:
+    """Returns a source's batch as arrays: x alone, or a tuple (x, y) or (x, y, sample_weight)."""
+    x, y, weights = unpacked(tuple(data) if isinstance(data, list) and 1 <= len(data) <= 3 else data)
+    x, y = arrays(x, "x"), arrays(y, "y")
+    weights = weights_of(y, arrays(weights, "sample_weight"), class_weight)
+    batch: Batch = keras.tree.lists_to_tuples((x, y, weights))
+    _count(batch)
+    return batch
+
+
+def stacked(samples: Sequence[Any], class_weight: Mapping[int, float] | None) -> Batch:
+    """Returns the batch of samples, each (x, y), (x, y, sample_weight), or x alone."""
+    first = samples[0]
+    if not isinstance(first, (tuple, list)):
+        samples, single = [(sample,) for sample in samples], True
+    else:
+        samples, single = [tuple(sample) for sample in samples], False
+    whole = keras.tree.map_structure(lambda *leaves: np.stack([on_host(leaf) for leaf in leaves]), *samples)
+    return batch_of(whole[0] if single else whole, class_weight)
+
+
+def on_host(leaf: Any) -> np.ndarray:
+    """Returns a tensor of any framework, an array or a number as a numpy array."""
+    return np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
+
+
+def unpacked(data: Any) -> tuple[Any, Any, Any]:
+    """Returns x, y and sample weights; `None` for what is not there."""
+    parts = data if isinstance(data, tuple) else (data,)
+    if isinstance(data, list) or not 1 <= len(parts) <= 3:
+        raise ConfigError(
+            "data comes as a tuple (x, y) or (x, y, sample_weight), or is x alone",
+            f"a {type(data).__name__} of {len(data)}",
+            "(x, y) instead of [x, y]; several inputs or outputs of a model within it: ((x1, x2), y)",
+        )
+    x, y, weights = (*parts, None, None)[:3]
+    return x, y, weights
+
+
+def arrays(data: Any, name: str) -> Any:
+    """Returns nested data with tensors as numpy arrays; `None` stays.
+
+    Raises:
+        ConfigError: what is no array: a list of numbers, a file's data set, a data frame.
+    """
+
+    def one(leaf: Any) -> Any:
+        kind = str(getattr(leaf, "dtype", "")).lower()
+        if (
+            kind == "object"
+            or kind.startswith(("|s", "|v", "[", "<u", ">u", "datetime", "timedelta"))
+            or "string" in kind
+        ):
+            raise ConfigError(
+                f"{name} must hold numbers: text and Python objects are not dealt",
+                f"{type(leaf).__module__}.{type(leaf).__qualname__} of {kind}",
+                "turn text into numbers first (keras.layers.TextVectorization or StringLookup on the whole data), rows"
+                " of other lengths into one array (keras.utils.pad_sequences)",
+            )
+        if leaf is None or isinstance(leaf, np.ndarray) and leaf.ndim:
+            return leaf
+        if keras.ops.is_tensor(leaf) and len(leaf.shape):
+            return keras.ops.convert_to_numpy(leaf)
+        if _foreign(leaf) and len(leaf.shape):
+            return on_host(leaf)
+        raise ConfigError(
+            f"{name} must be a numpy array or a tensor, or nested dicts, lists and tuples of them, first axis samples",
+            f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            + (f" in {type(data).__name__}" if leaf is not data else ""),
+            f"give np.asarray({name}); what does not fit into memory is given as a tf.data.Dataset, a"
+            " keras.utils.PyDataset or a function that begins a generator of batches",
+        )
+
+    return keras.tree.map_structure(one, data)
+
+
+def _foreign(leaf: Any) -> bool:
+    """True for a tensor of the framework that is not Keras' backend."""
+    kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(leaf).__mro__}
+    return bool(kinds & {("torch", "Tensor"), ("tensorflow", "EagerTensor"), ("tensorflow", "Tensor")})
+
+
+def _count(data: Any) -> int:
+    lengths = [len(leaf) for leaf in keras.tree.flatten(data) if leaf is not None]
+    if not lengths or len(set(lengths)) != 1:
+        raise ConfigError(
+            "x, y and sample weights need the same number of samples",
+            f"lengths {lengths}",
+            "check how the data was cut",
+        )
+    return lengths[0]
+
+
+def weights_of(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
+    """Returns the samples' weights as arrays, of weights or of classes."""
+    if class_weight is None:
+        return map_leaves(lambda weight: np.asarray(weight, keras.backend.floatx()), sample_weight)
+    labels = None if keras.tree.is_nested(y) else np.asarray(y)
+    if sample_weight is not None or labels is None:
+        raise ConfigError(
+            "class_weight= weighs the samples of one output, by their class",
+            "sample weights beside it" if sample_weight is not None else "several outputs",
+            "multiply the class weights into the sample weights: loader((x, y, sample_weight), ...)",
+        )
+    if labels.ndim > 1:
+        labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels[..., 0]
+    keys = list(class_weight) if isinstance(class_weight, Mapping) else [None]
+    if any(not isinstance(label, (int, float, np.number)) or label % 1 for label in keys):
+        raise ConfigError(
+            "class_weight= is a dict from the number of a class, as y has it, to its weight",
+            f"class_weight={class_weight!r}",
+            "class_weight={0: 1.0, 1: 5.0}; of a list: dict(enumerate(...)); of text: {int(label): weight for ...}",
+        )
+    classes, where = np.unique(np.round(labels).astype(np.int64), return_inverse=True)  # 0.9 is class 1, as in Keras
+    each = np.array([class_weight.get(label, 1.0) for label in classes.tolist()], keras.backend.floatx())
+    return each[where].reshape(labels.shape)

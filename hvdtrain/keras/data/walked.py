@@ -1,0 +1,194 @@
+"""A rank's batches of what is walked from its beginning: `tf.data`, PyTorch's `DataLoader`, generators, streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from hvdtrain.core.data.records import Head, Noted, check_ends, head
+from hvdtrain.core.data.streams import StreamPlan, StreamStep, walk
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.world import World
+from hvdtrain.keras.data.drawing import OwnRng
+from hvdtrain.keras.data.loader import Loader, for_tensorflow
+from hvdtrain.keras.data.sources import Batch
+from hvdtrain.keras.session import replaced
+
+PEEKED = 2  # batches that are looked at before: what differs between them has no fixed length
+
+
+class Walk:
+    """What is walked.
+
+    Attributes:
+        begin: begins the records of an epoch.
+        collate: makes a batch of this rank's records of a step.
+        by_tensorflow: reads ahead by itself, and draws nothing from Python's generators.
+    """
+
+    weighted = False
+    workers = unit = 1
+
+    def __init__(
+        self,
+        begin: Callable[[int], Iterator[Any]],
+        collate: Callable[[list[Any]], Batch],
+        seed: int,
+        *,
+        by_tensorflow: bool = False,
+    ) -> None:
+        self._begin, self._seed = begin, seed
+        self.collate = collate
+        self.by_tensorflow = by_tensorflow
+        self.peeked: list[Batch] = []
+        self.unstable: frozenset[str] = frozenset()
+
+    def records(self, epoch: int) -> Iterator[Any]:
+        """Yields the records of an epoch; what draws, draws what follows from seed and epoch."""
+        own = OwnRng(self._seed, epoch)
+        with own.in_place():
+            records = self._begin(epoch)
+        if self.by_tensorflow:  # read ahead beside what trains, whose generators these are
+            yield from records
+            return
+        while True:
+            with own.in_place():
+                found = list(islice(records, 1))
+            if not found:
+                return
+            yield found[0]
+
+    def peek(self) -> Head:
+        """Returns how epoch 0 begins; keeps its first batches, for their shapes."""
+
+        def begin() -> Iterator[Any]:
+            for record in self.records(0):
+                if len(self.peeked) < PEEKED:
+                    self.peeked.append(self.collate([record]))
+                yield record
+
+        found = head(begin, PEEKED)
+        self.unstable = found.unstable
+        self.weighted = bool(self.peeked) and self.peeked[0][2] is not None
+        return found
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """Returns one of the batches that were looked at."""
+        return self.peeked[min(int(indices[0]), len(self.peeked) - 1)]
+
+    def begin(self, epoch: int) -> None:
+        """Each epoch is begun where it is walked."""
+
+
+class WalkedLoader(Loader):
+    """As any `Loader`, but that nobody knows how long it is before its end."""
+
+    plan: StreamPlan
+    source: Walk  # type: ignore[assignment]
+
+    def __init__(self, source: Walk, plan: StreamPlan, *, rank: int, unit: int) -> None:
+        source.unit = unit
+        super().__init__(source, plan, rank=rank)  # type: ignore[arg-type]
+        self._weighted = True  # any step may be the last
+        self._epoch_steps: list[StreamStep] = []
+        self._ended = False
+
+    def _check_place(self, units: int) -> None:
+        """Where the stream ends, it says."""
+
+    def _read(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._epoch_steps, self._ended = [], False
+
+    def apart(self) -> WalkedLoader:
+        return WalkedLoader(self.source, self.plan, rank=self.rank, unit=self.unit)
+
+    def __len__(self) -> int:
+        raise TypeError("how many batches a stream has is known at its end")
+
+    @property
+    def num_batches(self) -> int | None:
+        return None
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return self._shown(self.source.take(np.array([index])), live=True)
+
+    def batches(self) -> Generator[tuple[Any, ...], None, None]:
+        """Yields this rank's batches of what is left of the epoch."""
+        source, epoch = self.source, self.epoch
+        self._read(epoch)
+        records = Noted(source.records(epoch), source.unstable, keep=1)
+        done = self.done(epoch) // self.unit
+        for step, own in walk(records, self.plan, epoch, done, rank=self.rank, ahead=1):
+            self._epoch_steps.append(step)
+            self._ended = not step.later
+            yield self._shown(source.collate(own or records.first), live=bool(own))
+
+    def steps_until(self, batch: int) -> int:
+        return min(batch, len(self._epoch_steps)) if self._ended else batch
+
+    def samples_of(self, first: int, stop: int) -> int:
+        return sum(step.global_samples for step in self._epoch_steps[first:stop]) * self.unit
+
+    def complete(self, steps: int) -> bool:
+        return self._ended and steps >= len(self._epoch_steps)
+
+    def check_end(self, world: World) -> None:
+        if self._epoch_steps:
+            last = self._epoch_steps[-1]
+            check_ends(world, last.samples_done * self.unit, last.digest)
+
+    def mine(self) -> float | None:
+        return None
+
+    def get_numpy_iterator(self) -> Any:
+        return self.batches()
+
+    def get_tf_dataset(self) -> Any:
+        import tensorflow as tf
+
+        shapes = data_adapter_utils.get_tensor_spec([self[0], self[1]])
+        found = tf.data.Dataset.from_generator(lambda: for_tensorflow(self.batches()), output_signature=shapes)
+        return found.prefetch(2) if self.source.by_tensorflow else found
+
+    def get_torch_dataloader(self) -> Any:
+        return _Fresh(self)
+
+
+class _Fresh:
+    """Begins the batches of the epoch each time it is iterated over, as tensors."""
+
+    def __init__(self, loader: WalkedLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data_adapter_utils.get_torch_dataloader(self._loader.batches()))
+
+
+def open_ended() -> AbstractContextManager[None]:
+    """Inside, the end of data that is walked is no surprise to Keras, and the next epoch may have another length."""
+
+    def interrupted(warn: Callable[[], None], iterator: Any) -> None:
+        if isinstance(iterator.data_adapter, WalkedLoader):
+            iterator._num_batches = None
+        else:
+            warn(iterator)  # type: ignore[call-arg]
+
+    return replaced(EpochIterator, "_interrupted_warning", interrupted)
+
+
+def first_rows(source: Walk, rows: Callable[[Batch], int]) -> int:
+    """Returns the samples of the first batch.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not source.peeked:
+        raise ConfigError("an epoch needs samples", "the data has no batch", "give more data")
+    return rows(source.peeked[0])
