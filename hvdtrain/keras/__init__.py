@@ -57,6 +57,7 @@ def prepare(
     per_rank_batch: int | None = None,
     compression: str | None = None,
     sparse_as_dense: bool = False,
+    sync_batchnorm: bool = False,
     verify: bool = True,
     watch_every: int = 0,
 ) -> T:
@@ -77,6 +78,9 @@ def prepare(
         compression: `"fp16"` sends gradients as float16, divided by the number of ranks before the cast, so
             that the sum overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish.
         sparse_as_dense: reduce `IndexedSlices` as dense tensors.
+        sync_batchnorm: batch-norm layers normalise over all ranks' live samples, not each rank's own; layers with
+            `synchronized=True` do so in any case. One all-reduce a layer forward, one backward. All ranks call the
+            layers in training alike.
         verify: prove before the first step that gradients are averaged (under a second; see `verify`).
         watch_every: compare the replicas every so many steps; 0 is never.
 
@@ -99,8 +103,14 @@ def prepare(
     world = given_or_current(world, "keras")
     session = Session(
         world, compression, sparse_as_dense, verify, watch_every, lr=lr,
-        per_rank_batch=_batch_of(data, lr, per_rank_batch),
+        per_rank_batch=_batch_of(data, lr, per_rank_batch), sync_batchnorm=sync_batchnorm,
     )  # fmt: skip
+    if sync_batchnorm and isinstance(model, keras.optimizers.Optimizer):
+        raise ConfigError(
+            "sync_batchnorm synchronises the layers of a model",
+            "prepare(optimizer, sync_batchnorm=True)",
+            "prepare the compiled model, or give its layers synchronized=True",
+        )
     if isinstance(model, keras.optimizers.Optimizer):
         optimizer = model
     else:

@@ -19,7 +19,7 @@ import keras
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.keras import reduce, rng, start, steps, units
+from hvdtrain.keras import reduce, rng, start, steps, sync_batchnorm, units
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.session import (
@@ -67,7 +67,9 @@ def hook_optimizer(optimizer: Any, session: Session, index: int = 0) -> None:
         )
     own = vars(optimizer)  # not setattr: Keras and TensorFlow would track what they are given
     own[KEY] = session
-    own["apply"] = types.MethodType(functools.partial(_apply, name=name, once_per_update=bool(accumulating)), optimizer)
+    apply = functools.partial(_apply, name=name, once_per_update=bool(accumulating))
+    vars(apply)["__name__"] = "apply"  # which TensorFlow asks for where a user's tf.function calls it
+    own["apply"] = types.MethodType(apply, optimizer)
     if accumulating:
         leaf = accumulating[0]
         vars(leaf)["_clip_gradients"] = types.MethodType(
@@ -174,9 +176,10 @@ def attach(model: keras.Model, session: Session) -> None:
     if session.wants_first is None:
         session.wants_first, session.step_loss = BACKEND.notes()
     session.attached = True
+    sync_batchnorm.synchronize(model, session)
     if session.alone:
         return
-    _refuse_layers(model)
+    _refuse_stateful(model)
     units.check_reduction(model)
     hook_test_step(model)
     steps.wrap_train_function(model)
@@ -194,31 +197,17 @@ def attach(model: keras.Model, session: Session) -> None:
         model.train_function = None
 
 
-def _refuse_layers(model: keras.Model) -> None:
-    """Refuses layers that ask for what ranks do not have.
-
-    Raises:
-        ConfigError: the statistics of all ranks, which Keras computes inside `tf.distribute` only, and else says
-            nothing; a state for each row of a batch, of which at the end of an epoch, and in checkpoints, one rank's
-            rows would stand for all.
+def _refuse_stateful(model: keras.Model) -> None:
+    """Refuses a state for each row of a batch: at the end of an epoch, and in checkpoints, one rank's rows would stand
+    for all.
     """
-    for option, what, rule, remedy in (
-        (
-            "synchronized",
-            "BatchNormalization(synchronized=True)",
-            "each rank normalises by its own part of the batch: Keras synchronises inside tf.distribute only",
-            "leave synchronized out, or use GroupNormalization, whose result does not depend on the batch",
-        ),
-        (
-            "stateful",
-            "stateful=True",
+    asking = [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
+    if asking:
+        raise ConfigError(
             "a layer keeps no state of a batch's rows for the next batch: ranks have other rows",
+            f"stateful=True: {', '.join(asking)}",
             "leave stateful out, and cut sequences so that each begins anew (or give the state as an input)",
-        ),
-    ):
-        asking = [layer.name for layer in model._flatten_layers() if getattr(layer, option, False)]
-        if asking:
-            raise ConfigError(rule, f"{what}: {', '.join(asking)}", remedy)
+        )
 
 
 def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> Any:
@@ -236,7 +225,7 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
         rng.of_step(session),
     ):
         # a batch without a sample must leave no trace in metrics and moving statistics
-        local = [*_metric_variables(model, data), *model.non_trainable_weights] if may_be_dead else []
+        local = [*_metric_variables(model, data), *sync_batchnorm.own_statistics(model)] if may_be_dead else []
         before = BACKEND.copies([model._loss_tracker.total]) if session.records else []
         with BACKEND.unmoved_if_dead(samples, local) if may_be_dead else nullcontext():
             logs = inner(data)
@@ -332,6 +321,7 @@ def _before_step(model: keras.Model, session: Session, data: Any) -> None:
     with BACKEND.eager():
         if not is_built(model):
             model._symbolic_build(data_batch=data)
+            sync_batchnorm.synchronize(model, session)  # layers that were made just now
         start.start(model, session)
 
 

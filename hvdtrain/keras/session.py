@@ -36,10 +36,12 @@ class LiveBatch:
     Attributes:
         samples: this rank's.
         total: gives those of all ranks; waits for the sum the first time.
+        calls: numbers the calls of synchronised layers, for the names of their sums.
     """
 
     samples: Any
     total: Callable[[], Any]
+    calls: Iterator[int] = field(default_factory=itertools.count)
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Session:
         world: the ranks.
         compression: `None` or `"fp16"`.
         sparse_as_dense: turn `IndexedSlices` into dense gradients before the reduction.
+        sync_batchnorm: batch-norm layers normalise over all ranks.
         verify: prove the averaging before the first step.
         watch_every: compare replicas every so many steps; 0 is never.
         lr, per_rank_batch: the learning-rate contract, and the batch it is computed from.
@@ -92,6 +95,7 @@ class Session:
     watch_every: int = 0
     lr: LR | None = None
     per_rank_batch: int | None = None
+    sync_batchnorm: bool = False
     name: str = field(init=False)
     live: LiveBatch | None = None
     attached: bool = False

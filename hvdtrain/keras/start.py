@@ -85,6 +85,7 @@ def _settings(model: keras.Model, session: Session) -> dict[str, Any]:
             "order of prepare() calls": session.name,
             "compression": session.compression,
             "sparse_as_dense": session.sparse_as_dense,
+            "sync_batchnorm": session.sync_batchnorm,
             "verify": session.verify,
             "broadcast": session.wants_broadcast,
             "watch_every": session.watch_every,

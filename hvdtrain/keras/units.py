@@ -102,7 +102,12 @@ def weighed(session: Session, data: Any) -> Iterator[None]:
         if divisor.by_samples:
             return loss
         session.by_samples = False
-        _refuse_where_ranks_part(live)
+        refuse_where_ranks_part(
+            live,
+            "a loss that does not divide by samples (masks, ignore_class, sample weights, sums) is weighed over ranks:"
+            " all must reach it in every step",
+            "compute the loss in train_step itself",
+        )
         if divisor.value is None:
             return BACKEND.times(loss, 1.0, live.total(), 1.0, live.samples)
         mine = BACKEND.unless_zero(divisor.value, live.samples)
@@ -131,14 +136,10 @@ def _means_of_batches(session: Session, live: LiveBatch) -> AbstractContextManag
     return replaced(keras.metrics.Mean, "update_state", update_state)
 
 
-def _refuse_where_ranks_part(live: LiveBatch) -> None:
+def refuse_where_ranks_part(live: LiveBatch, rule: str, fix: str) -> None:
+    """Raises `ReplicaError` where ranks may take different ways, or the batch in flight is not known."""
     if BACKEND.in_branch() or not BACKEND.usable_here(live.samples):
-        raise ReplicaError(
-            "a loss that does not divide by samples (masks, ignore_class, sample weights, sums) is weighed over ranks:"
-            " all must reach it in every step",
-            "it is called inside a tf.cond, or a tf.function of its own",
-            "compute the loss in train_step itself",
-        )
+        raise ReplicaError(rule, "it is called inside a tf.cond, or a tf.function of its own", fix)
 
 
 def check_reduction(model: keras.Model) -> None:

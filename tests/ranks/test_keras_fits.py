@@ -45,7 +45,6 @@ REFUSED = {
     "fit_with_steps": ("ConfigError", "does not read", "fit(steps_per_epoch=)", "leave steps_per_epoch= out"),
     "both_kinds_of_weights": ("ConfigError", "class_weight=", "sample weights beside it", "multiply"),
     "classes_in_text": ("ConfigError", "class_weight={'0': 2.0}", "int(label)"),
-    "synchronized_statistics": ("ConfigError", "synchronized=True", "GroupNormalization"),
     "a_function_that_sums": ("ReplicaError", "its pieces", "rank 1: loss", "one value per sample", "verify=False"),
     "rate_by_the_logs_of_a_batch": ("ReplicaError", "equal at the end of an epoch", "logs of a batch"),
     "stateful": ("ConfigError", "stateful=True: lstm", "leave stateful out"),
@@ -56,7 +55,6 @@ ROWS = {
     "fit_with_class_weight": ("K5d", "fit(loader(...), class_weight=)"),
     "fit_with_sample_weight": ("K5e", "fit(loader(...), sample_weight=)"),
     "fit_with_steps": ("K8b", "fit(loader(...), steps_per_epoch=)"),
-    "synchronized_statistics": ("K8a", "BatchNormalization(synchronized=True)"),
 }
 MENDED = {
     "counts_every_step_of_an_execution": "compared after every second step",

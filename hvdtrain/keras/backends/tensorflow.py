@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
 from hvdtrain.core.same_data import PRIME
-from hvdtrain.keras.session import map_leaves, replaced
+from hvdtrain.keras.session import KEY, map_leaves, replaced
 
 # bfloat16 and the unsigned types are missing from the type list of Horovod's TensorFlow operations.
 REDUCIBLE = frozenset({"float16", "float32", "float64"})
@@ -193,6 +193,43 @@ class TensorFlowBackend:
 
     def finish_sum(self, started: Any) -> Any:
         return started
+
+    def number_of_call(self, live: Any) -> int:
+        """Numbers what is called again within a step, from 0 whenever one is traced: sums of a graph are in flight
+        together, each by a name of its own that all ranks give it.
+        """
+        if live is not None:
+            return next(live.calls)
+        if tf.executing_eagerly():
+            return 0
+        graph = tf.compat.v1.get_default_graph()
+        while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:
+            graph = graph.outer_graph
+        number = getattr(graph, KEY, 0)
+        setattr(graph, KEY, number + 1)
+        return int(number)
+
+    def differentiable_sum(self, values: Any, samples: Any, name: str) -> Any:
+        """The sum of a float64 tensor over ranks that have samples.
+
+        Gradients are those of the mean over all samples, for ranks whose own are weighed by `samples` afterwards.
+        """
+
+        @tf.custom_gradient
+        def summed(values: Any) -> Any:
+            sent = self.unless_zero(values, samples)
+            total = self.hvd.allreduce(sent, op=self.hvd.Sum, name=name, ignore_name_scope=True)
+            total.set_shape(values.shape)
+
+            def gradient(upstream: Any) -> Any:
+                weight = tf.cast(samples, tf.float64)
+                weighed = tf.math.multiply_no_nan(upstream, weight)
+                back = self.differentiable_sum(weighed, samples, f"{name}.gradient")
+                return tf.math.divide_no_nan(back, weight)
+
+            return total, gradient
+
+        return summed(values)
 
     def usable_here(self, tensor: Any) -> bool:
         """False for a value noted eagerly and used inside a nested traced function: it would be baked in."""

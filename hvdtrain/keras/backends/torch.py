@@ -144,6 +144,17 @@ class TorchBackend:
         sums = self.hvd.synchronize(handle)
         return sums[0] if stays else float(sums[0])
 
+    def number_of_call(self, live: Any) -> int:
+        """Numbers what is called again within a step; sums come one after the other where no step of ours runs."""
+        return 0 if live is None else next(live.calls)
+
+    def differentiable_sum(self, values: Any, samples: float, name: str) -> Any:
+        """The sum of a float64 tensor over ranks that have samples.
+
+        Gradients are those of the mean over all samples, for ranks whose own are weighed by `samples` afterwards.
+        """
+        return _Sum.apply(values, samples, name, self.hvd)  # type: ignore[no-untyped-call]
+
     def usable_here(self, tensor: Any) -> bool:
         del tensor
         return True
@@ -235,6 +246,23 @@ class TorchBackend:
 
     def hidden_random(self) -> list[str]:
         return []
+
+
+class _Sum(torch.autograd.Function):
+    """See `TorchBackend.differentiable_sum`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, samples: float, name: str, hvd: Any) -> torch.Tensor:
+        ctx.samples, ctx.name, ctx.hvd = samples, name, hvd
+        sent = values.detach().clone() if samples else torch.zeros_like(values)
+        return hvd.allreduce_(sent, op=hvd.Sum, name=name)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # the gradient of a rank that does not count must not count either, not even as 0 x NaN
+        weighed = upstream * ctx.samples if ctx.samples else torch.zeros_like(upstream)
+        back = _Sum.apply(weighed, ctx.samples, f"{ctx.name}.gradient", ctx.hvd)  # type: ignore[no-untyped-call]
+        return back / ctx.samples if ctx.samples else torch.zeros_like(back), None, None, None
 
 
 def _checksum(value: torch.Tensor) -> torch.Tensor:

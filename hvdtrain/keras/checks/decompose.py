@@ -21,6 +21,7 @@ from hvdtrain.keras import metric_states, rng, units
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.session import Session, map_leaves
+from hvdtrain.keras.sync_batchnorm import is_synchronized
 
 ROWS = 16  # of the first batch: enough to tell, cheap for large models
 # of the loss: what rounding may do in float32, and in half precision
@@ -53,8 +54,12 @@ def check(model: keras.Model, session: Session) -> None:
         session.say(
             f"not the metric of one process: {text}; keep sums over samples in its states, or one value a sample"
         )
-    if any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()):
-        session.say("batch normalisation: each rank normalises by its own part of the global batch")
+    normalising = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    if not all(is_synchronized(layer) for layer in normalising):
+        session.say(
+            "batch normalisation: each rank normalises by its own part of the global batch"
+            " (prepare(model, sync_batchnorm=True): by all of it)"
+        )
     moving = replicas.parted(model, session.world)
     if moving:
         session.say(

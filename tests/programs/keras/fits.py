@@ -552,17 +552,6 @@ def classes_in_text() -> str:
 
 
 @case
-def synchronized_statistics() -> str:
-    if BACKEND == "torch":  # refused by Keras itself
-        layer = L.BatchNormalization()
-        layer.synchronized = True
-    else:
-        layer = L.BatchNormalization(synchronized=True)
-    hvk.prepare(net(layers=[layer]))
-    return "prepared"
-
-
-@case
 def a_function_that_sums() -> str:
     keras.utils.set_random_seed(1)
     model = net()

@@ -1,0 +1,65 @@
+"""Keras' batch-norm layers normalise by the samples of all ranks, as one process with all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import PROGRAMS, chosen_cases, run_ranks
+from limits import Limit
+
+PROGRAM = PROGRAMS / "keras" / "sync_batchnorm.py"
+PASSED = [
+    "a_rank_without_samples", "masks", "accumulated_called_twice_and_renormalised", "layers_that_are_made_late",
+    "eager_steps", "mixed_precision", "a_loop_of_ones_own", "plain_files_and_plain_again",
+]  # fmt: skip
+REFUSED = {
+    "statistics_of_its_own": ("ConfigError", "own is a Own", "leave synchronized=True"),
+    "an_optimizer_alone": ("ConfigError", "prepare(optimizer, sync_batchnorm=True)", "prepare the compiled model"),
+}
+FOUR = pytest.param(("tensorflow", 4), marks=pytest.mark.thorough, id="tensorflow-4")
+
+Outcomes = list[dict[str, str]]
+
+
+@pytest.fixture(scope="module", params=[("tensorflow", 2), ("torch", 2), FOUR], ids=lambda it: f"{it[0]}-{it[1]}")
+def ranks(request: pytest.FixtureRequest) -> tuple[str, int]:
+    backend, size = request.param
+    return backend, size
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, ranks: tuple[str, int], tmp_path_factory: pytest.TempPathFactory
+) -> Outcomes:
+    folder = tmp_path_factory.mktemp("sync_batchnorm")
+    program: list[str | Path] = [PROGRAM, folder, *chosen_cases(request)]
+    run_ranks(program, ranks[1], env={"KERAS_BACKEND": ranks[0]}, timeout_s=300).check()
+    return [json.loads((folder / f"sync_batchnorm.rank{rank}.json").read_text()) for rank in range(ranks[1])]
+
+
+@pytest.mark.parametrize("case", PASSED)
+def test_it_trains_as_one_process(case: str, outcomes: Outcomes) -> None:
+    for rank, cases in enumerate(outcomes):
+        assert cases[case].startswith("passed"), f"rank {rank}: {cases[case]}"
+
+
+@pytest.mark.parametrize("case", ["asked_for_by_the_layer"])
+def test_a_layer_asks_for_it(case: str, outcomes: Outcomes, limit: Limit) -> None:
+    for cases in outcomes:
+        assert cases[case].startswith("passed"), cases[case]
+    limit("K8a", "BatchNormalization(synchronized=True)", exact=float(outcomes[0][case].split()[1]))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, outcomes: Outcomes) -> None:
+    for cases in outcomes:
+        for text in REFUSED[case]:
+            assert text in cases[case], cases[case]
+
+
+def test_a_branch_is_refused(ranks: tuple[str, int], outcomes: Outcomes) -> None:
+    for cases in outcomes:
+        wanted = "all must reach the layer in every step" if ranks[0] == "tensorflow" else "passed eager"
+        assert wanted in cases["in_a_branch"], cases["in_a_branch"]
