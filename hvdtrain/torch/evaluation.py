@@ -2,54 +2,67 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.core.sharding import check_evaluation
+from hvdtrain.core.sharding import Step, check_evaluation
 from hvdtrain.core.world import World, fsum, given_or_current
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.create import loader
+from hvdtrain.torch.data.gathered import gather_in_order
 from hvdtrain.torch.data.loader import Loader
+from hvdtrain.torch.data.nested import map_tensors, to_device
 from hvdtrain.torch.data.source import Augment
 from hvdtrain.torch.engines.buffers import synchronize
 from hvdtrain.torch.engines.shell import unwrap
 
-# (outputs, targets) -> {name: [n], one value a sample}
-Metrics = Callable[[Any, Any], Mapping[str, Tensor]]
+# (outputs, targets) -> {name: [n], one value a sample; or a pair, values and weights}
+Metrics = Callable[[Any, Any], Mapping[str, Any]]
+_VERBS = ("update", "compute", "reset")
 
 
 def evaluate(
     model: nn.Module,
     data: Any,
-    metrics: Metrics,
+    metrics: Any,
     *,
+    forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
     per_rank_batch: int | None = None,
     world: World | None = None,
     workers: int | Literal["auto"] = "auto",
     augment: Augment | None = None,
 ) -> dict[str, float]:
-    """Returns the mean of each metric over all samples, the same numbers on every rank; collective.
+    """Returns metrics over all samples, each counted once, the same numbers on every rank; collective.
 
     Replicas' buffers are made equal first. The model is in evaluation mode while it runs, and afterwards each of its
     parts in the mode it was in.
 
     Args:
-        model: called with all parts of a batch but the last.
+        model: called with all parts of a batch but the last, which are its targets; with a dict's values by name, as
+            models of transformers take them (the targets are then the dict itself).
         data: the same on every rank: what `loader` takes, or a `Loader`.
-        metrics: called with the model's outputs and the last part of the batch; for example `classification()`.
+        metrics: a function of (outputs, targets), for example `classification()`, that returns {name: [n], one value
+            a sample} and whose means are taken, or pairs (values, weights) of any shape (of tokens, say); objects with
+            `update(outputs, targets)`, `compute()` and `reset()`, as torchmetrics has them, one, a collection or by
+            name, whose states are joined; `corpus_metrics(function)` for what needs all predictions at once; or a
+            list of these.
+        forward: called with model and batch, returns outputs and targets.
         per_rank_batch: samples a rank takes at a time; not needed with a `Loader`.
         world: the ranks; by default those of `hvdtrain.init`.
         workers: as of `loader`.
         augment: as of `loader`; here for what turns samples into inputs (`normalise`).
 
     Raises:
-        ConfigError: no samples, batches without targets, or metrics that are not one number a sample.
+        ConfigError: no samples, batches without targets, or metrics that are none of the above.
         ReplicaError: on every rank, when ranks report different metrics.
     """
     world = given_or_current(world, "torch")
@@ -61,27 +74,75 @@ def evaluate(
             assert per_rank_batch is not None  # checked
             batches = loader(data, per_rank_batch, world=world, shuffle=False, workers=workers, augment=augment)
         synchronize(model, world)
+        kept = _kept(metrics, batches.device)
         with evaluating(model):
-            sums, count = _sums(model, batches, metrics)
-        return _joined(sums, count, world)
+            for batch, step in batches.one_pass():
+                outputs, targets = (forward or _forward)(model, batch)
+                for one in kept:
+                    one.add(step, outputs, targets)
+            return {name: value for one in kept for name, value in one.results(world).items()}
     finally:
         if batches is not None and batches is not data:
             batches.close()
         CLOCK.enter(before)
 
 
-def _sums(model: nn.Module, batches: Loader, metrics: Metrics) -> tuple[dict[str, float], int]:
-    """This rank's sums of each metric, in float64, and its number of samples."""
-    totals: dict[str, Tensor] = {}
-    count = 0
-    for batch, step in batches.one_pass():
-        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-            raise ConfigError(
-                "a batch for evaluation is (inputs ..., targets)",
-                f"a {type(batch).__name__}" + (f" of {len(batch)}" if hasattr(batch, "__len__") else ""),
-                "give arrays (x, y), or a data set (or collate) that returns such tuples",
-            )
-        values = metrics(model(*batch[:-1]), batch[-1])
+def _forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """Returns outputs and targets of a batch."""
+    if isinstance(batch, Mapping):
+        return model(**batch), batch
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise ConfigError(
+            "a batch for evaluation is (inputs ..., targets), or a dict of the model's arguments",
+            f"a {type(batch).__name__}" + (f" of {len(batch)}" if hasattr(batch, "__len__") else ""),
+            "give arrays (x, y), a data set (or collate) that returns such tuples or dicts, or"
+            " forward=lambda model, batch: (outputs, targets)",
+        )
+    return model(*batch[:-1]), batch[-1]
+
+
+class _Kept(Protocol):
+    """What is kept of all batches for some metrics, and made of it in the end."""
+
+    def add(self, step: Step, outputs: Any, targets: Any) -> None: ...
+
+    def results(self, world: World) -> dict[str, float]:
+        """The metrics over all ranks; collective."""
+
+
+def _kept(metrics: Any, device: torch.device) -> list[_Kept]:
+    """Returns what keeps each of the metrics.
+
+    Raises:
+        ConfigError: none of the kinds of `evaluate`.
+    """
+    if isinstance(metrics, (list, tuple)):
+        return [kept for part in metrics for kept in _kept(part, device)]
+    if isinstance(metrics, Corpus):
+        return [_Predictions(metrics)]
+    named = metrics if isinstance(metrics, Mapping) else {"": metrics}
+    if named and all(all(callable(getattr(m, verb, None)) for verb in _VERBS) for m in named.values()):
+        return [_States(name, metric, device) for name, metric in named.items()]
+    if callable(metrics):
+        return [_Means(metrics)]
+    raise ConfigError(
+        "metrics are a function (outputs, targets), objects with update(), compute() and reset() (torchmetrics), or"
+        " hvt.corpus_metrics(function)",
+        f"a {type(metrics).__name__}",
+        'lambda outputs, targets: {"accuracy": outputs.argmax(1) == targets}',
+    )
+
+
+class _Means:
+    """Sums of a function's values and of their weights, in float64."""
+
+    def __init__(self, function: Metrics) -> None:
+        self.function = function
+        self.totals: dict[str, Tensor] = {}
+        self.empty = True
+
+    def add(self, step: Step, outputs: Any, targets: Any) -> None:
+        values = self.function(outputs, targets)
         if not isinstance(values, Mapping):
             raise ConfigError(
                 "metrics return values by name, {name: one value a sample}",
@@ -89,31 +150,156 @@ def _sums(model: nn.Module, batches: Loader, metrics: Metrics) -> tuple[dict[str
                 'lambda outputs, targets: {"accuracy": outputs.argmax(1) == targets}',
             )
         for name, value in values.items():
-            if not isinstance(value, Tensor) or value.shape != (step.samples,):
-                received = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise ConfigError(
-                    "a metric is a tensor with one value a sample",
-                    f"{name}: {received} for {step.samples} samples",
-                    'without a mean: reduction="none", or (outputs.argmax(1) == targets)',
-                )
-            total = value.detach().to(torch.float64).sum()
-            totals[name] = totals[name] + total if name in totals else total
-        count += step.samples
-    return {name: float(total) for name, total in totals.items()}, count
+            total = _sum_and_weight(name, value, step.samples)
+            self.totals[name] = self.totals[name] + total if name in self.totals else total
+        self.empty = False
+
+    def results(self, world: World) -> dict[str, float]:
+        """A rank that had no samples knows no names, and agrees to those of the others."""
+        reports = world.gather(None if self.empty else {name: total.tolist() for name, total in self.totals.items()})
+        known = [sums for sums in reports if sums is not None]
+        if not known:
+            raise ConfigError("evaluation needs samples", "no sample could be read, or there is none", shared=True)
+        if any(list(other) != list(known[0]) for other in known[1:]):
+            raise ReplicaError(
+                "every rank must report the same metrics", "\n".join(", ".join(other) for other in known), shared=True
+            )
+        of_all = {name: [fsum([sums[name][part] for sums in known]) for part in (0, 1)] for name in known[0]}
+        return {name: total / weight if weight else math.nan for name, (total, weight) in of_all.items()}
 
 
-def _joined(sums: dict[str, float], count: int, world: World) -> dict[str, float]:
-    """Means over all ranks; a rank that had no samples knows no names, and agrees to those of the others."""
-    reports = world.gather((sums, count))
-    samples = sum(its_count for _, its_count in reports)
-    named = [its_sums for its_sums, its_count in reports if its_count]
-    if not samples:
-        raise ConfigError("evaluation needs samples", "no sample could be read, or there is none", shared=True)
-    if any(list(other) != list(named[0]) for other in named[1:]):
-        raise ReplicaError(
-            "every rank must report the same metrics", "\n".join(", ".join(other) for other in named), shared=True
+def _sum_and_weight(name: str, value: Any, samples: int) -> Tensor:
+    """Returns [sum, weight], in float64."""
+    weighted = isinstance(value, (tuple, list)) and len(value) == 2
+    values, weights = value if weighted else (value, None)
+    if not isinstance(values, Tensor) or (not weighted and values.shape != (samples,)):
+        received = tuple(values.shape) if isinstance(values, Tensor) else type(value).__name__
+        raise ConfigError(
+            "a metric is a tensor with one value a sample, or a pair (values, weights)",
+            f"{name}: {received} for {samples} samples",
+            'without a mean: reduction="none", or (outputs.argmax(1) == targets); of tokens (losses, labels != -100)',
         )
-    return {name: fsum([its_sums[name] for its_sums in named]) / samples for name in named[0]}
+    values = values.detach().to(torch.float64)
+    if not weighted:
+        return torch.stack([values.sum(), values.new_tensor(samples)])
+    if not isinstance(weights, Tensor) or weights.shape != values.shape:
+        received = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise ConfigError("each value of a metric has a weight", f"{name}: {tuple(values.shape)} and {received}")
+    weights = weights.to(values)
+    return torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
+
+
+class _States:
+    """A metric object with states that can be joined, as torchmetrics has them: `add_state(name, default,
+    dist_reduce_fx)` notes in `_reductions` how. The user's stays as it is: a copy is fed.
+    """
+
+    def __init__(self, name: str, metric: Any, device: torch.device) -> None:
+        self.name, self.metric = name, copy.deepcopy(metric)
+        if hasattr(self.metric, "to"):
+            self.metric = self.metric.to(device)
+        self.metric.reset()
+        self.empty = True
+
+    def add(self, step: Step, outputs: Any, targets: Any) -> None:
+        del step
+        self.metric.update(outputs, targets)
+        self.empty = False
+
+    def results(self, world: World) -> dict[str, float]:
+        collection = hasattr(self.metric, "items")  # of torchmetrics; it puts shared states into each of its metrics
+        named = dict(self.metric.items()) if collection else {self.name or type(self.metric).__name__: self.metric}
+        found: dict[str, float] = {}
+        for name, metric in named.items():
+            if world.size > 1:
+                _join_states(name, metric, world, empty=self.empty)
+            for part in _within(metric):
+                part._to_sync, part._computed = False, None  # torch.distributed has nothing to add
+                part._update_count = getattr(part, "_update_count", 0) or 1  # a rank without samples knows all states
+            value = metric.compute()
+            found |= _numbers("" if isinstance(value, Mapping) and not self.name else name, value)
+        return found
+
+
+def _join_states(name: str, metric: Any, world: World, *, empty: bool) -> None:
+    """Makes a metric's states, and those of metrics within it, those of all ranks' samples; collective."""
+    parts = [part for part in _within(metric) if getattr(part, "_reductions", None)]
+    if not parts:
+        raise ConfigError(
+            "the states of a metric are joined over ranks as its add_state(..., dist_reduce_fx=) says",
+            f"{name}: {type(metric).__name__} has none",
+            "a metric of torchmetrics; or hvt.corpus_metrics(function), which is given all outputs and targets",
+            shared=True,
+        )
+    own = [{state: map_tensors(Tensor.cpu, getattr(part, state)) for state in part._reductions} for part in parts]
+    reports = [states for states in world.gather(None if empty else own) if states is not None]
+    for index, part in enumerate(parts):
+        for state, reduction in part._reductions.items():
+            of_ranks = [states[index][state] for states in reports]
+            default = getattr(part, state)
+            device = default.device if isinstance(default, Tensor) else getattr(part, "device", "cpu")
+            setattr(part, state, to_device(_reduced(name, of_ranks, reduction), torch.device(device)))
+
+
+def _within(metric: Any) -> list[Any]:
+    return list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
+
+
+def _reduced(name: str, of_ranks: list[Any], reduction: Any) -> Any:
+    """One state of all ranks, as torchmetrics joins it: tensors are stacked, lists put together, then reduced."""
+    if "mean" in getattr(reduction, "__name__", ""):
+        raise ConfigError(
+            "the states of a metric add up, whatever the ranks' samples",
+            f'{name} has one with dist_reduce_fx="mean": a mean over ranks',
+            "keep a sum and a count; or hvt.corpus_metrics(function), which is given all outputs and targets",
+            shared=True,
+        )
+    lists = isinstance(of_ranks[0], list)
+    joined = [item for items in of_ranks for item in items] if lists else torch.stack(of_ranks)
+    return joined if reduction is None or (lists and not joined) else reduction(joined)
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    """A metric's result as numbers with names: parts of a mapping and elements of a tensor after the metric's."""
+    if getattr(value, "ndim", 0):
+        value = value.tolist()
+    parts = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+    if not isinstance(parts, Mapping):
+        return {name: float(value)}
+    found = [_numbers(f"{name}_{part}" if name else str(part), its) for part, its in parts.items()]
+    return {key: number for numbers in found for key, number in numbers.items()}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """See `corpus_metrics`."""
+
+    function: Callable[[Any, Any], Mapping[str, float]]
+
+
+def corpus_metrics(function: Callable[[Any, Any], Mapping[str, float]]) -> Corpus:
+    """Returns metrics for `evaluate` that need all predictions at once (F1, AUC, BLEU): `function(outputs, targets)`
+    is called once, on rank 0, with those of all samples in order, on the CPU, and returns numbers by name.
+
+    Args:
+        function: for example `lambda outputs, targets: {"auc": roc_auc_score(targets, outputs)}`.
+    """
+    return Corpus(function)
+
+
+class _Predictions:
+    """All outputs and targets."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self.batches: list[tuple[Step, Any]] = []
+
+    def add(self, step: Step, outputs: Any, targets: Any) -> None:
+        self.batches.append((step, map_tensors(Tensor.cpu, (outputs, targets))))
+
+    def results(self, world: World) -> dict[str, float]:
+        outputs, targets = gather_in_order(self.batches, world=world)
+        return world.on_main(lambda: _numbers("", self.corpus.function(outputs, targets)))
 
 
 @contextmanager

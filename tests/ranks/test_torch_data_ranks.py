@@ -52,6 +52,22 @@ def test_evaluation_of_1_to_40_samples_equals_one_process(results: dict[int, Any
             assert ours[name] == pytest.approx(value, rel=1e-12, abs=1e-12), (samples, name)
 
 
+@pytest.mark.parametrize("size", RUNS)
+@pytest.mark.parametrize("case", ["dicts", "corpus"])
+def test_metrics_of_any_kind_are_those_of_all_samples(results: dict[int, Any], case: str, size: int) -> None:
+    """Dicts as batches, tokens that count, metrics with states, all predictions at once; a rank without samples."""
+    expected = results[1]["plain"][case]
+    assert results[size][case] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert list(results[size][case]) == list(expected)
+
+
+@pytest.mark.parametrize("size", SEVERAL)
+def test_what_a_loop_kept_comes_in_order(results: dict[int, Any], size: int) -> None:
+    first, second = one = results[1]["gathered"]
+    assert results[size]["gathered"] == one and first != second and sorted(first) == sorted(second)
+    assert results[size]["refused"]
+
+
 @pytest.mark.parametrize("size", SEVERAL)
 def test_evaluation_negative_twin(results: dict[int, Any], size: int) -> None:
     """Samples padded to equal shares, and a mean of means, give another loss."""

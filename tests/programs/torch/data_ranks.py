@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import evaluated
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -273,7 +274,7 @@ def strict(world: World) -> Any:
 
 CASES = (
     memory_order, worker_order, evaluation, evaluation_of_files, padded_evaluation, relay, unequal_ranks_are_refused,
-    metrics_that_differ_are_refused, images, strict, training_without_what_cannot_be_read,
+    metrics_that_differ_are_refused, images, strict, training_without_what_cannot_be_read, *evaluated.CASES,
 )  # fmt: skip
 
 

@@ -1,0 +1,98 @@
+"""What a model said of each sample, of all ranks, in the order of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.sharding import Step
+from hvdtrain.core.world import World, given_or_current
+from hvdtrain.torch.data.nested import made_of, map_tensors, parts_of
+
+
+def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World | None = None) -> Any:
+    """Returns what was kept of each batch of a loop, joined over all ranks: every sample once, in the loader's order,
+    which is that of the data with `shuffle=False`; the same on every rank; collective.
+
+    ::
+
+        kept = []
+        with torch.no_grad():
+            for x, y in validation:
+                kept.append((validation.step, (model(x), y)))
+        outputs, targets = hvt.gather_in_order(kept)
+
+    Args:
+        batches: of each batch the loader's `step`, and values: tensors and arrays [samples, ...] or lists with one item
+            a sample, also within tuples, mappings and data classes. What only keeps a rank in step is left out.
+        world: the ranks; by default those of `hvdtrain.init`.
+
+    Returns:
+        Values as of one batch, with all samples: tensors on the CPU.
+
+    Raises:
+        ConfigError: on every rank; no samples, no step, another number of values than samples, a batch twice, or shapes
+            that cannot be joined.
+    """
+    world = given_or_current(world, "torch")
+    mine: list[tuple[tuple[int, int], Any]] = []
+    problem = ""
+    for step, values in batches:
+        problem = problem or _problem(step, values)
+        if not problem and step is not None and not step.padding:
+            mine.append(((step.epoch, step.first), map_tensors(lambda tensor: tensor.detach().cpu(), values)))
+    reports = world.gather((problem, mine))
+    problem = next(filter(None, (its_problem for its_problem, _ in reports)), "")
+    pieces = sorted((piece for _, its_pieces in reports for piece in its_pieces), key=lambda piece: piece[0])
+    places = [place for place, _ in pieces]
+    if not problem and len(set(places)) < len(places):
+        problem = "a batch twice: of two ranks, or of two loops over one epoch"
+    if problem or not pieces:
+        raise ConfigError(
+            "of each batch of a loop its step and values, one for each of its samples",
+            problem or "no batch on any rank",
+            "kept.append((validation.step, values)), anew for each loop",
+            shared=True,
+        )
+    return _joined([values for _, values in pieces])
+
+
+def _problem(step: Any, values: Any) -> str:
+    """What is wrong with a batch; "" if nothing is."""
+    if not isinstance(step, Step):
+        return f"a {type(step).__name__} in place of a loader's step"
+    wrong = [length for length in _lengths(values) if length != step.samples]
+    return f"{wrong[0]} values for {step.samples} samples" if wrong and not step.padding else ""
+
+
+def _is_rows(values: Any) -> bool:
+    return isinstance(values, (Tensor, np.ndarray, list))
+
+
+def _lengths(values: Any) -> list[int]:
+    if _is_rows(values):
+        return [len(values) if isinstance(values, list) or values.ndim else -1]
+    return [length for part in (parts_of(values) or {"": []}).values() for length in _lengths(part)]
+
+
+def _joined(pieces: Sequence[Any]) -> Any:
+    first = pieces[0]
+    if isinstance(first, list):
+        return [item for piece in pieces for item in piece]
+    if _is_rows(first):
+        if any(piece.shape[1:] != first.shape[1:] for piece in pieces):
+            shapes = sorted({str(tuple(piece.shape[1:])) for piece in pieces})
+            raise ConfigError(
+                "values of all samples have one shape",
+                f"{' and '.join(shapes[:3])} for a sample",
+                "list(tensor) keeps one of any shape for each sample",
+                shared=True,
+            )
+        return torch.cat(list(pieces)) if isinstance(first, Tensor) else np.concatenate(pieces)
+    parts = [parts_of(piece) or {} for piece in pieces]
+    return made_of({name: _joined([part[name] for part in parts]) for name in parts[0]}, first)

@@ -1,0 +1,250 @@
+"""What `hvt.evaluate` takes beside functions of (outputs, targets): cases of data_ranks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import hvdtrain.torch as hvt
+from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.core.world import World
+
+SENTENCES, LENGTH, CLASSES = 23, 6, 4
+
+
+def sentences() -> list[dict[str, Tensor]]:
+    """Tokens, and labels of which some do not count, as a collator of transformers makes them."""
+    draw = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 9, (SENTENCES, LENGTH), generator=draw)
+    labels = torch.randint(0, CLASSES, (SENTENCES, LENGTH), generator=draw)
+    labels[torch.arange(LENGTH) > torch.arange(SENTENCES)[:, None] % LENGTH] = -100
+    return [{"input_ids": ids, "labels": its} for ids, its in zip(tokens, labels, strict=True)]
+
+
+@dataclass
+class Output:
+    """As models of transformers return it."""
+
+    loss: Tensor
+    logits: Tensor
+
+
+class Tagger(nn.Module):
+    """Is called with its arguments by name, labels among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.scores = nn.Embedding(9, CLASSES).double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        logits = self.scores(input_ids)
+        return Output(nn.functional.cross_entropy(logits.mT, labels), logits)
+
+
+class Metric:
+    """A stand-in of torchmetrics.Metric, which tests cannot count on: the same verbs, states and names."""
+
+    def __init__(self, **states: tuple[Any, Callable[[Any], Any] | None]) -> None:
+        self._defaults = {name: default for name, (default, _) in states.items()}
+        self._reductions = {name: reduction for name, (_, reduction) in states.items()}
+        self._update_count, self._computed, self._to_sync = 0, None, True
+        self.reset()
+
+    def reset(self) -> None:
+        for name, default in self._defaults.items():
+            setattr(self, name, [] if isinstance(default, list) else default.clone())
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        self._update_count += 1
+        self.note(predictions, targets)
+
+    def compute(self) -> Any:
+        assert self._update_count and not self._to_sync  # else torch.distributed would add up what is joined
+        return self.result()
+
+
+def dim_zero_sum(x: Tensor) -> Tensor:
+    return x.sum(0)
+
+
+def dim_zero_max(x: Tensor) -> Tensor:
+    return x.max(0).values
+
+
+def dim_zero_mean(x: Tensor) -> Tensor:
+    return x.mean(0)
+
+
+def dim_zero_cat(x: Any) -> Tensor:
+    return torch.cat(list(x)) if isinstance(x, (list, tuple)) else x
+
+
+class F1(Metric):
+    """Of each class, from counts."""
+
+    def __init__(self) -> None:
+        zero = torch.zeros(CLASSES, dtype=torch.int64)
+        super().__init__(right=(zero, dim_zero_sum), said=(zero, dim_zero_sum), there=(zero, dim_zero_sum))
+
+    def note(self, predictions: Tensor, targets: Tensor) -> None:
+        self.right += torch.bincount(targets[predictions == targets], minlength=CLASSES)
+        self.said += torch.bincount(predictions, minlength=CLASSES)
+        self.there += torch.bincount(targets, minlength=CLASSES)
+
+    def result(self) -> Tensor:
+        return 2 * self.right.double() / (self.said + self.there)
+
+
+class Spread(Metric):
+    """From all predictions, and the largest: a concatenation, a maximum, and a list that nothing reduces."""
+
+    def __init__(self) -> None:
+        lowest = torch.tensor(-1)
+        super().__init__(all=([], dim_zero_cat), most=(lowest, dim_zero_max), batches=([], None))
+
+    def note(self, predictions: Tensor, targets: Tensor) -> None:
+        self.all.append(predictions)
+        self.most = torch.maximum(self.most, predictions.max())
+        self.batches.append(torch.tensor(len(predictions)))
+
+    def result(self) -> dict[str, Tensor]:
+        every = dim_zero_cat(self.all).double()
+        return {"variance": every.var(), "most": self.most, "count": torch.stack(list(self.batches)).sum()}
+
+
+class Mean(Metric):
+    def __init__(self) -> None:
+        super().__init__(value=(torch.tensor(0.0), dim_zero_mean))
+
+    def note(self, predictions: Tensor, targets: Tensor) -> None:
+        self.value = predictions.double().mean()
+
+    def result(self) -> Tensor:
+        return self.value
+
+
+def of_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Predictions and labels of the tokens that count."""
+    counts = batch["labels"] != -100
+    return model(**batch).logits.argmax(-1)[counts], batch["labels"][counts]
+
+
+def dicts(world: World) -> Any:
+    """Batches that are dicts: the mean over tokens, over samples, and metrics with states."""
+
+    def measure(output: Output, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        counts = batch["labels"] != -100
+        losses = nn.functional.cross_entropy(output.logits.mT, batch["labels"], reduction="none")
+        right = (output.logits.argmax(-1) == batch["labels"]) & counts
+        return {"loss": (losses, counts), "first": right[:, 0]}
+
+    model, f1 = Tagger(), F1()
+    found = hvt.evaluate(model, sentences(), measure, per_rank_batch=3, workers=0)
+    metrics = {"f1": f1, "spread": Spread()}
+    found |= hvt.evaluate(model, sentences(), metrics, forward=of_labels, per_rank_batch=3, workers=0)
+    assert f1._update_count == 0  # the user's own stays as it is
+    few = {"few": Spread()}  # on some ranks none
+    return found | hvt.evaluate(model, sentences()[:2], few, forward=of_labels, per_rank_batch=3, workers=0)
+
+
+def corpus(world: World) -> Any:
+    """What needs all predictions at once, beside what does not; on texts of any length."""
+
+    def order(outputs: list[list[int]], targets: Tensor) -> dict[str, float]:
+        assert [len(text) for text in outputs] == [int((its != -100).sum()) for its in targets]
+        flat = np.concatenate([np.array(text) for text in outputs])
+        return {"order": float((flat * np.arange(len(flat))).sum()), "texts": len(outputs)}
+
+    def forward(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        said = model(**batch).logits.argmax(-1)
+        lengths = (batch["labels"] != -100).sum(1).tolist()
+        return [row[:n].tolist() for row, n in zip(said, lengths, strict=True)], batch["labels"]
+
+    metrics = [hvt.corpus_metrics(order), lambda outputs, targets: {"labels": (targets != -100).double().mean(1)}]
+    return hvt.evaluate(Tagger(), sentences(), metrics, forward=forward, per_rank_batch=3, workers=0)
+
+
+def gathered(world: World) -> Any:
+    """Two loops of one's own over a shuffled loader: each sample once, in the loader's order."""
+    batches = hvt.loader(sentences(), 12 // world.size, workers=0)
+    found = []
+    for _ in range(2):
+        kept = []
+        for batch in batches:
+            ids = batch["input_ids"]
+            kept.append((batches.step, {"ids": ids, "sums": ids.sum(1).numpy(), "text": [str(row) for row in ids]}))
+        every = hvt.gather_in_order(kept)
+        assert every["sums"].tolist() == every["ids"].sum(1).tolist()
+        assert every["text"] == [str(row) for row in every["ids"]]
+        found.append(every["ids"].tolist())
+    return found
+
+
+def plain(world: World) -> Any:
+    """What `dicts` and `corpus` must find: all sentences at once, without hvdtrain."""
+    rows = sentences()
+    ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    scores = Tagger().scores(ids)
+    said, counts = scores.argmax(-1), labels != -100
+    flat, wanted = said[counts].numpy(), labels[counts].numpy()
+    f1 = [2.0 * ((flat == c) & (wanted == c)).sum() / ((flat == c).sum() + (wanted == c).sum()) for c in range(CLASSES)]
+    return {
+        "dicts": {
+            "loss": float(-torch.log_softmax(scores.detach(), -1)[counts].gather(1, labels[counts][:, None]).mean()),
+            "first": float(((said == labels) & counts)[:, 0].double().mean()),
+            **{f"f1_{c}": float(value) for c, value in enumerate(f1)},
+            "spread_variance": float(np.var(flat, ddof=1)),
+            "spread_most": float(flat.max()),
+            "spread_count": float(len(flat)),
+            "few_variance": float(np.var(flat[:3], ddof=1)),
+            "few_most": float(flat[:3].max()),
+            "few_count": 3.0,
+        },
+        "corpus": {
+            "order": float((flat * np.arange(len(flat))).sum()),
+            "texts": float(SENTENCES),
+            "labels": float(counts.double().mean()),
+        },
+    }
+
+
+def refused(world: World) -> Any:
+    """By every rank alike."""
+    data = {"per_rank_batch": 3, "workers": 0, "forward": of_labels}
+    batches = hvt.loader(sentences(), 3, workers=0, shuffle=False)
+    kept = [(batches.step, batch["input_ids"]) for batch in batches]
+    ragged = [(step, ids[:, : 1 + place % 2]) for place, (step, ids) in enumerate(kept)]
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        ("a str", lambda: hvt.evaluate(Tagger(), sentences(), "accuracy", **data)),
+        ("(values, weights)", lambda: hvt.evaluate(Tagger(), sentences(), lambda p, t: {"a": p}, **data)),
+        ("has a weight", lambda: hvt.evaluate(Tagger(), sentences(), lambda p, t: {"a": (p, p[:1])}, **data)),
+        ("3 samples", lambda: hvt.gather_in_order([(step, ids[:1]) for step, ids in kept])),
+        ("in place of a loader's step", lambda: hvt.gather_in_order([(None, ids) for _, ids in kept])),
+        ("a batch twice", lambda: hvt.gather_in_order([*kept, *kept])),
+        ("no batch on any rank", lambda: hvt.gather_in_order([])),
+        ("keeps one of any shape", lambda: hvt.gather_in_order(ragged)),
+    ]
+    if world.size > 1:
+        bare = Mean()
+        bare._reductions = {}
+        cases += [
+            ('dist_reduce_fx="mean"', lambda: hvt.evaluate(Tagger(), sentences(), Mean(), **data)),
+            ("Mean has none", lambda: hvt.evaluate(Tagger(), sentences(), bare, **data)),
+        ]
+    for said, attempt in cases:
+        try:
+            attempt()
+        except HvdtrainError as error:
+            assert said in str(error), (said, str(error))
+        else:
+            raise AssertionError(f"not refused: {said}")
+    return True
+
+
+CASES = (dicts, corpus, gathered, plain, refused)
