@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from hvdtrain.bench import comm, pipeline, train
+from hvdtrain.bench import comm, gpu, pipeline, train
 from hvdtrain.bench import input as input_bench
 
 BENCHES = {
     "comm": (comm, "sums over ranks: Horovod, MPI, a ring and parameter servers; every link's bytes"),
+    "gpu": (gpu, "everything on this machine's GPU: right against plain references, and what it costs"),
     "input": (input_bench, "images a second that reach the training loop, against a plain DataLoader"),
     "pipeline": (pipeline, "a model split over CPU stages, against the naive split and other pipelines"),
     "train": (train, "step times of a prepared fit against plain Keras, and of more ranks against one"),

@@ -12,7 +12,8 @@ from limits import Limit
 PROGRAM = PROGRAMS / "keras" / "sync_batchnorm.py"
 PASSED = [
     "a_rank_without_samples", "masks", "accumulated_called_twice_and_renormalised", "layers_that_are_made_late",
-    "eager_steps", "mixed_precision", "a_loop_of_ones_own", "plain_files_and_plain_again",
+    "a_loop_of_ones_own", "plain_files_and_plain_again",
+    *(pytest.param(case, marks=pytest.mark.thorough) for case in ("eager_steps", "mixed_precision")),
 ]  # fmt: skip
 REFUSED = {
     "statistics_of_its_own": ("ConfigError", "own is a Own", "leave synchronized=True"),
@@ -59,7 +60,8 @@ def test_what_is_refused(case: str, outcomes: Outcomes) -> None:
             assert text in cases[case], cases[case]
 
 
-def test_a_branch_is_refused(ranks: tuple[str, int], outcomes: Outcomes) -> None:
+@pytest.mark.parametrize("case", ["in_a_branch"])
+def test_a_branch_is_refused(case: str, ranks: tuple[str, int], outcomes: Outcomes) -> None:
     for cases in outcomes:
         wanted = "all must reach the layer in every step" if ranks[0] == "tensorflow" else "passed eager"
-        assert wanted in cases["in_a_branch"], cases["in_a_branch"]
+        assert wanted in cases[case], cases[case]

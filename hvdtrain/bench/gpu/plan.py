@@ -1,0 +1,73 @@
+"""What is checked, in which order, and by which command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "hvdtrain.bench.gpu"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One program.
+
+    Attributes:
+        name, what: of it, in a word and in a line.
+        job: module of this folder.
+        arguments: what it is given besides --device and --tiny.
+        limit_s: when it is ended.
+        ranks: started by `hvdtrain launch`; 0: the program itself.
+        timed: has the machine for itself.
+        shares: its ranks share a GPU, which NCCL does not allow: their sums go over Gloo.
+    """
+
+    name: str
+    what: str
+    job: str
+    arguments: tuple[str, ...] = ()
+    limit_s: int = 60
+    ranks: int = 0
+    timed: bool = False
+    shares: bool = False
+
+
+CHECKS = (
+    Check("machine", "versions, the GPU, what Horovod was built with", "machine"),
+    Check("solo", "one process against plain PyTorch", "parity", ("solo",)),
+    Check("dataparallel", "one process that cuts its batches, on one device", "parity", ("dataparallel",)),
+    Check("horovod", "Horovod, one rank (NCCL)", "parity", ("horovod",), ranks=1),
+    Check("horovod-shared", "Horovod, two ranks on one device (Gloo)", "parity", ("horovod",), ranks=2, shares=True),
+    Check("ddp", "DistributedDataParallel, one rank (NCCL)", "parity", ("ddp",), ranks=1),
+    Check("ddp-shared", "the same, two ranks on one device (Gloo)", "parity", ("ddp",), ranks=2, shares=True),
+    Check("deepspeed", "DeepSpeed, if it is there, one rank", "parity", ("deepspeed",), ranks=1, limit_s=90),
+    Check("keras", "Keras on PyTorch against plain Keras, one process", "keras_fit"),
+    Check("keras-horovod", "Keras on PyTorch over Horovod, one rank (NCCL)", "keras_fit", ranks=1),
+    Check("keras-shared", "the same, two ranks on one device (Gloo)", "keras_fit", ranks=2, shares=True),
+    Check("pipeline", "two stages on one device against the unsplit model", "stages", limit_s=90),
+    Check("resources", "memory, threads, files and streams over 200 steps", "resources", limit_s=90),
+    Check("speed", "ResNet-50, bf16: images/s, and against the bare loop", "speed", ("solo",), 120, timed=True),
+    Check("speed-horovod", "the same over Horovod, one rank (NCCL)", "speed", ("horovod",), 120, 1, timed=True),
+    Check("input", "does the loader keep up: pictures in memory, JPEG files", "feed", (), 150, timed=True),
+)
+
+
+def command(check: Check, args: argparse.Namespace) -> list[str]:
+    """The check's command line."""
+    program = [sys.executable, "-m", f"{PACKAGE}.{check.job}", *check.arguments, f"--device={args.device}"]
+    program += ["--tiny"] * args.tiny + ["--shared"] * check.shares
+    if not check.ranks:
+        return program
+    hosts = ["-np", str(check.ranks), "-H", f"localhost:{check.ranks}", "--no-checks", "--quiet"]
+    return [sys.executable, "-m", "hvdtrain", "launch", *hosts, "--", *program]
+
+
+def environment() -> dict[str, str]:
+    """The environment of the checks, which run in folders of their own."""
+    paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
+        "KERAS_BACKEND": "torch", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths),
+    }  # fmt: skip
