@@ -6,6 +6,7 @@ One launch a world size runs all cases (`programs/torch/streams.py`).
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     found = {}
     for size, launcher in RUNS.items():
         out = folder / f"{size}.json"
-        program = ["-W", "ignore", PROGRAMS / "torch" / "streams.py", out, folder / "relay.json", shards]
+        arguments = [out, folder / "relay.json", shards]
+        program: list[str | Path] = ["-W", "ignore", PROGRAMS / "torch" / "streams.py", *arguments]
         run_ranks(program, size, launcher=launcher, timeout_s=150).check()
         found[size] = json.loads(out.read_text())
     return found

@@ -34,7 +34,8 @@ def read_shards(paths: Sequence[Path]) -> Iterator[dict[str, bytes]]:
     """Yields the records of shards, one after another: the files that share a name, by their extensions."""
     for path in paths:
         with tarfile.open(path) as tar:
-            name, record = "", {}
+            name = ""
+            record: dict[str, bytes] = {}
             for member in tar:
                 stem, _, end = member.name.partition(".")
                 if record and stem != name:

@@ -14,13 +14,13 @@ from hvdtrain.__main__ import COMMANDS
 
 # where the two adapters define what they both have
 BOTH = {
-    "loader": ("torch/data/create.py", "keras/data.py"),
+    "loader": ("torch/data/create.py", "keras/data/create.py"),
     "prepare": ("torch/preparation.py", "keras/__init__.py"),
-    "evaluate": ("torch/evaluation.py", "keras/data.py"),
+    "evaluate": ("torch/evaluation.py", "keras/evaluation.py"),
     "model_state": ("torch/checkpoint.py", "keras/checkpoint.py"),
     "verify": ("torch/checks/averaging.py", "keras/__init__.py"),
     "fingerprint": ("torch/checks/replicas.py", "keras/checks/replicas.py"),
-    "go_on": ("torch/data/loader.py", "keras/data.py"),
+    "go_on": ("torch/data/loader.py", "keras/data/loader.py"),
 }
 PACKAGES = ("hvdtrain", "hvdtrain.torch", "hvdtrain.keras", "hvdtrain.pipeline", "hvdtrain.datasets")
 LIST = REPOSITORY / "tests" / "public.txt"
