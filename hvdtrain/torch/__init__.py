@@ -37,7 +37,7 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "data.workers": "Unreadable",
     "evaluation": "classification corpus_metrics evaluate",
     "model": "Model",
-    "optimizer": "Optimizer",
+    "update.optimizer": "Optimizer",
     "preparation": "prepare",
     "engines.shell": "unwrap",
 })  # fmt: skip
@@ -66,5 +66,5 @@ if TYPE_CHECKING:
     from hvdtrain.torch.evaluation import corpus_metrics as corpus_metrics
     from hvdtrain.torch.evaluation import evaluate as evaluate
     from hvdtrain.torch.model import Model as Model
-    from hvdtrain.torch.optimizer import Optimizer as Optimizer
     from hvdtrain.torch.preparation import prepare as prepare
+    from hvdtrain.torch.update.optimizer import Optimizer as Optimizer

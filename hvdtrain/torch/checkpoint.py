@@ -28,10 +28,10 @@ from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.random_state import restore_streams
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.shell import unwrap
-from hvdtrain.torch.optimizer import Optimizer
 from hvdtrain.torch.plain_files import Extra, read, revived, write
 from hvdtrain.torch.session import Session
-from hvdtrain.torch.several import kind_of
+from hvdtrain.torch.update.optimizer import Optimizer
+from hvdtrain.torch.update.several import kind_of
 
 if TYPE_CHECKING:
     from hvdtrain.torch.data.loader import Loader

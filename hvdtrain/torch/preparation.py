@@ -14,24 +14,24 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.torch import start
-from hvdtrain.torch.amp import Precision
 from hvdtrain.torch.checks.averaging import prove
 from hvdtrain.torch.checks.in_step import Noted
 from hvdtrain.torch.checks.loss_proof import LossProof
 from hvdtrain.torch.checks.nonfinite import Losses
 from hvdtrain.torch.checks.refusals import check_model, check_optimizer, check_plain
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.data.batches import Batches
 from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines.base import PartedEngineModel, Settings, Staged, staged_or_none
 from hvdtrain.torch.engines.shell import ModelShell, is_compiled, unwrap
 from hvdtrain.torch.engines.sync_batchnorm import convert, revert
-from hvdtrain.torch.gradients import Gradients
 from hvdtrain.torch.model import Model
-from hvdtrain.torch.optimizer import Optimizer
 from hvdtrain.torch.session import Options, Rates, Session, prepared_optimizers
-from hvdtrain.torch.several import Several
 from hvdtrain.torch.staged import check_staged
+from hvdtrain.torch.update.amp import Precision
+from hvdtrain.torch.update.batches import Batches
+from hvdtrain.torch.update.gradients import Gradients
+from hvdtrain.torch.update.optimizer import Optimizer
+from hvdtrain.torch.update.several import Several
 
 if TYPE_CHECKING:
     from hvdtrain.torch.data.loader import Loader

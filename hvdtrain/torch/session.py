@@ -16,18 +16,18 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.sharding import Step
 from hvdtrain.core.world import World
-from hvdtrain.torch.amp import Precision
 from hvdtrain.torch.checks.in_step import Noted
 from hvdtrain.torch.checks.loss_proof import LossProof
 from hvdtrain.torch.checks.nonfinite import Losses
-from hvdtrain.torch.data.batches import Batches
 from hvdtrain.torch.data.random_state import random_streams
 from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.base import PartedEngineModel, Piece, Staged, TorchEngine
 from hvdtrain.torch.engines.sync_batchnorm import uncounting
-from hvdtrain.torch.gradients import Gradients
-from hvdtrain.torch.several import members_of
+from hvdtrain.torch.update.amp import Precision
+from hvdtrain.torch.update.batches import Batches
+from hvdtrain.torch.update.gradients import Gradients
+from hvdtrain.torch.update.several import members_of
 
 # by its model, so that preparing a model again, with another optimizer or other options, first takes off what the last
 # one put on; held weakly on both sides: an optimizer refers to its model, and what the user drops is to be freed

@@ -19,7 +19,7 @@ from hvdtrain.torch.data.nested import map_tensors
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.base import Staged
 from hvdtrain.torch.session import Options
-from hvdtrain.torch.several import kind_of
+from hvdtrain.torch.update.several import kind_of
 
 
 def signature(

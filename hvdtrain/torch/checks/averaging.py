@@ -20,8 +20,8 @@ from hvdtrain.torch.checks import replicas
 from hvdtrain.torch.engines.base import Piece
 from hvdtrain.torch.engines.shell import LARGEST, Probe, pattern, trainable
 from hvdtrain.torch.model import Model
-from hvdtrain.torch.optimizer import Optimizer
 from hvdtrain.torch.session import Session
+from hvdtrain.torch.update.optimizer import Optimizer
 
 # of the mean's largest value; the patterns are exact in every type, their products with weights are rounded once
 _TOLERANCE = {None: 1e-5, "fp16": 4e-3, "bf16": 4e-2}

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hvdtrain.core.in_step.meeting import out_of_step
 from hvdtrain.core.world import World
-from hvdtrain.torch.data.batches import Batches
 from hvdtrain.torch.engines.base import EngineModel, StagedEngineModel
+from hvdtrain.torch.update.batches import Batches
 
 _LAG = 2  # updates, on a GPU, so that none waits for the answer
 _BITS = (1 << 20) - 1  # of a digest: their squares, added up over 8192 ranks, are exact in a float64

@@ -27,8 +27,8 @@ from hvdtrain.torch.data.random_state import preserved_rng
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.engines.sync_batchnorm import sync_batchnorm_mode
-from hvdtrain.torch.gradients import check_loss
 from hvdtrain.torch.session import session_of
+from hvdtrain.torch.update.gradients import check_loss
 
 if TYPE_CHECKING:
     from hvdtrain.torch.checks.tally import Weight

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError, NonFiniteError, ReplicaError
-from hvdtrain.torch.optimizer import Optimizer
+from hvdtrain.torch.update.optimizer import Optimizer
 
 nothing = contextlib.nullcontext
 BATCH = 8  # of all ranks together

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.torch import gradients
-from hvdtrain.torch import optimizer as _optimizer
 from hvdtrain.torch import start as _start
 from hvdtrain.torch.checks.nonfinite import NonFiniteError
-from hvdtrain.torch.data import batches
-from hvdtrain.torch.optimizer import Optimizer
+from hvdtrain.torch.update import batches, gradients
+from hvdtrain.torch.update import optimizer as _optimizer
+from hvdtrain.torch.update.optimizer import Optimizer
 
 GLOBAL_BATCH = 8
 BASE_LR = 0.1

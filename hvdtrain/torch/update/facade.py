@@ -13,11 +13,11 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.parts import Progress
 from hvdtrain.torch.checks.refusals import check_held
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.data.batches import Batch
 from hvdtrain.torch.engines.base import EngineModel
-from hvdtrain.torch.gradients import Gradients
 from hvdtrain.torch.session import Session, rates_of
-from hvdtrain.torch.several import members_of
+from hvdtrain.torch.update.batches import Batch
+from hvdtrain.torch.update.gradients import Gradients
+from hvdtrain.torch.update.several import members_of
 
 
 class Facade(torch.optim.Optimizer):

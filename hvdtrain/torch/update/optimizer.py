@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.parts import Progress
-from hvdtrain.torch.amp import ScalerAdapter, widened
 from hvdtrain.torch.checks import replicas
 from hvdtrain.torch.checks.loss_graph import recomputes_reentrantly
 from hvdtrain.torch.checks.nonfinite import Reading, first_bad_layer, gradient_error
@@ -20,13 +19,14 @@ from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.checks.pieces import pieces_differ
 from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.data.batches import Batch, require_batch
-from hvdtrain.torch.facade import Facade
-from hvdtrain.torch.gradients import check_loss, scale, zero_gradients
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.session import Session, not_finite
-from hvdtrain.torch.several import Several
 from hvdtrain.torch.staged import SMALLER_STAGES, Loss, in_one_call, run_step
+from hvdtrain.torch.update.amp import ScalerAdapter, widened
+from hvdtrain.torch.update.batches import Batch, require_batch
+from hvdtrain.torch.update.facade import Facade
+from hvdtrain.torch.update.gradients import check_loss, scale, zero_gradients
+from hvdtrain.torch.update.several import Several
 
 
 class Optimizer(Facade):

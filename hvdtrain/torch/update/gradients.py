@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.checks.tally import Number, Tally, double
-from hvdtrain.torch.data.batches import Batch
+from hvdtrain.torch.update.batches import Batch
 
 # idle: backward() is next. more: another backward() for the same batch was announced. partial: a micro-batch is done
 # that is not the last of its update. ready: p.grad is the gradient of the global batch, and step() is next.

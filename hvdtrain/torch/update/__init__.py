@@ -1,0 +1,1 @@
+"""One update of the weights: what a batch counts, backward passes, precision, clipping, the step."""
