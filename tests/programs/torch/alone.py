@@ -36,13 +36,11 @@ def case_steps_in_the_wrong_order_are_refused(world: hvdtrain.World) -> None:
             zero()
     with refused("backward() was called again", kind=ConfigError):
         optimizer.backward(loss_of(model, batch))
-    with refused("step(closure)", kind=ConfigError):
-        optimizer.step(lambda: 0.0)
     optimizer.step()
     with refused("no backward() since", kind=ConfigError):
         optimizer.step()
     with refused("a second backward() for the same batch", kind=ConfigError):
-        optimizer.backward(loss_of(model, batch))
+        optimizer.backward(loss_of(model, (batch[0] * 1.0, batch[1])))
     batch = next(batches)
     with refused("write optimizer.backward(loss) instead", kind=ConfigError):
         cross_entropy(model(batch[0]), batch[1]).backward()
@@ -199,8 +197,6 @@ def case_the_optimizer_looks_like_the_users(world: hvdtrain.World) -> None:
             schedule.step()
             rates.append(optimizer.lr)
     assert rates == [0.1, 0.05, 0.05, 0.025]
-    with refused("add_param_group() after prepare()", kind=ConfigError):
-        optimizer.add_param_group({"params": []})
     hooked: list[Any] = []
     optimizer.register_step_post_hook(lambda *_: hooked.append(1))
     optimizer.backward(loss_of(model, next(iter(train))))
