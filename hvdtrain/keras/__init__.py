@@ -31,7 +31,7 @@ from hvdtrain.keras.checkpoint import model_state
 from hvdtrain.keras.checks.replicas import fingerprint
 from hvdtrain.keras.data.create import loader
 from hvdtrain.keras.data.loader import Loader
-from hvdtrain.keras.evaluation import evaluate
+from hvdtrain.keras.evaluation import evaluate, predict
 from hvdtrain.keras.session import (
     KEY,
     Session,
@@ -43,7 +43,18 @@ from hvdtrain.keras.session import (
 from hvdtrain.runs.checkpoint import Checkpointer
 from hvdtrain.runs.log import RunLog
 
-__all__ = ["Loader", "Proof", "callbacks", "evaluate", "fingerprint", "loader", "model_state", "prepare", "verify"]
+__all__ = [
+    "Loader",
+    "Proof",
+    "callbacks",
+    "evaluate",
+    "fingerprint",
+    "loader",
+    "model_state",
+    "predict",
+    "prepare",
+    "verify",
+]
 
 T = TypeVar("T")
 

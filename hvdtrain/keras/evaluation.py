@@ -1,11 +1,13 @@
-"""Evaluation on all ranks together: every sample exactly once."""
+"""Evaluation and prediction on all ranks together: every sample exactly once."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import keras
+import numpy as np
 
+from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import check_evaluation
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.keras import averaging, metric_states
@@ -35,13 +37,7 @@ def evaluate(
         ReplicaError: replicas, data or sets of metrics that differ.
     """
     world = given_or_current(world, "keras")
-    if not isinstance(data, Loader):
-        if not comes_in_batches(data):
-            check_evaluation(data, per_rank_batch)
-        data = loader(data, per_rank_batch, world=world, shuffle=False)
-    else:
-        check_evaluation(data, per_rank_batch)
-    data = data.apart()
+    data = _loader_of(data, per_rank_batch, world)
     with open_ended():
         if world.size == 1:
             return dict(model.evaluate(data, verbose=0, return_dict=True))
@@ -54,3 +50,60 @@ def evaluate(
         if mine is None:
             mine = metric_states.seen(model)[1]
         return metric_states.results(model, metric_states.states(model), world, mine)
+
+
+def predict(
+    model: keras.Model,
+    data: Any,
+    *,
+    per_rank_batch: int | None = None,
+    world: World | None = None,
+    on_main: bool = False,
+) -> Any:
+    """Returns the outputs of `model.predict` for all samples, in the data's order, each once; collective.
+
+    Args:
+        model: equal on all ranks (they are, after `fit` with our callbacks).
+        data: the same on every rank: what `loader` takes (`x` alone is enough), or a `Loader`.
+        per_rank_batch: samples a rank takes at a time; not needed with a `Loader`, and data that comes in batches.
+        world: the ranks; by default those of `hvdtrain.init`.
+        on_main: rank 0 alone gets them; None elsewhere.
+
+    Returns:
+        Numpy arrays with all samples along axis 0, nested as the model's outputs.
+
+    Raises:
+        ConfigError: arrays of different lengths, data of another kind, no batch size, or outputs without a row for each
+            sample.
+        ReplicaError: replicas or data that differ.
+    """
+    world = given_or_current(world, "keras")
+    data = _loader_of(data, per_rank_batch, world)
+    if world.size > 1:
+        replicas.check_equal(model.trainable_weights, world, when="before they predict")
+    with open_ended():
+        outputs = model.predict(data, verbose=0)
+    order = data.served_order()
+    leaves = [np.asarray(leaf) for leaf in keras.tree.flatten(outputs)]
+    short = [leaf.shape for leaf in leaves if leaf.ndim == 0 or len(leaf) < len(order)]
+    if short:
+        raise ConfigError(
+            "outputs have a row for each sample",
+            f"shape {short[0]} for {len(order)} samples",
+            "return per-sample outputs from the model, batch first",
+        )
+    parts = world.gather((order, [leaf[: len(order)] for leaf in leaves]))  # without the row that stands for none
+    if on_main and not world.is_main:
+        return None
+    place = np.argsort(np.concatenate([its for its, _ in parts]), kind="stable")
+    whole = [np.concatenate(rows)[place] for rows in zip(*(its for _, its in parts), strict=True)]
+    return keras.tree.pack_sequence_as(outputs, whole)
+
+
+def _loader_of(data: Any, per_rank_batch: int | None, world: World) -> Loader:
+    """Returns a loader of the data at its beginning, of the caller's own."""
+    if isinstance(data, Loader) or not comes_in_batches(data):
+        check_evaluation(data, per_rank_batch)
+    if not isinstance(data, Loader):
+        data = loader(data, per_rank_batch, world=world, shuffle=False)
+    return data.apart()

@@ -34,6 +34,7 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "data.gathered": "gather_in_order",
     "data.images": "ImageFiles",
     "data.loader": "Loader",
+    "data.prediction": "predict",
     "data.workers": "Unreadable",
     "evaluation": "classification corpus_metrics evaluate",
     "model": "Model",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from hvdtrain.torch.data.gathered import gather_in_order as gather_in_order
     from hvdtrain.torch.data.images import ImageFiles as ImageFiles
     from hvdtrain.torch.data.loader import Loader as Loader
+    from hvdtrain.torch.data.prediction import predict as predict
     from hvdtrain.torch.data.workers import Unreadable as Unreadable
     from hvdtrain.torch.engines.shell import unwrap as unwrap
     from hvdtrain.torch.evaluation import classification as classification

@@ -99,5 +99,10 @@ def test_evaluation_of_a_stream(results: dict[int, Any], size: int) -> None:
 
 
 @pytest.mark.parametrize("size", RANKS)
+def test_predictions_are_those_of_one_process(results: dict[int, Any], size: int) -> None:
+    assert results[size]["prediction"] < 1e-12
+
+
+@pytest.mark.parametrize("size", RANKS)
 def test_refusals(results: dict[int, Any], size: int) -> None:
     assert results[size]["refusals"] and results[size]["streams_that_part_later"]

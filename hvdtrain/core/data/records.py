@@ -25,8 +25,8 @@ def stream_of(data: Any) -> Callable[[int], Iterator[Any]]:
     """Returns the function that begins the stream of an epoch.
 
     Args:
-        data: an iterable that can be read again (`set_epoch(epoch)` is called if it has one); or a function of the
-            epoch, or of nothing, that returns an iterable.
+        data: an iterable that can be read again (`set_epoch(epoch)` is called if it has one); or a function that
+            returns one: of the epoch, if it has a parameter that must be given or is named `epoch`, else of nothing.
 
     Raises:
         ConfigError: an iterator, which can be read once only, or nothing that can be read.
@@ -46,17 +46,24 @@ def stream_of(data: Any) -> Callable[[int], Iterator[Any]]:
 
         return begin
     if callable(data) and not hasattr(data, "__next__"):
-        try:
-            inspect.signature(data).bind(0)
-        except (TypeError, ValueError):
-            return lambda epoch: iter(data())
-        return lambda epoch: iter(data(epoch))
+        return (lambda epoch: iter(data(epoch))) if _takes_epoch(data) else (lambda epoch: iter(data()))
     raise ConfigError(
         "a stream can be read anew: in each epoch, and after a restart",
         f"a {type(data).__name__}" + (", which can be read once" if hasattr(data, "__next__") else ""),
         "give a data set, a list or a tuple of arrays; or the function that makes the stream,"
         " loader(lambda epoch: records(epoch), ...), or an object with __iter__",
     )
+
+
+def _takes_epoch(function: Callable[..., Any]) -> bool:
+    """True for a parameter that must be given, or is named so; `lambda path=path: read(path)` is left as it is."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in free]
+    return "epoch" in parameters or bool(needed)
 
 
 class Noted:

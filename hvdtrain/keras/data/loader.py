@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.sharding import Dealt, Plan
+from hvdtrain.core.sharding import Dealt, Plan, Step
 from hvdtrain.core.world import World
 from hvdtrain.keras.data.sources import Batch, Source
 from hvdtrain.keras.session import NO_SAMPLE, map_leaves
@@ -32,6 +32,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         plan: the `hvdtrain.Plan` that deals samples, or batches.
         unit: samples of what is dealt, as they are counted: of a batch those of a full one.
         epoch: the epoch whose order is being read.
+        served: the steps of the last reading that have samples of this rank, and how many rows each had.
         next_epoch: the one to turn to, as our callbacks tell it (Keras does not); `None`: the one that follows.
     """
 
@@ -45,6 +46,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         tail = plan.samples % plan.global_batch if plan.tail == "weighted" else 0
         self._weighted = source.weighted or 0 < tail < plan.size
         self.next_epoch: int | None = None
+        self.served: list[tuple[Step, int]] = []
         self.go_on(0, 0)
         self._adapter = PyDatasetAdapter(self, shuffle=False)
         self._adapter._get_iterator = self.batches
@@ -128,7 +130,9 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         return len(self._steps)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        step = self._steps[index]
+        return self._batch(self._steps[index])
+
+    def _batch(self, step: Step) -> tuple[Any, ...]:
         if step.padding:
             return self._shown(self.source.take(np.zeros(1, np.int64)), live=False)
         return self._shown(self.source.take(step.indices), live=True)
@@ -148,18 +152,38 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
 
         Not by Keras' own threads, which keep what they had read when an epoch was left for the next one.
         """
-        indices, workers = iter(range(len(self))), self.source.workers
+        steps, workers = iter(self._steps), self.source.workers
+        self.served = []
         if workers < 2:
-            yield from map(self.__getitem__, indices)
+            for step in steps:
+                yield self._noted(step, self._batch(step))
             return
         with ThreadPoolExecutor(workers) as threads:
-            ready = deque(threads.submit(self.__getitem__, index) for index in islice(indices, workers + 1))
+
+            def ask(count: int) -> Iterator[tuple[Step, Any]]:
+                return ((step, threads.submit(self._batch, step)) for step in islice(steps, count))
+
+            ready = deque(ask(workers + 1))
             try:
                 while ready:
-                    yield ready.popleft().result()
-                    ready.extend(threads.submit(self.__getitem__, index) for index in islice(indices, 1))
+                    step, answer = ready.popleft()
+                    yield self._noted(step, answer.result())
+                    ready.extend(ask(1))
             finally:
                 threads.shutdown(wait=True, cancel_futures=True)
+
+    def _noted(self, step: Step, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not step.padding:
+            rows = len(next(leaf for leaf in keras.tree.flatten(batch[0]) if leaf is not None))
+            self.served.append((step, rows))
+        return batch
+
+    def served_order(self) -> np.ndarray:
+        """Returns where the rows of the last reading belong: int64 [rows], growing with the data's order."""
+        places = [np.zeros(0, np.int64)]
+        for step, rows in self.served:
+            places.append(step.indices if step.dealt == rows else np.repeat(step.indices, rows))
+        return np.concatenate(places)
 
     def get_numpy_iterator(self) -> Any:
         return self._adapter.get_numpy_iterator()

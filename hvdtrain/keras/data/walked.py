@@ -123,12 +123,13 @@ class WalkedLoader(Loader):
         """Yields this rank's batches of what is left of the epoch."""
         source, epoch = self.source, self.epoch
         self._read(epoch)
+        self.served = []
         records = Noted(source.records(epoch), source.unstable, keep=1)
         done = self.done(epoch) // self.unit
         for step, own in walk(records, self.plan, epoch, done, rank=self.rank, ahead=1):
             self._epoch_steps.append(step)
             self._ended = not step.later
-            yield self._shown(source.collate(own or records.first), live=bool(own))
+            yield self._noted(step, self._shown(source.collate(own or records.first), live=bool(own)))
 
     def steps_until(self, batch: int) -> int:
         return min(batch, len(self._epoch_steps)) if self._ended else batch

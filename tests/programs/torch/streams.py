@@ -284,6 +284,38 @@ def evaluation(world: World) -> Any:
     return [ours["error"], by_hand]
 
 
+def prediction(world: World) -> Any:
+    """Nested outputs of all samples, in order; from arrays, shuffled loaders, data sets, streams; few samples."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.drop = linear(), nn.Dropout()
+
+        def forward(self, x: Tensor) -> Any:
+            return {"y": self.drop(self.linear(x)), "both": (x.sum(1), x.long())}
+
+    net = Two()
+    x = torch.from_numpy(features(3, RECORDS))
+    worst = []
+    for samples in (1, RECORDS):
+        with torch.no_grad():
+            right = net.eval()(x[:samples])
+        net.train()
+        sources: list[Any] = [x[:samples], hvt.loader(x[:samples], 5, seed=3), list(x[:samples])]
+        sources += [lambda samples=samples: iter(x[:samples])]
+        for source in sources:
+            batch = None if isinstance(source, hvt.Loader) else 4
+            found = hvt.predict(net, source, per_rank_batch=batch, workers=0)
+            worst += [found["y"] - right["y"], found["both"][0] - right["both"][0], found["both"][1] - right["both"][1]]
+            assert isinstance(found["both"], tuple) and len(found["y"]) == samples and net.training
+    pairs = (x.numpy(), np.zeros(RECORDS))
+    alone = hvt.predict(net, pairs, per_rank_batch=4, inputs=lambda batch: batch[0], on_main=True)
+    assert (alone is None) == (not world.is_main)
+    said(lambda: hvt.predict(nn.Flatten(0), x, per_rank_batch=4), ConfigError, "a row for each sample", "batch first")
+    return max(float(gap.abs().max()) for gap in worst)
+
+
 def said(attempt: Callable[[], Any], kind: type[HvdtrainError], *parts: str) -> str:
     try:
         attempt()
@@ -338,7 +370,7 @@ def streams_that_part_later(world: World) -> Any:
 
 CASES = (
     shards_of_tar, hugging_face, updates_are_exact, restored_within_an_epoch, relay, samplers, batches_of_the_users,
-    evaluation, refusals, streams_that_part_later,
+    evaluation, prediction, refusals, streams_that_part_later,
 )  # fmt: skip
 
 

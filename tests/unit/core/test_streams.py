@@ -101,7 +101,8 @@ def test_what_is_read_anew() -> None:
     assert [list(stream_of(Told())(epoch)) for epoch in (0, 3)] == [[0, 7], [3, 7]]
     assert list(stream_of(lambda: [1, 2])(5)) == [1, 2]
     assert list(stream_of(lambda epoch: [epoch])(5)) == [5]
-    assert list(stream_of(lambda *options: options)(5)) == [5]
+    assert list(stream_of(lambda epoch=1: [epoch])(5)) == [5]
+    assert list(stream_of(lambda path="a": [path])(5)) == ["a"]  # the idiom that binds a loop's variable
     for wrong in (iter([1]), (n for n in [1]), {1, 2}, "text", 5):
         with pytest.raises(ConfigError, match="read anew"):
             stream_of(wrong)
