@@ -101,4 +101,5 @@ def _of_all_ranks(sums: Any, session: Session, index: int) -> Any:
             "call the layer in train_step itself, or leave synchronized=True and sync_batchnorm=True out",
         )
     name = f"{session.name}.batchnorm.{index}.{BACKEND.number_of_call(live)}"
-    return BACKEND.differentiable_sum(sums, 1.0 if live is None else live.samples, name)
+    with session.world.tracker.reduction("batch normalisation"):
+        return BACKEND.differentiable_sum(sums, 1.0 if live is None else live.samples, name)
