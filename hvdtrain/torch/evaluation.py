@@ -80,7 +80,7 @@ def evaluate(
                 outputs, targets = (forward or _forward)(model, batch)
                 for one in kept:
                     one.add(step, outputs, targets)
-            return {name: value for one in kept for name, value in one.results(world).items()}
+            return _merged([one.results(world) for one in kept])
     finally:
         if batches is not None and batches is not data:
             batches.close()
@@ -99,6 +99,23 @@ def _forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
             " forward=lambda model, batch: (outputs, targets)",
         )
     return model(*batch[:-1]), batch[-1]
+
+
+def _merged(results: list[dict[str, float]]) -> dict[str, float]:
+    names = [name for its in results for name in its]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            "each metric has a name of its own",
+            f"{', '.join(twice)} twice",
+            "name them: {name: metric} for objects, other keys in what functions return",
+            shared=True,
+        )
+    return {name: value for its in results for name, value in its.items()}
+
+
+def _no_samples() -> ConfigError:
+    return ConfigError("evaluation needs samples", "no sample could be read, or there is none", shared=True)
 
 
 class _Kept(Protocol):
@@ -121,16 +138,20 @@ def _kept(metrics: Any, device: torch.device) -> list[_Kept]:
     if isinstance(metrics, Corpus):
         return [_Predictions(metrics)]
     named = metrics if isinstance(metrics, Mapping) else {"": metrics}
-    if named and all(all(callable(getattr(m, verb, None)) for verb in _VERBS) for m in named.values()):
+    if named and all(_has_verbs(metric) for metric in named.values()):
         return [_States(name, metric, device) for name, metric in named.items()]
-    if callable(metrics):
+    if callable(metrics) and not isinstance(metrics, type):
         return [_Means(metrics)]
     raise ConfigError(
         "metrics are a function (outputs, targets), objects with update(), compute() and reset() (torchmetrics), or"
         " hvt.corpus_metrics(function)",
-        f"a {type(metrics).__name__}",
+        f"the class {metrics.__name__}" if isinstance(metrics, type) else f"a {type(metrics).__name__}",
         'lambda outputs, targets: {"accuracy": outputs.argmax(1) == targets}',
     )
+
+
+def _has_verbs(metric: Any) -> bool:
+    return not isinstance(metric, type) and all(callable(getattr(metric, verb, None)) for verb in _VERBS)
 
 
 class _Means:
@@ -159,7 +180,7 @@ class _Means:
         reports = world.gather(None if self.empty else {name: total.tolist() for name, total in self.totals.items()})
         known = [sums for sums in reports if sums is not None]
         if not known:
-            raise ConfigError("evaluation needs samples", "no sample could be read, or there is none", shared=True)
+            raise _no_samples()
         if any(list(other) != list(known[0]) for other in known[1:]):
             raise ReplicaError(
                 "every rank must report the same metrics", "\n".join(", ".join(other) for other in known), shared=True
@@ -207,6 +228,8 @@ class _States:
         self.empty = False
 
     def results(self, world: World) -> dict[str, float]:
+        if self.empty and world.size == 1:
+            raise _no_samples()
         collection = hasattr(self.metric, "items")  # of torchmetrics; it puts shared states into each of its metrics
         named = dict(self.metric.items()) if collection else {self.name or type(self.metric).__name__: self.metric}
         found: dict[str, float] = {}
@@ -233,6 +256,8 @@ def _join_states(name: str, metric: Any, world: World, *, empty: bool) -> None:
         )
     own = [{state: map_tensors(Tensor.cpu, getattr(part, state)) for state in part._reductions} for part in parts]
     reports = [states for states in world.gather(None if empty else own) if states is not None]
+    if not reports:
+        raise _no_samples()
     for index, part in enumerate(parts):
         for state, reduction in part._reductions.items():
             of_ranks = [states[index][state] for states in reports]

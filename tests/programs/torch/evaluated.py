@@ -214,6 +214,10 @@ def plain(world: World) -> Any:
     }
 
 
+def right(predictions: Tensor, targets: Tensor) -> dict[str, Any]:
+    return {"right": (predictions == targets, torch.ones_like(targets))}
+
+
 def refused(world: World) -> Any:
     """By every rank alike."""
     data = {"per_rank_batch": 3, "workers": 0, "forward": of_labels}
@@ -221,6 +225,8 @@ def refused(world: World) -> Any:
     kept = [(batches.step, batch["input_ids"]) for batch in batches]
     ragged = [(step, ids[:, : 1 + place % 2]) for place, (step, ids) in enumerate(kept)]
     cases: list[tuple[str, Callable[[], Any]]] = [
+        ("right twice", lambda: hvt.evaluate(Tagger(), sentences(), [right, right], **data)),
+        ("the class F1", lambda: hvt.evaluate(Tagger(), sentences(), F1, **data)),
         ("a str", lambda: hvt.evaluate(Tagger(), sentences(), "accuracy", **data)),
         ("(values, weights)", lambda: hvt.evaluate(Tagger(), sentences(), lambda p, t: {"a": p}, **data)),
         ("has a weight", lambda: hvt.evaluate(Tagger(), sentences(), lambda p, t: {"a": (p, p[:1])}, **data)),
