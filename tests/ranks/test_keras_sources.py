@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from harness import PROGRAMS, chosen_cases, run_ranks
@@ -40,7 +41,7 @@ def outcomes(
     folder = tmp_path_factory.mktemp("sources")
     launcher = "horovodrun" if size > 1 else "none"
     environment = {"KERAS_BACKEND": backend}
-    program = ["-W", "ignore", PROGRAM, folder, *chosen_cases(request)]
+    program: list[str | Path] = ["-W", "ignore", PROGRAM, folder, *chosen_cases(request)]
     run_ranks(program, size, launcher=launcher, env=environment, timeout_s=300).check()
     return [json.loads((folder / f"sources.rank{rank}.json").read_text()) for rank in range(size)]
 
