@@ -214,6 +214,7 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
     """A model's train step (Keras' own or the user's): checks before it, the batch's weight around it."""
     session: Session = vars(model)[KEY]
     _before_step(model, session, data)
+    sync_batchnorm.of_step(session)
     steps.note_batch(session, data)
     samples, data, may_be_dead = _split_dead(data)
     if not session.loss_proven and session.verify and not session.own_step:

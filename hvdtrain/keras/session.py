@@ -52,7 +52,8 @@ class Session:
         world: the ranks.
         compression: `None` or `"fp16"`.
         sparse_as_dense: turn `IndexedSlices` into dense gradients before the reduction.
-        sync_batchnorm: batch-norm layers normalise over all ranks.
+        sync_batchnorm: batch-norm layers normalise over all ranks; moments: each such layer, and how in this session
+            it comes by mean and variance, None for its own way.
         verify: prove the averaging before the first step.
         watch_every: compare replicas every so many steps; 0 is never.
         lr, per_rank_batch: the learning-rate contract, and the batch it is computed from.
@@ -96,6 +97,7 @@ class Session:
     lr: LR | None = None
     per_rank_batch: int | None = None
     sync_batchnorm: bool = False
+    moments: list[tuple[Any, Any]] = field(default_factory=list)
     name: str = field(init=False)
     live: LiveBatch | None = None
     attached: bool = False

@@ -31,17 +31,29 @@ def synchronize(model: keras.Model, session: Session) -> None:
     Raises:
         ConfigError: a layer whose class computes its statistics in its own way.
     """
-    for index, layer in enumerate(_layers(model)):
-        vars(layer).pop(_HOOK, None)
-        if session.alone or not (session.sync_batchnorm or layer.synchronized):
-            continue
-        if getattr(type(layer), _HOOK) is not getattr(_PLAIN, _HOOK):
-            raise ConfigError(
-                "synchronised batch normalisation knows keras.layers.BatchNormalization",
-                f"{layer.name} is a {type(layer).__name__}, which computes its statistics itself",
-                "use that layer, or leave synchronized=True and sync_batchnorm=True out",
-            )
-        vars(layer)[_HOOK] = functools.partial(_moments, layer, session, index)
+    session.moments = [(layer, _hook_of(layer, session, index)) for index, layer in enumerate(_layers(model))]
+    of_step(session)
+
+
+def of_step(session: Session) -> None:
+    """Puts the layers in this session's hands; models that were prepared one after the other may share some."""
+    for layer, hook in session.moments:
+        if hook is None:
+            vars(layer).pop(_HOOK, None)
+        else:
+            vars(layer)[_HOOK] = hook
+
+
+def _hook_of(layer: Any, session: Session, index: int) -> Any:
+    if session.alone or not (session.sync_batchnorm or layer.synchronized):
+        return None
+    if getattr(type(layer), _HOOK) is not getattr(_PLAIN, _HOOK):
+        raise ConfigError(
+            "synchronised batch normalisation knows keras.layers.BatchNormalization",
+            f"{layer.name} is a {type(layer).__name__}, which computes its statistics itself",
+            "use that layer, or leave synchronized=True and sync_batchnorm=True out",
+        )
+    return functools.partial(_moments, layer, session, index)
 
 
 def is_synchronized(layer: Any) -> bool:

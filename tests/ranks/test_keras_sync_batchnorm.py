@@ -12,7 +12,7 @@ from limits import Limit
 PROGRAM = PROGRAMS / "keras" / "sync_batchnorm.py"
 PASSED = [
     "a_rank_without_samples", "masks", "accumulated_called_twice_and_renormalised", "layers_that_are_made_late",
-    "a_loop_of_ones_own", "plain_files_and_plain_again",
+    "a_loop_of_ones_own", "plain_files_and_plain_again", "models_that_share_a_layer",
     *(pytest.param(case, marks=pytest.mark.thorough) for case in ("eager_steps", "mixed_precision")),
 ]  # fmt: skip
 REFUSED = {

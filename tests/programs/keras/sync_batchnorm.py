@@ -235,6 +235,33 @@ def plain_files_and_plain_again() -> str:
 
 
 @case
+def models_that_share_a_layer() -> str:
+    """Two models of one body, prepared one after the other and trained in turns; the second goes by ranks."""
+
+    def trained(ours: bool) -> list[list[np.ndarray]]:
+        keras.utils.set_random_seed(1)
+        body = keras.Sequential([L.Input((5,)), dense(4), norm()])
+        models = [keras.Sequential([body, dense(3)]) for _ in range(2)]
+        found = []
+        for model in models:
+            model.compile(O.SGD(0.1), loss(), jit_compile=False)
+        data = hvk.loader((X[:TAIL], Y[:TAIL]), BATCH // SIZE, shuffle=False)
+        for model in models[: 2 * ours]:
+            hvk.prepare(model, data, sync_batchnorm=True)
+        for model in models:
+            if ours:
+                model.fit(data, verbose=0, callbacks=hvk.callbacks(model))
+            else:
+                model.fit(X[:TAIL], Y[:TAIL], batch_size=BATCH, shuffle=False, verbose=0)
+            found.append(weights_of(model))
+        return found
+
+    gap = max(apart(mine, its) for mine, its in zip(trained(True), trained(False), strict=True))
+    assert gap < EXACT, gap
+    return f"{gap:.1e}"
+
+
+@case
 def in_a_branch() -> str:
     if BACKEND == "torch":
         return "eager"
