@@ -22,6 +22,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.places import pinned
 from hvdtrain.pipeline.threads import surely
 
 _OURS = ("running_mean", "running_var", "num_batches_tracked")
@@ -94,10 +95,10 @@ class _Running(Layer):
             tracked, factor = self._kept["num_batches_tracked"], self._momentum
             if tracked is not None and combined is pooled:
                 tracked.add_(1)
-                factor = 1.0 / float(tracked) if factor is None else factor
+                factor = tracked.reciprocal().to(mean.dtype) if factor is None else factor  # on a GPU: nobody waits
             for name, value in (("running_mean", mean), ("running_var", variance)):
                 running = self._kept[name]
-                running.lerp_(value.to(running.dtype), 0.0 if factor is None else factor)
+                running.copy_(running.to(value.dtype).lerp(value, 0.0 if factor is None else factor))
 
 
 class _PowerIteration(Layer):
@@ -149,7 +150,7 @@ def pooled(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
         parts: values in a group, and [2, channels]: its mean and unbiased variance.
     """
     values = torch.stack([both for _, both in parts]).double()  # few large operations: there may be a hundred layers
-    counts = values.new_tensor([count for count, _ in parts]).unsqueeze(1)
+    counts = _column([count for count, _ in parts], values.device).unsqueeze(1)
     means, variances = values.unbind(1)
     total = counts.sum()
     mean = (means * counts).sum(0) / total
@@ -157,10 +158,16 @@ def pooled(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
     return mean, squares.sum(0) / (total - 1)
 
 
+def _column(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Float64, on a device; the host does not wait for a GPU."""
+    column = torch.tensor(counts, dtype=torch.float64)
+    return column if device.type == "cpu" else pinned(column).to(device, non_blocking=True)
+
+
 def averaged(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
     """Mean of several groups' means and variances; arguments as of `pooled`."""
     values = torch.stack([both for _, both in parts]).double()
-    counts = values.new_tensor([count for count, _ in parts])
+    counts = _column([count for count, _ in parts], values.device)
     mean, variance = (values * (counts / counts.sum())[:, None, None]).sum(0)
     return mean, variance
 

@@ -1,25 +1,18 @@
-"""Devices as words, what there is of them, and where a stage works: its own cores or streams, and how values come."""
+"""Devices as words, and what there is of them: memory, cores."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.world import current
-from hvdtrain.pipeline.microbatch import map_tensors, tensors_of
 from hvdtrain.pipeline.plan import schedule
-from hvdtrain.pipeline.threads import FairSemaphore
 
 CPU_POOL = "cpu"
 USABLE = 0.95  # of a GPU's memory that is free, or ours: the rest goes to fragments
-# What tells when a value that was sent is there; None where values are there at once.
-Mark = Any
 
 
 def parse_devices(devices: str | Sequence[str | torch.device]) -> list[torch.device]:
@@ -61,29 +54,12 @@ def planned(device: torch.device, speed: float = 1.0) -> schedule.Device:
         return schedule.Device(str(device), speed=speed, pool=CPU_POOL)
     free, _ = torch.cuda.mem_get_info(device)
     ours = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return schedule.Device(str(device), speed=speed, memory_bytes=(free + ours) * USABLE)
+    return schedule.Device(str(device), speed=speed, memory_bytes=(free + ours) * USABLE, ahead=schedule.AHEAD)
 
 
 def kind_of(device: torch.device) -> str:
     """Devices of one kind take the same time."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-# ---- where a stage works
-
-
-def stage_devices(devices: Sequence[torch.device]) -> list[StageDevice]:
-    """Where each stage works. On the CPU they share out the cores; with fewer cores than stages, passes take turns."""
-    on_cpu = [index for index, device in enumerate(devices) if device.type == "cpu"]
-    blocks = dict(zip(on_cpu, core_blocks(len(on_cpu)), strict=True)) if on_cpu else {}
-    alone, slots = len(devices) == 1, cpu_slots(len(on_cpu))
-    turns = FairSemaphore(slots) if slots else None
-    return [
-        CudaDevice(device)
-        if device.type == "cuda"
-        else StageDevice(device, None if alone else blocks.get(index, ()), turns)
-        for index, device in enumerate(devices)
-    ]
 
 
 def core_blocks(stages: int) -> list[tuple[int, ...]]:
@@ -110,97 +86,3 @@ def cpu_slots(stages: int) -> int:
     """
     cores = len(os.sched_getaffinity(0))
     return cores if stages > cores else 0
-
-
-class StageDevice:
-    """One stage's device, as the thread that works for the stage uses it; a CPU: operations are done when they return.
-
-    Args:
-        device: the CPU.
-        cores: the stage's own; empty: one thread on any; None: it works in the caller's thread, as that is.
-        turns: that passes take with those of other stages; None: there are cores for all.
-    """
-
-    def __init__(
-        self, device: torch.device, cores: tuple[int, ...] | None = None, turns: FairSemaphore | None = None
-    ) -> None:
-        self.device = device
-        self.cores = cores
-        self._turns = turns
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """What the thread runs inside."""
-        # both are the calling thread's own, and end with it
-        if self.cores is not None:
-            if self.cores:
-                os.sched_setaffinity(0, self.cores)
-            torch.set_num_threads(max(1, len(self.cores)))
-        yield
-
-    def turn(self) -> AbstractContextManager[None]:
-        """What each pass runs inside."""
-        return self._turns.taken() if self._turns else nullcontext()
-
-    def mark(self) -> Mark:
-        """After the last operation so far."""
-        return None
-
-    def bring(self, values: Any, mark: Mark) -> Any:
-        """Values from another stage, or from outside, on this device; leaves that want gradients stay such leaves."""
-        if mark is not None:
-            mark.synchronize()
-        if _are_on(values, self.device):
-            return values
-        return map_tensors(lambda t: t.detach().to(self.device).requires_grad_(t.requires_grad), values)
-
-
-class CudaDevice(StageDevice):
-    """A GPU: operations are queued on the caller's stream, which sees to turns; values come on a stream of their own,
-    so that the next micro-batch arrives while this one is computed."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._compute = torch.cuda.current_stream(device)
-        self._copies = torch.cuda.Stream(device)
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        with torch.cuda.device(self.device), torch.cuda.stream(self._compute):
-            yield
-
-    def mark(self) -> Mark:
-        event = torch.cuda.Event()
-        event.record(self._compute)
-        return event
-
-    def bring(self, values: Any, mark: Mark) -> Any:
-        if _are_on(values, self.device):
-            if mark is not None:
-                self._compute.wait_event(mark)
-            return values
-        brought = map_tensors(lambda tensor: self._copy(tensor, mark), values)
-        self._compute.wait_stream(self._copies)
-        return brought
-
-    def _copy(self, tensor: Tensor, mark: Mark) -> Tensor:
-        with torch.cuda.stream(self._copies):
-            if mark is not None:
-                self._copies.wait_event(mark)
-            if tensor.is_cuda and tensor.device != self.device:
-                # a copy between GPUs runs on the current stream of the one it comes from
-                source = torch.cuda.Stream(tensor.device)
-                if mark is not None:
-                    source.wait_event(mark)
-                with torch.cuda.stream(source):
-                    copy = tensor.detach().to(self.device, non_blocking=True)
-                tensor.record_stream(source)
-            else:
-                copy = tensor.detach().to(self.device, non_blocking=True)
-        # the allocator must not hand the copy's memory on while the computing stream reads it
-        copy.record_stream(self._compute)
-        return copy.requires_grad_(tensor.requires_grad)
-
-
-def _are_on(values: Any, device: torch.device) -> bool:
-    return all(tensor.device == device for tensor in tensors_of(values))

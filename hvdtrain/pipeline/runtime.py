@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import rng
 from hvdtrain.pipeline.batchnorm import Pooled, moves_once_a_batch
-from hvdtrain.pipeline.devices import stage_devices
 from hvdtrain.pipeline.fixed import Fixed
 from hvdtrain.pipeline.microbatch import (
     Chunk,
@@ -27,6 +27,7 @@ from hvdtrain.pipeline.microbatch import (
     tensors_of,
     unmarked,
 )
+from hvdtrain.pipeline.places import Places
 from hvdtrain.pipeline.plan.schedule import (
     REMATS,
     SCHEDULES,
@@ -106,8 +107,10 @@ class Pipeline(nn.Module):
         paths = {module: path for path, module in model.named_modules()}
         self.counts = [(f"{paths[owner]}.{name}", owner) for owner, name in segments[0].chain.facts.counts]
         self._busy = threading.Lock()
-        self._proof = Proof(self)
+        self._proof = Proof(weakref.proxy(self))  # no circle: threads end with the last reference
         self._fixed = Fixed(segments[0].chain.program)
+        self._places = Places(self.devices)
+        weakref.finalize(self, self._places.close)
 
     # -- one batch -------------------------------------------------------------------------------------------
     def step(
@@ -230,7 +233,7 @@ class Pipeline(nn.Module):
         self.timeline = []
         call = Call(
             stages=self.stages,
-            stage_devices=stage_devices(self.devices),
+            places=self._places,
             orders=orders,
             recompute=again,
             inputs=inputs,
@@ -316,6 +319,10 @@ class Pipeline(nn.Module):
             group: as in `owned_parameters`; shared parameters are complete only when the step ends.
         """
         return group < len(self._finishing) and self._finishing[group]
+
+    def close(self) -> None:
+        """Ends the threads of the stages, as the end of the pipeline does; the next call begins new ones."""
+        self._places.close()
 
     # -- like the unsplit model ------------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Pipeline:

@@ -1,4 +1,4 @@
-"""Threads that work side by side and are gone when the call returns, also after Ctrl-C at any moment."""
+"""Threads that work side by side: they last, for the next time, and are gone when nobody wants them any more."""
 
 from __future__ import annotations
 
@@ -9,76 +9,117 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 
+Work = Callable[[], None]
 
-def side_by_side(works: Sequence[Callable[[], None]], name: str, stop: Callable[[], None]) -> None:
-    """Runs each in a thread of its own, until all have ended.
+
+class Crew:
+    """Threads that do what they are given, and wait for more; an interrupted crew ends.
+
+    What PyTorch and its libraries keep for a thread (plans of cuDNN, OpenMP's own threads) lasts as long as they do.
 
     Args:
-        works: they must not raise.
         name: of the threads; their number follows.
-        stop: makes works that wait for others end; called when this thread is interrupted or no thread can be had.
-
-    Raises:
-        BaseException: what interrupted this thread.
-        RuntimeError: Python's, that no thread can be started. Works that had begun have ended by then.
     """
-    crew = _Crew(len(works))
-    waiting = [
-        # daemons: one that has not begun when this thread is interrupted keeps nobody
-        threading.Thread(target=crew.work, args=(work,), name=f"{name} {index}", daemon=True)
-        for index, work in enumerate(works)
-    ]
-    failure: BaseException | None = None
-    stopped = False
-    while True:
-        try:
-            while waiting and failure is None:
-                waiting[0].start()
-                waiting.pop(0)
-            if failure is not None and not stopped:
-                crew.close()
-                stop()
-                stopped = True
-            while not crew.has_ended():
-                crew.news.get()  # not join(): interrupted, it takes its thread for ended (CPython issue 90882)
-            for thread in crew.begun:
-                join_thread(thread)
-            break
-        except BaseException as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
 
-
-class _Crew:
-    """Which threads have begun: after an interrupted `Thread.start` nobody knows whether there will be one."""
-
-    def __init__(self, size: int) -> None:
-        self.begun: list[threading.Thread] = []
-        self.news: SimpleQueue[None] = SimpleQueue()
-        self._size, self._ended, self._closed = size, 0, False
+    def __init__(self, name: str) -> None:
+        self._name, self._process = name, os.getpid()
+        self._inboxes: list[SimpleQueue[Work | None]] = []
+        # after an interrupted `Thread.start` nobody knows whether there will be a thread: each says that it is there
+        self._members: list[tuple[threading.Thread, SimpleQueue[Work | None]]] = []
         self._lock = threading.Lock()
+        self._news: SimpleQueue[None] = SimpleQueue()  # only wakes: what counts is counted
+        self._begun = self._ended = 0
+        self._closed = False
 
-    def work(self, work: Callable[[], None]) -> None:
+    @property
+    def is_here(self) -> bool:
+        """Whether it can be given work: not after an interruption, nor in a forked process, which has none."""
+        return not self._closed and self._process == os.getpid()
+
+    def run(self, works: Sequence[Work], stop: Callable[[], None]) -> None:
+        """Does each in a thread of its own, until all have ended.
+
+        Args:
+            works: they must not raise. The first one always comes to the same thread, and so on.
+            stop: makes works that wait for others end; called when this thread is interrupted or no thread can be had.
+
+        Raises:
+            BaseException: what interrupted this thread. The works have ended by then, and so have the threads.
+            RuntimeError: Python's, that no thread can be started; likewise.
+        """
+        self._begun = self._ended = given = 0
+        self._news = SimpleQueue()
+        failure: BaseException | None = None
+        stopped = False
+        while True:
+            try:
+                while given < len(works) and failure is None:
+                    self._inbox(given).put(works[given])
+                    given += 1
+                if failure is not None and not stopped:
+                    with self._lock:
+                        self._closed = True  # who has not begun will not
+                    stop()
+                    stopped = True
+                while not self._has_ended(len(works)):
+                    self._news.get()  # not join(): interrupted, it takes its thread for ended (CPython issue 90882)
+                if failure is not None:
+                    self.close()
+                break
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """The threads end; may be called twice. No work may be under way."""
+        with self._lock:
+            self._closed = True
+        if self._process != os.getpid():
+            return
+        for thread, inbox in self._members:
+            inbox.put(None)
+            if thread is not threading.current_thread():  # whose garbage collector may have found the crew
+                join_thread(thread)
+
+    def _inbox(self, index: int) -> SimpleQueue[Work | None]:
+        if index == len(self._inboxes):
+            inbox: SimpleQueue[Work | None] = SimpleQueue()
+            # a daemon: one that has not begun when this thread is interrupted keeps nobody
+            threading.Thread(target=self._live, args=(inbox,), name=f"{self._name} {index}", daemon=True).start()
+            self._inboxes.append(inbox)
+        return self._inboxes[index]
+
+    def _live(self, inbox: SimpleQueue[Work | None]) -> None:
         with self._lock:
             if self._closed:
                 return
-            self.begun.append(threading.current_thread())
-        try:
-            work()
-        finally:
+            self._members.append((threading.current_thread(), inbox))
+        while (work := inbox.get()) is not None:
             with self._lock:
-                self._ended += 1
-            self.news.put(None)
+                if self._closed:
+                    return
+                self._begun += 1
+            try:
+                work()
+            finally:
+                del work  # and what it holds
+                with self._lock:
+                    self._ended += 1
+                self._news.put(None)
 
-    def close(self) -> None:
-        """Who has not begun will not."""
+    def _has_ended(self, works: int) -> bool:
         with self._lock:
-            self._closed = True
+            return self._ended == (self._begun if self._closed else works)
 
-    def has_ended(self) -> bool:
-        with self._lock:
-            return self._ended == (len(self.begun) if self._closed else self._size)
+
+def side_by_side(works: Sequence[Work], name: str, stop: Callable[[], None]) -> None:
+    """`Crew.run` with threads that are gone when it returns."""
+    crew = Crew(name)
+    try:
+        crew.run(works, stop)
+    finally:
+        surely([crew.close])
 
 
 def join_thread(thread: threading.Thread) -> None:

@@ -1,7 +1,8 @@
 """One call of a pipeline: a worker for each stage does what its row of the schedule says.
 
 A worker waits for the values (or gradients) of its next action, and hands on what comes out. Nothing else orders the
-stages: the schedule does, by the order of each stage's own actions.
+stages: the schedule does, by the order of each stage's own actions. Workers of GPUs only issue, and need no threads:
+the calling thread gives each in turn what is ready for it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ from torch import Tensor
 from hvdtrain.core.errors import ConfigError, HvdtrainError, is_out_of_memory
 from hvdtrain.pipeline.batchnorm import Pooled
 from hvdtrain.pipeline.context import Context
-from hvdtrain.pipeline.devices import StageDevice
 from hvdtrain.pipeline.microbatch import map_tensors, tensors_of
+from hvdtrain.pipeline.places import Mark, Places, StageDevice, mark
 from hvdtrain.pipeline.plan.schedule import Action
 from hvdtrain.pipeline.plan.simulate import Span
 from hvdtrain.pipeline.rng import Draws, Generators
 from hvdtrain.pipeline.stage import Stage
-from hvdtrain.pipeline.threads import side_by_side
 
 
 class StageError(HvdtrainError):
@@ -52,12 +52,17 @@ class Head:
     factor: float | Tensor
     key: Hashable = "loss"  # which loss it is: the same in every step
 
-    def __call__(self, output: Any, micro: int, on: StageDevice) -> tuple[Tensor, Tensor]:
-        """Returns the mean loss over the micro-batch, and what is differentiated."""
+    def __call__(self, output: Any, micro: int, on: StageDevice, there: Mark) -> tuple[Tensor, Tensor]:
+        """The mean loss over the micro-batch, and what is differentiated.
+
+        Args:
+            there: when targets and factor are.
+        """
         if not self.weights[micro]:
             nothing = torch.zeros((), device=on.device)
             return nothing, nothing
-        loss = self.loss(output, on.bring(self.targets[micro], None))
+        target, factor = on.bring((self.targets[micro], self.factor), there)
+        loss = self.loss(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not (loss.requires_grad or not torch.is_grad_enabled()):
             received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -68,7 +73,6 @@ class Head:
                 "for example torch.nn.CrossEntropyLoss()",
             )
         loss = loss.reshape(())
-        factor = self.factor.to(loss.device) if isinstance(self.factor, Tensor) else self.factor
         return loss, loss * (self.weights[micro] * factor)
 
 
@@ -88,7 +92,7 @@ class Call:
     """
 
     stages: Sequence[Stage]
-    stage_devices: Sequence[StageDevice]
+    places: Places
     orders: Sequence[Sequence[Action]]
     recompute: Sequence[frozenset[int]]
     inputs: Sequence[tuple[Any, ...]]
@@ -100,7 +104,7 @@ class Call:
     turn: Any = field(default_factory=nullcontext)
 
     def run(self) -> list[Any]:
-        """Runs all stages to their end; no thread outlives it.
+        """Runs all stages to their end; after an error or an interruption no thread is left.
 
         Returns:
             For each micro-batch its output, or, with a head, its mean loss.
@@ -115,22 +119,39 @@ class Call:
         self._failing = threading.Lock()
         self.forwards: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
         self.backwards: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
-        self.context = Context(threads=count > 1)
+        self.context = Context(threads=self.places.threads)
+        outside = (self.head.targets, self.head.factor) if self.head else ()
+        self.there = mark((list(self.inputs), outside))
         for values in self.inputs:
-            self.forwards[0].put((values, None))
-        workers = [_Worker(self, index) for index in range(count)]
-        if count == 1:
-            self._work(workers[0])
-        else:
-            self._run_threads(workers)
+            self.forwards[0].put((values, self.there))
+        at = self.places.stage_devices()
+        workers = [_Worker(self, index, one) for index, one in enumerate(at)]
+        try:
+            if self.places.threads:
+                self._run_threads(workers, at)
+            else:
+                self.context.run(partial(self._issue, workers))
+        finally:
+            self.places.host_is_read()
         if self.failure is not None:
+            self.places.close()
             self._raise(*self.failure)
         return self.results
 
-    def _run_threads(self, workers: Sequence[_Worker]) -> None:
+    def _issue(self, workers: Sequence[_Worker]) -> None:
+        """Every worker in turn does one action of those whose values are there, until nothing is left."""
+        waiting = [worker for worker in workers if worker.order]
+        while waiting and self.failure is None:
+            for worker in [worker for worker in waiting if worker.is_ready()]:
+                self._guarded(worker, worker.act)
+            waiting = [worker for worker in waiting if not worker.is_done]
+        for worker in workers:
+            worker.kept.clear()
+
+    def _run_threads(self, workers: Sequence[_Worker], at: Sequence[StageDevice]) -> None:
         intra_op = torch.get_num_threads()
         try:
-            side_by_side([partial(self._work, worker) for worker in workers], "hvdtrain pipeline stage", self.stop)
+            self.places.run(at, [partial(self._work, worker) for worker in workers], self.stop)
         except RuntimeError as error:
             raise StageError(
                 "each stage of a pipeline works in a thread of its own",
@@ -139,12 +160,16 @@ class Call:
             ) from error
         finally:
             # a thread's number of threads is also what threads that are made later start with
-            torch.set_num_threads(intra_op)
+            if torch.get_num_threads() != intra_op:
+                torch.set_num_threads(intra_op)
 
     def _work(self, worker: _Worker) -> None:
+        self._guarded(worker, lambda: self.context.run(worker.run))
+        worker.kept.clear()
+
+    def _guarded(self, worker: _Worker, act: Callable[[], None]) -> None:
         try:
-            with self.stage_devices[worker.index].active():
-                self.context.run(worker.run)
+            act()
         except _Stopped:
             return
         except BaseException as error:
@@ -152,8 +177,6 @@ class Call:
                 if self.failure is None:
                     self.failure = (worker.index, worker.action, error)
             self.stop()
-        finally:
-            worker.kept.clear()
 
     def stop(self) -> None:
         """Lets every worker end before its next action."""
@@ -161,9 +184,9 @@ class Call:
         for queue in (*self.forwards, *self.backwards):
             queue.put(None)
 
-    def take(self, queue: SimpleQueue[Any]) -> Any:
+    def take(self, queue: SimpleQueue[Any] | None) -> Any:
         """The next message; raises `_Stopped`."""
-        message = queue.get()
+        message = queue.get() if queue is not None else (None, {})
         if message is None or self._stop.is_set():
             raise _Stopped
         return message
@@ -199,36 +222,56 @@ class _Kept:
 class _Worker:
     """One stage's part of a call."""
 
-    def __init__(self, call: Call, index: int) -> None:
+    def __init__(self, call: Call, index: int, device: StageDevice) -> None:
         self._call = call
         self.index = index
-        self._stage, self._device = call.stages[index], call.stage_devices[index]
-        self._order, self._again = call.orders[index], call.recompute[index]
+        self._stage, self._device = call.stages[index], device
+        self.order, self._again = call.orders[index], call.recompute[index]
         self._last = index == len(call.stages) - 1
+        self._last_backward = max((i for i, one in enumerate(self.order) if one.kind == "backward"), default=None)
         self._generators = Generators(self._stage.device)
         self._norms = call.pooled.of(self._stage.modules()) if call.pooled else ()
+        self._done = 0
         self.kept: dict[int, _Kept] = {}
         self.action: Action | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+        return self._done == len(self.order)
+
+    def is_ready(self) -> bool:
+        """Whether the values of its next action are there."""
+        queue = self._queue(self.order[self._done])
+        return queue is None or not queue.empty()
+
+    def _queue(self, action: Action) -> SimpleQueue[Any] | None:
+        """Where an action's values come from; None: from this stage itself."""
+        if action.kind == "forward":
+            return self._call.forwards[self.index]
+        return None if self._last else self._call.backwards[self.index]
+
     def run(self) -> None:
-        call, backward = self._call, [i for i, action in enumerate(self._order) if action.kind == "backward"]
-        for position, action in enumerate(self._order):
-            self.action = action
-            queue = call.forwards if action.kind == "forward" else call.backwards
-            from_outside = not (action.kind == "backward" and self._last)
-            values, mark = call.take(queue[self.index]) if from_outside else (None, None)
-            if call._stop.is_set():
-                raise _Stopped
-            call.finishing[self.index] = bool(backward) and position == backward[-1]
-            with call.turn, self._device.turn():
-                started = time.perf_counter()
-                values = self._device.bring(values, mark)
-                (self._forward if action.kind == "forward" else self._backward)(action.micro, values)
-                del values
-                if call.timeline is not None:
-                    ended = time.perf_counter()
-                    call.timeline.append(Span(self.index, action.kind, action.micro, started, ended))
+        """All actions, in the stage's own thread."""
+        self._device.settle()
+        while not self.is_done:
+            self.act()
+
+    def act(self) -> None:
+        """The next action, when its values are there."""
+        call, action = self._call, self.order[self._done]
+        self.action = action
+        values, there = call.take(self._queue(action))
+        call.finishing[self.index] = self._done == self._last_backward
+        with call.turn, self._device.turn():
+            started = time.perf_counter()
+            values = self._device.bring(values, there)
+            (self._forward if action.kind == "forward" else self._backward)(action.micro, values)
+            if call.timeline is not None:
+                ended = time.perf_counter()
+                call.timeline.append(Span(self.index, action.kind, action.micro, started, ended))
         call.finishing[self.index] = False
+        self._done += 1
 
     # -- forward ---------------------------------------------------------------------------------------------
     def _forward(self, micro: int, values: Any) -> None:
@@ -248,7 +291,7 @@ class _Worker:
         if not self._last:
             wants = again and torch.is_grad_enabled()
             sent = map_tensors(lambda tensor: _leaf(tensor, wants), outputs)
-            call.forwards[self.index + 1].put((sent, self._device.mark()))
+            call.forwards[self.index + 1].put((sent, mark(sent)))
 
     def _pass(self, values: Any, micro: int, *, again: bool) -> Any:
         call, stage = self._call, self._stage
@@ -284,7 +327,7 @@ class _Worker:
         head = self._call.head
         assert head is not None
         with self._call.context.autocast(), self._stream(head.key, micro, again=again):
-            return head(output, micro, self._device)
+            return head(output, micro, self._device, self._call.there)
 
     def _remember(self, kept: _Kept) -> None:
         """What a pass depends on besides its inputs: the generators, and buffers that it may change."""
@@ -308,7 +351,8 @@ class _Worker:
             torch.autograd.backward(roots, given)
         if self.index:
             leaves = tensors_of(kept.inputs)
-            self._call.backwards[self.index - 1].put(([leaf.grad for leaf in leaves], self._device.mark()))
+            gradients = [leaf.grad for leaf in leaves]
+            self._call.backwards[self.index - 1].put((gradients, mark(gradients)))
             for leaf in leaves:
                 leaf.grad = None
 

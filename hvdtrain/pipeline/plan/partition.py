@@ -164,6 +164,7 @@ class _Chain:
         links: Link | Sequence[Link],
     ) -> None:
         self.segments, self.stages = len(costs), len(devices)
+        self._ahead = [device.ahead for device in devices]
         self._limits = [math.inf if device.memory_bytes is None else device.memory_bytes for device in devices]
         counts = Counter(sizes)
         orders = [actions(schedule, stage, self.stages, len(sizes)) for stage in range(self.stages)]
@@ -181,6 +182,7 @@ class _Chain:
         self._input = {size: [0.0, *(cost.output_bytes(size) for cost in costs)] for size in set(sizes)}
         largest = max(sizes)
         kept, tensors = [cost.activation_bytes(largest) for cost in costs], self._input[largest]
+        self._received = tensors
         # [begin][n]: of the n + 1 segments from `begin`
         self._working = [working_bytes(kept[at:], tensors[at:]) for at in range(self.segments)]
 
@@ -197,7 +199,8 @@ class _Chain:
             + sum(count * self._input[size][begin] for size, count in moment.inputs)
             for moment in self._footprints[stage]
         )
-        return self._fixed[end] - self._fixed[begin] + most + self._working[begin][end - begin - 1]
+        received = max(self._received[begin], self._received[end]) * self._ahead[stage]
+        return self._fixed[end] - self._fixed[begin] + most + self._working[begin][end - begin - 1] + received
 
     def share_of_memory(self, begin: int, end: int, stage: int) -> float:
         """Of the device's; as small as can be where there is no limit."""

@@ -19,6 +19,7 @@ Schedule = Literal["gpipe", "1f1b"]
 Remat = Literal["never", "all", "except_last"]
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 REMATS: tuple[Remat, ...] = ("never", "all", "except_last")
+AHEAD = 2  # passes of a stage that may be queued on a GPU: what is received for them is held as long
 
 # ---- schedules
 
@@ -252,12 +253,14 @@ class Device:
         speed: against the device that the costs were measured on.
         memory_bytes: what training may use of it; None: no limit.
         pool: devices of one pool share cores ("cpu", "cpu"); "": it shares nothing.
+        ahead: passes that may be queued on it: what was received for them, values or gradients, is held as long.
     """
 
     name: str
     speed: float = 1.0
     memory_bytes: float | None = None
     pool: str = ""
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -320,7 +323,9 @@ class StageCost:
             + sum(self.input_bytes(size) * count for size, count in moment.inputs)
             for moment in footprints(order, sizes, remat)
         )
-        return self.fixed_bytes + most + self.working_bytes(max(sizes))
+        largest = max(sizes)
+        received = max(self.input_bytes(largest), self.output_bytes(largest)) * self.device.ahead
+        return self.fixed_bytes + most + self.working_bytes(largest) + received
 
 
 def stage_costs(costs: Sequence[SegmentCost], sizes: Sequence[int], devices: Sequence[Device]) -> list[StageCost]:

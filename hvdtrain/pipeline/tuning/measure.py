@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hvdtrain.core.errors import is_out_of_memory
 from hvdtrain.pipeline.context import Context
-from hvdtrain.pipeline.devices import StageDevice
 from hvdtrain.pipeline.microbatch import batch_size, map_tensors, tensors_of
+from hvdtrain.pipeline.places import StageDevice
 from hvdtrain.pipeline.stage import Copies
 from hvdtrain.pipeline.threads import side_by_side
 from hvdtrain.pipeline.trace.facts import device_of, resized, to_device
@@ -247,7 +247,8 @@ def together(devices: Sequence[StageDevice], works: Sequence[Callable[[], Any]],
                 results[index] = works[index]()
 
         try:
-            with devices[index].active():
+            devices[index].settle()
+            with devices[index].turn():
                 context.run(work)
         except BaseException as error:
             failures.append(error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.schedule import Curve, Device, SegmentCost, total
+from hvdtrain.pipeline.plan.schedule import AHEAD, Curve, Device, SegmentCost, total
 from hvdtrain.pipeline.plan.search import Cluster, Plan, plans
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def described(text: str, *, reserve_bytes: float = 0.0) -> tuple[Device, ...] | 
             received = f"{part}, of which {reserve_bytes / 2**30:g} GiB are not for training"
             raise ConfigError("a device has memory, and speed", received)
         for _ in range(int(count or 1)):
-            devices.append(Device(f"device {len(devices)}", float(speed or 1), size))
+            devices.append(Device(f"device {len(devices)}", float(speed or 1), size, ahead=AHEAD))
     return tuple(devices)
 
 

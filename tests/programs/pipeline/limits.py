@@ -591,6 +591,7 @@ def starts() -> dict[str, Any]:
         ends = []
         for at in (1, 2, 3):
             raised = ""
+            pipe.close()  # or there is nothing to start
             with mock.patch.object(threading.Thread, "start", interrupted(at, error, launched)):
                 try:
                     pipe.step(X, Y, MSE)

@@ -6,6 +6,7 @@ Arguments that begin with "interrupt" get Ctrl-C in the middle of a step, while 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -36,6 +37,7 @@ def run(arguments: list[str]) -> dict[str, Any]:
             code = pipeline_resnet.main(arguments[interrupt:])
         except SystemExit as end:
             code = end.code
+    gc.collect()  # those of a pipeline end with it
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "threads": threads}
 

@@ -80,7 +80,7 @@ problems = {
 @given(**problems)
 def test_it_is_the_best_of_all_cuts(balance, costs, speeds, limit, link, **run):
     assume(len(speeds) <= len(costs))
-    devices = [Device(str(at), speed, limit) for at, speed in enumerate(speeds)]
+    devices = [Device(str(at), speed, limit, ahead=at % 3) for at, speed in enumerate(speeds)]
     every = [by_hand(costs, devices, cut, link=link, **run) for cut in cuts(len(costs), len(devices))]
     possible = [(slowest, max(peaks)) for slowest, peaks in every if fits(peaks, devices)]
     if not possible:
