@@ -10,7 +10,7 @@ samples' own statistics. Spectral norm makes its step of the power iteration bef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,9 +138,49 @@ def _is_spectral(module: nn.Module) -> bool:
     )
 
 
-def moves_once_a_batch(module: nn.Module) -> bool:
-    """Whether `Pooled` knows how its buffers move."""
-    return isinstance(module, (_BatchNorm, _InstanceNorm)) or _is_spectral(module)
+class Moving:
+    """What moves once a micro-batch, or again in a repeated pass, and that nobody can make up for afterwards.
+
+    Args:
+        changing: ids of the buffers that a pass in training changes.
+        counts: attributes that it changes, with their owners.
+    """
+
+    def __init__(self, model: nn.Module, changing: Collection[int], counts: Sequence[tuple[str, nn.Module]]) -> None:
+        self._counts = counts
+        self._buffers = [
+            (f"{path}.{name}".lstrip("."), owner)
+            for path, owner in model.named_modules()
+            for name, buffer in owner._buffers.items()
+            if id(buffer) in changing
+            and not (isinstance(owner, (_BatchNorm, _InstanceNorm)) or _is_spectral(owner))  # `Pooled` knows how
+        ]
+
+    def check(self, remat: str, micro_batches: int) -> None:
+        """Refuses it, where nobody has said that it may.
+
+        Args:
+            micro_batches: through which it would move.
+        """
+        counts = [name for name, owner in self._counts if owner.training]
+        if counts and remat != "never":
+            raise ConfigError(
+                "a pass that is repeated changes nothing but buffers a second time",
+                f"{_first(counts)} under remat={remat!r}: attributes that each pass changes",
+                'remat="never"; or keep them in buffers',
+            )
+        moving = counts + [name for name, owner in self._buffers if owner.training]
+        if moving and micro_batches > 1:
+            raise ConfigError(
+                "what each forward pass changes moves once a batch: for batch-norm, instance norm and spectral norm"
+                " that is seen to",
+                f"{_first(moving)} in {micro_batches} micro-batches",
+                'micro_batches=1; or batch_norm="micro" of split(): all such values move once a micro-batch',
+            )
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}"
 
 
 def pooled(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -141,7 +141,7 @@ class Comparison:
             raise ConfigError(
                 "the loss of a batch is the weighted mean of the losses of its micro-batches",
                 "a loss whose gradient for one sample depends on the other samples of the batch",
-                "micro_batches=1; or a loss that is a mean over samples, tokens or pixels",
+                "step(..., whole=True), which calls it once; micro_batches=1; or a mean over samples, tokens or pixels",
             )
         self._refuse(ours, found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from hvdtrain.core.sharding import weight_number
 
 # leaves of nested values besides tensors
 SIMPLE = (int, float, bool, complex, str, torch.dtype, torch.device, type(None))
-Chunk = Sequence[int | None] | None
+Chunk = Sequence[Any] | Mapping[str, Any] | None
 Weight = float | Tensor | Callable[[Any], float | Tensor] | None
 _EXAMPLES = (
     "weight=lambda y: (y != -100).sum() for ignore_index, weight=lambda y: class_weights[y].sum() for class weights"
@@ -29,29 +29,94 @@ class Whole:
     value: Any
 
 
-def marked(arguments: tuple[Any, ...], chunk: Chunk) -> tuple[Any, ...]:
+def flat(x: Any, kwargs: Mapping[str, Any] | None, names: Sequence[str]) -> tuple[Any, ...]:
+    """Positional and keyword arguments as one tuple, the latter in the order of `names`.
+
+    Args:
+        x: the only argument, or a tuple of arguments.
+        names: of the keyword arguments of the example.
+
+    Raises:
+        ConfigError: other names.
+    """
+    given = kwargs or {}
+    if set(given) != set(names):
+        raise ConfigError(
+            "a pipeline takes the keyword arguments that it was split with",
+            f"{', '.join(given) or 'none'}; with {', '.join(names) or 'none'}",
+            "kwargs={...} of step(), or pipe(..., name=value), as in split(model, example, devices, kwargs={...})",
+        )
+    return (*(x if type(x) is tuple else (x,)), *(given[name] for name in names))
+
+
+def marked(arguments: tuple[Any, ...], chunk: Chunk, names: Sequence[str] = ()) -> tuple[Any, ...]:
     """The arguments, those that have no samples as `Whole`.
 
     Args:
         chunk: for each argument 0 or None; as of `split`.
+        names: of the last ones, which are keyword arguments.
 
     Raises:
-        ConfigError: another number of arguments, or another dimension.
+        ConfigError: another number of arguments, another dimension, or another structure.
     """
     if chunk is None:
         return arguments
-    if len(chunk) != len(arguments) or any(one is not None and one is not False and one != 0 for one in chunk):
+    keys = [*map(str, range(len(arguments) - len(names))), *names]
+    by_name = isinstance(chunk, Mapping)
+    said = {str(key): one for key, one in (chunk.items() if isinstance(chunk, Mapping) else enumerate(chunk))}
+    try:
+        if set(said) - set(keys) if by_name else len(said) != len(arguments):
+            raise ValueError
+        ones = [said.get(key, 0) for key in keys] if by_name else list(said.values())
+        return tuple(_marked(value, one) for value, one in zip(arguments, ones, strict=True))
+    except (ValueError, KeyError, TypeError):
         raise ConfigError(
-            "chunk=[...] says for each argument 0 (its tensors have samples along dimension 0) or None (it has none)",
-            f"chunk={list(chunk)} for {len(arguments)} argument(s)",
+            "chunk=[...] says for each argument 0 (its tensors have samples along dimension 0) or None (it has none);"
+            " {name: ...} of some; of a nested argument [...] or {...} of its parts",
+            f"chunk={dict(chunk) if isinstance(chunk, Mapping) else list(chunk)} for {len(arguments)} argument(s):"
+            f" {', '.join(keys)}",
             "a model that takes [sequence, batch, ...]: split one that takes [batch, sequence, ...] and transposes",
-        )
-    return tuple(Whole(value) if one is None else value for value, one in zip(arguments, chunk, strict=True))
+        ) from None
+
+
+def _marked(value: Any, one: Any) -> Any:
+    if one is None:
+        return Whole(value)
+    if isinstance(one, Mapping):
+        if set(one) - set(value):
+            raise ValueError
+        return type(value)({key: _marked(part, one.get(key, 0)) for key, part in value.items()})
+    if isinstance(one, (list, tuple)):
+        return type(value)(_marked(part, each) for part, each in zip(value, one, strict=True))
+    if one is not False and one != 0:
+        raise ValueError
+    return value
 
 
 def unmarked(values: Any) -> Any:
     """Without `Whole`."""
     return pytree.tree_map_only(Whole, lambda whole: whole.value, values)
+
+
+def is_named(value: dict[Any, Any]) -> bool:
+    """Whether a dict of a class of its own (ModelOutput) can be made from its items, given by name."""
+    if not all(isinstance(key, str) and key.isidentifier() for key in value):
+        return False
+    try:
+        same = type(value)(**value)
+    except Exception:
+        return False
+    return list(same) == list(value) and all(dict.__getitem__(same, key) is value[key] for key in value)
+
+
+def known_to_pytree(kind: type[dict[Any, Any]]) -> None:
+    """Lets PyTorch's nested values go into a dict of a class of its own, as its library would have it registered."""
+    if kind not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            kind,
+            lambda value: ([dict.__getitem__(value, key) for key in value], list(value)),
+            lambda parts, keys: kind(**dict(zip(keys, parts, strict=True))),
+        )
 
 
 def tensors_of(values: Any) -> list[Tensor]:

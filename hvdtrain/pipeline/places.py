@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from hvdtrain.pipeline.microbatch import map_tensors, tensors_of
 from hvdtrain.pipeline.plan.schedule import AHEAD
 from hvdtrain.pipeline.threads import Crew, FairSemaphore
 
-# By GPU, what tells when the values that lie there are: CPU values are there at once.
+# By device, what tells when the values that lie there are: those of the CPU are there at once, unless a GPU sends them.
 Mark = dict[torch.device, Any]
 
 
@@ -71,6 +71,14 @@ class StageDevice:
         """What each pass runs inside."""
         return self._turns.taken() if self._turns else nullcontext()
 
+    def offloading(self, here: Collection[int]) -> AbstractContextManager[Any]:
+        """While it lasts, what autograd keeps waits in the host's memory; on a CPU it is there.
+
+        Args:
+            here: where storages begin that stay on the device anyhow.
+        """
+        return nullcontext()
+
     def bring(self, values: Any, there: Mark) -> Any:
         """Values from another stage, or from outside, on this device; leaves that want gradients stay such leaves."""
         for event in there.values():
@@ -108,13 +116,28 @@ class Lanes:
             tensor.record_stream(out)
         else:
             with torch.cuda.stream(into):
+                if source in there:
+                    into.wait_event(there[source])
                 copy = copied(pinned(tensor), device)
+            if source not in there:  # the caller's
                 self._from_host = torch.cuda.Event()
                 self._from_host.record(into)
         compute.wait_stream(into)
         # the allocator must not hand the copy's memory on while the computing stream reads it
         copy.record_stream(compute)
         return copy
+
+    def to_host(self, tensor: Tensor, compute: Any) -> tuple[Tensor, Mark]:
+        """A copy of what `compute` has made in the host's memory, and when it is there."""
+        source, host = where(tensor), torch.device("cpu")
+        out = self._stream(source, host, on=source)
+        out.wait_stream(compute)
+        with torch.cuda.stream(out):
+            copy = copied_to_host(tensor)
+            event = torch.cuda.Event()
+            event.record(out)
+        tensor.record_stream(out)
+        return copy, {host: event}
 
     def host_is_read(self) -> None:
         """Waits until what the caller has on the host was read, so that it may be changed."""
@@ -132,6 +155,12 @@ class Lanes:
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy that this thread does not wait for."""
     return tensor.detach().to(device, non_blocking=True)
+
+
+def copied_to_host(tensor: Tensor) -> Tensor:
+    """A copy in memory that a GPU writes by itself; this thread does not wait for it."""
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor.detach(), non_blocking=True)
 
 
 def pinned(tensor: Tensor) -> Tensor:
@@ -162,6 +191,20 @@ class CudaDevice(StageDevice):
             done = torch.cuda.Event(blocking=True)  # who waits for it sleeps
             done.record(self._compute)
         self._queued.append(done)
+
+    def offloading(self, here: Collection[int]) -> AbstractContextManager[Any]:
+        def pack(tensor: Tensor) -> Any:
+            stays = where(tensor) != self.device or tensor.untyped_storage().data_ptr() in here
+            return tensor if stays else self._lanes.to_host(tensor, self._compute)
+
+        def unpack(packed: Any) -> Tensor:
+            return (
+                packed
+                if isinstance(packed, Tensor)
+                else self._lanes.bring(packed[0], self.device, packed[1], self._compute)
+            )
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def bring(self, values: Any, there: Mark) -> Any:
         if self.device in there:

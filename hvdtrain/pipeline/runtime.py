@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -13,19 +14,18 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import rng
-from hvdtrain.pipeline.batchnorm import Pooled, moves_once_a_batch
-from hvdtrain.pipeline.fixed import Fixed
+from hvdtrain.pipeline.batchnorm import Moving, Pooled
+from hvdtrain.pipeline.inputs import Inputs
 from hvdtrain.pipeline.microbatch import (
     Chunk,
     Weight,
     batch_size,
     cut,
+    flat,
     join,
     map_tensors,
     marked,
     shares,
-    tensors_of,
-    unmarked,
 )
 from hvdtrain.pipeline.places import Places
 from hvdtrain.pipeline.plan.schedule import (
@@ -41,11 +41,13 @@ from hvdtrain.pipeline.plan.schedule import (
 from hvdtrain.pipeline.plan.simulate import Span
 from hvdtrain.pipeline.proof import Proof, loss_key
 from hvdtrain.pipeline.stage import Stage
+from hvdtrain.pipeline.trace.fixed import Fixed
 from hvdtrain.pipeline.trace.segments import Segment
 from hvdtrain.pipeline.worker import Call, Head, StageError
 
 __all__ = ["Pipeline", "StageError"]
 
+Loss = Callable[[Any, Any], Tensor]
 # what makes a module's parts and names; a split model shares them with the module
 _PARTS = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
@@ -66,6 +68,8 @@ class Pipeline(nn.Module):
         batch_norm: "batch": running statistics follow whole batches; "micro": micro-batches.
         profile: what the cut was measured by; None if it was given.
         chunk: which arguments have samples; see `split`.
+        names: of the arguments that are given by keyword.
+        offload: what is kept for backward passes waits in the host's memory.
         counts: attributes of modules that each pass in training changes again, and whose they are.
         proofs: False leaves out what a loss's first steps are checked for: that its mean is that of micro-batches.
         overlap: False lets one stage work at a time (to compare with).
@@ -86,6 +90,7 @@ class Pipeline(nn.Module):
         batch_norm: Literal["batch", "micro"] = "batch",
         profile: Any = None,
         chunk: Chunk = None,
+        offload: bool = False,
     ) -> None:
         super().__init__()
         for name in _PARTS:
@@ -96,16 +101,18 @@ class Pipeline(nn.Module):
         self.devices = [stage.device for stage in stages]
         self.micro_batches, self.schedule, self.remat = micro_batches, schedule, remat
         self.batch_norm = batch_norm
-        self.profile, self.chunk = profile, chunk
+        self.profile, self.chunk, self.offload = profile, chunk, offload
+        self.names = segments[0].chain.program.names
         self.proofs = True
         self.overlap = True
         self.record = False
         self.timeline: list[Span] = []
         self._finishing = [False] * len(self.stages)
         self._drawing: dict[Hashable, rng.Seen] = {}  # by segment
-        self._moving = _moving(model, self.stages)
         paths = {module: path for path, module in model.named_modules()}
         self.counts = [(f"{paths[owner]}.{name}", owner) for owner, name in segments[0].chain.facts.counts]
+        changing = {id(buffer) for stage in self.stages for buffer in stage.changing_buffers()}
+        self._moving = Moving(model, changing, self.counts)
         self._busy = threading.Lock()
         self._proof = Proof(weakref.proxy(self))  # no circle: threads end with the last reference
         self._fixed = Fixed(segments[0].chain.program)
@@ -117,12 +124,16 @@ class Pipeline(nn.Module):
         self,
         x: Any,
         y: Any,
-        loss: Callable[[Any, Any], Tensor],
+        loss: Loss,
         *,
+        kwargs: Mapping[str, Any] | None = None,
         weight: Weight = None,
         factor: float | Tensor = 1.0,
-    ) -> Tensor:
-        """Forward and backward pass of a batch, in micro-batches; gradients add up in `p.grad`.
+        whole: bool = False,
+        outputs: bool = False,
+    ) -> Any:
+        """Forward and backward pass of a batch, in micro-batches; gradients add up in `p.grad`, and in those of
+        arguments with `requires_grad`.
 
         The gradient is `factor * sum(w_i * g_i) / sum(w_i)`: that of `factor` times the mean loss over the batch,
         where w_i is what the mean loss of micro-batch i divides by.
@@ -132,56 +143,72 @@ class Pipeline(nn.Module):
                 length go to every micro-batch whole.
             y: the targets, nested in any way; every tensor is [batch, ...].
             loss: `loss(output, target)`: the mean over what it is given.
+            kwargs: the model's keyword arguments: those that it was split with.
             weight: what that mean divides by. None: samples. Else a function of the targets, called with those of each
                 micro-batch, that adds up over them: `lambda y: (y != -100).sum()`. A micro-batch of weight 0 counts
                 nothing, whatever is in it, and its loss is not called. With one micro-batch a number will do. The step
                 waits for weights that are computed on a GPU.
             factor: of the gradient.
+            whole: the loss is called once, with the outputs and targets of the whole batch (a contrastive loss): all
+                forward passes come before it, as in "gpipe".
+            outputs: return them as well, for metrics.
 
         Returns:
-            The mean loss over the batch, detached, without the factor; on the last stage's device.
+            The mean loss over the batch, detached, without the factor; on the last stage's device. With `outputs` a
+            tuple of it and the model's outputs, detached.
 
         Raises:
             ConfigError: fewer samples than micro-batches, targets of another length, a loss that is not a scalar, a
-                weight that is not a number >= 0, or one for several micro-batches.
+                weight that is not a number >= 0, or one for several micro-batches; other keyword arguments.
             StageError: a stage failed. The gradients are those from before this step.
         """
         if not torch.is_grad_enabled():
             raise ConfigError("a step differentiates", "step() under torch.no_grad()", "call the pipeline: pipe(x)")
-        arguments = marked(x if type(x) is tuple else (x,), self.chunk)
-        if any(tensor.requires_grad for tensor in tensors_of(unmarked(arguments))):
-            raise ConfigError(
-                "a step gives gradients to parameters, not to the inputs",
-                "an input with requires_grad=True",
-                "x.detach(); what makes the input belongs into the model that is split",
-            )
+        arguments = marked(flat(x, kwargs, self.names), self.chunk, self.names)
         batch = batch_size(arguments)
         sizes = micro_batch_sizes(batch, max(1, min(self.micro_batches, batch)))
-        self._check_moving(len(sizes))
-        targets = cut(y, sizes, every="targets")
-        head = Head(loss, targets, shares(weight, targets, sizes), factor, loss_key(loss))
-        orders = [actions(self.schedule, k, len(self.stages), len(sizes)) for k in range(len(self.stages))]
+        self._moving.check(self.remat, len(sizes) if self.batch_norm == "batch" else 1)
+        head = self._head(loss, y, sizes, weight, factor, whole, outputs)
+        schedule = "gpipe" if whole else self.schedule
+        orders = [actions(schedule, k, len(self.stages), len(sizes)) for k in range(len(self.stages))]
         again = [recomputed(self.remat, order) for order in orders]
         with self._alone(training=True), self._gradients_or_as_before():
             if self.proofs and len(sizes) > 1:
                 self._proof.of_model(arguments)
-                self._proof.of_loss(arguments, y, loss, weight)
+                if not whole:
+                    self._proof.of_loss(arguments, y, loss, weight)
             for stage in self.stages:
                 stage.refresh()
-            losses = self._call(cut(arguments, sizes), orders, again, head)
+            inputs = Inputs(arguments, sizes)
+            losses = self._call(inputs, orders, again, head)
             for stage in self.stages:
                 stage.return_gradients()
-        counted = [loss * share for loss, share in zip(losses, head.weights, strict=True) if share]
-        return torch.stack(counted).sum() if counted else torch.zeros((), device=self.devices[-1])
+            inputs.return_gradients()
+        counted = [loss * share for loss, share in zip(losses, head.weights, strict=False) if share]
+        mean = torch.stack(counted).sum() if counted else torch.zeros((), device=self.devices[-1])
+        return (mean, join(head.outputs, sizes)) if outputs else mean
 
-    def forward(self, *args: Any) -> Any:
+    @staticmethod
+    def _head(
+        loss: Loss, y: Any, sizes: Sequence[int], weight: Weight, factor: Any, whole: bool, outputs: bool
+    ) -> Head:
+        kept = [None] * len(sizes) if outputs else []
+        if not whole:
+            targets = cut(y, sizes, every="targets")
+            return Head(loss, targets, shares(weight, targets, sizes), factor, loss_key(loss), outputs=kept)
+        if weight is not None:
+            raise ConfigError("a loss that sees the whole batch divides by what it likes", "whole=True with a weight")
+        return Head(loss, [y], [1.0], factor, loss_key(loss), outputs=kept, sizes=sizes)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs for a batch, without gradients.
 
         Args:
-            args: the model's; see `step`. A batch smaller than the number of micro-batches is cut into single samples.
+            args, kwargs: the model's; see `step`. A batch smaller than the number of micro-batches is cut into single
+                samples.
 
         Raises:
-            ConfigError: in training with gradients enabled, where `step` is meant.
+            ConfigError: in training with gradients enabled, where `step` is meant; other keyword arguments.
             StageError: a stage failed.
         """
         if torch.is_grad_enabled() and self.module.training:
@@ -190,7 +217,7 @@ class Pipeline(nn.Module):
                 "the pipeline was called in training mode, with gradients",
                 "loss = pipe.step(x, y, loss_fn); to look at outputs: with torch.no_grad(), or pipe.eval()",
             )
-        arguments = marked(map_tensors(torch.detach, args), self.chunk)
+        arguments = marked(map_tensors(torch.detach, flat(args, kwargs, self.names)), self.chunk, self.names)
         batch = batch_size(arguments)
         sizes = micro_batch_sizes(batch, min(self.micro_batches, batch)) if batch else (0,)
         with self._alone():
@@ -219,11 +246,12 @@ class Pipeline(nn.Module):
 
     def _call(
         self,
-        inputs: Sequence[tuple[Any, ...]],
+        given: Inputs | Sequence[tuple[Any, ...]],
         orders: Sequence[Sequence[Action]],
         again: Sequence[frozenset[int]],
         head: Head | None,
     ) -> list[Any]:
+        inputs, gradients = (given.pieces, given.gradients) if isinstance(given, Inputs) else (given, [])
         several = len(inputs) > 1
         training = any(module.training for module in self.module.modules())
         # with one micro-batch the layers themselves do what is right
@@ -237,7 +265,9 @@ class Pipeline(nn.Module):
             orders=orders,
             recompute=again,
             inputs=inputs,
+            gradients=gradients if isinstance(given, Inputs) and given.wanted else None,
             head=head,
+            offload=self.offload,
             pooled=pooled,
             draws=draws,
             finishing=self._finishing,
@@ -264,24 +294,6 @@ class Pipeline(nn.Module):
         finally:
             self._finishing[:] = [False] * len(self._finishing)
             self._busy.release()
-
-    def _check_moving(self, micro_batches: int) -> None:
-        """Refuses what would move once a micro-batch, or again in a repeated pass, and nobody has said that it may."""
-        counts = [name for name, owner in self.counts if owner.training]
-        if counts and self.remat != "never":
-            raise ConfigError(
-                "a pass that is repeated changes nothing but buffers a second time",
-                f"{_first(counts)} under remat={self.remat!r}: attributes that each pass changes",
-                'remat="never"; or keep them in buffers',
-            )
-        moving = counts + [name for name, owner in self._moving if owner.training]
-        if moving and micro_batches > 1 and self.batch_norm == "batch":
-            raise ConfigError(
-                "what each forward pass changes moves once a batch: for batch-norm, instance norm and spectral norm"
-                " that is seen to",
-                f"{_first(moving)} in {micro_batches} micro-batches",
-                'micro_batches=1; or batch_norm="micro" of split(): all such values move once a micro-batch',
-            )
 
     @contextmanager
     def _gradients_or_as_before(self) -> Iterator[None]:
@@ -336,12 +348,16 @@ class Pipeline(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A plain copy of the unsplit model, as `torch.optim.swa_utils.AveragedModel` wants; its parts lie where the
+        stages have theirs."""
+        return copy.deepcopy(self.module, memo)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
-            "a pipeline is not copied or pickled: it works on the devices, and with the objects, of the model it was"
-            " made of",
-            "copy.deepcopy, pickle, torch.save, or AveragedModel of a pipeline",
-            "copy its model: copy.deepcopy(pipe.module), AveragedModel(pipe.module); save pipe.state_dict()",
+            "a pipeline is not pickled: it works on the devices, and with the objects, of the model it was made of",
+            "copy.copy, pickle or torch.save of a pipeline",
+            "save pipe.state_dict(), or pipe.module; copy.deepcopy(pipe) is a copy of the unsplit model",
         )
 
     def extra_repr(self) -> str:
@@ -378,21 +394,6 @@ class Pipeline(nn.Module):
             setattr(model, name, value)
             return
         super().__setattr__(name, value)
-
-
-def _moving(model: nn.Module, stages: Sequence[Stage]) -> list[tuple[str, nn.Module]]:
-    """Buffers that each pass in training changes in a way that nobody can make up for afterwards, with their owners."""
-    changing = {id(buffer) for stage in stages for buffer in stage.changing_buffers()}
-    return [
-        (f"{path}.{name}".lstrip("."), owner)
-        for path, owner in model.named_modules()
-        for name, buffer in owner._buffers.items()
-        if id(buffer) in changing and not moves_once_a_batch(owner)
-    ]
-
-
-def _first(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:5])}{', ...' * (len(names) > 5)}"
 
 
 def _check_micro_batches(value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.resources import keep_freed_memory
 from hvdtrain.pipeline.devices import parse_devices
-from hvdtrain.pipeline.microbatch import Chunk, batch_size, marked
+from hvdtrain.pipeline.microbatch import Chunk, batch_size, flat, marked
 from hvdtrain.pipeline.plan import schedule as plan
 from hvdtrain.pipeline.plan.partition import partition
 from hvdtrain.pipeline.plan.simulate import simulate
@@ -39,6 +39,8 @@ def split(
     batch_norm: BatchNorm = "batch",
     modules: Sequence[nn.Module | str] | None = None,
     chunk: Chunk = None,
+    kwargs: Mapping[str, Any] | None = None,
+    offload: bool = False,
 ) -> Pipeline:
     """Splits a model over local devices and returns it as a pipeline.
 
@@ -57,7 +59,11 @@ def split(
         modules: the model's parts in order, each called with what the one before returns, for models that cannot be
             traced; strings name submodules.
         chunk: for each argument 0 (tensors that are as long as the batch are cut along dimension 0) or None (it goes to
-            every micro-batch as it is): for inputs that may be as long as the batch by chance, like a mask.
+            every micro-batch as it is): for inputs that may be as long as the batch by chance, like a mask. A dict says
+            it of some, by keyword or place; a list or dict in the place of a 0 of the parts of a nested argument.
+        kwargs: of the example, the keyword arguments; steps and calls are given the same.
+        offload: what GPUs keep for backward passes is copied to the host's memory meanwhile, and back. Plans do not
+            count on it.
 
     Raises:
         ConfigError: outputs for the two halves of the example that are not those of the whole; and, before anything is
@@ -66,7 +72,8 @@ def split(
     """
     places = parse_devices(devices)
     _check_words(schedule, remat, batch_norm, balance)
-    example = marked(example if isinstance(example, tuple) else (example,), chunk)
+    names = tuple(kwargs or ())
+    example = marked(flat(example, kwargs, names), chunk, names)
     batch = batch_size(example)
     if micro_batches != "auto":
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
@@ -74,7 +81,7 @@ def split(
         plan.micro_batch_sizes(batch, micro_batches)
     if any(place.type == "cpu" for place in places):
         keep_freed_memory()  # before there are threads
-    parts = segments(model, example) if modules is None else from_modules(modules, model, example)
+    parts = segments(model, example, names) if modules is None else from_modules(modules, model, example, names)
     sizes, count, measured = _resolved(
         parts, example, places, batch=batch, micro_batches=micro_batches, balance=balance, schedule=schedule,
         remat=remat,
@@ -84,7 +91,7 @@ def split(
 
     pipe = Pipeline(
         model, stages, micro_batches=count, schedule=schedule, remat=remat, batch_norm=batch_norm, segments=parts,
-        profile=measured, chunk=chunk,
+        profile=measured, chunk=chunk, offload=offload,
     )  # fmt: skip
     pipe.check_example(example)
     return pipe

@@ -23,7 +23,7 @@ from torch import Tensor
 from hvdtrain.core.errors import ConfigError, HvdtrainError, is_out_of_memory
 from hvdtrain.pipeline.batchnorm import Pooled
 from hvdtrain.pipeline.context import Context
-from hvdtrain.pipeline.microbatch import map_tensors, tensors_of
+from hvdtrain.pipeline.microbatch import join, map_tensors, tensors_of
 from hvdtrain.pipeline.places import Mark, Places, StageDevice, mark
 from hvdtrain.pipeline.plan.schedule import Action
 from hvdtrain.pipeline.plan.simulate import Span
@@ -51,6 +51,9 @@ class Head:
     weights: Sequence[float]
     factor: float | Tensor
     key: Hashable = "loss"  # which loss it is: the same in every step
+    outputs: list[Any] = field(default_factory=list)  # of each micro-batch, where they are wanted
+    sizes: Sequence[int] = ()  # of all micro-batches, where the loss sees the whole batch: one target, one weight
+    leaves: dict[int, Any] = field(default_factory=dict)  # then: what it is differentiated by
 
     def __call__(self, output: Any, micro: int, on: StageDevice, there: Mark) -> tuple[Tensor, Tensor]:
         """The mean loss over the micro-batch, and what is differentiated.
@@ -84,9 +87,11 @@ class Call:
         orders: each stage's actions.
         recompute: each stage's micro-batches whose backward runs the forward again.
         inputs: the model's arguments, by micro-batch.
+        gradients: filled with those of the tensors in the inputs; None: nobody wants them.
         head: None in inference.
         pooled: gathers batch-norm statistics; None leaves the layers alone.
         draws: None: from the global generator.
+        offload: what is kept for a backward pass waits in the host's memory.
         timeline: filled with every pass, in seconds of time.perf_counter; None: not.
         turn: held during each action where stages must not run at the same time.
     """
@@ -100,6 +105,8 @@ class Call:
     pooled: Pooled | None
     draws: Draws | None
     finishing: list[bool]
+    gradients: list[list[Tensor | None]] | None = None
+    offload: bool = False
     timeline: list[Span] | None = None
     turn: Any = field(default_factory=nullcontext)
 
@@ -280,7 +287,7 @@ class _Worker:
         kept = self.kept[micro] = _Kept(values) if call.head is not None else _Kept(None)
         if again:
             self._remember(kept)
-        with torch.no_grad() if again else nullcontext():
+        with torch.no_grad() if again else self._saving(values):
             outputs = self._pass(values, micro, again=False)
             if self._last:
                 outputs = self._finish(outputs, micro)
@@ -319,6 +326,13 @@ class _Worker:
         if call.head is None:
             call.results[micro] = output
             return None
+        if call.head.outputs:
+            call.head.outputs[micro] = map_tensors(torch.detach, output)
+        if call.head.sizes:
+            call.head.leaves[micro] = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
+            if len(call.head.leaves) == len(call.inputs):
+                self._whole_loss(call.head)
+            return outputs
         loss, differentiated = self._loss(output, micro, again=False)
         call.results[micro] = loss.detach()
         return (differentiated,)
@@ -328,6 +342,21 @@ class _Worker:
         assert head is not None
         with self._call.context.autocast(), self._stream(head.key, micro, again=again):
             return head(output, micro, self._device, self._call.there)
+
+    def _whole_loss(self, head: Head) -> None:
+        """Of all micro-batches together, and its backward pass as far as their outputs."""
+        with torch.enable_grad():
+            whole = join([head.leaves[micro] for micro in range(len(head.sizes))], head.sizes)
+            loss, differentiated = self._loss(whole, 0, again=False)
+        self._call.results[0] = loss.detach()
+        differentiated.backward()
+
+    def _saving(self, values: Any) -> AbstractContextManager[Any]:
+        """What a forward pass runs inside of, as to what it keeps."""
+        if not self._call.offload or self._call.head is None:
+            return nullcontext()
+        here = (*self._stage.parameters(), *self._stage.buffers(), *tensors_of(values))
+        return self._device.offloading({tensor.untyped_storage().data_ptr() for tensor in here})
 
     def _remember(self, kept: _Kept) -> None:
         """What a pass depends on besides its inputs: the generators, and buffers that it may change."""
@@ -341,9 +370,12 @@ class _Worker:
         outputs = self._repeat(kept, micro) if micro in self._again else kept.outputs
         kept.outputs = None
         roots, given = [], []
+        head = self._call.head
+        if self._last and head is not None and head.sizes:
+            gradients = [leaf.grad for leaf in tensors_of(head.leaves.pop(micro))]
         arrived = gradients if gradients is not None else [None]
         for output, gradient in zip(tensors_of(outputs), arrived, strict=True):
-            if output.requires_grad and (gradient is not None or self._last):
+            if output.requires_grad and (gradient is not None or gradients is None):
                 roots.append(output)
                 given.append(gradient)
         del outputs
@@ -355,6 +387,8 @@ class _Worker:
             self._call.backwards[self.index - 1].put((gradients, mark(gradients)))
             for leaf in leaves:
                 leaf.grad = None
+        elif self._call.gradients is not None:
+            self._call.gradients[micro] = [leaf.grad for leaf in tensors_of(kept.inputs)]
 
     def _repeat(self, kept: _Kept, micro: int) -> Any:
         """Runs the forward pass once more, now with its graph; buffers and generators end as they are."""
@@ -366,7 +400,7 @@ class _Worker:
         try:
             with swapped, torch.enable_grad():
                 outputs = self._pass(kept.inputs, micro, again=True)
-                if not self._last:
+                if not self._last or (self._call.head is not None and self._call.head.sizes):
                     return outputs
                 return (self._loss(outputs[0], micro, again=True)[1],)
         finally:

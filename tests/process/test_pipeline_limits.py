@@ -160,9 +160,7 @@ def test_small_batches_copies_and_failures(found: Found, limit: Limit) -> None:
     received = found["lifecycle"]
     assert received["small"] <= TOLERANCE
     limit("P8a", "a last batch of 2 samples, 5 micro-batches", exact=received["small"])
-    for way in ("deepcopy", "average", "pickle"):
-        said = refusal(received[way], "pipe.module")
-    limit("P8b", "deepcopy, pickle, AveragedModel of a pipeline", refused=said)
+    limit("P8d", "pickle of a pipeline", refused=refusal(received["pickle"], "pipe.state_dict()"))
     assert received["of_module"] and received["kept"] and "spoilt" in received["failed"]
     limit("P8c", "a failing step after another one", mended="gradients of the earlier step are kept")
 
@@ -171,16 +169,9 @@ def test_models_of_other_libraries(found: Found, limit: Limit) -> None:
     received = found["libraries"]
     assert received["inside"] <= TOLERANCE
     limit("P9a", "a part that returns a ModelOutput (dict subclass)", exact=received["inside"])
-    limit(
-        "P9b",
-        "a model that returns a ModelOutput",
-        refused=refusal(received["returned"], "ModelOutput", "modules=[...]"),
-    )
-    said = refusal(received["input_gradients"], "x.detach()")
-    limit("P9c", "gradients of the inputs", refused=said)
+    limit("P9b", "a model that returns a ModelOutput", exact=received["returned"])
     limit("P9d", "LazyBatchNorm", refused=refusal(received["lazy"], "model(x)"))
     limit("P9e", "a model on the meta device", refused=refusal(received["meta"], "to_empty"))
-    assert "ModelOutput" in received["inputs"]
     assert received["by_hand"].startswith("the parts of a model in a row")
 
 

@@ -62,7 +62,7 @@ def look(program: Program, example: tuple[Any, ...]) -> Facts:
     model, device = program.model, device_of(program.model)
     try:
         with preserved_state(model, device), torch.no_grad():
-            model(*to_device(example, device))
+            program.call(to_device(example, device))
     except Exception as error:
         raise ConfigError(
             "the model takes the example",

@@ -22,7 +22,7 @@ from hvdtrain.pipeline.trace.cuts import Cut, find_cuts
 from hvdtrain.pipeline.trace.facts import Different, Facts, device_of, look, to_device
 from hvdtrain.pipeline.trace.modes import innermost
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes, copied, preserved_state
-from hvdtrain.pipeline.trace.tracer import Program, trace
+from hvdtrain.pipeline.trace.tracer import Program, parted, trace
 
 Object = TypeVar("Object")
 _DULL = {"getitem", "getattr", "_check_fixed", "size", "OrderedDict"}  # names that do not tell where a segment is
@@ -154,12 +154,13 @@ class Segment(Stretch):
         return f"<segment {self.index}: {self.name}>"
 
 
-def segments(model: nn.Module, example: Any) -> list[Segment]:
+def segments(model: nn.Module, example: Any, names: tuple[str, ...] = ()) -> list[Segment]:
     """A model as a chain of segments, by tracing it.
 
     Args:
         model: any module whose forward does not depend on the data (its submodules' may).
         example: a batch that the model takes: a tensor, or a tuple of arguments.
+        names: of the last arguments, which are given by keyword.
 
     Returns:
         Segments; the first takes the arguments, the last returns a tuple of one: the model's output, of any structure.
@@ -172,7 +173,7 @@ def segments(model: nn.Module, example: Any) -> list[Segment]:
     _refuse_unmade(model)
     leaves: dict[str, str] = {}
     while True:
-        program = trace(model, arguments, leaves)
+        program = trace(model, arguments, leaves, names)
         try:
             return _checked(program, arguments)
         except Different as error:
@@ -182,13 +183,16 @@ def segments(model: nn.Module, example: Any) -> list[Segment]:
             leaves |= dict.fromkeys(innermost(program.doubtful), f"a trace does something else: {error}")
 
 
-def from_modules(modules: Sequence[nn.Module | str], model: nn.Module, example: Any) -> list[Segment]:
+def from_modules(
+    modules: Sequence[nn.Module | str], model: nn.Module, example: Any, names: tuple[str, ...] = ()
+) -> list[Segment]:
     """A model as a chain of segments, given by hand: each is called with what the one before returns.
 
     Args:
         modules: in order; strings name submodules. The first gets the example's arguments.
         model: the whole; its parameters are the parts'.
         example: a batch that the model takes: a tensor, or a tuple of arguments.
+        names: of the last arguments, which are given by keyword; to the first part, too.
 
     Raises:
         ConfigError: no such submodule, parameters that are not the model's, or the parts in a row do not compute what
@@ -197,7 +201,7 @@ def from_modules(modules: Sequence[nn.Module | str], model: nn.Module, example: 
     arguments = example if isinstance(example, tuple) else (example,)
     _refuse_unmade(model)
     own = {id(p) for p in model.parameters()}
-    program = Program(model, {}, {})
+    program = Program(model, {}, {}, names=names)
     paths = {module: path for path, module in model.named_modules()}
     graph = fx.Graph()
     values = [graph.placeholder(f"input_{index}") for index in range(len(arguments))]
@@ -207,7 +211,8 @@ def from_modules(modules: Sequence[nn.Module | str], model: nn.Module, example: 
             raise ConfigError("modules=[...] are parts of the model", f"part {index} has parameters of its own")
         target = f"_part_{index}"
         program.attributes[target] = part
-        values = [graph.call_module(target, tuple(values))]
+        positional, keywords = parted(values, names if index == 0 else ())
+        values = [graph.call_module(target, tuple(positional), keywords)]
         values[0].meta = {"path": paths.get(part) or type(part).__name__.lower(), "grad": True}
     graph.output(values[0])
     program.graphs = {True: graph, False: graph}
@@ -334,11 +339,11 @@ def _check(chain: Chain) -> None:
         with all_training(model, training), torch.no_grad():
             with preserved_state(model, device), torch.set_grad_enabled(training):
                 before = attributes_of(model)
-                wanted = map_tensors(torch.detach, model(*to_device(few, device)))
+                wanted = map_tensors(torch.detach, chain.program.call(to_device(few, device)))
                 changed = [(module, name, copied(value)) for module, name, value in changes(before)]
                 _refuse_graphs(model, changed)
             if training:
-                chain.facts.counts = _counting(model, changed, lambda: model(*to_device(few, device)))
+                chain.facts.counts = _counting(model, changed, lambda: chain.program.call(to_device(few, device)))
             with preserved_state(model, device):
                 received = whole(*to_device(few, device))[0]
         if not same(wanted, received):

@@ -13,12 +13,10 @@ A trace is one run with stand-ins for tensors: what Python decides in that run i
 from __future__ import annotations
 
 import collections
-import dis
 import inspect
 import operator
 import random
 import traceback
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +33,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.microbatch import is_named, known_to_pytree
 from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
+from hvdtrain.pipeline.trace.proxy import Proxy
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, restored
 
 # make a tensor without being given one
@@ -47,7 +47,6 @@ _FACTORIES = {getattr(torch, name) for name in _MAKERS}
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
 
 
 class Untraceable(Exception):
@@ -70,6 +69,7 @@ class Program:
         leaves: paths of modules that were not opened, and why.
         doubtful: paths of modules that were, but for PyTorch's own.
         followed: paths of all modules whose forward is not called as a whole; the root is "".
+        names: of its last arguments, which are given by keyword.
     """
 
     model: nn.Module
@@ -79,6 +79,12 @@ class Program:
     leaves: dict[str, str] = field(default_factory=dict)
     doubtful: set[str] = field(default_factory=set)
     followed: set[str] = field(default_factory=lambda: {""})
+    names: tuple[str, ...] = ()
+
+    def call(self, arguments: Sequence[Any]) -> Any:
+        """The model itself."""
+        positional, keywords = parted(arguments, self.names)
+        return self.model(*positional, **keywords)
 
     @property
     def is_one(self) -> bool:
@@ -97,13 +103,20 @@ class Program:
         return self.model.get_submodule(owner), name
 
 
-def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str]) -> Program:
+def parted(arguments: Sequence[Any], names: Sequence[str]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Positional and keyword arguments."""
+    count = len(arguments) - len(names)
+    return arguments[:count], dict(zip(names, arguments[count:], strict=True))
+
+
+def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], names: tuple[str, ...] = ()) -> Program:
     """Traces a model in both modes; it ends as it was.
 
     Args:
         model: any module; its hooks must be empty (the trace starts inside of them).
         example: the arguments; only what is no tensor is looked at (None, True and strings are fixed).
         leaves: path -> reason, of modules that are not to be opened; those that cannot be are added.
+        names: of the last arguments, which are given by keyword.
 
     Raises:
         ConfigError: the model's own forward cannot be traced.
@@ -113,7 +126,7 @@ def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str]) ->
         runs = {}
         try:
             for training in (True, False):
-                runs[training] = _Run(model, example, leaves, training)
+                runs[training] = _Run(model, example, leaves, training, names)
         except Untraceable as error:
             _make_leaf(leaves, error.path, error.reason, model, error.line)
             continue
@@ -128,7 +141,7 @@ def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str]) ->
         attributes = runs[False].attributes | runs[True].attributes
         followed = opened(runs[True].calls) | opened(runs[False].calls)
         doubtful = {path for path in followed if not type(model.get_submodule(path)).__module__.startswith("torch.nn.")}
-        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""})
+        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""}, names)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -155,67 +168,28 @@ def _make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module,
             "a model that is cut by itself has to be traceable: its own forward may not depend on the data",
             f"{name}: {reason}{where}",
             "give its parts in order: split(..., modules=[...]) (modules or names, each called with what the one\n"
-            "before returns); or move what cannot be traced into a submodule. Models that return objects of their own\n"
-            "(ModelOutput of transformers): modules=[...] of parts that return tensors",
+            "before returns); or move what cannot be traced into a submodule. Models that return objects of classes of\n"
+            "their own: modules=[...] of parts that return tensors",
         )
     leaves[path] = reason
-
-
-class _Proxy(fx.Proxy):
-    """A stand-in for a value; unlike fx's own it keeps in-place operators in place."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
-
-    def __bool__(self) -> bool:
-        """An `assert` is recorded, and holds in the trace; all else that Python decides by a value cannot be."""
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame is not None else None
-        if caller is not None and _asserts(caller):
-            where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-            self.tracer.create_proxy("call_function", _assert, (self, where), {})
-            return True
-        return self.tracer.to_bool(self)
-
-
-def _asserts(frame: types.FrameType) -> bool:
-    """Whether the frame is at the branch of an `assert` with one condition."""
-    steps = list(dis.get_instructions(frame.f_code))
-    at = next((place for place, step in enumerate(steps) if step.offset == frame.f_lasti), len(steps))
-    rest = [step.opname for step in steps[at : at + 3] if step.opname != "NOT_TAKEN"]
-    return rest[:1] != [] and "IF_TRUE" in rest[0] and rest[1:2] == ["LOAD_ASSERTION_ERROR"]
-
-
-def _assert(condition: Any, where: str) -> None:
-    if not condition:
-        raise AssertionError(where)
-
-
-def _in_place(name: str) -> Callable[[Any, Any], Any]:
-    function = getattr(operator, f"i{name}")
-    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
-
-
-for _name in _IN_PLACE:
-    setattr(_Proxy, f"__i{_name}__", _in_place(_name))
 
 
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, leaves: dict[str, str], example: tuple[Any, ...]) -> None:
+    def __init__(self, leaves: dict[str, str], example: tuple[Any, ...], names: tuple[str, ...]) -> None:
         super().__init__()
-        self._leaves, self._example = leaves, example
+        self._leaves, self._example, self._names = leaves, example, names
         self.calls = [Call("")]
         self.attributes: dict[str, Any] = {}
         self._autocast = _autocast_state()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+        return Proxy(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         # only what the example gives: an argument left out keeps its default
-        given: list[Any] = [self.root]
+        given: list[Any] = []
         for index, value in enumerate(self._example):
             stand_in = self.create_proxy("placeholder", f"input_{index}", (), {})
             fixed = value is None or isinstance(value, (bool, str))
@@ -223,7 +197,10 @@ class _Tracer(fx.Tracer):
                 self.create_proxy("call_function", _check_fixed, (stand_in, value, index), {})
             given.append(value if fixed else stand_in)
         own = vars(self.root).get("forward")  # put in the place of its class's: fx would not look at it
-        return (root_fn if own is None else lambda _, *arguments: own(*arguments)), given
+        positional, keywords = parted(given, self._names)
+
+        function = root_fn if own is None else lambda _, *arguments, **named: own(*arguments, **named)
+        return (lambda *arguments: function(*arguments, **keywords)), [self.root, *positional]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self._leaves or any(getattr(m, name) for name in HOOKS):
@@ -295,7 +272,10 @@ class _Tracer(fx.Tracer):
             pairs = [(key, self.create_arg(value)) for key, value in a.items()]
             return self.create_node("call_function", collections.OrderedDict, (pairs,), {})
         if isinstance(a, dict) and type(a) not in (dict, fx.immutable_collections.immutable_dict):
-            raise ValueError(f"a {type(a).__name__}: a dict of a class of its own would become a plain one")
+            if not is_named(a):
+                raise ValueError(f"a {type(a).__name__}: a dict of a class of its own would become a plain one")
+            known_to_pytree(type(a))
+            return self.create_node("call_function", type(a), (), {k: self.create_arg(v) for k, v in a.items()})
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and id(a) not in self._buffer_ids:
             return self._constant(a)
         return super().create_arg(a)
@@ -314,8 +294,10 @@ class _Tracer(fx.Tracer):
 class _Run:
     """One trace, in one mode; the model ends as it was."""
 
-    def __init__(self, model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], training: bool) -> None:
-        tracer = _Tracer(leaves, example)
+    def __init__(
+        self, model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], training: bool, names: tuple[str, ...]
+    ) -> None:
+        tracer = _Tracer(leaves, example, names)
         before = attributes_of(model)
         draws = random.getstate()
         try:
@@ -415,9 +397,9 @@ def _reason(error: BaseException) -> str:
 
 def _line(error: BaseException) -> str:
     """Where in the user's code it was: the innermost line outside of PyTorch."""
-    own = inspect.getsourcefile(_Tracer)
+    own = inspect.getsourcefile(_Tracer), inspect.getsourcefile(Proxy)
     inside = ("/torch/fx/", "/torch/nn/modules/module.py", "/torch/overrides.py", "/torch/_tensor.py", "/checkpoint.py")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename != own and not any(part in frame.filename for part in inside):
+        if frame.filename not in own and not any(part in frame.filename for part in inside):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return ""

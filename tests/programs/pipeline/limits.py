@@ -630,8 +630,6 @@ def lifecycle() -> dict[str, Any]:
     pipe = split(model, micro_batches=5)
     pipe.step(X[:2], Y[:2], MSE)
     found: dict[str, Any] = {"small": off(pipe, wanted, gradients)}
-    found["deepcopy"] = said(lambda: copy.deepcopy(pipe))
-    found["average"] = said(lambda: torch.optim.swa_utils.AveragedModel(pipe))
     found["pickle"] = said(lambda: pickle.dumps(pipe))
     found["of_module"] = len(list(torch.optim.swa_utils.AveragedModel(pipe.module).parameters())) == 6
     earlier = [p.grad.clone() for p in model.parameters()]
@@ -691,15 +689,16 @@ def libraries() -> dict[str, Any]:
     pipe.step(X, Y, MSE)
     lazy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyBatchNorm1d(), nn.Linear(WIDTH, WIDTH))
     meta = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to("meta")
-    parts = Classifier(True)
+    parts, returns = Classifier(True), Classifier(False)
+    returned = split(returns)
+    returned.step(X, Y, lambda out, y: MSE(out.logits, y))
+    wanted_too, gradients_too = plain(returns, loss=lambda out, y: MSE(out.logits, y))
     return {
         "inside": off(pipe, wanted, gradients),
-        "returned": said(lambda: split(Classifier(False))),
+        "returned": off(returned, wanted_too, gradients_too),
         "by_hand": said(lambda: split(parts, modules=[parts.encoder, parts.head], balance=[1, 1])),
-        "input_gradients": said(lambda: pipe.step(X.clone().requires_grad_(), Y, MSE)),
         "lazy": said(lambda: split(lazy)),
         "meta": said(lambda: split(meta)),
-        "inputs": said(lambda: pipe.step(ModelOutput(x=X), Y, MSE)),
     }
 
 

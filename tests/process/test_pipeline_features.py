@@ -1,0 +1,62 @@
+"""Keyword arguments, outputs, whole losses, copies, gradients of inputs, offloading, models of other libraries."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from harness import PROGRAMS, run_ranks
+from limits import Limit
+
+TOLERANCE = 1e-10
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    program = PROGRAMS / "pipeline" / "features.py"
+    result = run_ranks([program], 1, launcher="none", timeout_s=240).check()
+    lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
+    return {line.pop("check"): line for line in lines}
+
+
+def test_models_of_other_libraries(found: Found, limit: Limit) -> None:
+    """Of the shapes of BERT, GPT-2, Llama and ViT: losses, gradients, and outputs of their own class."""
+    worst = max(found["models"].values())
+    assert len(found["models"]) == 5 and worst <= TOLERANCE, found["models"]
+    limit("P9f", "keyword arguments, tied weights, masks of arange, ModelOutput: BERT, GPT-2, Llama, ViT", exact=worst)
+
+
+def test_keyword_arguments_and_what_of_them_is_cut(found: Found) -> None:
+    received = found["keywords"]
+    assert max(received["by_name"], received["in_order"]) <= TOLERANCE
+    assert "chunk=" in received["blind"] and "kwargs={...}" in received["other_names"]
+    assert "'add' instead of 'none'" in received["other_value"]
+    for name, part in (("bad_chunk", "masc"), ("bad_part", "tables"), ("bad_dimension", "'mask': 1")):
+        assert received[name].startswith("chunk=[...] says") and part in received[name]
+
+
+def test_a_loss_that_sees_the_whole_batch(found: Found, limit: Limit) -> None:
+    received = found["whole_losses"]
+    assert "whole=True" in received["parts"] and "whole=True with a weight" in received["weight"]
+    limit("P9g", "a contrastive loss: `step(..., whole=True)`", exact=received["whole"])
+
+
+def test_gradients_of_inputs(found: Found, limit: Limit) -> None:
+    limit("P9c", "gradients of the inputs", exact=found["input_gradients"]["difference"])
+
+
+def test_copies(found: Found, limit: Limit) -> None:
+    received = found["copies"]
+    assert received["average"] <= TOLERANCE and received["runs"] == 0 and received["same_class"] and received["own"]
+    limit("P8b", "deepcopy and AveragedModel of a pipeline", mended="copies the unsplit model")
+
+
+def test_activations_in_the_hosts_memory(found: Found, limit: Limit) -> None:
+    """Exact, in order; fewer storages at once on the GPUs."""
+    received = found["offload"]
+    assert received["problems"] == [] and received["kept"]["True never"] < received["kept"]["False never"]
+    assert received["to_host"]["True never"] > received["to_host"]["True except_last"] > 0
+    assert received["to_host"]["False never"] == 0
+    limit("P10e", "`offload=True`", exact=received["difference"])

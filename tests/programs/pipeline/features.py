@@ -1,0 +1,279 @@
+"""What other pipelines have: keyword arguments, outputs, whole losses, copies, gradients of inputs, activations
+in the host's memory, models of other libraries. A line of JSON a check; references are plain PyTorch in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from library_models import GPT2, LENGTH, WIDTH, WORDS, BertForMaskedLM, Llama, ViT
+from recorded_streams import CPU, Recorder, gpu
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+
+import hvdtrain.pipeline
+from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.pipeline.places import Places
+from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
+from hvdtrain.pipeline.runtime import Pipeline
+from hvdtrain.pipeline.worker import Call
+
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(2)
+BATCH = 7
+MSE = nn.MSELoss()
+Make = Callable[[], nn.Module]
+
+
+def said(act: Callable[[], Any]) -> str:
+    try:
+        return f"nothing raised: {act()}"
+    except HvdtrainError as error:
+        return str(error)
+
+
+def split(model: nn.Module, x: Any, stages: int = 2, **options: Any) -> Pipeline:
+    options = {"micro_batches": 3, "balance": "memory"} | options
+    return hvdtrain.pipeline.split(model.train(), x, ["cpu"] * stages, **options)
+
+
+def gap(one: Any, other: Any) -> float:
+    return max((float((a - b).abs().max()) for a, b in zip(one, other, strict=True)), default=0.0)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+# -- models of other libraries -----------------------------------------------------------------------------------------
+def token_loss(output: Any, y: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, -2), y.flatten())
+
+
+def models() -> dict[str, float]:
+    """Against the whole model, for several cuts, with the outputs asked for."""
+    ids, labels = torch.randint(WORDS, (BATCH, LENGTH)), torch.randint(WORDS, (BATCH, LENGTH))
+    mask = (torch.arange(LENGTH)[None] < torch.randint(2, LENGTH + 1, (BATCH, 1))).double()
+    cases: dict[str, tuple[Make, Any, Mapping[str, Any], Tensor]] = {
+        "bert": (BertForMaskedLM, (), {"input_ids": ids, "attention_mask": mask, "output_hidden_states": True}, labels),
+        "bert_plain": (BertForMaskedLM, ids, {}, labels),
+        "gpt2": (GPT2, ids, {"attention_mask": mask, "use_cache": False}, labels),
+        "llama": (Llama, ids, {}, labels),
+        "vit": (ViT, (), {"pixel_values": torch.randn(BATCH, 3, 8, 8)}, labels[:, 0]),
+    }
+    found = {}
+    for name, (make, x, kwargs, y) in cases.items():
+        torch.manual_seed(1)
+        model = make().train()
+        positional = x if isinstance(x, tuple) else (x,)
+        wanted = model(*positional, **kwargs)
+        loss = token_loss(wanted, y)
+        loss.backward()
+        whole = gradients(model)
+        worst = 0.0
+        for stages, schedule in ((2, "1f1b"), (4, "gpipe")):
+            model.zero_grad()
+            pipe = split(model, x, stages, kwargs=kwargs, schedule=schedule)
+            value, output = pipe.step(x, y, token_loss, kwargs=kwargs, outputs=True)
+            assert type(output) is type(wanted) and not output.logits.requires_grad
+            worst = max(
+                worst,
+                gap(gradients(model), whole),
+                abs(value.item() - loss.item()),
+                gap([output.logits], [wanted.logits]),
+            )
+            if name == "bert":
+                worst = max(worst, gap(output.hidden_states, wanted.hidden_states))
+            with torch.no_grad():
+                worst = max(worst, gap([pipe(*positional, **kwargs).logits], [wanted.logits]))
+        found[name] = worst
+    return found
+
+
+# -- keyword arguments, chunks -----------------------------------------------------------------------------------------
+class Keyed(nn.Module):
+    """x [batch, S, W], a mask [S, S], nested values of which one has samples, a number and a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, mask: Tensor, extra: dict[str, Any], how: str = "add", times: int = 1) -> Tensor:
+        x = self.a(x) * times
+        x = self.b((x @ x.transpose(1, 2) + mask).softmax(-1) @ x)
+        return x + extra["shift"] + extra["table"][0] if how == "add" else x
+
+
+def keywords() -> dict[str, Any]:
+    torch.manual_seed(2)
+    x, mask = torch.randn(BATCH, BATCH, WIDTH), torch.randn(BATCH, BATCH)
+    kwargs = {
+        "mask": mask, "extra": {"shift": torch.randn(BATCH, 1, 1), "table": [torch.randn(BATCH, WIDTH)]}, "times": 2,
+    }  # fmt: skip
+    y = torch.randn(BATCH, BATCH, WIDTH)
+    model = Keyed()
+    MSE(model(x, **kwargs), y).backward()
+    whole, found = gradients(model), {}
+    chunk = {"mask": None, "extra": {"table": None}}
+    for name, how in {"by_name": chunk, "in_order": [0, None, {"table": [None]}, 0]}.items():
+        model.zero_grad()
+        pipe = split(model, x, kwargs=kwargs, chunk=how)
+        pipe.step(x, y, MSE, kwargs=kwargs)
+        found[name] = gap(gradients(model), whole)
+    return found | {
+        "blind": said(lambda: split(Keyed(), x, kwargs=kwargs)),
+        "other_names": said(lambda: pipe.step(x, y, MSE, kwargs={"mask": mask})),
+        "other_value": said(lambda: split(Keyed(), x, kwargs=kwargs | {"how": "none"}, chunk=chunk).step(
+            x, y, MSE, kwargs=kwargs | {"how": "add"})),
+        "bad_chunk": said(lambda: split(Keyed(), x, kwargs=kwargs, chunk={"masc": None})),
+        "bad_part": said(lambda: split(Keyed(), x, kwargs=kwargs, chunk={"extra": {"tables": None}})),
+        "bad_dimension": said(lambda: split(Keyed(), x, kwargs=kwargs, chunk={"mask": 1})),
+    }  # fmt: skip
+
+
+# -- losses of the whole batch, gradients of inputs, copies ------------------------------------------------------------
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]).train()
+
+
+def contrastive(output: Tensor, y: Tensor) -> Tensor:
+    """Every sample against all others: no mean over samples."""
+    return F.cross_entropy(output @ y.T, torch.arange(len(y)))
+
+
+def whole_losses() -> dict[str, Any]:
+    x, y = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+    model = net()
+    loss = contrastive(model(x), y) * 0.5
+    loss.backward()
+    wanted, worst = gradients(model), 0.0
+    for stages, remat, schedule in itertools.product((1, 2, 3), REMATS, SCHEDULES[:2]):
+        model.zero_grad()
+        pipe = split(model, x, stages, remat=remat, schedule=schedule)
+        received, outputs = pipe.step(x, y, contrastive, whole=True, factor=0.5, outputs=True)
+        worst = max(
+            worst, gap(gradients(model), wanted), abs(received.item() * 0.5 - loss.item()), gap([outputs], [model(x)])
+        )
+    return {
+        "whole": worst,
+        "parts": said(lambda: pipe.step(x, y, contrastive)),
+        "weight": said(lambda: pipe.step(x, y, contrastive, whole=True, weight=len)),
+    }
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x + prompt))) * prompt.mean()
+
+
+def input_gradients() -> float:
+    """Of leaves and of what an encoder before the pipeline has made; of arguments with and without samples."""
+    worst = 0.0
+    for stages, remat, schedule in itertools.product((1, 2), REMATS, SCHEDULES):
+        torch.manual_seed(4)
+        model, before = Two().train(), nn.Linear(WIDTH, WIDTH)
+        data, prompt, y = (
+            torch.randn(BATCH, WIDTH),
+            torch.randn(1, WIDTH, requires_grad=True),
+            torch.randn(BATCH, WIDTH),
+        )
+        leaf = torch.randn(BATCH, WIDTH, requires_grad=True)
+        everything = [*before.parameters(), prompt, leaf]
+        found = []
+        pipe = split(copy.deepcopy(model), (data, prompt.detach()), stages, remat=remat, schedule=schedule)
+        for split_up in (False, True):
+            for tensor in everything:
+                tensor.grad = None
+            for x in (before(data), leaf):
+                if split_up:
+                    pipe.step((x, prompt), y, MSE)
+                else:
+                    MSE(model(x, prompt), y).backward()
+            found.append([tensor.grad.clone() for tensor in everything])
+        worst = max(worst, gap(*found), gap(gradients(model), gradients(pipe.module)))
+    return worst
+
+
+def copies() -> dict[str, Any]:
+    x, y, pipe = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH), split(net(), torch.randn(BATCH, WIDTH))
+    average = AveragedModel(pipe, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    before = [p.detach().clone() for p in pipe.parameters()]
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    average.update_parameters(pipe)
+    pipe.step(x, y, MSE)
+    optimizer.step()
+    average.update_parameters(pipe)
+    wanted = [(a + b) / 2 for a, b in zip(before, pipe.parameters(), strict=True)]
+    twin = copy.deepcopy(pipe)
+    return {
+        "average": gap(average.module.parameters(), wanted),
+        "same_class": type(twin) is nn.Sequential and twin is not pipe.module,
+        "runs": gap([twin(x)], [pipe.module(x)]),
+        "own": twin[0][0].weight is not pipe.module[0][0].weight,
+    }
+
+
+# -- activations in the host's memory ----------------------------------------------------------------------------------
+RUN = Call.run
+
+
+def offload() -> dict[str, Any]:
+    """On GPUs that are recorded: in order, exact, and less that stays on the device than without."""
+    x, y = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+    model = net()
+    MSE(model(x), y).backward()
+    wanted, worst, problems, kept, crossed = gradients(model), 0.0, [], {}, {}
+    for off, remat, data in itertools.product((True, False), ("never", "except_last"), (CPU, gpu(3))):
+        model.zero_grad()
+        pipe = split(model, x, 2, offload=off, remat=remat, schedule="gpipe", micro_batches=4)
+        pipe.proofs = False
+        pipe.close()
+        recorder = Recorder()
+        most = [0]
+
+        def recorded(call: Call, recorder: Recorder = recorder) -> Any:
+            with recorder:
+                return RUN(call)
+
+        def dispatch(recorder: Recorder, *given: Any, most: list[int] = most) -> Any:
+            outputs = DISPATCH(recorder, *given)
+            alive = [one for one in recorder.memory.values() if not one.alive.expired()]
+            most[0] = max(most[0], sum(one.device.type == "cuda" for one in alive))
+            return outputs
+
+        with (
+            recorder.patched(), mock.patch.object(Call, "run", recorded),
+            mock.patch.object(Recorder, "__torch_dispatch__", dispatch),
+        ):  # fmt: skip
+            pipe._places = Places([gpu(0), gpu(1)])
+            gc.collect()
+            pipe.step(recorder.put(x.clone(), data, "x"), recorder.put(y.clone(), data, "y"), MSE)
+        worst = max(worst, gap(gradients(model), wanted))
+        problems += recorder.problems
+        kept[f"{off} {remat}"] = most[0]
+        crossed[f"{off} {remat}"] = recorder.to_host
+    return {"difference": worst, "problems": problems[:3], "kept": kept, "to_host": crossed}
+
+
+DISPATCH = Recorder.__torch_dispatch__
+
+if __name__ == "__main__":
+    for check in (models, keywords, whole_losses, input_gradients, copies, offload):
+        if len(sys.argv) == 1 or check.__name__ in sys.argv:
+            result = check()
+            line = result if isinstance(result, dict) else {"difference": result}
+            print(json.dumps({"check": check.__name__, **line}), flush=True)
