@@ -31,10 +31,10 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "checks.replicas": "fingerprint",
     "data.augment": "CIFAR10_MEAN CIFAR10_STD IMAGENET_MEAN IMAGENET_STD crop_flip normalise",
     "data.create": "loader",
-    "data.gathered": "gather_in_order",
+    "gathered": "gather_in_order",
     "data.images": "ImageFiles",
     "data.loader": "Loader",
-    "data.prediction": "predict",
+    "prediction": "predict",
     "data.workers": "Unreadable",
     "evaluation": "classification corpus_metrics evaluate",
     "model": "Model",
@@ -58,15 +58,15 @@ if TYPE_CHECKING:
     from hvdtrain.torch.data.augment import crop_flip as crop_flip
     from hvdtrain.torch.data.augment import normalise as normalise
     from hvdtrain.torch.data.create import loader as loader
-    from hvdtrain.torch.data.gathered import gather_in_order as gather_in_order
     from hvdtrain.torch.data.images import ImageFiles as ImageFiles
     from hvdtrain.torch.data.loader import Loader as Loader
-    from hvdtrain.torch.data.prediction import predict as predict
     from hvdtrain.torch.data.workers import Unreadable as Unreadable
     from hvdtrain.torch.engines.shell import unwrap as unwrap
     from hvdtrain.torch.evaluation import classification as classification
     from hvdtrain.torch.evaluation import corpus_metrics as corpus_metrics
     from hvdtrain.torch.evaluation import evaluate as evaluate
+    from hvdtrain.torch.gathered import gather_in_order as gather_in_order
     from hvdtrain.torch.model import Model as Model
+    from hvdtrain.torch.prediction import predict as predict
     from hvdtrain.torch.preparation import prepare as prepare
     from hvdtrain.torch.update.optimizer import Optimizer as Optimizer

@@ -18,12 +18,12 @@ from hvdtrain.core.sharding import Step, check_evaluation
 from hvdtrain.core.world import World, fsum, given_or_current
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.create import loader
-from hvdtrain.torch.data.gathered import gather_in_order
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.nested import map_tensors, to_device
 from hvdtrain.torch.data.source import Augment
 from hvdtrain.torch.engines.buffers import synchronize
 from hvdtrain.torch.engines.shell import unwrap
+from hvdtrain.torch.gathered import gather_in_order
 
 # (outputs, targets) -> {name: [n], one value a sample; or a pair, values and weights}
 Metrics = Callable[[Any, Any], Mapping[str, Any]]
