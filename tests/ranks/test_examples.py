@@ -3,42 +3,54 @@
 from __future__ import annotations
 
 import ast
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from harness import PROGRAMS, REPOSITORY, run_ranks
 
 PROGRAM = PROGRAMS / "examples" / "run.py"
-EXAMPLES = ["dcgan", "wgan_gp", "sam", "ppo", "moco", "ema", "moe", "seq2seq", "gpt2", "unet"]
+EXAMPLES = {
+    "torch": ["dcgan", "wgan_gp", "sam", "ppo", "moco", "ema", "moe", "seq2seq", "gpt2", "unet"],
+    "keras": ["tabular", "multi_input"],
+}
+ALL = [name for names in EXAMPLES.values() for name in names]
 LINES = 120
 TOLERANCE = {"gpt2": 1e-6}  # transformers takes the loss in float32
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of weights: of the plain scripts, on one rank, on two."""
+    """Folders of weights, by rank: of the plain scripts, on one rank, on two."""
     folders = {form: tmp_path_factory.mktemp(form) for form in ("plain", "1", "2")}
-    for form, folder in folders.items():
+    for (form, folder), (framework, names) in product(folders.items(), EXAMPLES.items()):
         kind, ranks = ("plain", 1) if form == "plain" else ("prepared", int(form))
-        result = run_ranks(
-            [PROGRAM, folder, kind, *EXAMPLES], ranks, launcher="horovodrun" if ranks > 1 else "none", timeout_s=400
-        )
-        assert result.returncode == 0, result.text
+        program = [PROGRAM, framework, folder, kind, *names]
+        run_ranks(program, ranks, launcher="horovodrun" if ranks > 1 else "none", timeout_s=400).check()
     return folders
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_equals_the_plain_script(example: str, ranks: str, kept: dict[str, Path]) -> None:
-    wanted, found = (torch.load(kept[form] / f"{example}.pt") for form in ("plain", ranks))
-    assert list(wanted) == list(found)
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=TOLERANCE.get(example, 1e-10), msg=name)
+def weights(file: Path) -> Weights:
+    if file.stem in EXAMPLES["keras"]:
+        return dict(np.load(file))
+    return {name: value.numpy() for name, value in torch.load(file).items()}
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("example", ALL)
+def test_an_example_equals_the_plain_script(example: str, ranks: int, kept: dict[str, Path]) -> None:
+    wanted = weights(kept["plain"] / f"{example}.0")
+    for rank in range(ranks):
+        found = weights(kept[str(ranks)] / f"{example}.{rank}")
+        assert list(wanted) == list(found)
+        for name, value in wanted.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=TOLERANCE.get(example, 1e-10), err_msg=name)
+
+
+@pytest.mark.parametrize("example", ALL)
 def test_an_example_is_short_and_says_how_to_run_it(example: str) -> None:
     text = (REPOSITORY / "examples" / f"{example}.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= LINES
@@ -52,4 +64,4 @@ def test_an_example_runs_as_its_text_says() -> None:
 
 def test_every_example_is_here() -> None:
     elsewhere = {"mnist_shards"}
-    assert {path.stem for path in (REPOSITORY / "examples").glob("*.py")} == {*EXAMPLES, *elsewhere}
+    assert {path.stem for path in (REPOSITORY / "examples").glob("*.py")} == {*ALL, *elsewhere}

@@ -1,6 +1,6 @@
 """Runs examples in float64, as they stand or as the plain scripts that they were made of, and keeps their weights.
 
-usage: run.py FOLDER plain|prepared EXAMPLE...
+usage: run.py torch|keras FOLDER plain|prepared EXAMPLE...
 
 A plain script is an example without its lines that end in "# +", with the code after "instead of: " in their place: it
 must not know of hvdtrain. The world of all examples is one: ranks start once.
@@ -12,8 +12,6 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import hvdtrain
 
@@ -37,24 +35,36 @@ def plain(source: str) -> str:
     return code
 
 
-def weights(space: dict[str, Any]) -> dict[str, Any]:
-    """Returns what an example's models hold, by name."""
-    models = {name: value for name, value in space.items() if isinstance(value, torch.nn.Module)}
-    return {f"{name}.{key}": value for name in sorted(models) for key, value in models[name].state_dict().items()}
+def run_torch(space: dict[str, Any], file: Path, code: Any) -> None:
+    import torch
 
-
-def main(folder: str, form: str, *names: str) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    world = hvdtrain.init("torch") if form == "prepared" else None
+    exec(code, space)
+    models = {name: value for name, value in space.items() if isinstance(value, torch.nn.Module)}
+    weights = {f"{name}.{key}": value for name in sorted(models) for key, value in models[name].state_dict().items()}
+    torch.save(weights, file)
+
+
+def run_keras(space: dict[str, Any], file: Path, code: Any) -> None:
+    import keras
+    import numpy as np
+
+    keras.config.set_floatx("float64")
+    exec(code, space)
+    np.savez(file.open("wb"), **{str(n): value.numpy() for n, value in enumerate(space["model"].weights)})
+
+
+def main(framework: Any, folder: str, form: str, *names: str) -> None:
+    world = hvdtrain.init(framework) if form == "prepared" else None
     hvdtrain.init = lambda *args, **kwargs: world  # type: ignore[assignment]
+    rank = 0 if world is None else world.rank
     for name in names:
         source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-        space: dict[str, Any] = {"__name__": "__main__"}
-        exec(compile(plain(source) if world is None else source, f"{name} ({form})", "exec"), space)
-        if world is None or world.is_main:
-            torch.save(weights(space), Path(folder) / f"{name}.pt")
-            print(f"done: {name}", flush=True)
+        code = compile(plain(source) if world is None else source, f"{name} ({form})", "exec")
+        run = run_torch if framework == "torch" else run_keras
+        run({"__name__": "__main__"}, Path(folder) / f"{name}.{rank}", code)
+        print(f"done: {name}", flush=True)
 
 
 if __name__ == "__main__":
