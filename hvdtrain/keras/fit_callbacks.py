@@ -261,7 +261,7 @@ class Record(Callback):
         self.session.clock.enter("other")
         self.session.clock.take()  # setting up is no part of a step
         if self.session.fitted is not None:
-            self.run.facts = replace(self.run.facts, workers=None)  # our loader serves from memory
+            self.run.facts = replace(self.run.facts, workers=self.session.fitted.source.workers)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch_started = time.perf_counter()

@@ -25,8 +25,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     found = {}
     for size, launcher in RUNS.items():
         out = folder / f"{size}.json"
-        arguments = [out, folder / "relay.json", shards]
-        program: list[str | Path] = ["-W", "ignore", PROGRAMS / "torch" / "streams.py", *arguments]
+        program: list[str | Path] = [
+            "-W",
+            "ignore",
+            PROGRAMS / "torch" / "streams.py",
+            out,
+            folder / "relay.json",
+            shards,
+        ]
         run_ranks(program, size, launcher=launcher, timeout_s=150).check()
         found[size] = json.loads(out.read_text())
     return found

@@ -152,7 +152,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
 
         Not by Keras' own threads, which keep what they had read when an epoch was left for the next one.
         """
-        steps, workers = iter(self._steps), self.source.workers
+        steps, workers = iter(self._steps), self.source.workers or 1
         self.served = []
         if workers < 2:
             for step in steps:

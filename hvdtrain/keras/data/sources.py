@@ -22,13 +22,13 @@ class Source(Protocol):
     Attributes:
         units: how many there are of what is dealt: samples, or batches.
         unit: samples of one.
-        workers: threads that read.
+        workers: threads that read; None: it is in memory.
         weighted: batches have sample weights.
     """
 
     units: int
     unit: int
-    workers: int
+    workers: int | None
     weighted: bool
 
     def take(self, indices: np.ndarray) -> Batch: ...
@@ -39,7 +39,7 @@ class Source(Protocol):
 class Arrays:
     """A `Source` of in-memory arrays."""
 
-    unit = workers = 1
+    unit, workers = 1, None
 
     def __init__(self, data: Any, class_weight: Mapping[int, float] | None) -> None:
         x, y, weights = unpacked(data)

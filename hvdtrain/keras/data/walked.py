@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -159,21 +159,16 @@ class WalkedLoader(Loader):
         return found.prefetch(2) if self.source.by_tensorflow else found
 
     def get_torch_dataloader(self) -> Any:
-        return _Fresh(self)
+        return data_adapter_utils.get_torch_dataloader(self.batches())
 
 
-class _Fresh:
-    """Begins the batches of the epoch each time it is iterated over, as tensors."""
+@contextmanager
+def open_ended() -> Iterator[None]:
+    """Inside, the end of data that is walked is no surprise to Keras, and the next epoch may have another length.
 
-    def __init__(self, loader: WalkedLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(data_adapter_utils.get_torch_dataloader(self._loader.batches()))
-
-
-def open_ended() -> AbstractContextManager[None]:
-    """Inside, the end of data that is walked is no surprise to Keras, and the next epoch may have another length."""
+    Nor is a step begun for which there is no batch: TensorFlow finds that out beside, not before, adding 1 to the
+    optimizer's iterations, in plain Keras with data of unknown length too (3.15).
+    """
 
     def interrupted(warn: Callable[[], None], iterator: Any) -> None:
         if isinstance(iterator.data_adapter, WalkedLoader):
@@ -181,7 +176,19 @@ def open_ended() -> AbstractContextManager[None]:
         else:
             warn(iterator)  # type: ignore[call-arg]
 
-    return replaced(EpochIterator, "_interrupted_warning", interrupted)
+    def enumerated(every: Callable[[Any], Iterator[Any]], iterator: Any) -> Iterator[Any]:
+        data = iterator.data_adapter
+        for first, last, batches in every(iterator):
+            yield first, last, batches
+            if isinstance(data, WalkedLoader) and data.complete(last + 1):
+                data.on_epoch_end()
+                return
+
+    with (
+        replaced(EpochIterator, "_interrupted_warning", interrupted),
+        replaced(EpochIterator, "_enumerate_iterator", enumerated),
+    ):
+        yield
 
 
 def first_rows(source: Walk, rows: Callable[[Batch], int]) -> int:
