@@ -39,7 +39,8 @@ class Source(Protocol):
 class Arrays:
     """A `Source` of in-memory arrays."""
 
-    unit, workers = 1, None
+    unit = 1
+    workers: int | None = None
 
     def __init__(self, data: Any, class_weight: Mapping[int, float] | None) -> None:
         x, y, weights = unpacked(data)
@@ -63,7 +64,8 @@ class Arrays:
 class Items:
     """A `Source` of samples that are read one by one: `len(dataset)`, `dataset[i]`."""
 
-    unit = workers = 1
+    unit = 1
+    workers: int | None = 1
 
     def __init__(self, dataset: Any, class_weight: Mapping[int, float] | None) -> None:
         self._dataset, self._class_weight = dataset, class_weight
@@ -90,7 +92,7 @@ class Batches:
     def __init__(self, dataset: Any, class_weight: Mapping[int, float] | None, seed: int) -> None:
         self._dataset, self._class_weight, self._seed = dataset, class_weight, seed
         self._told = -1
-        self.workers = dataset.workers
+        self.workers: int | None = dataset.workers
         count = dataset.num_batches
         if count is None:
             raise ConfigError(
