@@ -121,7 +121,8 @@ def _refuse_unread(given: dict[str, Any]) -> None:
         raise ConfigError(
             "fit() does not read these beside loader(...), which deals labels and weights, and knows an epoch's steps",
             f"fit({', '.join(f'{name}=' for name in unread)})",
-            "give them to hvdtrain.keras.loader((x, y, sample_weight), ..., class_weight=); leave steps_per_epoch= out",
+            "give them to hvdtrain.keras.loader((x, y, sample_weight), ..., class_weight=); leave steps_per_epoch= out"
+            " (of data without end an epoch is a part: loader(lambda: itertools.islice(batches(), steps * world.size)))",
             shared=True,
         )
 

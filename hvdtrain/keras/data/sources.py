@@ -111,7 +111,7 @@ class Batches:
         return batch_of(self._dataset[index], self._class_weight)
 
     def begin(self, epoch: int) -> None:
-        if epoch == self._told:
+        if epoch <= self._told:  # evaluated between two epochs, say: what was shuffled is not put back
             return
         for past in range(max(self._told, 0), epoch):
             with OwnRng(self._seed, past).in_place():
