@@ -70,6 +70,11 @@ class Precision:
         if self._scaler is not None and stepper.has_gradients():
             self._scaler.unscale_(stepper)  # type: ignore[arg-type]
 
+    def forget(self) -> None:
+        """The gradients that were unscaled are not stepped with; the scale stays."""
+        if self._scaler is not None:
+            self._scaler.update(self._scaler.get_scale())
+
     def step(self, stepper: ScalerAdapter) -> None:
         """Steps, unless the scaler found an infinity; adapts the scale."""
         if self._scaler is None or not stepper.has_gradients():

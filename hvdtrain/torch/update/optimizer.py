@@ -174,11 +174,16 @@ class Optimizer(Facade):
         batch = require_batch(session.batches.now())
         own = session.batches.check_calls()
         if again or (own and gradients.state == "idle" and batch is gradients.batch):
-            gradients.reopen(batch)
+            self._reopen(batch)
         elif gradients.state == "ready" and self._overflowed():
             self.skip()
         gradients.check_turn(batch)
         return batch
+
+    def _reopen(self, batch: Batch) -> None:
+        if self.session.gradients.state == "ready":
+            self.session.precision.forget()
+        self.session.gradients.reopen(batch)
 
     def _overflowed(self) -> bool:
         """Whether a gradient scaler of the user's own has left out the update that is complete."""
@@ -333,7 +338,7 @@ class Optimizer(Facade):
     def _evaluate(self, closure: Callable[[], object]) -> Tensor | None:
         """What the wrapped optimizer calls for the loss and its gradients: those of all ranks, which ask alike."""
         session = self.session
-        session.gradients.reopen(require_batch(session.batches.now()))
+        self._reopen(require_batch(session.batches.now()))
         with torch.enable_grad():
             closure()
         if session.gradients.state != "ready":
@@ -362,6 +367,7 @@ class Optimizer(Facade):
             )
         for parameter in self.session.gradients.parameters():
             parameter.grad = None
+        self.session.precision.forget()
         self._close_update()
 
     def _close_update(self) -> None:

@@ -345,6 +345,30 @@ def case_an_overflow_of_the_forward_pass_skips(world: hvdtrain.World) -> None:
                 optimizer.step()
 
 
+def case_half_precision_in_unusual_loops(world: hvdtrain.World) -> None:
+    """Updates that are left out, gradients that are taken again, and two optimizers, as without the scale."""
+    x, y = points(24)
+    found = []
+    for amp in ("fp16", None):
+        model = plain().float()
+        train = hvt.loader((x.float(), y), BATCH // world.size, world=world, shuffle=False, workers=0)
+        both = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.2)]
+        with contextlib.redirect_stdout(io.StringIO()):
+            model, optimizer = hvt.prepare(model, both, train, world=world, amp=amp)
+        for number, (a, b) in enumerate(train):
+            optimizer.backward(ce(model, a, b))
+            if number == 1:
+                optimizer.backward(ce(model, a, b), again=True)
+            if number == 0:
+                optimizer.skip()
+            else:
+                optimizer.step()
+        found.append(hvt.unwrap(model).state_dict())
+    for half, full in zip(*(one.values() for one in found), strict=True):
+        torch.testing.assert_close(half, full, rtol=0, atol=3e-3)
+    assert any(not torch.equal(a, b) for a, b in zip(*(one.values() for one in found), strict=True))
+
+
 # -- what the optimizer holds -----------------------------------------------------------------------------------------
 def case_layers_that_join_later(world: hvdtrain.World) -> None:
     def head(model: nn.Module) -> torch.optim.Optimizer:
