@@ -122,7 +122,7 @@ def _refuse_unread(given: dict[str, Any]) -> None:
             "fit() does not read these beside loader(...), which deals labels and weights, and knows an epoch's steps",
             f"fit({', '.join(f'{name}=' for name in unread)})",
             "give them to hvdtrain.keras.loader((x, y, sample_weight), ..., class_weight=); leave steps_per_epoch= out"
-            " (data without end is cut: loader(lambda: itertools.islice(batches(), steps * world.size)))",
+            " (of data without end an epoch is a part: loader(lambda: itertools.islice(batches(), steps * ranks)))",
             shared=True,
         )
 

@@ -103,7 +103,8 @@ def ended_early(model: keras.Model, session: Session, steps: int | None) -> None
             "every rank must take the same number of steps",
             f"rank {session.world.rank}: the data ended after {session.executions} of {expected} steps of an epoch (or"
             " steps_per_execution of them); ranks with more data wait for this one",
-            "give data that does not end before steps_per_epoch: dataset.repeat(), or `while True` in the generator",
+            "data = hvdtrain.keras.loader(dataset) of all the data, of any length; or each rank's own that does not end"
+            " before steps_per_epoch: dataset.repeat(), or `while True` in the generator",
         )
 
 
@@ -112,7 +113,7 @@ def same_work(received: str) -> ReplicaError:
     return ReplicaError(
         "each rank must train on samples of its own",
         received + ": the same work as many times, for what one rank alone would learn",
-        "data = hvdtrain.keras.loader((x, y), per_rank_batch=...) and model.fit(data); a tf.data.Dataset:"
-        " dataset.shard(world.size, world.rank) before batch()",
+        "data = hvdtrain.keras.loader((x, y), per_rank_batch=...), or loader(dataset) of what comes in batches, and"
+        " model.fit(data)",
         shared=True,
     )

@@ -23,7 +23,7 @@ REFUSED = {
     "plain_fit_of_all_data": ("K3f", "fit(x, y) with all data on every rank", "the same 64 samples on all 2 ranks",
                               "hvdtrain.keras.loader((x, y)"),
     "data_set_of_all_data": ("K3g", "a tf.data.Dataset or DataLoader without shards",
-                             "the first batch is the same on all 2 ranks", "shard(world.size, world.rank)"),
+                             "the first batch is the same on all 2 ranks", "loader(dataset) of what comes in batches"),
     "text_as_data": ("K16i", "text as data", "x must hold numbers", "TextVectorization"),
     "a_model_that_cannot_be_saved": ("K16j", "checkpoints of a model without get_config()", "can say how it was made",
                                      "Unsaid", "get_config()"),
