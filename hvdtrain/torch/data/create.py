@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -59,9 +60,12 @@ def _dataset_of(data: Any) -> Any:
 
 
 def source_of(
-    data: Any, device: torch.device, processes: Processes, collate: Callable[[list[Any]], Any] | None
+    data: Any, device: torch.device, processes: Processes, collate: Callable[[list[Any]], Any] | None, *, auto: bool
 ) -> Memory | Workers:
     """Returns what serves `data` by index.
+
+    Args:
+        auto: nobody asked for processes: rows of arrays are read without.
 
     Raises:
         ConfigError: not arrays, and not a map-style data set.
@@ -69,7 +73,9 @@ def source_of(
     memory = memory_of(data, device if collate is None else torch.device("cpu"))
     if memory is not None and collate is None:
         return memory
-    return Workers(_dataset_of(data) if memory is None else Rows(memory), processes, collate)
+    if memory is None:
+        return Workers(_dataset_of(data), processes, collate)
+    return Workers(Rows(memory), replace(processes, count=0, timeout_s=0.0) if auto else processes, collate)
 
 
 def get_of(source: Memory | Workers) -> Get | Memory:
@@ -178,7 +184,7 @@ def loader(
     batch = per_rank_batch if per_rank_batch is not None else -(-whole_batches // world.size)
     order = batch_sampler if sampler is None else sampler
     if by_index or order is not None:
-        source = source_of(data, device, processes, collate)
+        source = source_of(data, device, processes, collate, auto=workers == "auto")
         plan = Plan(source.samples, world.size, batch, seed=seed, shuffle=shuffle, tail=tail)
         world.agree("data (samples, batch, seed, order, tail)", (*vars(plan).values(), whole_batches))
         if plan.samples == 0:
