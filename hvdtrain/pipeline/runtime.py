@@ -27,6 +27,7 @@ from hvdtrain.pipeline.microbatch import (
     marked,
     shares,
 )
+from hvdtrain.pipeline.passes import Head
 from hvdtrain.pipeline.places import Places
 from hvdtrain.pipeline.plan.schedule import (
     REMATS,
@@ -37,13 +38,14 @@ from hvdtrain.pipeline.plan.schedule import (
     actions,
     micro_batch_sizes,
     recomputed,
+    stage_orders,
 )
 from hvdtrain.pipeline.plan.simulate import Span
 from hvdtrain.pipeline.proof import Proof, loss_key
 from hvdtrain.pipeline.stage import Stage
 from hvdtrain.pipeline.trace.fixed import Fixed
 from hvdtrain.pipeline.trace.segments import Segment
-from hvdtrain.pipeline.worker import Call, Head, StageError
+from hvdtrain.pipeline.worker import Call, StageError
 
 __all__ = ["Pipeline", "StageError"]
 
@@ -63,7 +65,7 @@ class Pipeline(nn.Module):
     Attributes:
         module: the unsplit model; its parts lie on the stages' devices.
         stages, segments: what it was cut into.
-        devices: of the stages.
+        devices: of the stages: number i is on device i % len(devices).
         micro_batches, schedule, remat: how a batch goes through; they may be changed between steps.
         batch_norm: "batch": running statistics follow whole batches; "micro": micro-batches.
         profile: what the cut was measured by; None if it was given.
@@ -91,6 +93,7 @@ class Pipeline(nn.Module):
         profile: Any = None,
         chunk: Chunk = None,
         offload: bool = False,
+        stages_per_device: int = 1,
     ) -> None:
         super().__init__()
         for name in _PARTS:
@@ -98,7 +101,8 @@ class Pipeline(nn.Module):
         # past nn.Module's bookkeeping: the model must not appear as a child, under a prefix
         vars(self).update(module=model, training=model.training)
         self.stages, self.segments = list(stages), list(segments)
-        self.devices = [stage.device for stage in stages]
+        self.stages_per_device = stages_per_device
+        self.devices = [stage.device for stage in self.stages[: len(stages) // stages_per_device]]
         self.micro_batches, self.schedule, self.remat = micro_batches, schedule, remat
         self.batch_norm = batch_norm
         self.profile, self.chunk, self.offload = profile, chunk, offload
@@ -169,9 +173,10 @@ class Pipeline(nn.Module):
         sizes = micro_batch_sizes(batch, max(1, min(self.micro_batches, batch)))
         self._moving.check(self.remat, len(sizes) if self.batch_norm == "batch" else 1)
         head = self._head(loss, y, sizes, weight, factor, whole, outputs)
-        schedule = "gpipe" if whole else self.schedule
-        orders = [actions(schedule, k, len(self.stages), len(sizes)) for k in range(len(self.stages))]
-        again = [recomputed(self.remat, order) for order in orders]
+        chunks, rows = self.stages_per_device, len(self.devices)
+        schedule: Schedule = "gpipe" if whole else self.schedule
+        orders = [actions(schedule, row, rows, len(sizes), chunks) for row in range(rows)]
+        again = [recomputed(self.remat, order) for order in stage_orders(schedule, rows, len(sizes), chunks)]
         with self._alone(training=True), self._gradients_or_as_before():
             if self.proofs and len(sizes) > 1:
                 self._proof.of_model(arguments)
@@ -238,11 +243,12 @@ class Pipeline(nn.Module):
 
     def _outputs(self, pieces: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Of micro-batches, without gradients."""
-        orders = [[Action("forward", i) for i in range(len(pieces))] for _ in self.stages]
+        chunks = range(self.stages_per_device)
+        orders = [[Action("forward", i, chunk) for chunk in chunks for i in range(len(pieces))] for _ in self.devices]
         for stage in self.stages:
             stage.refresh()
         with torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad():
-            return self._call(pieces, orders, [frozenset()] * len(orders), None)
+            return self._call(pieces, orders, [frozenset()] * len(self.stages), None)
 
     def _call(
         self,

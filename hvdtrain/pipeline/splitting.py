@@ -41,6 +41,7 @@ def split(
     chunk: Chunk = None,
     kwargs: Mapping[str, Any] | None = None,
     offload: bool = False,
+    stages_per_device: int | None = None,
 ) -> Pipeline:
     """Splits a model over local devices and returns it as a pipeline.
 
@@ -48,12 +49,13 @@ def split(
         model: any module that `torch.fx` can follow, or with `modules` any at all. Its parameters and buffers move to
             the stages' devices, as `model.to()` would move them; the model itself is not to be called any more.
         example: a batch of the size that will be trained with: a tensor [batch, ...], or a tuple of arguments.
-        devices: one for each stage: ["cuda:0", "cuda:1"] or "cuda:0,cuda:1"; "cpu,cpu" is two stages on the CPU, each
-            with its share of the cores (`hvdtrain.init` before the model is built: see `hvdtrain.core.resources`).
+        devices: one for each stage (but see `stages_per_device`): ["cuda:0", "cuda:1"] or "cuda:0,cuda:1"; "cpu,cpu" is
+            two stages on the CPU, each with its share of the cores (`hvdtrain.init` before the model is built: see
+            `hvdtrain.core.resources`).
         micro_batches: parts that a batch is cut into; "auto": what the measured costs predict to be fastest.
         balance: which segments a stage gets: "time" measures them and makes the slowest stage as fast as possible,
             "memory" makes the fullest stage as small as possible; or the number of segments of each stage.
-        schedule: "1f1b" or "gpipe"; see `hvdtrain.pipeline.plan.schedule.actions`.
+        schedule: "1f1b", "gpipe", "zb-h1" or "interleaved"; see `hvdtrain.pipeline.plan.schedule.actions`.
         remat: which activations are computed again instead of kept; `hvdtrain.pipeline.plan.schedule.recomputed`.
         batch_norm: "batch": running statistics are those of whole batches; "micro": of micro-batches, one by one.
         modules: the model's parts in order, each called with what the one before returns, for models that cannot be
@@ -64,6 +66,8 @@ def split(
         kwargs: of the example, the keyword arguments; steps and calls are given the same.
         offload: what GPUs keep for backward passes is copied to the host's memory meanwhile, and back. Plans do not
             count on it.
+        stages_per_device: for "interleaved", 2 or more (default: 2); for "gpipe" any number: stage i of the model is on
+            device i % (number of devices).
 
     Raises:
         ConfigError: outputs for the two halves of the example that are not those of the whole; and, before anything is
@@ -82,16 +86,18 @@ def split(
     if any(place.type == "cpu" for place in places):
         keep_freed_memory()  # before there are threads
     parts = segments(model, example, names) if modules is None else from_modules(modules, model, example, names)
+    chunks = (2 if schedule == "interleaved" else 1) if stages_per_device is None else stages_per_device
+    plan.actions(schedule, 0, len(places), 1, chunks)  # refuses what cannot be
     sizes, count, measured = _resolved(
         parts, example, places, batch=batch, micro_batches=micro_batches, balance=balance, schedule=schedule,
-        remat=remat,
+        remat=remat, chunks=chunks,
     )  # fmt: skip
-    stages = build_stages(model, parts, sizes, places)
+    stages = build_stages(model, parts, sizes, places * chunks)
     from hvdtrain.pipeline.runtime import Pipeline
 
     pipe = Pipeline(
         model, stages, micro_batches=count, schedule=schedule, remat=remat, batch_norm=batch_norm, segments=parts,
-        profile=measured, chunk=chunk, offload=offload,
+        profile=measured, chunk=chunk, offload=offload, stages_per_device=chunks,
     )  # fmt: skip
     pipe.check_example(example)
     return pipe
@@ -107,10 +113,11 @@ def _resolved(
     balance: Balance | Sequence[int],
     schedule: plan.Schedule,
     remat: plan.Remat,
+    chunks: int,
 ) -> tuple[Sequence[int], int, Profile | None]:
     """Segments of each stage, micro-batches, and what was measured for it (None: nothing had to be)."""
-    _check_sizes(parts, len(places), balance)
-    if len(places) == 1:
+    _check_sizes(parts, len(places) * chunks, balance)
+    if len(places) * chunks == 1:
         return [len(parts)], 1 if micro_batches == "auto" else micro_batches, None
     if micro_batches != "auto" and not isinstance(balance, str):
         return list(balance), micro_batches, None
@@ -119,7 +126,7 @@ def _resolved(
     def cut(count: int) -> tuple[int, ...]:
         return partition(
             measured.costs, measured.devices, batch=batch, micro_batches=count, schedule=schedule, remat=remat,
-            links=measured.links, balance=balance,
+            links=measured.links, balance=balance, chunks=chunks,
         ).sizes  # fmt: skip
 
     if micro_batches != "auto":
@@ -131,8 +138,9 @@ def _resolved(
         except ConfigError:
             continue
         step = simulate(
-            plan.stage_costs(measured.costs, sizes, measured.devices), sizes=plan.micro_batch_sizes(batch, count),
-            schedule=schedule, remat=remat, links=measured.links, pools=measured.pools,
+            plan.stage_costs(measured.costs, sizes, [*measured.devices] * chunks),
+            sizes=plan.micro_batch_sizes(batch, count), schedule=schedule, remat=remat, links=measured.links,
+            pools=measured.pools, chunks=chunks,
         )  # fmt: skip
         found.append((step.step_s, count, sizes))
     if not found:

@@ -1,7 +1,7 @@
-"""One call of a pipeline: a worker for each stage does what its row of the schedule says.
+"""One call of a pipeline: a worker for each device does what its row of the schedule says.
 
 A worker waits for the values (or gradients) of its next action, and hands on what comes out. Nothing else orders the
-stages: the schedule does, by the order of each stage's own actions. Workers of GPUs only issue, and need no threads:
+stages: the schedule does, by the order of each device's own actions. Workers of GPUs only issue, and need no threads:
 the calling thread gives each in turn what is ready for it.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -20,15 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.core.errors import ConfigError, HvdtrainError, is_out_of_memory
+from hvdtrain.core.errors import HvdtrainError, is_out_of_memory
 from hvdtrain.pipeline.batchnorm import Pooled
 from hvdtrain.pipeline.context import Context
-from hvdtrain.pipeline.microbatch import join, map_tensors, tensors_of
-from hvdtrain.pipeline.places import Mark, Places, StageDevice, mark
+from hvdtrain.pipeline.passes import Head, Passes
+from hvdtrain.pipeline.places import Places, StageDevice, mark
 from hvdtrain.pipeline.plan.schedule import Action
 from hvdtrain.pipeline.plan.simulate import Span
-from hvdtrain.pipeline.rng import Draws, Generators
+from hvdtrain.pipeline.rng import Draws
 from hvdtrain.pipeline.stage import Stage
+
+_NAMES = {"weight": "backward for the weights"}
 
 
 class StageError(HvdtrainError):
@@ -40,51 +42,11 @@ class _Stopped(Exception):
 
 
 @dataclass
-class Head:
-    """What follows the last stage in training: the loss of each micro-batch, and its share in the gradient.
-
-    Where the share is 0 the loss is not called and nothing is differentiated: there may be a NaN, which times 0 is one.
-    """
-
-    loss: Callable[[Any, Any], Tensor]
-    targets: Sequence[Any]
-    weights: Sequence[float]
-    factor: float | Tensor
-    key: Hashable = "loss"  # which loss it is: the same in every step
-    outputs: list[Any] = field(default_factory=list)  # of each micro-batch, where they are wanted
-    sizes: Sequence[int] = ()  # of all micro-batches, where the loss sees the whole batch: one target, one weight
-    leaves: dict[int, Any] = field(default_factory=dict)  # then: what it is differentiated by
-
-    def __call__(self, output: Any, micro: int, on: StageDevice, there: Mark) -> tuple[Tensor, Tensor]:
-        """The mean loss over the micro-batch, and what is differentiated.
-
-        Args:
-            there: when targets and factor are.
-        """
-        if not self.weights[micro]:
-            nothing = torch.zeros((), device=on.device)
-            return nothing, nothing
-        target, factor = on.bring((self.targets[micro], self.factor), there)
-        loss = self.loss(output, target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not (loss.requires_grad or not torch.is_grad_enabled()):
-            received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            if isinstance(loss, Tensor) and loss.numel() == 1:
-                received += ", requires_grad=False"
-            raise ConfigError(
-                "loss(output, target) returns one number that can be differentiated: the mean over its samples",
-                received,
-                "for example torch.nn.CrossEntropyLoss()",
-            )
-        loss = loss.reshape(())
-        return loss, loss * (self.weights[micro] * factor)
-
-
-@dataclass
 class Call:
     """What one call does.
 
     Attributes:
-        orders: each stage's actions.
+        orders: each device's actions.
         recompute: each stage's micro-batches whose backward runs the forward again.
         inputs: the model's arguments, by micro-batch.
         gradients: filled with those of the tensors in the inputs; None: nobody wants them.
@@ -132,7 +94,8 @@ class Call:
         for values in self.inputs:
             self.forwards[0].put((values, self.there))
         at = self.places.stage_devices()
-        workers = [_Worker(self, index, one) for index, one in enumerate(at)]
+        passes = [Passes(self, index, at[index % len(at)]) for index in range(count)]
+        workers = [_Row(self, one, self.orders[row], passes[row :: len(at)]) for row, one in enumerate(at)]
         try:
             if self.places.threads:
                 self._run_threads(workers, at)
@@ -145,7 +108,7 @@ class Call:
             self._raise(*self.failure)
         return self.results
 
-    def _issue(self, workers: Sequence[_Worker]) -> None:
+    def _issue(self, workers: Sequence[_Row]) -> None:
         """Every worker in turn does one action of those whose values are there, until nothing is left."""
         waiting = [worker for worker in workers if worker.order]
         while waiting and self.failure is None:
@@ -153,9 +116,9 @@ class Call:
                 self._guarded(worker, worker.act)
             waiting = [worker for worker in waiting if not worker.is_done]
         for worker in workers:
-            worker.kept.clear()
+            worker.clear()
 
-    def _run_threads(self, workers: Sequence[_Worker], at: Sequence[StageDevice]) -> None:
+    def _run_threads(self, workers: Sequence[_Row], at: Sequence[StageDevice]) -> None:
         intra_op = torch.get_num_threads()
         try:
             self.places.run(at, [partial(self._work, worker) for worker in workers], self.stop)
@@ -170,11 +133,11 @@ class Call:
             if torch.get_num_threads() != intra_op:
                 torch.set_num_threads(intra_op)
 
-    def _work(self, worker: _Worker) -> None:
+    def _work(self, worker: _Row) -> None:
         self._guarded(worker, lambda: self.context.run(worker.run))
-        worker.kept.clear()
+        worker.clear()
 
-    def _guarded(self, worker: _Worker, act: Callable[[], None]) -> None:
+    def _guarded(self, worker: _Row, act: Callable[[], None]) -> None:
         try:
             act()
         except _Stopped:
@@ -182,7 +145,7 @@ class Call:
         except BaseException as error:
             with self._failing:
                 if self.failure is None:
-                    self.failure = (worker.index, worker.action, error)
+                    self.failure = (worker.stage.index, worker.action, error)
             self.stop()
 
     def stop(self) -> None:
@@ -205,7 +168,11 @@ class Call:
         if isinstance(error, (HvdtrainError, KeyboardInterrupt, SystemExit)):
             raise error
         stage = self.stages[index]
-        what = f"{action.kind} of micro-batch {action.micro + 1} of {len(self.inputs)}" if action else "its start"
+        what = (
+            f"{_NAMES.get(action.kind, action.kind)} of micro-batch {action.micro + 1} of {len(self.inputs)}"
+            if action
+            else "its start"
+        )
         text = str(error).strip()
         raise StageError(
             f"stage {index + 1} of {len(self.stages)} ({stage.name}, {stage.device}) failed in the {what}",
@@ -216,30 +183,15 @@ class Call:
         ) from error
 
 
-@dataclass
-class _Kept:
-    """What the backward pass of a micro-batch needs."""
+class _Row:
+    """What one device does in a call: the passes of its stages, in the order of the schedule."""
 
-    inputs: Any  # leaves
-    outputs: Any = None  # with their graph; of the last stage, what is differentiated
-    random: tuple[Any, ...] | None = None  # of all generators, where nothing else runs
-    buffers: list[Tensor] | None = None
-
-
-class _Worker:
-    """One stage's part of a call."""
-
-    def __init__(self, call: Call, index: int, device: StageDevice) -> None:
-        self._call = call
-        self.index = index
-        self._stage, self._device = call.stages[index], device
-        self.order, self._again = call.orders[index], call.recompute[index]
-        self._last = index == len(call.stages) - 1
-        self._last_backward = max((i for i, one in enumerate(self.order) if one.kind == "backward"), default=None)
-        self._generators = Generators(self._stage.device)
-        self._norms = call.pooled.of(self._stage.modules()) if call.pooled else ()
+    def __init__(self, call: Call, device: StageDevice, order: Sequence[Action], stages: Sequence[Passes]) -> None:
+        self._call, self._device, self._stages = call, device, stages
+        self.order = order
+        ends = {(action.chunk, action.kind): at for at, action in enumerate(order) if action.kind != "forward"}
+        self._ends = set(ends.values())  # a stage's last pass for its inputs, and for its weights
         self._done = 0
-        self.kept: dict[int, _Kept] = {}
         self.action: Action | None = None
 
     @property
@@ -247,19 +199,25 @@ class _Worker:
         """Whether nothing is left to do."""
         return self._done == len(self.order)
 
+    @property
+    def stage(self) -> Passes:
+        """Whose pass is done now."""
+        return self._stages[self.action.chunk if self.action else 0]
+
     def is_ready(self) -> bool:
         """Whether the values of its next action are there."""
         queue = self._queue(self.order[self._done])
         return queue is None or not queue.empty()
 
     def _queue(self, action: Action) -> SimpleQueue[Any] | None:
-        """Where an action's values come from; None: from this stage itself."""
+        """Where an action's values come from; None: from its stage itself."""
+        stage = self._stages[action.chunk]
         if action.kind == "forward":
-            return self._call.forwards[self.index]
-        return None if self._last else self._call.backwards[self.index]
+            return self._call.forwards[stage.index]
+        return None if stage.is_last or action.kind == "weight" else self._call.backwards[stage.index]
 
     def run(self) -> None:
-        """All actions, in the stage's own thread."""
+        """All actions, in the device's own thread."""
         self._device.settle()
         while not self.is_done:
             self.act()
@@ -267,153 +225,20 @@ class _Worker:
     def act(self) -> None:
         """The next action, when its values are there."""
         call, action = self._call, self.order[self._done]
-        self.action = action
+        self.action, stage = action, self._stages[action.chunk]
         values, there = call.take(self._queue(action))
-        call.finishing[self.index] = self._done == self._last_backward
+        call.finishing[stage.index] = self._done in self._ends
         with call.turn, self._device.turn():
             started = time.perf_counter()
             values = self._device.bring(values, there)
-            (self._forward if action.kind == "forward" else self._backward)(action.micro, values)
+            stage.do(action, values)
             if call.timeline is not None:
                 ended = time.perf_counter()
-                call.timeline.append(Span(self.index, action.kind, action.micro, started, ended))
-        call.finishing[self.index] = False
+                call.timeline.append(Span(stage.index, action.kind, action.micro, started, ended))
+        call.finishing[stage.index] = False
         self._done += 1
 
-    # -- forward ---------------------------------------------------------------------------------------------
-    def _forward(self, micro: int, values: Any) -> None:
-        call = self._call
-        again = micro in self._again
-        kept = self.kept[micro] = _Kept(values) if call.head is not None else _Kept(None)
-        if again:
-            self._remember(kept)
-        with torch.no_grad() if again else self._saving(values):
-            outputs = self._pass(values, micro, again=False)
-            if self._last:
-                outputs = self._finish(outputs, micro)
-        if call.head is None:
-            del self.kept[micro]
-        elif not again:
-            kept.outputs = outputs
-        if not self._last:
-            wants = again and torch.is_grad_enabled()
-            sent = map_tensors(lambda tensor: _leaf(tensor, wants), outputs)
-            call.forwards[self.index + 1].put((sent, mark(sent)))
-
-    def _pass(self, values: Any, micro: int, *, again: bool) -> Any:
-        call, stage = self._call, self._stage
-        for layer in self._norms:
-            layer.turn(micro, again=again)
-        if stage.mutates:  # in place: a leaf must not be changed, nor what is needed to run the pass again
-            values = map_tensors(torch.clone, values)
-        with call.context.autocast():
-            if call.draws is None or not stage.may_draw:
-                return stage(values)
-            for segment in stage.segments:
-                with self._stream(segment.index, micro, again=again) if segment.may_draw else nullcontext():
-                    values = segment(*values)
-            return values
-
-    def _stream(self, what: Hashable, micro: int, *, again: bool) -> AbstractContextManager[None]:
-        """What draws a segment, or the loss, runs inside of."""
-        draws = self._call.draws
-        return nullcontext() if draws is None else draws.of(self._generators, what, micro, again=again)
-
-    def _finish(self, outputs: Any, micro: int) -> Any:
-        """The last stage's outputs are the model's."""
-        call = self._call
-        (output,) = outputs
-        if call.head is None:
-            call.results[micro] = output
-            return None
-        if call.head.outputs:
-            call.head.outputs[micro] = map_tensors(torch.detach, output)
-        if call.head.sizes:
-            call.head.leaves[micro] = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
-            if len(call.head.leaves) == len(call.inputs):
-                self._whole_loss(call.head)
-            return outputs
-        loss, differentiated = self._loss(output, micro, again=False)
-        call.results[micro] = loss.detach()
-        return (differentiated,)
-
-    def _loss(self, output: Any, micro: int, *, again: bool) -> tuple[Tensor, Tensor]:
-        head = self._call.head
-        assert head is not None
-        with self._call.context.autocast(), self._stream(head.key, micro, again=again):
-            return head(output, micro, self._device, self._call.there)
-
-    def _whole_loss(self, head: Head) -> None:
-        """Of all micro-batches together, and its backward pass as far as their outputs."""
-        with torch.enable_grad():
-            whole = join([head.leaves[micro] for micro in range(len(head.sizes))], head.sizes)
-            loss, differentiated = self._loss(whole, 0, again=False)
-        self._call.results[0] = loss.detach()
-        differentiated.backward()
-
-    def _saving(self, values: Any) -> AbstractContextManager[Any]:
-        """What a forward pass runs inside of, as to what it keeps."""
-        if not self._call.offload or self._call.head is None:
-            return nullcontext()
-        here = (*self._stage.parameters(), *self._stage.buffers(), *tensors_of(values))
-        return self._device.offloading({tensor.untyped_storage().data_ptr() for tensor in here})
-
-    def _remember(self, kept: _Kept) -> None:
-        """What a pass depends on besides its inputs: the generators, and buffers that it may change."""
-        if self._call.draws is None:
-            kept.random = self._generators.everything()
-        kept.buffers = [buffer.detach().clone() for buffer in self._stage.changing_buffers()]
-
-    # -- backward --------------------------------------------------------------------------------------------
-    def _backward(self, micro: int, gradients: Any) -> None:
-        kept = self.kept.pop(micro)
-        outputs = self._repeat(kept, micro) if micro in self._again else kept.outputs
-        kept.outputs = None
-        roots, given = [], []
-        head = self._call.head
-        if self._last and head is not None and head.sizes:
-            gradients = [leaf.grad for leaf in tensors_of(head.leaves.pop(micro))]
-        arrived = gradients if gradients is not None else [None]
-        for output, gradient in zip(tensors_of(outputs), arrived, strict=True):
-            if output.requires_grad and (gradient is not None or gradients is None):
-                roots.append(output)
-                given.append(gradient)
-        del outputs
-        if roots:
-            torch.autograd.backward(roots, given)
-        if self.index:
-            leaves = tensors_of(kept.inputs)
-            gradients = [leaf.grad for leaf in leaves]
-            self._call.backwards[self.index - 1].put((gradients, mark(gradients)))
-            for leaf in leaves:
-                leaf.grad = None
-        elif self._call.gradients is not None:
-            self._call.gradients[micro] = [leaf.grad for leaf in tensors_of(kept.inputs)]
-
-    def _repeat(self, kept: _Kept, micro: int) -> Any:
-        """Runs the forward pass once more, now with its graph; buffers and generators end as they are."""
-        buffers = self._stage.changing_buffers()
-        now = [buffer.detach().clone() for buffer in buffers]
-        assert kept.buffers is not None
-        _put(buffers, kept.buffers)
-        swapped = nullcontext() if kept.random is None else self._generators.swapped(kept.random)
-        try:
-            with swapped, torch.enable_grad():
-                outputs = self._pass(kept.inputs, micro, again=True)
-                if not self._last or (self._call.head is not None and self._call.head.sizes):
-                    return outputs
-                return (self._loss(outputs[0], micro, again=True)[1],)
-        finally:
-            _put(buffers, now)
-
-
-def _leaf(tensor: Tensor, wants: bool) -> Tensor:
-    """What the next stage gets: the same memory, a graph of its own."""
-    needed = tensor.requires_grad or (wants and tensor.is_floating_point())
-    return tensor.detach().requires_grad_(needed)
-
-
-def _put(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for buffer, value in zip(buffers, values, strict=True):
-        # through .data: no graph that is still to be differentiated depends on the values
-        buffer.data.copy_(value)
+    def clear(self) -> None:
+        """Lets go of everything."""
+        for stage in self._stages:
+            stage.kept.clear()

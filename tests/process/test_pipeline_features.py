@@ -53,6 +53,18 @@ def test_copies(found: Found, limit: Limit) -> None:
     limit("P8b", "deepcopy and AveragedModel of a pipeline", mended="copies the unsplit model")
 
 
+def test_backward_passes_in_two(found: Found) -> None:
+    """Exact; no product is computed twice; each weight's hook is called once, and nothing of a weight is computed early
+    but of one that is used twice in a row."""
+    for name, its in found["parted"].items():
+        assert its["gap"] <= TOLERANCE, (name, its)
+        assert its["calls True"] == its["calls False"] > 0, (name, its)
+        assert (its["early"] > 0) == (name in ("twice", "gru")), (name, its)
+        assert its["products True"] <= its["products False"] + (name == "twice"), (name, its)  # the checkpoint's
+    for name, seen in found["hooks"]["seen"].items():
+        assert seen == [False, False, True], (name, seen)
+
+
 def test_activations_in_the_hosts_memory(found: Found, limit: Limit) -> None:
     """Exact, in order; fewer storages at once on the GPUs."""
     received = found["offload"]

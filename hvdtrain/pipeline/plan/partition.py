@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -17,11 +17,11 @@ from hvdtrain.pipeline.plan.schedule import (
     Remat,
     Schedule,
     SegmentCost,
-    actions,
     footprints,
     micro_batch_sizes,
     recomputed,
     stage_costs,
+    stage_orders,
     working_bytes,
 )
 from hvdtrain.pipeline.plan.simulate import links_between
@@ -59,6 +59,7 @@ def partition(
     remat: Remat = "never",
     links: Link | Sequence[Link] = Link(),  # noqa: B008 - frozen
     balance: Balance = "time",
+    chunks: int = 1,
 ) -> Partition:
     """Cuts a chain of segments into one stage a device, in the order of the devices.
 
@@ -66,16 +67,23 @@ def partition(
     "memory" the other way round. Both keep to each device's memory. A cut by hand (segments of each stage) is taken as
     it is.
 
+    Args:
+        chunks: stages on each device, in rounds over the devices. Then each is given its part of the memory, and no
+            two of a device are weighed against each other.
+
     Raises:
         ConfigError: more devices than segments, no cut that fits, or a cut by hand that is none.
     """
+    devices, rows = _each(devices, chunks), len(devices)
     if not 1 <= len(devices) <= len(costs):
         raise ConfigError(
             "every stage needs at least one segment of the model",
             f"{len(devices)} devices, {len(costs)} segments: {', '.join(cost.name for cost in costs)}",
             f"between 1 and {len(costs)} devices",
         )
-    chain = _Chain(costs, devices, micro_batch_sizes(batch, micro_batches), schedule, remat, links)
+    orders = stage_orders(schedule, rows, micro_batches, chunks)
+    between = links_between(links, rows, chunks)
+    chain = _Chain(costs, devices, micro_batch_sizes(batch, micro_batches), orders, remat, between)
     if not isinstance(balance, str):
         stage_costs(costs, balance, devices)  # refuses what is no cut
         return chain.partition_of(balance)
@@ -87,6 +95,13 @@ def partition(
         raise _fits_nowhere(chain, devices)
     _, sizes = _best(chain, second, within=(first, least * SAME))
     return chain.partition_of(sizes)
+
+
+def _each(devices: Sequence[Device], chunks: int) -> list[Device]:
+    """One for each stage."""
+    if chunks == 1:
+        return list(devices)
+    return [replace(one, memory_bytes=one.memory_bytes and one.memory_bytes / chunks) for one in devices] * chunks
 
 
 def _best(
@@ -159,15 +174,14 @@ class _Chain:
         costs: Sequence[SegmentCost],
         devices: Sequence[Device],
         sizes: Sequence[int],
-        schedule: Schedule,
+        orders: Sequence[Sequence[Action]],
         remat: Remat,
-        links: Link | Sequence[Link],
+        links: Sequence[Link],
     ) -> None:
         self.segments, self.stages = len(costs), len(devices)
         self._ahead = [device.ahead for device in devices]
         self._limits = [math.inf if device.memory_bytes is None else device.memory_bytes for device in devices]
         counts = Counter(sizes)
-        orders = [actions(schedule, stage, self.stages, len(sizes)) for stage in range(self.stages)]
         self._footprints = [footprints(order, sizes, remat) for order in orders]
         self._work = [
             _running(_step_seconds(cost, sizes, order, remat) / device.speed for cost in costs)
@@ -175,7 +189,7 @@ class _Chain:
         ]
         self._moved = [
             [sum(count * link.seconds(cost.output_bytes(size)) for size, count in counts.items()) for cost in costs]
-            for link in links_between(links, self.stages)
+            for link in links
         ]
         self._fixed = _running(cost.fixed_bytes for cost in costs)
         self._kept = {size: _running(cost.activation_bytes(size) for cost in costs) for size in set(sizes)}

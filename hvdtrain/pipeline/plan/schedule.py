@@ -15,21 +15,29 @@ from typing import Literal
 
 from hvdtrain.core.errors import ConfigError
 
-Schedule = Literal["gpipe", "1f1b"]
+Schedule = Literal["gpipe", "1f1b", "zb-h1", "interleaved"]
 Remat = Literal["never", "all", "except_last"]
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "zb-h1", "interleaved")
 REMATS: tuple[Remat, ...] = ("never", "all", "except_last")
 AHEAD = 2  # passes of a stage that may be queued on a GPU: what is received for them is held as long
 
 # ---- schedules
 
 
+Kind = Literal["forward", "backward", "weight"]
+WEIGHT_SHARE = 0.5  # of a backward pass: the gradients of the weights, where they are taken apart (of a matrix product)
+
+
 @dataclass(frozen=True)
 class Action:
-    """One pass of one stage over one micro-batch."""
+    """One pass over one micro-batch of one of a device's stages: number `chunk` of those that it has.
 
-    kind: Literal["forward", "backward"]
+    Where a schedule has "weight" passes, its "backward" passes give gradients to what came in only.
+    """
+
+    kind: Kind
     micro: int
+    chunk: int = 0
 
 
 def micro_batch_sizes(batch: int, micro_batches: int) -> tuple[int, ...]:
@@ -55,37 +63,88 @@ def usual_counts(most: int) -> list[int]:
     return sorted(n for power in range(most.bit_length()) for n in {2**power, 3 * 2**power // 2} if n <= most)
 
 
-def actions(schedule: Schedule, stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
-    """What one stage does, in order.
+def actions(schedule: Schedule, device: int, devices: int, micro_batches: int, chunks: int = 1) -> tuple[Action, ...]:
+    """What one device does, in order.
 
-    "gpipe" (Huang et al., arXiv 1811.06965): all forwards, then all backwards in reverse order. "1f1b" (Narayanan et
-    al., PipeDream-flush, arXiv 2006.09503): `stages - stage` forwards, then one backward and one forward in turn, so
-    that a stage holds the activations of no more micro-batches than there are stages from it to the end.
+    "gpipe" (Huang et al., arXiv 1811.06965): all forwards, then all backwards in reverse order.
+
+    "1f1b" (Narayanan et al., PipeDream-flush, arXiv 2006.09503): `devices - device` forwards, then one backward and one
+    forward in turn, so that a device holds the activations of no more micro-batches than there are stages from it to
+    the end. Both wait (s - 1) (f + b) for s devices, and passes of f and b seconds.
+
+    "zb-h1" (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241): as "1f1b", but a backward pass
+    gives gradients to what came in only, and those of the weights follow `device` micro-batches later: they fill what
+    were waits at the end. Waits (s - 1) (f + b_input - b_weight); holds as much as the first device of "1f1b".
+
+    "interleaved" (Narayanan et al., SC 2021, arXiv 2104.04473): stage i of `devices * chunks` is on device i % devices,
+    and 1F1B goes round them: waits are those of stages so small, (s - 1) (f + b) / chunks, for more transfers and
+    activations.
 
     Args:
-        stage: counted from 0.
+        device: counted from 0.
+        chunks: stages on each device.
 
     Raises:
-        ConfigError: no such schedule.
+        ConfigError: no such schedule, or one that has one stage a device.
     """
     if schedule not in SCHEDULES:
         raise ConfigError(f"the schedule is one of {', '.join(SCHEDULES)}", repr(schedule))
     m = micro_batches
+    if chunks > 1 and schedule in ("1f1b", "zb-h1"):
+        raise ConfigError(
+            f"{schedule} has one stage on each device", f"{chunks} stages a device", 'schedule="interleaved" or "gpipe"'
+        )
     if schedule == "gpipe":
-        return tuple(Action("forward", i) for i in range(m)) + tuple(Action("backward", i) for i in reversed(range(m)))
-    ahead = min(m, stages - stage)
-    order = [Action("forward", i) for i in range(ahead)]
+        ahead = [Action("forward", i, chunk) for chunk in range(chunks) for i in range(m)]
+        return (*ahead, *(Action("backward", one.micro, one.chunk) for one in reversed(ahead)))
+    if schedule == "interleaved" and chunks > 1:
+        return _interleaved(device, devices, m, chunks)
+    ahead_of_it = min(m, devices - device)
+    order = [Action("forward", i) for i in range(ahead_of_it)]
+    split = schedule == "zb-h1"
     for i in range(m):
         order.append(Action("backward", i))
-        if ahead + i < m:
-            order.append(Action("forward", ahead + i))
+        if split and i >= device:
+            order.append(Action("weight", i - device))
+        if ahead_of_it + i < m:
+            order.append(Action("forward", ahead_of_it + i))
+    return (*order, *(Action("weight", i) for i in range(max(0, m - device), m) if split))
+
+
+def _interleaved(device: int, devices: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
+    """Micro-batches go in groups of about as many as there are devices, each through all chunks."""
+    groups, at = [], 0
+    for size in micro_batch_sizes(micro_batches, max(1, micro_batches // devices)):
+        groups.append(range(at, at + size))
+        at += size
+    forwards = [Action("forward", i, chunk) for group in groups for chunk in range(chunks) for i in group]
+    backwards = [Action("backward", i, chunk) for group in groups for chunk in reversed(range(chunks)) for i in group]
+    ahead = min(len(forwards), (chunks - 1) * len(groups[0]) + 2 * (devices - device - 1))
+    order = forwards[:ahead]
+    for position, backward in enumerate(backwards):
+        order += forwards[ahead + position : ahead + position + 1]
+        order.append(backward)
     return tuple(order)
+
+
+def of_stage(order: Sequence[Action], chunk: int) -> tuple[Action, ...]:
+    """What a device does for one of its stages."""
+    return tuple(action for action in order if action.chunk == chunk)
+
+
+def stage_orders(schedule: Schedule, devices: int, micro_batches: int, chunks: int = 1) -> list[tuple[Action, ...]]:
+    """What is done for each stage, on whatever device it is."""
+    rows = [actions(schedule, device, devices, micro_batches, chunks) for device in range(devices)]
+    return [of_stage(rows[stage % devices], stage // devices) for stage in range(devices * chunks)]
 
 
 def recomputed(remat: Remat, order: Sequence[Action]) -> frozenset[int]:
     """The micro-batches whose backward runs the forward pass once more.
 
     "except_last" leaves out those whose backward follows directly on their forward: nothing would be gained.
+
+    Args:
+        order: of one stage.
 
     Raises:
         ConfigError: no such mode.
@@ -96,7 +155,9 @@ def recomputed(remat: Remat, order: Sequence[Action]) -> frozenset[int]:
         return frozenset()
     everyone = {action.micro for action in order}
     if remat == "except_last":
-        everyone -= {b.micro for a, b in zip(order, order[1:], strict=False) if a.micro == b.micro}
+        after = [(b.micro, b.kind) for b in order[1:]]
+        directly = zip(order, after, strict=False)
+        everyone -= {a.micro for a, b in directly if a.kind == "forward" and b == (a.micro, "backward")}
     return frozenset(everyone)
 
 
@@ -117,24 +178,25 @@ class Footprint:
 def footprints(order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never") -> tuple[Footprint, ...]:
     """The moments at which the stage holds most; one of them is its peak, whatever activations and inputs weigh.
 
-    Activations are held from the forward to the end of the backward; of a recomputed micro-batch the input is, and
-    during its backward the activations too.
+    Activations are held from the forward to the end of the backward, or of what comes after it for the weights; of a
+    recomputed micro-batch the input is, and from its backward on the activations too.
 
     Args:
-        order: the stage's actions.
+        order: the actions of one stage.
         sizes: samples of each micro-batch.
     """
     again = recomputed(remat, order)
     whole, inputs = Counter[int](), Counter[int]()
     moments: set[Footprint] = set()
+    end = "weight" if any(action.kind == "weight" for action in order) else "backward"
     for action in order:
         size = sizes[action.micro]
         if action.kind == "forward":
             (inputs if action.micro in again else whole)[size] += 1
-        elif action.micro in again:
+        elif action.kind == "backward" and action.micro in again:
             whole[size] += 1
         moments.add(Footprint(_counts(whole), _counts(inputs)))
-        if action.kind == "backward":
+        if action.kind == end:
             whole[size] -= 1
             if action.micro in again:
                 inputs[size] -= 1
@@ -326,6 +388,34 @@ class StageCost:
         largest = max(sizes)
         received = max(self.input_bytes(largest), self.output_bytes(largest)) * self.device.ahead
         return self.fixed_bytes + most + self.working_bytes(largest) + received
+
+
+def device_peak_bytes(
+    stages: Sequence[StageCost], order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never"
+) -> float:
+    """The most that a device holds at any time, of all its stages.
+
+    Args:
+        stages: those on it, by chunk.
+        order: what the device does.
+    """
+    if len(stages) == 1:
+        return stages[0].peak_bytes(order, sizes, remat)
+    again = [recomputed(remat, of_stage(order, chunk)) for chunk in range(len(stages))]
+    held, most = 0.0, 0.0
+    for action in order:
+        stage, size, repeats = stages[action.chunk], sizes[action.micro], action.micro in again[action.chunk]
+        activations, given = stage.activation_bytes(size), stage.input_bytes(size) if repeats else 0.0
+        if action.kind == "forward":
+            held += given if repeats else activations
+            most = max(most, held)
+        else:
+            most = max(most, held + activations if repeats else held)
+            held -= given if repeats else activations
+    largest = max(sizes)
+    beside = max(stage.working_bytes(largest) for stage in stages)
+    received = max(max(stage.input_bytes(largest), stage.output_bytes(largest)) for stage in stages)
+    return sum(stage.fixed_bytes for stage in stages) + most + beside + received * stages[0].device.ahead
 
 
 def stage_costs(costs: Sequence[SegmentCost], sizes: Sequence[int], devices: Sequence[Device]) -> list[StageCost]:

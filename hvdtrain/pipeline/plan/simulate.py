@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.schedule import Action, Link, Pool, Remat, Schedule, StageCost, actions, recomputed
+from hvdtrain.pipeline.plan.schedule import (
+    WEIGHT_SHARE,
+    Action,
+    Kind,
+    Link,
+    Pool,
+    Remat,
+    Schedule,
+    StageCost,
+    actions,
+    device_peak_bytes,
+    of_stage,
+    recomputed,
+)
 
 NOW = 1e-12  # of the time so far: what ends within it ends now
 SELDOM = 0.05  # of the work: passes are together too seldom to tell what they do to each other
@@ -18,7 +32,7 @@ class Span(NamedTuple):
     """One pass of one stage, in seconds since the step began."""
 
     stage: int
-    kind: Literal["forward", "backward"]
+    kind: Kind
     micro: int
     start_s: float
     end_s: float
@@ -30,10 +44,10 @@ class Simulation:
 
     Attributes:
         step_s: until the last backward pass has ended.
-        busy_s: of each stage, while it was in a pass (slowed down by others of its pool or not).
-        peak_bytes: of each stage.
+        busy_s: of each device, while it was in a pass (slowed down by others of its pool or not).
+        peak_bytes: of each device.
         timeline: every pass, by its end.
-        efficiency: the stages' work, each alone on its device, over stages x step: 1 means that none ever waits.
+        efficiency: the stages' work, each alone on its device, over devices x step: 1 means that none ever waits.
     """
 
     step_s: float
@@ -44,7 +58,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The share of its time that a stage is idle, on average."""
+        """The share of its time that a device is idle, on average."""
         return 1 - sum(self.busy_s) / (len(self.busy_s) * self.step_s)
 
 
@@ -57,8 +71,9 @@ def simulate(
     links: Link | Sequence[Link] = Link(),  # noqa: B008 - frozen
     pools: Mapping[str, Pool] | None = None,
     overlap: bool = True,
+    chunks: int = 1,
 ) -> Simulation:
-    """One training step, every stage taking its actions in the schedule's order as soon as it can.
+    """One training step, every device taking its actions in the schedule's order as soon as it can.
 
     A transfer runs beside the passes, one at a time for each direction of a link. A recomputed micro-batch's backward
     takes its forward time more. Stages whose devices share a pool slow each other down while they run together, or
@@ -66,27 +81,30 @@ def simulate(
     pass is first.
 
     Args:
+        stages: in the order of the model; number i is on device i % (number of devices).
         sizes: samples of each micro-batch (`plan.micro_batch_sizes`).
-        links: from each stage to the next; one stands for all.
+        links: from each device to the next; one stands for all.
         pools: by name; devices of a pool that is not among them do not slow each other down.
         overlap: False: one thing happens at a time, as in a model that is merely split.
+        chunks: stages on each device.
 
     Raises:
         ConfigError: not a link between each two stages.
     """
-    between = links_between(links, len(stages))
-    orders = [actions(schedule, stage, len(stages), len(sizes)) for stage in range(len(stages))]
+    devices = len(stages) // chunks
+    between = links_between(links, devices, chunks)
+    orders = [actions(schedule, device, devices, len(sizes), chunks) for device in range(devices)]
     run = _Run(stages, sizes, orders, remat, between, pools or {}, overlap)
     run.to_the_end()
-    busy = [0.0] * len(stages)
+    busy = [0.0] * devices
     for span in run.timeline:
-        busy[span.stage] += span.end_s - span.start_s
+        busy[span.stage % devices] += span.end_s - span.start_s
     return Simulation(
         step_s=run.now_s,
         busy_s=tuple(busy),
-        peak_bytes=tuple(stage.peak_bytes(order, sizes, remat) for stage, order in zip(stages, orders, strict=True)),
+        peak_bytes=tuple(device_peak_bytes(stages[at::devices], orders[at], sizes, remat) for at in range(devices)),
         timeline=tuple(run.timeline),
-        efficiency=run.work_s / (len(stages) * run.now_s) if run.now_s else 1.0,
+        efficiency=run.work_s / (devices * run.now_s) if run.now_s else 1.0,
     )
 
 
@@ -121,17 +139,20 @@ def pool_speeds(seen: Sequence[tuple[float, float, float]], most: int) -> tuple[
     return tuple(1 / (1 + high * (running - 1)) for running in range(1, most + 1))
 
 
-def links_between(links: Link | Sequence[Link], stages: int) -> tuple[Link, ...]:
-    """One link between each two neighbours.
+def links_between(links: Link | Sequence[Link], devices: int, chunks: int = 1) -> tuple[Link, ...]:
+    """One link between each two neighbouring stages; from the last device back to the first the slowest.
 
     Raises:
         ConfigError: too many, or too few.
     """
     if isinstance(links, Link):
-        return (links,) * (stages - 1)
-    if len(links) != stages - 1:
-        raise ConfigError("each two neighbouring stages have a link", f"{len(links)} link(s), {stages} stages")
-    return tuple(links)
+        links = (links,) * (devices - 1)
+    if len(links) != devices - 1:
+        raise ConfigError("each two neighbouring stages have a link", f"{len(links)} link(s), {devices} stages")
+    back = Link(
+        max((one.latency_s for one in links), default=0.0), min((one.bytes_per_s for one in links), default=math.inf)
+    )
+    return tuple(([*links, back] * chunks)[:-1])
 
 
 @dataclass
@@ -156,22 +177,25 @@ class _Run:
         pools: Mapping[str, Pool],
         overlap: bool,
     ) -> None:
-        self.now_s, self.work_s = 0.0, 0.0
+        self.now_s, self.work_s, self._devices = 0.0, 0.0, len(orders)
         self.timeline: list[Span] = []
         self._todo = [deque(order) for order in orders]
-        self._seconds = [_pass_seconds(*of, sizes, remat) for of in zip(stages, orders, strict=True)]
+        self._seconds = [
+            _pass_seconds(stage, of_stage(orders[index % len(orders)], index // len(orders)), sizes, remat)
+            for index, stage in enumerate(stages)
+        ]
         self._moves = [
             [link.seconds(stage.output_bytes(size)) for size in sizes]
             for stage, link in zip(stages[:-1], links, strict=True)
         ]
-        self._pool_of = [stage.device.pool for stage in stages]
+        self._pool_of = [stage.device.pool for stage in stages[: len(orders)]]
         self._pools = pools
         self._overlap = overlap
         self._arrived = {(0, Action("forward", micro)) for micro in range(len(sizes))}
         self._running: dict[int, _Pass] = {}
         self._waiting: dict[str, deque[int]] = {}  # by pool: stages that wait for a slot
         self._just_ended: list[int] = []
-        # (from, to) -> what is on its way there, with the seconds it needs: the first one moves
+        # devices (from, to) -> what is on its way there, with the seconds it needs: the first one moves
         self._lanes: dict[tuple[int, int], deque[tuple[Action, float]]] = {}
 
     def to_the_end(self) -> None:
@@ -183,7 +207,7 @@ class _Run:
         assert not any(self._todo), "the schedule waits for itself"
 
     def _start(self) -> None:
-        """Every idle stage whose next action has what it needs takes it."""
+        """Every idle device whose next action has what it needs takes it."""
         for stage in dict.fromkeys([*self._just_ended, *range(len(self._todo))]):
             todo = self._todo[stage]
             if stage in self._running or not todo or (stage, todo[0]) not in self._arrived:
@@ -196,7 +220,7 @@ class _Run:
             while waiting and self._may_start(name):
                 stage = waiting.popleft()
                 action = self._todo[stage].popleft()
-                work_s = self._seconds[stage][action]
+                work_s = self._seconds[self._stage(stage, action)][action]
                 self.work_s += work_s
                 self._running[stage] = _Pass(action, work_s, self.now_s)
 
@@ -235,32 +259,45 @@ class _Run:
         pool = self._pools.get(self._pool_of[stage])
         return pool.speed(together[self._pool_of[stage]]) if pool else 1.0
 
-    def _finish(self, stage: int, one: _Pass) -> None:
-        action = one.action
-        self._just_ended.append(stage)
+    def _stage(self, device: int, action: Action) -> int:
+        return action.chunk * self._devices + device
+
+    def _finish(self, device: int, one: _Pass) -> None:
+        action, stage = one.action, self._stage(device, one.action)
+        self._just_ended.append(device)
         self.timeline.append(Span(stage, action.kind, action.micro, one.start_s, self.now_s))
-        if action.kind == "forward" and stage < len(self._todo) - 1:
+        if action.kind == "forward" and stage < len(self._seconds) - 1:
             self._send(stage, stage + 1, action, self._moves[stage][action.micro])
         elif action.kind == "forward":
-            self._arrived.add((stage, Action("backward", action.micro)))
-        elif stage:
-            self._send(stage, stage - 1, action, self._moves[stage - 1][action.micro])
+            self._arrived.add((device, replace(action, kind="backward")))
+        elif action.kind == "backward":
+            self._arrived.add((device, replace(action, kind="weight")))
+            if stage:
+                self._send(stage, stage - 1, action, self._moves[stage - 1][action.micro])
 
     def _send(self, source: int, target: int, action: Action, seconds: float) -> None:
-        if not seconds:
-            self._arrived.add((target, action))
+        """From one stage to another."""
+        lane = source % self._devices, target % self._devices
+        action = replace(action, chunk=target // self._devices)
+        if not seconds or lane[0] == lane[1]:
+            self._arrived.add((lane[1], action))
         else:
-            self._lanes.setdefault((source, target), deque()).append((action, seconds))
+            self._lanes.setdefault(lane, deque()).append((action, seconds))
 
 
 def _pass_seconds(stage: StageCost, order: Sequence[Action], sizes: Sequence[int], remat: Remat) -> dict[Action, float]:
     """What each action of a stage takes, alone on its device."""
     again = recomputed(remat, order)
+    share = WEIGHT_SHARE if any(action.kind == "weight" for action in order) else 0.0
     forward = {size: stage.forward_s(size) for size in set(sizes)}
     backward = {size: stage.backward_s(size) for size in set(sizes)}
-    return {
-        action: forward[sizes[action.micro]]
-        if action.kind == "forward"
-        else backward[sizes[action.micro]] + (forward[sizes[action.micro]] if action.micro in again else 0.0)
-        for action in order
-    }
+
+    def seconds(action: Action) -> float:
+        size = sizes[action.micro]
+        if action.kind == "forward":
+            return forward[size]
+        if action.kind == "weight":
+            return backward[size] * share
+        return backward[size] * (1 - share) + (forward[size] if action.micro in again else 0.0)
+
+    return {action: seconds(action) for action in order}

@@ -167,9 +167,9 @@ def _make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module,
         raise ConfigError(
             "a model that is cut by itself has to be traceable: its own forward may not depend on the data",
             f"{name}: {reason}{where}",
-            "give its parts in order: split(..., modules=[...]) (modules or names, each called with what the"
-            " one before returns); or move what cannot be traced into a submodule. Models that return objects of"
-            " classes of their own: modules=[...] of parts that return tensors",
+            "give its parts in order: split(..., modules=[...]) (modules or names, each called with what the one\n"
+            "before returns); or move what cannot be traced into a submodule. Models that return objects of their\n"
+            "own: modules=[...] of parts that return tensors",
         )
     leaves[path] = reason
 

@@ -23,9 +23,9 @@ from hvdtrain.pipeline.plan.schedule import (
     Pool,
     Remat,
     StageCost,
-    actions,
     recomputed,
     stage_costs,
+    stage_orders,
 )
 from hvdtrain.pipeline.plan.simulate import Span, pool_speeds, simulate
 from hvdtrain.pipeline.runtime import Pipeline
@@ -65,8 +65,9 @@ class Prediction:
         """
         pipe = self.pipe
         step = simulate(
-            self.stages, sizes=sizes, schedule=pipe.schedule, remat=pipe.remat, links=self.links, pools=self.pools
-        )
+            self.stages, sizes=sizes, schedule=pipe.schedule, remat=pipe.remat, links=self.links, pools=self.pools,
+            chunks=pipe.stages_per_device,
+        )  # fmt: skip
         return step.step_s + self.overhead_s
 
 
@@ -90,20 +91,20 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
     with preserved(pipe):
         # 1F1B whatever the steps will be: in fill-drain a backward pass finds little of its forward pass in a cache,
         # and takes longer than it does in a step of one micro-batch
-        pipe.record, pipe.schedule = on_cpu, "1f1b"
+        pipe.record, pipe.schedule = on_cpu, "1f1b" if pipe.stages_per_device == 1 else pipe.schedule
         timed = _short_steps(pipe, x, y, loss)
     stages = [
         StageCost(
-            Device(str(device), pool=CPU_POOL if on_cpu else ""),
-            _curve(timed, (stage, "forward")),
-            _curve(timed, (stage, "backward")),
+            Device(str(stage.device), pool=CPU_POOL if on_cpu else ""),
+            _curve(timed, (stage.index, "forward")),
+            _curve(timed, (stage.index, "backward")),
         )
-        for stage, device in enumerate(pipe.devices)
+        for stage in pipe.stages
     ]
     pools = {}
     if on_cpu:
-        slots = cpu_slots(len(stages))
-        by_step = [pool_speeds(seen, slots or len(stages)) for one in timed for seen in one.side_by_side]
+        slots = cpu_slots(len(pipe.devices))
+        by_step = [pool_speeds(seen, slots or len(pipe.devices)) for one in timed for seen in one.side_by_side]
         # again the median: a step that something else disturbed would make every prediction slow
         pools = {CPU_POOL: Pool(tuple(map(statistics.median, zip(*by_step, strict=True))), slots)}
     return Prediction(pipe, stages, min(one.overhead_s for one in timed), pools=pools)
@@ -115,7 +116,8 @@ def from_profile(pipe: Pipeline) -> Prediction | None:
     if its is None or not any(cost.forward_s(1) for cost in its.costs):  # only bytes were measured
         return None
     counts = [len(stage.segments) for stage in pipe.stages]
-    return Prediction(pipe, stage_costs(its.costs, counts, its.devices), 0.0, its.links, its.pools)
+    devices = [*its.devices] * pipe.stages_per_device
+    return Prediction(pipe, stage_costs(its.costs, counts, devices), 0.0, its.links, its.pools)
 
 
 @dataclass(frozen=True)
@@ -183,12 +185,13 @@ def _timed(pipe: Pipeline, size: int, count: int, step: Callable[[], Any]) -> _T
     for turn in range(ROUNDS):
         if turn and time.perf_counter() - begun > ROUNDS_S:
             break
-        if stages > 1:
+        if len(pipe.devices) > 1:
             by_itself += once(overlap=False)[1]
         seconds, spans = once()
         side_by_side.append(spans)
         overheads_s.append(seconds - (max(span.end_s for span in spans) - min(span.start_s for span in spans)))
-    again = [recomputed(pipe.remat, actions(pipe.schedule, stage, stages, count)) for stage in range(stages)]
+    orders = stage_orders(pipe.schedule, len(pipe.devices), count, pipe.stages_per_device)
+    again = [recomputed(pipe.remat, order) for order in orders]
     passes: Passes = {}
 
     def repeated_s(span: Span) -> float:

@@ -19,12 +19,16 @@ from recorded_streams import CPU, Recorder, gpu
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import hvdtrain.pipeline
 from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.pipeline.microbatch import tensors_of
 from hvdtrain.pipeline.places import Places
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
 from hvdtrain.pipeline.runtime import Pipeline
+from hvdtrain.pipeline.trace.parted import inputs_first
 from hvdtrain.pipeline.worker import Call
 
 torch.set_default_dtype(torch.float64)
@@ -183,7 +187,7 @@ class Two(nn.Module):
 def input_gradients() -> float:
     """Of leaves and of what an encoder before the pipeline has made; of arguments with and without samples."""
     worst = 0.0
-    for stages, remat, schedule in itertools.product((1, 2), REMATS, SCHEDULES):
+    for stages, remat, schedule in itertools.product((1, 2), REMATS, SCHEDULES[:3]):
         torch.manual_seed(4)
         model, before = Two().train(), nn.Linear(WIDTH, WIDTH)
         data, prompt, y = (
@@ -225,6 +229,99 @@ def copies() -> dict[str, Any]:
         "runs": gap([twin(x)], [pipe.module(x)]),
         "own": twin[0][0].weight is not pipe.module[0][0].weight,
     }
+
+
+# -- backward passes in two -------------------------------------------------------------------------------------------
+class Twice(nn.Module):
+    """One weight twice in a row, one beside itself, one that is computed, one that the input does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.beside, self.alone = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = torch.tanh(self.row(torch.tanh(self.row(x)))) + self.frozen(x)
+        y = self.beside(y) * self.beside(y.exp()) + self.normed(y)
+        y = checkpoint(self.alone, y, use_reentrant=False) + torch.relu(y)
+        return y, self.alone.weight * 2, x
+
+
+class Counting(TorchDispatchMode):
+    """How many matrix products there are."""
+
+    products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func._schema.name in ("aten::mm", "aten::addmm")
+        return func(*args, **kwargs or {})
+
+
+def parted() -> dict[str, Any]:
+    """Gradients of inputs first, those of weights later: the same, by as many products, hooks once each."""
+    found: dict[str, Any] = {}
+    x = torch.randn(BATCH, WIDTH)
+    torch.manual_seed(6)
+    attention = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, batch_first=True)
+    cases: dict[str, tuple[nn.Module, Tensor]] = {
+        "twice": (Twice(), x), "linear": (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)), x),
+        "attention": (attention, torch.randn(BATCH, 4, WIDTH)), "gru": (nn.GRU(WIDTH, WIDTH), x[None]),
+        "convolution": (nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Conv1d(3, 2, 3)),
+                        torch.randn(BATCH, 2, WIDTH)),
+    }  # fmt: skip
+    for name, (module, value) in cases.items():
+        runs, calls = [], [0]
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, calls=calls: calls.__setitem__(0, calls[0] + 1))
+        for apart in (False, True):
+            module.zero_grad()
+            leaf, calls[0] = value.clone().requires_grad_(), 0
+            roots = [root for root in tensors_of(module(leaf)) if root.requires_grad]
+            given = [torch.ones_like(root) for root in roots]
+            early = 0
+            with Counting() as counted:
+                if apart:
+                    later = inputs_first(roots, given, [leaf])
+                    early, first = calls[0], leaf.grad.clone()
+                    for act in reversed(later):
+                        act()
+                else:
+                    torch.autograd.backward(roots, given)
+                    first = leaf.grad
+            runs.append([first, leaf.grad, *gradients(module)])
+            found.setdefault(name, {}).update({
+                f"products {apart}": counted.products, f"calls {apart}": calls[0], "early": early,
+            })  # fmt: skip
+        found[name]["gap"] = gap(*runs)
+    return found
+
+
+def hooks() -> dict[str, Any]:
+    """Gradient hooks see when a stage's weights have all they get in a step, also of weights that are not parted."""
+    seen: dict[str, list[bool]] = {}
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Twin(), nn.Linear(WIDTH, WIDTH)).train()
+    pipe = split(model, torch.randn(BATCH, WIDTH), 2, balance=[2, 2], modules=list(model), schedule="zb-h1")
+    pipe.proofs = False
+    for group, parameters in enumerate(pipe.owned_parameters()):
+        for number, parameter in enumerate(parameters):
+            its = seen.setdefault(f"{group} {number}", [])
+            parameter.register_post_accumulate_grad_hook(lambda _, g=group, its=its: its.append(pipe.finishing(g)))
+    pipe.step(torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH), MSE)
+    return {"seen": seen}
+
+
+class Twin(nn.Module):
+    """A weight twice in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight) @ self.weight
 
 
 # -- activations in the host's memory ----------------------------------------------------------------------------------
@@ -272,7 +369,7 @@ def offload() -> dict[str, Any]:
 DISPATCH = Recorder.__torch_dispatch__
 
 if __name__ == "__main__":
-    for check in (models, keywords, whole_losses, input_gradients, copies, offload):
+    for check in (models, keywords, whole_losses, input_gradients, copies, parted, hooks, offload):
         if len(sys.argv) == 1 or check.__name__ in sys.argv:
             result = check()
             line = result if isinstance(result, dict) else {"difference": result}

@@ -25,8 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hvdtrain.pipeline
 from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.pipeline import passes as _passes
 from hvdtrain.pipeline import rng
-from hvdtrain.pipeline import worker as _worker
 from hvdtrain.pipeline.runtime import Pipeline
 
 torch.set_default_dtype(torch.float64)
@@ -717,13 +717,13 @@ def memory() -> dict[str, Any]:
     model = nn.Sequential(Table(), Table(), nn.BatchNorm1d(WIDTH), Table())
     pipe = split(model, remat="all")
     most = [0]
-    remember = _worker._Worker._remember
+    remember = _passes.Passes._remember
 
     def counting(worker: Any, kept: Any) -> None:
         remember(worker, kept)
         most[0] = max(most[0], sum(buffer.numel() for buffer in kept.buffers))
 
-    with mock.patch.object(_worker._Worker, "_remember", counting):
+    with mock.patch.object(_passes.Passes, "_remember", counting):
         pipe.step(X, Y, MSE)
     wide = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1000))
     costs = hvdtrain.pipeline.profile(wide, X, ["cpu", "cpu"], sizes=[2, 4], timed=False).costs

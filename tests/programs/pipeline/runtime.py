@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import hvdtrain.pipeline
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline import passes as _passes
 from hvdtrain.pipeline import rng
-from hvdtrain.pipeline import worker as _worker
 from hvdtrain.pipeline.plan.schedule import actions
 from hvdtrain.pipeline.runtime import Pipeline, StageError
 from hvdtrain.pipeline.threads import FairSemaphore
@@ -274,7 +274,7 @@ def autocast() -> dict[str, Any]:
 def memory() -> dict[str, Any]:
     """Micro-batches that a stage holds at most, counted where they are kept."""
     found = {}
-    forward = _worker._Worker._forward
+    forward = _passes.Passes.forward
     for schedule, remat in itertools.product(("gpipe", "1f1b"), ("never", "all")):
         most: dict[int, int] = {}
         graphs: dict[int, int] = {}
@@ -285,9 +285,9 @@ def memory() -> dict[str, Any]:
             held = sum(kept.outputs is not None for kept in worker.kept.values())
             graphs[worker.index] = max(graphs.get(worker.index, 0), held)
 
-        _worker._Worker._forward = counting  # type: ignore[method-assign]
+        _passes.Passes.forward = counting  # type: ignore[method-assign]
         split(model().train(), [2, 2, 1], micro_batches=6, schedule=schedule, remat=remat).step(X, Y, MSE)
-        _worker._Worker._forward = forward  # type: ignore[method-assign]
+        _passes.Passes.forward = forward  # type: ignore[method-assign]
         found[f"{schedule} {remat}"] = [[most[k] for k in range(3)], [graphs[k] for k in range(3)]]
     return found
 

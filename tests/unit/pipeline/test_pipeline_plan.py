@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.schedule import (
     REMATS,
-    SCHEDULES,
     Action,
     Curve,
     Device,
@@ -28,6 +27,8 @@ from hvdtrain.pipeline.plan.schedule import (
     stage_costs,
 )
 
+# the others: test_pipeline_schedules.py
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 Ticks = Sequence[Sequence[Action | None]]
 SHAPES = list(itertools.product(SCHEDULES, range(1, 7), range(1, 13)))
 

@@ -14,17 +14,20 @@ from test_pipeline_plan import modes
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan.schedule import (
-    SCHEDULES,
     Curve,
     Device,
     Link,
     Pool,
+    Schedule,
     StageCost,
     actions,
     micro_batch_sizes,
     recomputed,
 )
 from hvdtrain.pipeline.plan.simulate import pool_speeds, simulate
+
+# the others: test_pipeline_schedules.py
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 
 # ---- by hand
 

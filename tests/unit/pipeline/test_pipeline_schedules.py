@@ -1,0 +1,195 @@
+"""Interleaved 1F1B and ZB-H1: every pass once, in order, never waiting for itself; times as the papers say."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stub_pipelines import stage
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan import schedule as schedules
+from hvdtrain.pipeline.plan.partition import partition
+from hvdtrain.pipeline.plan.schedule import (
+    Action,
+    Curve,
+    Device,
+    Link,
+    Schedule,
+    SegmentCost,
+    StageCost,
+    actions,
+    footprints,
+    of_stage,
+    stage_orders,
+)
+from hvdtrain.pipeline.plan.simulate import simulate
+
+# of the rows of devices: which passes there are, by (device, action)
+Rows = Sequence[Sequence[Action]]
+
+
+def broken_rules(rows: Rows, micro_batches: int, chunks: int, *, weights: bool) -> list[str]:
+    """Runs the rows, a pass a tick: what is missing, twice, or waits for ever."""
+    kinds = ["forward", "backward", *["weight"] * weights]
+    wanted = {(k, i, c) for k in kinds for i in range(micro_batches) for c in range(chunks)}
+    wrong = [
+        f"device {at} does not do each pass once" for at, row in enumerate(rows)
+        if len(row) != len(wanted) or {(a.kind, a.micro, a.chunk) for a in row} != wanted
+    ]  # fmt: skip
+    devices, last = len(rows), len(rows) * chunks - 1
+    done: set[tuple[str, int, int]] = set()  # kind, micro-batch, stage
+    position = [0] * devices
+
+    def is_ready(device: int, action: Action) -> bool:
+        at = action.chunk * devices + device
+        if action.kind == "forward":
+            return at == 0 or ("forward", action.micro, at - 1) in done
+        if action.kind == "weight":
+            return ("backward", action.micro, at) in done
+        return ("forward", action.micro, at) in done and (at == last or ("backward", action.micro, at + 1) in done)
+
+    while any(at < len(row) for at, row in zip(position, rows, strict=True)):
+        tick = [
+            (device, row[at]) for device, (at, row) in enumerate(zip(position, rows, strict=True))
+            if at < len(row) and is_ready(device, row[at])
+        ]  # fmt: skip
+        if not tick:
+            return [*wrong, "waits for itself"]
+        for device, action in tick:
+            done.add((action.kind, action.micro, action.chunk * devices + device))
+            position[device] += 1
+    return wrong
+
+
+def test_every_interleaved_row_is_a_schedule() -> None:
+    for schedule, devices, chunks, m in itertools.product(
+        ("interleaved", "gpipe"), range(1, 6), range(1, 4), range(1, 14)
+    ):
+        rows = [actions(schedule, at, devices, m, chunks) for at in range(devices)]  # type: ignore[arg-type]
+        assert broken_rules(rows, m, chunks, weights=False) == [], (schedule, devices, chunks, m)
+        assert [of_stage(rows[k % devices], k // devices) for k in range(devices * chunks)] == stage_orders(
+            schedule,
+            devices,
+            m,
+            chunks,  # type: ignore[arg-type]
+        )
+
+
+def test_every_zero_bubble_row_is_a_schedule() -> None:
+    for devices, m in itertools.product(range(1, 7), range(1, 14)):
+        rows = [actions("zb-h1", at, devices, m) for at in range(devices)]
+        assert broken_rules(rows, m, 1, weights=True) == [], (devices, m)
+
+
+def test_broken_rows_are_seen() -> None:
+    """Negative twins."""
+    rows = [actions("interleaved", at, 2, 4, 2) for at in range(2)]
+    assert broken_rules([rows[0][1:], rows[1]], 4, 2, weights=False)
+    assert "waits for itself" in broken_rules([rows[0], rows[1][::-1]], 4, 2, weights=False)
+    zero = [actions("zb-h1", at, 2, 4) for at in range(2)]
+    assert broken_rules([zero[0], zero[1][:-1]], 4, 1, weights=True)
+
+
+def test_one_chunk_is_1f1b() -> None:
+    for devices, m in itertools.product(range(1, 5), range(1, 9)):
+        for at in range(devices):
+            assert actions("interleaved", at, devices, m) == actions("1f1b", at, devices, m)
+
+
+def test_by_hand() -> None:
+    """Narayanan et al., figure 4, for 2 devices, 2 chunks, 4 micro-batches; Qi et al., figure 3, for 2 devices."""
+    named = [f"{a.kind[0]}{a.micro}{'ab'[a.chunk]}" for a in actions("interleaved", 1, 2, 4, 2)]
+    assert " ".join(named) == "f0a f1a f0b b0b f1b b1b f2a b0a f3a b1a f2b b2b f3b b3b b2a b3a"
+    named = [f"{a.kind[0]}{a.micro}" for a in actions("zb-h1", 0, 2, 3)]
+    assert " ".join(named) == "f0 f1 b0 w0 f2 b1 w1 b2 w2"
+    named = [f"{a.kind[0]}{a.micro}" for a in actions("zb-h1", 1, 2, 3)]
+    assert " ".join(named) == "f0 b0 f1 b1 w0 f2 b2 w1 w2"
+
+
+@given(
+    devices=st.integers(1, 5), chunks=st.integers(1, 4), rounds=st.integers(1, 4),
+    forward=st.integers(1, 4), backward=st.integers(1, 8),
+)  # fmt: skip
+def test_the_bubble_of_interleaved_1f1b(devices: int, chunks: int, rounds: int, forward: int, backward: int) -> None:
+    """Narayanan et al., section 2.2: (s - 1) (f + b) / v of waiting, beside m (f + b): (s - 1) / (v m + s - 1)."""
+    m = devices * rounds  # the paper's own condition
+    alike = [stage(forward / chunks, backward / chunks)] * (devices * chunks)
+    found = simulate(alike, sizes=[1] * m, schedule="interleaved", chunks=chunks)
+    assert found.step_s == pytest.approx((forward + backward) * (m + (devices - 1) / chunks))
+    assert found.bubble == pytest.approx((devices - 1) / (chunks * m + devices - 1))
+
+
+@given(devices=st.integers(1, 5), more=st.integers(0, 8), forward=st.integers(1, 4), half=st.integers(1, 4))
+def test_the_bubble_of_zb_h1(devices: int, more: int, forward: int, half: int) -> None:
+    """Qi et al., table 2: (s - 1) (f + b - w) of waiting, where 1F1B has (s - 1) (f + b + w)."""
+    m = devices + more
+    found = simulate([stage(forward, 2 * half)] * devices, sizes=[1] * m, schedule="zb-h1")
+    assert found.step_s == pytest.approx(m * (forward + 2 * half) + (devices - 1) * forward)
+    plain = simulate([stage(forward, 2 * half)] * devices, sizes=[1] * m, schedule="1f1b")
+    assert found.step_s <= plain.step_s and (devices == 1 or found.step_s < plain.step_s)
+
+
+def test_weights_that_wait_for_nothing_are_1f1b() -> None:
+    """Negative twin: were a backward pass not parted, nothing would be gained."""
+    alike = [stage(1, 2)] * 4
+    with mock.patch("hvdtrain.pipeline.plan.simulate.WEIGHT_SHARE", 0.0):
+        whole = simulate(alike, sizes=[1] * 8, schedule="zb-h1").step_s
+    assert simulate(alike, sizes=[1] * 8, schedule="zb-h1").step_s == 8 * 3 + 3 < whole
+    assert whole == simulate(alike, sizes=[1] * 8, schedule="1f1b").step_s
+
+
+def test_what_zb_h1_holds() -> None:
+    """No more than the first device of 1F1B (Qi et al., section 2.2)."""
+    for devices, m in itertools.product(range(1, 6), range(1, 10)):
+        for at in range(devices):
+            held = [
+                sum(count for _, count in moment.activations)
+                for moment in footprints(actions("zb-h1", at, devices, m), [1] * m)
+            ]
+            assert max(held) == min(m, devices)
+
+
+def test_what_interleaved_holds() -> None:
+    """(v - 1) s + 2 (s - 1) + 1 small stages' activations on the first device (Narayanan et al.: 1 + (s - 1) / (s v)
+    of what 1F1B holds)."""
+    once = Curve.per_sample(1)
+    small = StageCost(Device("d"), once, once, fixed_bytes=100, activation_bytes=Curve.per_sample(10))
+    found = simulate([small] * 8, sizes=[1] * 8, schedule="interleaved", chunks=2).peak_bytes
+    assert found == tuple(200 + 10 * (4 + 2 * (3 - at) + 1) for at in range(4))
+    again = simulate([small] * 8, sizes=[1] * 8, schedule="interleaved", chunks=2, remat="all").peak_bytes
+    assert again == (210,) * 4
+
+
+def test_transfers_go_round() -> None:
+    """From the last device back to the first, over the slowest link; from chunk to chunk of one device over none."""
+    found = simulate([stage(1, 1, 2)] * 4, sizes=[1], schedule="interleaved", chunks=2, links=[Link(0, 2.0)])
+    assert found.step_s == 8 + 6
+    alone = simulate([stage(1, 1, 2)] * 3, sizes=[1], schedule="interleaved", chunks=3)
+    assert alone.step_s == 6
+    with pytest.raises(ConfigError, match="each two neighbouring stages have a link"):
+        simulate([stage(1, 1)] * 4, sizes=[1], schedule="interleaved", chunks=2, links=[Link()] * 3)
+
+
+def test_a_cut_for_rounds() -> None:
+    costs = [
+        SegmentCost(str(n), Curve.per_sample(n), Curve.per_sample(2 * n), parameter_bytes=1) for n in (2, 1, 1, 2, 2)
+    ]
+    devices = [Device("a"), Device("b")]
+    found = partition(costs, devices, batch=4, micro_batches=2, schedule="interleaved", chunks=2)
+    assert len(found.sizes) == 4 and found.bottleneck_s == 4 * 6
+    with pytest.raises(ConfigError, match="every stage must fit"):
+        tight = [replace(one, memory_bytes=1.5) for one in devices]
+        partition(costs, tight, batch=4, micro_batches=2, schedule="interleaved", chunks=2)
+
+
+def test_refusals() -> None:
+    for one in ("1f1b", "zb-h1"):
+        with pytest.raises(ConfigError, match="one stage on each device"):
+            actions(one, 0, 2, 4, 2)  # type: ignore[arg-type]
+    assert set(schedules.SCHEDULES) == set(Schedule.__args__)  # type: ignore[attr-defined]
