@@ -26,6 +26,7 @@ from hvdtrain.pipeline.plan.simulate import Simulation, simulate
 MOST_MICRO_BATCHES = 128
 MOST_PASSES = 64  # of an update
 # segments that are looked at: more, and each is under a sixtieth of the time
+PARTED = 1.08  # what a step with backward passes in two takes more than is predicted: autograd starts once a layer
 MOST_SEGMENTS = 64
 ALIKE = 1.03  # times the fastest: no prediction tells such plans apart
 # of gradients that are only ready when the backward pass ends: nothing hides the last bucket's all-reduce
@@ -85,6 +86,7 @@ class Plan:
         all_reduce_s: of the update, what the backward pass does not hide.
         memory_bytes, limit_bytes: predicted peak of each stage's device, and what it has (infinite: no limit).
         reason: why it cannot be; "" if it can.
+        chunks: stages on each device: the model is cut into `stages * chunks`.
     """
 
     stages: int
@@ -101,6 +103,7 @@ class Plan:
     memory_bytes: tuple[float, ...] = ()
     limit_bytes: tuple[float, ...] = ()
     reason: str = ""
+    chunks: int = 1
 
     @property
     def predicted_samples_per_s(self) -> float:
@@ -122,7 +125,11 @@ class Plan:
             count, size = self.micro_batches, micro_batch_sizes(self.part, self.micro_batches)[0]
             what = f"{self.replicas} x " * (self.replicas > 1) + f"pipeline of {self.stages} stages, "
             what += f"{count} micro-batches of {size}" if count > 1 else f"batch {size} in one piece"
-            what += f", {self.schedule}" + ", recomputing" * (self.remat != "never")
+            what += (
+                f", {self.schedule}"
+                + f" ({self.chunks} stages a device)" * (self.chunks > 1)
+                + ", recomputing" * (self.remat != "never")
+            )
         else:
             what = f"data parallel on {self.replicas} devices" if self.replicas > 1 else "one device"
             what += f", batch {self.part}"
@@ -136,6 +143,7 @@ def plans(
     cluster: Cluster,
     stages: Sequence[int] | None = None,
     replicas: Sequence[int] | None = None,
+    schedules: Sequence[Schedule] = SCHEDULES,
 ) -> list[Plan]:
     """The best plan of each kind, the fastest first; those that fit nowhere last, with the reason.
 
@@ -146,6 +154,7 @@ def plans(
         costs: of the model's segments; `Device.speed` is against the device they were measured on.
         batch: samples of an update, all devices together.
         stages, replicas: numbers to look at; by default all that make sense.
+        schedules: of pipelines.
 
     Raises:
         ConfigError: no device, or no sample.
@@ -154,7 +163,7 @@ def plans(
         received = f"batch={batch}, {len(cluster.devices)} devices, {cluster.nodes} nodes"
         raise ConfigError("a plan needs at least one sample, one device and one node", received)
     groups = list(coarsened(costs, MOST_SEGMENTS))
-    search = _Search([_merged(group) for group in groups], [len(group) for group in groups], batch, cluster)
+    search = _Search([_merged(group) for group in groups], [len(group) for group in groups], batch, cluster, schedules)
     counts = range(1, min(len(cluster.devices), len(groups)) + 1)
     found = [
         search.best(kind)
@@ -212,6 +221,7 @@ class _Search:
     widths: Sequence[int]
     batch: int
     cluster: Cluster
+    schedules: Sequence[Schedule]
 
     def replicas(self, stages: int) -> list[int]:
         """How many copies of such a pipeline make sense: one, a node full, all nodes full."""
@@ -232,9 +242,16 @@ class _Search:
         # remat "all" takes longer than "except_last", and holds as much: where a backward follows directly on its
         # forward, the activations are there either way. With one micro-batch it is always so.
         useful: list[tuple[Remat, list[int]]] = [("never", counts), ("except_last", counts[1:])]
+        # gpipe: faster where transfers are slow; interleaved: where they are fast, and there is memory for more
+        ways: list[tuple[Schedule, int]] = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2)]
+        ways = [way for way in ways if way[0] in self.schedules and way[1] * stages <= len(self.costs)]
+        plain = [way for way in ways if way[0] in ("1f1b", "gpipe")] or ways
         return [
-            # gpipe: faster where transfers are slow
-            [replace(plan, micro_batches=n, remat=remat, schedule=one) for n in some for one in SCHEDULES[::-1]]
+            [
+                replace(plan, micro_batches=n, remat=remat, schedule=one, chunks=chunks)
+                for n in some
+                for one, chunks in (ways if remat == "never" else plain)
+            ]
             for remat, some in useful
         ]
 
@@ -243,9 +260,9 @@ class _Search:
         to fitting, with the reason."""
         possible = [plan for plan in map(self._tried, candidates) if not plan.reason]
         if possible:
-            fast_enough = ALIKE * min(plan.step_s for plan in possible)
-            alike = [plan for plan in possible if plan.step_s <= fast_enough]
-            return min(alike, key=lambda plan: (max(plan.memory_bytes), plan.step_s))
+            fast_enough = ALIKE * min(map(_expected_s, possible))
+            alike = [plan for plan in possible if _expected_s(plan) <= fast_enough]
+            return min(alike, key=lambda plan: (max(plan.memory_bytes), _expected_s(plan)))
         return min((self._least_memory(plan) for plan in candidates), key=_overflow)
 
     def _tried(self, plan: Plan) -> Plan:
@@ -254,10 +271,12 @@ class _Search:
             cut = self._cut(plan, self._devices(plan), "time")
         except ConfigError as error:
             return replace(plan, reason=error.received)
-        stages = stage_costs(self.costs, cut.sizes, self._devices(plan))
+        stages = stage_costs(self.costs, cut.sizes, self._devices(plan) * plan.chunks)
         links, pools = self.cluster.between(plan.stages), self._pools(plan)
         sizes = micro_batch_sizes(plan.part, plan.micro_batches)
-        step = simulate(stages, sizes=sizes, schedule=plan.schedule, remat=plan.remat, links=links, pools=pools)
+        step = simulate(
+            stages, sizes=sizes, schedule=plan.schedule, remat=plan.remat, links=links, pools=pools, chunks=plan.chunks
+        )
         exposed = self._exposed_all_reduce(plan, cut, step)
         return self._filled_in(
             plan, cut, step_s=plan.accumulate * step.step_s + exposed, bubble=step.bubble, all_reduce_s=exposed
@@ -266,7 +285,7 @@ class _Search:
     def _cut(self, plan: Plan, devices: Sequence[Device], balance: Balance) -> Partition:
         return partition(
             self.costs, devices, batch=plan.part, micro_batches=plan.micro_batches, schedule=plan.schedule,
-            remat=plan.remat, links=self.cluster.between(plan.stages), balance=balance,
+            remat=plan.remat, links=self.cluster.between(plan.stages), balance=balance, chunks=plan.chunks,
         )  # fmt: skip
 
     def _devices(self, plan: Plan) -> list[Device]:
@@ -317,14 +336,18 @@ class _Search:
         return replace(plan, reason="; ".join(over) or "no cut fits all devices")
 
     def _filled_in(self, plan: Plan, cut: Partition, **numbers: float) -> Plan:
-        ends = [sum(cut.sizes[:n]) for n in range(plan.stages + 1)]
+        ends = [sum(cut.sizes[:n]) for n in range(len(cut.sizes) + 1)]
         return replace(
             plan,
             sizes=tuple(sum(self.widths[a:b]) for a, b in zip(ends, ends[1:], strict=False)),
-            memory_bytes=cut.stage_bytes,
+            memory_bytes=tuple(sum(cut.stage_bytes[at :: plan.stages]) for at in range(plan.stages)),
             limit_bytes=tuple(map(_memory, self._devices(plan))),
             **numbers,  # type: ignore[arg-type]
         )
+
+
+def _expected_s(plan: Plan) -> float:
+    return plan.step_s * (PARTED if plan.schedule == "zb-h1" else 1.0)
 
 
 def _memory(device: Device) -> float:

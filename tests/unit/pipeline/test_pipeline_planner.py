@@ -13,7 +13,16 @@ from test_pipeline_plan import real_peaks
 
 from hvdtrain import __main__
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.schedule import Curve, Device, Link, Pool, SegmentCost, micro_batch_sizes, stage_costs
+from hvdtrain.pipeline.plan.schedule import (
+    Curve,
+    Device,
+    Link,
+    Pool,
+    Schedule,
+    SegmentCost,
+    micro_batch_sizes,
+    stage_costs,
+)
 from hvdtrain.pipeline.plan.search import Cluster, Plan, all_reduce_seconds, coarsened, plans
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.tuning.planner import Speed, as_json, described
@@ -63,7 +72,7 @@ def test_unequal_devices():
     unequal = (Device("old", 1.0, 25_000), Device("new", 3.0, 50_000))
     found = {
         (plan.stages, plan.replicas): plan
-        for plan in plans(CHAIN, batch=16, cluster=Cluster(unequal))
+        for plan in plans(CHAIN, batch=16, cluster=Cluster(unequal), schedules=["1f1b"])
         if plan.accumulate == 1 and plan.remat == "never"
     }
     assert found[1, 1].step_s == pytest.approx(16 * 0.08 / 3) and found[1, 1].limit_bytes == (50_000,)
@@ -142,7 +151,7 @@ chains = st.lists(
 @given(costs=chains, batch=st.sampled_from([4, 8, 16]), limit=st.integers(50, 500))
 def test_refused_for_memory_means_out_of_memory(costs, batch, limit):
     """Each plan's allocations, in order, on devices of that capacity."""
-    found = plans(costs, batch=batch, cluster=Cluster(node(2, limit)))
+    found = plans(costs, batch=batch, cluster=Cluster(node(2, limit)), schedules=["gpipe", "1f1b"])
     for plan in found:
         sizes = micro_batch_sizes(plan.part, plan.micro_batches)
         run = (costs, plan.sizes, sizes, plan.schedule, plan.remat)
@@ -160,9 +169,11 @@ def test_refused_for_memory_means_out_of_memory(costs, batch, limit):
 @given(costs=chains, batch=st.integers(4, 16))
 def test_predictions_are_the_simulators(costs, batch):
     for plan in plans(costs, batch=batch, cluster=Cluster(node(2), links=Link(0.01, 100.0)), replicas=(1,)):
-        stages = stage_costs(costs, plan.sizes, node(2)[: plan.stages])
+        stages = stage_costs(costs, plan.sizes, node(2)[: plan.stages] * plan.chunks)
         sizes = micro_batch_sizes(plan.part, plan.micro_batches)
-        step = simulate(stages, sizes=sizes, schedule=plan.schedule, remat=plan.remat, links=Link(0.01, 100.0))
+        step = simulate(
+            stages, sizes=sizes, schedule=plan.schedule, remat=plan.remat, links=Link(0.01, 100.0), chunks=plan.chunks
+        )
         assert plan.step_s == pytest.approx(plan.accumulate * step.step_s)
         assert plan.bubble == pytest.approx(step.bubble)
 
@@ -172,7 +183,7 @@ def test_long_chains_are_looked_at_in_groups():
     groups = list(coarsened(costs, 64))
     assert [cost for group in groups for cost in group] == costs and 50 <= len(groups) <= 64
     for plan in plans(costs, batch=16, cluster=Cluster(node(3)), replicas=(1,)):
-        assert sum(plan.sizes) == 400 and len(plan.sizes) == plan.stages
+        assert sum(plan.sizes) == 400 and len(plan.sizes) == plan.stages * plan.chunks
     assert list(coarsened(costs, 400)) == [[cost] for cost in costs]
 
 
@@ -197,6 +208,21 @@ def test_plans_in_words():
 def test_a_plan_as_json():
     told = as_json(plans(CHAIN, batch=8, cluster=Cluster(node(1, 10)))[0])
     assert json.loads(json.dumps(told, allow_nan=False))["step_s"] is None and "needs" in told["reason"]
+
+
+def test_all_schedules_are_chosen_among():
+    """Where passes are long and links fast, what waits least: two stages a device, or backward passes in two."""
+    fast = Cluster(node(4))
+    each: list[list[Schedule]] = [["1f1b"], ["interleaved"], ["zb-h1"]]
+    best = {
+        plan.schedule: plan for schedules in each
+        for plan in plans(CHAIN, batch=4, cluster=fast, stages=(4,), schedules=schedules) if plan.remat == "never"
+    }  # fmt: skip
+    assert best["interleaved"].step_s < best["1f1b"].step_s and best["zb-h1"].step_s < best["1f1b"].step_s
+    assert best["interleaved"].sizes == (1,) * 8 and len(best["interleaved"].memory_bytes) == 4
+    assert "interleaved (2 stages a device)" in str(best["interleaved"])
+    chosen = plans(CHAIN, batch=4, cluster=fast, stages=(4,))[0]
+    assert chosen.schedule != "1f1b" and chosen.step_s < best["1f1b"].step_s
 
 
 def test_devices_in_words():

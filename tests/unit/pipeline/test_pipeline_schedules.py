@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -68,17 +69,12 @@ def broken_rules(rows: Rows, micro_batches: int, chunks: int, *, weights: bool) 
 
 
 def test_every_interleaved_row_is_a_schedule() -> None:
-    for schedule, devices, chunks, m in itertools.product(
-        ("interleaved", "gpipe"), range(1, 6), range(1, 4), range(1, 14)
-    ):
-        rows = [actions(schedule, at, devices, m, chunks) for at in range(devices)]  # type: ignore[arg-type]
+    both: tuple[Schedule, ...] = ("interleaved", "gpipe")
+    for schedule, devices, chunks, m in itertools.product(both, range(1, 6), range(1, 4), range(1, 14)):
+        rows = [actions(schedule, at, devices, m, chunks) for at in range(devices)]
         assert broken_rules(rows, m, chunks, weights=False) == [], (schedule, devices, chunks, m)
-        assert [of_stage(rows[k % devices], k // devices) for k in range(devices * chunks)] == stage_orders(
-            schedule,
-            devices,
-            m,
-            chunks,  # type: ignore[arg-type]
-        )
+        stages = [of_stage(rows[k % devices], k // devices) for k in range(devices * chunks)]
+        assert stages == stage_orders(schedule, devices, m, chunks)
 
 
 def test_every_zero_bubble_row_is_a_schedule() -> None:
@@ -191,5 +187,5 @@ def test_a_cut_for_rounds() -> None:
 def test_refusals() -> None:
     for one in ("1f1b", "zb-h1"):
         with pytest.raises(ConfigError, match="one stage on each device"):
-            actions(one, 0, 2, 4, 2)  # type: ignore[arg-type]
-    assert set(schedules.SCHEDULES) == set(Schedule.__args__)  # type: ignore[attr-defined]
+            actions(one, 0, 2, 4, 2)
+    assert set(schedules.SCHEDULES) == set(get_args(Schedule))
