@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError, is_out_of_memory
-from hvdtrain.core.stats import Interval, mean_of
-from hvdtrain.pipeline.plan.schedule import micro_batch_sizes, usual_counts
+from hvdtrain.core.stats import Interval, mean_of, ratio_of_means, rotated
+from hvdtrain.pipeline.plan.schedule import Schedule, micro_batch_sizes, usual_counts
 from hvdtrain.pipeline.tuning.plots import SplitCurve
 from hvdtrain.pipeline.tuning.search import REFERENCE, Search
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hvdtrain.pipeline.tuning.unsplit import Unsplit
 
 Loss = Callable[[Any, Any], "Tensor"]
+SCHEDULE_ROUNDS = 6  # in which schedules take turns
 
 
 class SplitDoesNotPay(ConfigError):
@@ -70,6 +71,7 @@ class Tuning:
         failed: what could not be run, with the reason.
         confidence: of every interval.
         spent_s: how long the tuning took.
+        schedule: the one to take; "" if only one was asked for.
     """
 
     batch: int
@@ -83,6 +85,7 @@ class Tuning:
     failed: Mapping[int, str]
     confidence: float
     spent_s: float
+    schedule: str = ""
 
     @property
     def single_s(self) -> float | None:
@@ -103,6 +106,7 @@ class Tuning:
     def verdict(self) -> str:
         """One sentence, with the numbers."""
         best = f"split size {self.best.split_size} ({counted(self.best.micro_batches)})"
+        best += f", {self.schedule}" * bool(self.schedule)
         ours = f"{self.best.mean:.3g} s a step of {self.batch}"
         if self.ratio is None:
             return f"split, {best}: {ours}; the unsplit model does not fit on one device ({self.unsplit_on})"
@@ -137,7 +141,7 @@ class Tuning:
             "unsplit_s": list(self.unsplit_s), "unsplit_on": self.unsplit_on, "best_over_unsplit": ratio,
             "split_pays": self.split_pays, "settled": self.settled, "verdict": self.verdict,
             "failed": {str(count): reason for count, reason in self.failed.items()},
-            "confidence": self.confidence, "spent_s": self.spent_s,
+            "confidence": self.confidence, "spent_s": self.spent_s, "schedule": self.schedule,
         }  # fmt: skip
 
 
@@ -151,6 +155,7 @@ def tune(
     confidence: float = 0.95,
     budget_s: float | None = None,
     require: bool = False,
+    schedules: Sequence[Schedule] = (),
 ) -> Tuning:
     """Finds the micro-batch count that makes a step fastest, and sets `pipe.micro_batches` to it.
 
@@ -166,6 +171,8 @@ def tune(
         candidates: micro-batch counts (default: 1, 2, 3, 4, 6, 8, 12, ... up to the batch).
         confidence: of the intervals.
         budget_s: about how long it may take; more rounds are only begun within it (default: as long as needed).
+        schedules: to try at that count, in turns with the pipeline's own, which stays unless another is shown to be
+            faster; then `pipe.schedule` is set to it.
         require: refuse, instead of only saying so in the verdict, when one device alone is shown to be faster.
 
     Raises:
@@ -191,10 +198,12 @@ def tune(
             in_time=lambda seconds: time.perf_counter() + seconds < deadline, reference=runs.one is not None,
         )  # fmt: skip
         best = search.find()
+        schedule = _schedule(runs, best, schedules, confidence) if schedules else pipe.schedule
     if search.seconds[best] and math.inf in search.seconds[best].values():
         raise runs.errors[best]
-    pipe.micro_batches = best
+    pipe.micro_batches, pipe.schedule = best, schedule
     tuning = _tuning(search, runs, best, time.perf_counter() - started)
+    tuning = replace(tuning, schedule=schedule if schedules else "")
     if require and tuning.one_is_faster:
         rule = "a model is split where that is faster, or where it does not fit on one device"
         raise SplitDoesNotPay(rule, tuning.verdict, "train the unsplit model on one device")
@@ -225,6 +234,21 @@ def _counts(candidates: Sequence[int] | None, batch: int) -> list[int]:
         rule = "candidates are numbers of micro-batches, from 1 to the samples of a batch"
         raise ConfigError(rule, received, f"between 1 and {batch}")
     return sorted(set(candidates))
+
+
+def _schedule(runs: _Runs, count: int, others: Sequence[Schedule], confidence: float) -> Schedule:
+    """The pipeline's own, or the one of the others that is shown to be faster by most."""
+    pipe, own = runs.pipe, runs.pipe.schedule
+    seconds: dict[Schedule, dict[int, float]] = {one: {} for one in (own, *others)}
+    for turn in range(SCHEDULE_ROUNDS + 1):
+        for pipe.schedule in rotated(seconds, turn):
+            its = runs(count)
+            if turn:  # the first one plans the layers' work
+                seconds[pipe.schedule][turn] = its
+    runnable = [one for one, its in seconds.items() if one != own and math.inf not in its.values()]
+    ratios = {one: ratio_of_means(seconds[one], seconds[own], confidence) for one in runnable}
+    faster = {one: ratio.value for one, ratio in ratios.items() if ratio is not None and ratio.high < 1}
+    return min(faster, key=faster.__getitem__, default=own)
 
 
 def _tuning(search: Search, runs: _Runs, best: int, spent_s: float) -> Tuning:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -259,3 +262,28 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="drawn by matplotlib") as caught:
         plots.plot(plots.Bars("t", {"one": [1.0]}), tmp_path / "x.png")
     assert "pip install" in caught.value.remedy and "plot" in caught.value.remedy
+
+
+# ---- schedules
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({"1f1b": 1.0, "gpipe": 1.2, "zb-h1": 0.9}, "zb-h1"),
+        ({"1f1b": 1.0, "gpipe": 1.2, "zb-h1": 1.1}, "1f1b"),
+        ({"1f1b": 1.0, "gpipe": 0.8, "zb-h1": 0.9}, "gpipe"),
+        ({"1f1b": 1.0, "gpipe": 1.0, "zb-h1": math.inf}, "1f1b"),
+    ],
+)
+def test_another_schedule_is_taken_only_if_it_is_faster(seconds: dict[str, float], chosen: str) -> None:
+    """Times waver by 4 %; the machine is twice as slow in every other round."""
+    pipe, wavers = SimpleNamespace(schedule="1f1b"), itertools.cycle([1.0, 1.02, 0.98, 1.01, 0.99])
+    turns = itertools.count()
+
+    def run(count: int) -> float:
+        assert count == 4
+        return seconds[pipe.schedule] * next(wavers) * (1 + next(turns) // 3 % 2)
+
+    runs: Any = type("Runs", (), {"pipe": pipe, "__call__": staticmethod(run)})()
+    assert search_size._schedule(runs, 4, ["gpipe", "zb-h1"], 0.95) == chosen
