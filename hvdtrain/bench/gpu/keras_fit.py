@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,6 @@ def check() -> int:
     args = arguments(__doc__)
     if importlib.util.find_spec("keras") is None:
         return not_here("Keras is not installed")
-    if ("HOROVOD_RANK" in os.environ) and importlib.util.find_spec("horovod") is None:
-        return not_here("Horovod is not installed")
     if args.shared:
         through_main_memory("horovod")
     import torch

@@ -63,8 +63,6 @@ def check() -> int:
     args = arguments(__doc__, "engine")
     if args.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return not_here("DeepSpeed is not installed")
-    if args.engine == "horovod" and importlib.util.find_spec("horovod") is None:
-        return not_here("Horovod is not installed")
     if args.shared:
         through_main_memory(args.engine)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

@@ -6,7 +6,6 @@ with a small batch, where the time is Python's.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain.bench.gpu.found import Goal, arguments, main, not_here, say
+from hvdtrain.bench.gpu.found import Goal, arguments, main, say
 from hvdtrain.core import stats
 from hvdtrain.torch.engine import device_of
 
@@ -41,10 +40,8 @@ class Sizes:
 REAL, TINY = Sizes(256, 16, 224, 15, 9), Sizes(4, 2, 32, 1, 3)
 
 
-def check() -> int:
+def check() -> None:
     args = arguments(__doc__, "engine")
-    if args.engine == "horovod" and importlib.util.find_spec("horovod") is None:
-        return not_here("Horovod is not installed")
     sizes = TINY if args.tiny else REAL
     with hvdtrain.init("torch", engine=args.engine, device=args.device, seed=5) as world:
         device = device_of(world)
@@ -60,7 +57,6 @@ def check() -> int:
             memory_GiB=round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else 0,
             engine=world.engine, samples_s=large,
         )  # fmt: skip
-    return 0
 
 
 def resnet(device: torch.device, *, tiny: bool) -> nn.Module:
