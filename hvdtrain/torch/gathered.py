@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,7 +30,8 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
 
     Args:
         batches: of each batch the loader's `step`, and values: tensors and arrays [samples, ...] or lists with one item
-            a sample, also within tuples, mappings and data classes. What only keeps a rank in step is left out.
+            a sample, also within tuples, mappings and data classes; one number for a batch stands for each of its
+            samples. What only keeps a rank in step is left out.
         world: the ranks; by default those of `hvdtrain.init`.
 
     Returns:
@@ -45,7 +47,7 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
     for step, values in batches:
         problem = problem or _problem(step, values)
         if not problem and step is not None and not step.padding:
-            mine.append(((step.epoch, step.first), map_tensors(lambda tensor: tensor.detach().cpu(), values)))
+            mine.append(((step.epoch, step.first), map_tensors(functools.partial(_row, samples=step.samples), values)))
     reports = world.gather((problem, mine))
     problem = next(filter(None, (its_problem for its_problem, _ in reports)), "")
     pieces = sorted((piece for _, its_pieces in reports for piece in its_pieces), key=lambda piece: piece[0])
@@ -62,26 +64,40 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
     return _joined([values for _, values in pieces])
 
 
+def _row(tensor: Tensor, samples: int) -> Tensor:
+    """On the CPU; one number for a batch (its loss) for each of its samples."""
+    tensor = tensor.detach().cpu()
+    return tensor if tensor.ndim else tensor.expand(samples)
+
+
 def _problem(step: Any, values: Any) -> str:
     """What is wrong with a batch; "" if nothing is."""
     if not isinstance(step, Step):
         return f"a {type(step).__name__} in place of a loader's step"
-    wrong = [length for length in _lengths(values) if length != step.samples]
-    return f"{wrong[0]} values for {step.samples} samples" if wrong and not step.padding else ""
+    wrong = [length for length in _lengths(values) if length not in ("", f"{step.samples} values")]
+    return f"{wrong[0]}, for {step.samples} samples" if wrong and not step.padding else ""
 
 
 def _is_rows(values: Any) -> bool:
     return isinstance(values, (Tensor, np.ndarray, list))
 
 
-def _lengths(values: Any) -> list[int]:
+def _lengths(values: Any) -> list[str]:
+    """Of everything in it; "" of what has none and need not: None, one number for a batch."""
+    if values is None or isinstance(values, Tensor) and not values.ndim:
+        return [""]
     if _is_rows(values):
-        return [len(values) if isinstance(values, list) or values.ndim else -1]
-    return [length for part in (parts_of(values) or {"": []}).values() for length in _lengths(part)]
+        return [f"{len(values)} values"] if isinstance(values, list) or values.ndim else ["an array of one number"]
+    parts = parts_of(values)
+    if parts is None:
+        return [f"a {type(values).__name__}"]
+    return [length for part in parts.values() for length in _lengths(part)]
 
 
 def _joined(pieces: Sequence[Any]) -> Any:
     first = pieces[0]
+    if first is None:
+        return None
     if isinstance(first, list):
         return [item for piece in pieces for item in piece]
     if _is_rows(first):

@@ -156,15 +156,19 @@ def dicts(world: World) -> Any:
 def corpus(world: World) -> Any:
     """What needs all predictions at once, beside what does not; on texts of any length."""
 
-    def order(outputs: list[list[int]], targets: Tensor) -> dict[str, float]:
+    def order(found: Any, targets: Tensor) -> dict[str, float]:
+        outputs, loss, nothing = found
+        assert loss.shape == (SENTENCES,) and loss.isfinite().all() and nothing is None
         assert [len(text) for text in outputs] == [int((its != -100).sum()) for its in targets]
         flat = np.concatenate([np.array(text) for text in outputs])
         return {"order": float((flat * np.arange(len(flat))).sum()), "texts": len(outputs)}
 
     def forward(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-        said = model(**batch).logits.argmax(-1)
+        output = model(**batch)
+        said = output.logits.argmax(-1)
         lengths = (batch["labels"] != -100).sum(1).tolist()
-        return [row[:n].tolist() for row, n in zip(said, lengths, strict=True)], batch["labels"]
+        texts = [row[:n].tolist() for row, n in zip(said, lengths, strict=True)]
+        return (texts, output.loss, None), batch["labels"]
 
     metrics = [hvt.corpus_metrics(order), lambda outputs, targets: {"labels": (targets != -100).double().mean(1)}]
     return hvt.evaluate(Tagger(), sentences(), metrics, forward=forward, per_rank_batch=3, workers=0)
@@ -232,6 +236,7 @@ def refused(world: World) -> Any:
         ("has a weight", lambda: hvt.evaluate(Tagger(), sentences(), lambda p, t: {"a": (p, p[:1])}, **data)),
         ("3 samples", lambda: hvt.gather_in_order([(step, ids[:1]) for step, ids in kept])),
         ("in place of a loader's step", lambda: hvt.gather_in_order([(None, ids) for _, ids in kept])),
+        ("a float", lambda: hvt.gather_in_order([(step, (ids, 0.5)) for step, ids in kept])),
         ("a batch twice", lambda: hvt.gather_in_order([*kept, *kept])),
         ("no batch on any rank", lambda: hvt.gather_in_order([])),
         ("keeps one of any shape", lambda: hvt.gather_in_order(ragged)),
