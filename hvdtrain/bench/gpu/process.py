@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.bench.gpu.found import MARK, NOT_HERE
+from hvdtrain.bench.gpu.found import MARK
 
 ENDS_WITHIN_S = 8.0  # of being asked to: a launcher ends its ranks first
 LINES = 12
@@ -56,8 +56,8 @@ def outcome_of(command: Sequence[str], environment: Mapping[str, str], limit_s: 
     tail = "\n".join(output.strip().splitlines()[-LINES:])
     if late:
         return Outcome("FAILED", f"ended after {limit_s:.0f} s", [], {}, seconds, tail)
-    if process.returncode == NOT_HERE:
-        return Outcome("not here", found[-1]["reason"] if found else "", [], {}, seconds)
+    if found and "not here" in found[-1]:  # whatever a launcher makes of the exit code
+        return Outcome("not here", found[-1]["not here"], [], {}, seconds)
     if process.returncode or not found:
         return Outcome("FAILED", f"exit code {process.returncode}: {_last(output)}", [], {}, seconds, tail)
     goals, figures = found[-1]["goals"], found[-1]["figures"]
@@ -78,5 +78,5 @@ def _ended(process: subprocess.Popen[str]) -> str:
 
 def _last(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line or "error:" in line]
+    errors = [line for line in lines if ("Error" in line or "error:" in line) and "ChildFailed" not in line]
     return (errors or lines or ["nothing was printed"])[-1][:200]
