@@ -10,10 +10,11 @@ from harness import PROGRAMS, chosen_cases, run_ranks
 from limits import Limit
 
 PROGRAM = PROGRAMS / "keras" / "sync_batchnorm.py"
+THOROUGH = ("eager_steps", "mixed_precision", "layers_that_are_made_late")
 PASSED = [
-    "a_rank_without_samples", "masks", "accumulated_called_twice_and_renormalised", "layers_that_are_made_late",
+    "a_rank_without_samples", "masks", "accumulated_called_twice_and_renormalised",
     "a_loop_of_ones_own", "plain_files_and_plain_again", "models_that_share_a_layer",
-    *(pytest.param(case, marks=pytest.mark.thorough) for case in ("eager_steps", "mixed_precision")),
+    *(pytest.param(case, marks=pytest.mark.thorough) for case in THOROUGH),
 ]  # fmt: skip
 REFUSED = {
     "statistics_of_its_own": ("ConfigError", "own is a Own", "leave synchronized=True"),
