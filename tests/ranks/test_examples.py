@@ -28,7 +28,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {form: tmp_path_factory.mktemp(form) for form in ("plain", "1", "2")}
     for (form, folder), (framework, names) in product(folders.items(), EXAMPLES.items()):
         kind, ranks = ("plain", 1) if form == "plain" else ("prepared", int(form))
-        program = [PROGRAM, framework, folder, kind, *names]
+        program: list[str | Path] = [PROGRAM, framework, folder, kind, *names]
         run_ranks(program, ranks, launcher="horovodrun" if ranks > 1 else "none", timeout_s=400).check()
     return folders
 
