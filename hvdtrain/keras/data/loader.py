@@ -153,10 +153,12 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         Not by Keras' own threads, which keep what they had read when an epoch was left for the next one.
         """
         steps, workers = iter(self._steps), self.source.workers or 1
-        self.served = []
+        served = self.served = []
         if workers < 2:
             for step in steps:
-                yield self._noted(step, self._batch(step))
+                batch = self._batch(step)
+                self._note(step, batch, served)
+                yield batch
             return
         with ThreadPoolExecutor(workers) as threads:
 
@@ -167,16 +169,17 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
             try:
                 while ready:
                     step, answer = ready.popleft()
-                    yield self._noted(step, answer.result())
+                    batch = answer.result()
+                    self._note(step, batch, served)
+                    yield batch
                     ready.extend(ask(1))
             finally:
                 threads.shutdown(wait=True, cancel_futures=True)
 
-    def _noted(self, step: Step, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _note(self, step: Step, batch: tuple[Any, ...], served: list[tuple[Step, int]]) -> None:
         if not step.padding:
             rows = len(next(leaf for leaf in keras.tree.flatten(batch[0]) if leaf is not None))
-            self.served.append((step, rows))
-        return batch
+            served.append((step, rows))
 
     def served_order(self) -> np.ndarray:
         """Returns where the rows of the last reading belong: int64 [rows], growing with the data's order."""

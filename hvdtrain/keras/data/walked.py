@@ -97,14 +97,13 @@ class WalkedLoader(Loader):
         super().__init__(source, plan, rank=rank)  # type: ignore[arg-type]
         self._weighted = True  # any step may be the last
         self._epoch_steps: list[StreamStep] = []
-        self._ended = False
 
     def _check_place(self, units: int) -> None:
         """Where the stream ends, it says."""
 
     def _read(self, epoch: int) -> None:
         self.epoch = epoch
-        self._epoch_steps, self._ended = [], False
+        self._epoch_steps = []
 
     def apart(self) -> WalkedLoader:
         return WalkedLoader(self.source, self.plan, rank=self.rank, unit=self.unit)
@@ -124,21 +123,28 @@ class WalkedLoader(Loader):
         source, epoch = self.source, self.epoch
         self._read(epoch)
         self.served = []
+        # of this reading: an earlier one, which was left, may still read ahead
+        steps, served = self._epoch_steps, self.served
         records = Noted(source.records(epoch), source.unstable, keep=1)
         done = self.done(epoch) // self.unit
         for step, own in walk(records, self.plan, epoch, done, rank=self.rank, ahead=1):
-            self._epoch_steps.append(step)
-            self._ended = not step.later
-            yield self._noted(step, self._shown(source.collate(own or records.first), live=bool(own)))
+            batch = self._shown(source.collate(own or records.first), live=bool(own))
+            steps.append(step)
+            self._note(step, batch, served)
+            yield batch
 
     def steps_until(self, batch: int) -> int:
-        return min(batch, len(self._epoch_steps)) if self._ended else batch
+        return min(batch, len(self._epoch_steps)) if self._ended() else batch
 
     def samples_of(self, first: int, stop: int) -> int:
         return sum(step.global_samples for step in self._epoch_steps[first:stop]) * self.unit
 
     def complete(self, steps: int) -> bool:
-        return self._ended and steps >= len(self._epoch_steps)
+        return self._ended() and steps >= len(self._epoch_steps)
+
+    def _ended(self) -> bool:
+        """Whether the last step was read."""
+        return bool(self._epoch_steps) and not self._epoch_steps[-1].later
 
     def check_end(self, world: World) -> None:
         if self._epoch_steps:
