@@ -29,11 +29,12 @@ CLASSES = {0: 0.5, 1: 2.0}
 Batches = list[tuple[Any, ...]]
 
 
-def net() -> keras.Model:
+def net(traced: bool = False) -> keras.Model:
+    """A small model; where nothing depends on it, no step is traced: that takes longer than all of the steps."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([L.Input((5,)), dense(4, activation="tanh"), dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(O.SGD(0.3), loss, metrics=["accuracy"], jit_compile=False)
+    model.compile(O.SGD(0.3), loss, metrics=["accuracy"], jit_compile=False, run_eagerly=not traced)
     return model
 
 
@@ -51,7 +52,6 @@ def joined(batches: Batches) -> tuple[Any, ...]:
 def plain(epochs: list[Batches], classes: dict[int, float] | None = None) -> keras.Model:
     """Trained by hand on the batches of each step together."""
     model = net()
-    model.run_eagerly = True  # nothing is traced anew for a tail
     for batches in epochs:
         for at in range(0, len(batches), SIZE):
             model.train_on_batch(*joined(batches[at : at + SIZE]), class_weight=classes)
@@ -65,9 +65,9 @@ def gap(model: keras.Model, other: keras.Model) -> str:
     return f"{worst:.1e}"
 
 
-def trained(data: Any, epochs: int, **options: Any) -> keras.Model:
-    model = hvk.prepare(net(), data)
-    model.fit(data, epochs=epochs, verbose=0, callbacks=hvk.callbacks(model), **options)
+def trained(data: Any, epochs: int, traced: bool = False) -> keras.Model:
+    model = hvk.prepare(net(traced), data)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=hvk.callbacks(model))
     return model
 
 
@@ -92,7 +92,7 @@ def generators_of_other_lengths() -> str:
     def begun(epoch: int) -> Iterator[Any]:
         yield from cut(order_of(epoch, samples[epoch]))
 
-    model = trained(hvk.loader(begun), 3)
+    model = trained(hvk.loader(begun), 3, traced=True)
     return gap(model, plain([cut(order_of(epoch, count)) for epoch, count in enumerate(samples)]))
 
 
@@ -175,7 +175,7 @@ def data_of_tensorflow() -> str:
     import tensorflow as tf
 
     samples = tf.data.Dataset.from_tensor_slices((X[:41], Y[:41]))
-    gaps = [gap(trained(hvk.loader(samples.batch(ROWS)), 2), plain([cut(range(41))] * 2))]
+    gaps = [gap(trained(hvk.loader(samples.batch(ROWS)), 2, traced=True), plain([cut(range(41))] * 2))]
     seen: dict[int, Batches] = {}
 
     def of_epoch(epoch: int) -> Any:
@@ -188,7 +188,7 @@ def data_of_tensorflow() -> str:
     gaps.append(gap(model, plain([seen[0], seen[1]])))
     refused(lambda: hvk.loader(samples.shuffle(41).batch(ROWS)), "read twice", "records(epoch)")
     data = hvk.loader(samples.batch(ROWS))
-    model = hvk.prepare(net(), data)
+    model = net()
     model.compile(O.SGD(0.3), model.loss, jit_compile=False, steps_per_execution=4)
     hvk.prepare(model, data)
     model.fit(data, epochs=2, verbose=0, callbacks=hvk.callbacks(model))
@@ -202,7 +202,7 @@ def inputs_by_name_and_no_targets() -> str:
         keras.utils.set_random_seed(1)
         a, b = L.Input((5,), name="a"), L.Input((5,), name="b")
         model = keras.Model({"a": a, "b": b}, dense(1)(L.Concatenate()([a, b])))
-        model.compile(O.SGD(0.1), keras.losses.MeanSquaredError(), jit_compile=False)
+        model.compile(O.SGD(0.1), keras.losses.MeanSquaredError(), jit_compile=False, run_eagerly=True)
         return model
 
     named = [({"b": x * 2, "a": x}, y[:, None] * 1.0) for x, y in cut(range(41))]
@@ -231,7 +231,7 @@ def inputs_by_name_and_no_targets() -> str:
         keras.utils.set_random_seed(2)
         model = Coder()
         model.build((None, 5))
-        model.compile(O.SGD(0.1), jit_compile=False)
+        model.compile(O.SGD(0.1), jit_compile=False, run_eagerly=True)
         return model
 
     alone = hvk.loader(lambda: (x for x, _ in cut(range(40))))
@@ -270,7 +270,7 @@ def predicted() -> str:
     first = L.Input((5,))
     hidden = dense(4, activation="tanh")(first)
     model = keras.Model(first, {"scores": dense(3)(hidden), "hidden": hidden})
-    model.compile(O.SGD(0.1))
+    model.compile(O.SGD(0.1), run_eagerly=True)
     worst = 0.0
     for samples in (1, 41):
         right = model.predict(X[:samples], verbose=0)
@@ -310,7 +310,7 @@ def resumed_at_the_batch() -> str:
         with tempfile.TemporaryDirectory() as own:
             folder = Path(world.broadcast(own))
             lr = hvdtrain.LR(base=0.3, reference_batch=ROWS * SIZE, schedule="cosine", total_samples=150)
-            whole = hvk.prepare(net(), data := make(), lr=lr)
+            whole = hvk.prepare(net(traced=True), data := make(), lr=lr)
             whole.fit(data, epochs=3, verbose=0, callbacks=hvk.callbacks(whole))
             checkpoints = hvdtrain.Checkpointer(folder, best=None, world=world)
             model = hvk.prepare(net(), data := make(), lr=lr)
