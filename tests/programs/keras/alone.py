@@ -17,6 +17,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
 import hvdtrain  # noqa: E402
+from hvdtrain.runs.bottleneck import INPUT_SHARE  # noqa: E402
 from hvdtrain.runs.log import read_run  # noqa: E402
 
 
@@ -96,7 +97,6 @@ def asked_of_gpus() -> list[tuple[object, ...]]:
 if __name__ == "__main__":
     world = hvdtrain.init("keras", seed=3)
     import hvdtrain.keras as hvk
-from hvdtrain.runs.bottleneck import INPUT_SHARE
 
     its_own = [(2,)] if keras.backend.backend() == "torch" else [(["GPU 2"], "GPU"), ("GPU 2", True)]
     assert asked_of_gpus() == its_own, asked_of_gpus()
