@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from hvdtrain.pipeline.plan.schedule import Action
 from hvdtrain.pipeline.rng import Generators
 from hvdtrain.pipeline.trace.parted import inputs_first
 
-if TYPE_CHECKING:
-    from hvdtrain.pipeline.worker import Call
+Call = Any  # `worker.Call`, which makes these
 
 
 @dataclass

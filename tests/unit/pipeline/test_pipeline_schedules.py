@@ -9,7 +9,7 @@ from typing import get_args
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from stub_pipelines import stage
 
@@ -123,7 +123,8 @@ def test_the_bubble_of_interleaved_1f1b(devices: int, chunks: int, rounds: int, 
 
 @given(devices=st.integers(1, 5), more=st.integers(0, 8), forward=st.integers(1, 4), half=st.integers(1, 4))
 def test_the_bubble_of_zb_h1(devices: int, more: int, forward: int, half: int) -> None:
-    """Qi et al., table 2: (s - 1) (f + b - w) of waiting, where 1F1B has (s - 1) (f + b + w)."""
+    """Qi et al., table 2: (s - 1) (f + b - w) of waiting, where 1F1B has (s - 1) (f + b + w); for w of f at most."""
+    assume(half <= forward)
     m = devices + more
     found = simulate([stage(forward, 2 * half)] * devices, sizes=[1] * m, schedule="zb-h1")
     assert found.step_s == pytest.approx(m * (forward + 2 * half) + (devices - 1) * forward)
