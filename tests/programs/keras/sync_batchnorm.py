@@ -236,27 +236,25 @@ def plain_files_and_plain_again() -> str:
 
 @case
 def models_that_share_a_layer() -> str:
-    """Two models of one body, prepared one after the other and trained in turns; the second goes by ranks."""
+    """Two models of one body, prepared one after the other and trained in turns, batch by batch; of uneven parts."""
+    if BACKEND == "tensorflow":
+        return "traced once for each model, with its own hooks"
+    mine = slice(3 * RANK, 3 * RANK + (3 if RANK < SIZE - 1 else 5))
 
-    def trained(ours: bool) -> list[list[np.ndarray]]:
+    def trained(rows: slice, ours: bool) -> list[np.ndarray]:
         keras.utils.set_random_seed(1)
         body = keras.Sequential([L.Input((5,)), dense(4), norm()])
         models = [keras.Sequential([body, dense(3)]) for _ in range(2)]
-        found = []
         for model in models:
             model.compile(O.SGD(0.1), loss(), jit_compile=False)
-        data = hvk.loader((X[:TAIL], Y[:TAIL]), BATCH // SIZE, shuffle=False)
-        for model in models[: 2 * ours]:
-            hvk.prepare(model, data, sync_batchnorm=True)
-        for model in models:
             if ours:
-                model.fit(data, verbose=0, callbacks=hvk.callbacks(model))
-            else:
-                model.fit(X[:TAIL], Y[:TAIL], batch_size=BATCH, shuffle=False, verbose=0)
-            found.append(weights_of(model))
-        return found
+                hvk.prepare(model, sync_batchnorm=True)
+        for _ in range(3):
+            for model in models:
+                model.train_on_batch(X[rows], Y[rows])
+        return [value for model in models for value in weights_of(model)]
 
-    gap = max(apart(mine, its) for mine, its in zip(trained(True), trained(False), strict=True))
+    gap = apart(trained(mine, True), trained(slice(0, 3 * SIZE + 2), False))
     assert gap < EXACT, gap
     return f"{gap:.1e}"
 
