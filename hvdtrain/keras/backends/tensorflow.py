@@ -7,6 +7,7 @@ one rank has built one model more, and ranks that wait for different names wait 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -184,10 +185,17 @@ class TensorFlowBackend:
         """`tensor * (a * b) / (c * d)`, exactly `tensor` where the products are equal; 0 for a division by 0."""
         return tensor * tf.cast(tf.math.divide_no_nan(a * b, c * d), tensor.dtype)
 
+    @functools.cached_property
+    def _no_constant(self) -> Any:
+        with tf.init_scope(), tf.device("CPU:0"):
+            return tf.Variable(0.0, trainable=False, dtype=tf.float64)
+
     def start_sum(self, value: Any, name: str) -> Any:
         """Starts the sum of a float64 scalar over ranks; in a graph it runs beside the forward pass."""
         with tf.device("CPU:0"):
-            row = tf.reshape(value, [1])
+            # Horovod's operations are not marked as stateful: what they are given must be no constant (the samples of
+            # batches of one shape), or one rank's optimiser of graphs runs them once, instead of in each step
+            row = tf.reshape(value + self._no_constant, [1])
             sums = self.hvd.allreduce(row, op=self.hvd.Sum, name=name, ignore_name_scope=True)
             return sums[0]  # in the step's own graph: the first to ask for it may be a branch of a user's cond
 
