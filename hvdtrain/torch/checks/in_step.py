@@ -83,7 +83,7 @@ class Noted:
         reduce: bool,
         extras: Tensor | None = None,
         retain_graph: bool = False,
-        afterwards: bool = False,
+        afterwards: bool | None = None,
     ) -> None:
         """See `EngineModel.backward`."""
         with self._starting(extras) as sent:

@@ -120,7 +120,7 @@ class EngineModel(Protocol):
         reduce: bool,
         extras: Tensor | None = None,
         retain_graph: bool = False,
-        afterwards: bool = False,
+        afterwards: bool | None = None,
     ) -> None:
         """Runs the backward pass of `loss`, which is weighted so that gradients are to be summed over ranks.
 
@@ -129,7 +129,8 @@ class EngineModel(Protocol):
             reduce: the update's last pass: start to sum the gradients. Else they add up in `p.grad`, locally.
             extras: float64 [k] on the engine's device, with `reduce`: summed over ranks in place; ready after `finish`.
             retain_graph: as torch's.
-            afterwards: a parameter may get its gradient in parts: none is sent before the pass has ended.
+            afterwards: a parameter may get its gradient in parts: none is sent before the pass has ended. None: that is
+                not known (of a proof).
         """
         ...
 

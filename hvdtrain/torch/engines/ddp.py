@@ -49,6 +49,8 @@ class DdpModel:
         self._settings = settings
         self._extras_work: dist.Work | None = None
         self._reducer: Reducer | None = None
+        self._afterwards: bool | None = None
+        self._device = engine.device
         _silence_ddp_warning()
         self._wrap()
 
@@ -74,13 +76,13 @@ class DdpModel:
         reduce: bool,
         extras: Tensor | None = None,
         retain_graph: bool = False,
-        afterwards: bool = False,
+        afterwards: bool | None = None,
     ) -> None:
         """See `EngineModel.backward`."""
         if not reduce:
             loss.backward(retain_graph=retain_graph)  # DDP's hooks expect nothing: gradients add up here
             return
-        if afterwards:
+        if self._agreed(afterwards):
             self._reduce_afterwards(loss, extras, retain_graph)
             return
         if trains_others(self._module, self._trainable):
@@ -92,6 +94,15 @@ class DdpModel:
             carried = self._ddp(loss)
             carried.register_hook(_when_the_graph_is_done)
             _once(carried, retain_graph)
+
+    def _agreed(self, afterwards: bool | None) -> bool:
+        """Whether a part of the model is recomputed on some rank: then all send their gradients in the same way."""
+        if afterwards is not None and self._afterwards is None:
+            some = torch.tensor([float(afterwards)], device=self._device)
+            with rank_losses():
+                dist.all_reduce(some)
+            self._afterwards = bool(some > 0)
+        return bool(self._afterwards)
 
     def _reduce_afterwards(self, loss: Tensor, extras: Tensor | None, retain_graph: bool) -> None:
         """DDP does not see what is recomputed within the pass, and takes it for unused: so without DDP."""

@@ -102,7 +102,7 @@ class DeepSpeedModel:
         reduce: bool,
         extras: Tensor | None = None,
         retain_graph: bool = False,
-        afterwards: bool = False,
+        afterwards: bool | None = None,
     ) -> None:
         """See `EngineModel.backward`."""
         with self._engine.no_sync():
@@ -181,7 +181,7 @@ class ZeroModel(DeepSpeedModel):
         reduce: bool,
         extras: Tensor | None = None,
         retain_graph: bool = False,
-        afterwards: bool = False,
+        afterwards: bool | None = None,
     ) -> None:
         """See `EngineModel.backward`.
 

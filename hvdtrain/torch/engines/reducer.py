@@ -159,7 +159,7 @@ class Reducer:
         reduce: bool,
         extras: Tensor | None = None,
         retain_graph: bool = False,
-        afterwards: bool = False,
+        afterwards: bool | None = None,
     ) -> None:
         """See `EngineModel.backward`."""
         passes = partial(loss.backward, retain_graph=retain_graph)

@@ -53,7 +53,7 @@ class SoloModel:
         reduce: bool,
         extras: Tensor | None = None,
         retain_graph: bool = False,
-        afterwards: bool = False,
+        afterwards: bool | None = None,
     ) -> None:
         loss.backward(retain_graph=retain_graph)
 

@@ -41,7 +41,7 @@ class Optimizer(Facade):
         self._compared = session.world.size == 1
         self._mean: Tensor | None = None  # loss of the update
         self._counted: Batch | None = None  # as seen
-        self._recomputes: bool | None = None  # parts of the model within the backward pass, on some rank
+        self._recomputes: bool | None = None  # parts of the model within the backward pass
 
     # -- one update ------------------------------------------------------------------------------------------
     def forward_backward(self, x: Any, y: Any, loss: Loss, *, weight: Weight = None, again: bool = False) -> Tensor:
@@ -212,7 +212,7 @@ class Optimizer(Facade):
         session, gradients = self.session, self.session.gradients
         reduce = sums is not None
         if reduce and self._recomputes is None:
-            self._recomputes = any(session.world.gather(recomputes_reentrantly(loss)))
+            self._recomputes = recomputes_reentrantly(loss)
         wide = widened(loss)
         factor = coefficient.to(wide.device, wide.dtype) if isinstance(coefficient, Tensor) else coefficient
         scaled = session.precision.scale(wide.reshape(()) * factor)
@@ -222,7 +222,7 @@ class Optimizer(Facade):
             zero_gradients(gradients.parameters(), weight),
         ):
             session.engine_model.backward(
-                scaled, reduce=reduce, extras=sums, retain_graph=retain_graph, afterwards=bool(self._recomputes)
+                scaled, reduce=reduce, extras=sums, retain_graph=retain_graph, afterwards=self._recomputes
             )
 
     def _find_layer(self, loss: Tensor) -> None:

@@ -177,7 +177,7 @@ def no_averaging(optimizer: Optimizer) -> Iterator[None]:
     """Every rank keeps its own gradient, times the number of ranks: what forgotten averaging looks like."""
     bound, size = optimizer.session.engine_model, optimizer.session.world.size
 
-    def local(loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+    def local(loss: Tensor, **how: Any) -> None:
         type(bound).backward(bound, loss * size, reduce=False)
 
     off = mock.patch.object(_optimizer, "wrong", lambda *_: 0.0)  # it would miss the other ranks in the sums
@@ -199,7 +199,7 @@ def clip_before_average(optimizer: Optimizer) -> Iterator[None]:
     session = optimizer.session
     real, limit = session.engine_model.backward, 0.2
 
-    def backward(loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+    def backward(loss: Tensor, *, reduce: bool, extras: Tensor | None = None, **how: Any) -> None:
         own = torch.autograd.grad(loss, session.gradients.parameters(), retain_graph=True)
         norm = torch.sqrt(sum((g**2).sum() for g in own)) * session.world.size
         real(loss * min(1.0, limit / max(float(norm), 1e-9)), reduce=reduce, extras=extras)
