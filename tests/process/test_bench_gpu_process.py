@@ -66,6 +66,7 @@ def test_the_exit_code_says_that_something_is_not_right(tmp_path: Path) -> None:
     assert set(tried(tmp_path, "solo", "speed", flags=("--seconds=1",), code=1).values()) == {"left out"}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_program_runs(tmp_path: Path) -> None:
     """Those of the plan with other arguments are thorough."""

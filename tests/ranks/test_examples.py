@@ -23,9 +23,11 @@ Weights = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of weights, by rank: of the plain scripts, on one rank, on two."""
-    folders = {form: tmp_path_factory.mktemp(form) for form in ("plain", "1", "2")}
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of weights, by rank: of the plain scripts, on one rank (if that is asked for), on two."""
+    here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    alone = ["1"] * any(item.get_closest_marker("thorough") for item in here)
+    folders = {form: tmp_path_factory.mktemp(form) for form in ("plain", "2", *alone)}
     for (form, folder), (framework, names) in product(folders.items(), EXAMPLES.items()):
         kind, ranks = ("plain", 1) if form == "plain" else ("prepared", int(form))
         program: list[str | Path] = [PROGRAM, framework, folder, kind, *names]
@@ -39,7 +41,7 @@ def weights(file: Path) -> Weights:
     return {name: value.numpy() for name, value in torch.load(file).items()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 @pytest.mark.parametrize("example", ALL)
 def test_an_example_equals_the_plain_script(example: str, ranks: int, kept: dict[str, Path]) -> None:
     wanted = weights(kept["plain"] / f"{example}.0")

@@ -25,7 +25,10 @@ FOUR = pytest.param(("tensorflow", 4), marks=pytest.mark.thorough, id="tensorflo
 Outcomes = list[dict[str, str]]
 
 
-@pytest.fixture(scope="module", params=[("tensorflow", 2), ("torch", 2), FOUR], ids=lambda it: f"{it[0]}-{it[1]}")
+TORCH = pytest.param(("torch", 2), marks=pytest.mark.thorough, id="torch-2")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(("tensorflow", 2), id="tensorflow-2"), TORCH, FOUR])
 def ranks(request: pytest.FixtureRequest) -> tuple[str, int]:
     backend, size = request.param
     return backend, size
