@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import flags, startup, stats
 from hvdtrain.core.errors import ConfigError, install_command
+from hvdtrain.pipeline.plan.costs import Device, Link, SegmentCost
 from hvdtrain.pipeline.plan.partition import in_words
-from hvdtrain.pipeline.plan.schedule import Device, Link, SegmentCost
 from hvdtrain.pipeline.tuning.planner import Cluster, Plan, Speed, as_json, described, forward_flops, plans
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import torch
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.world import current
-from hvdtrain.pipeline.plan import schedule
+from hvdtrain.pipeline.plan import costs
+from hvdtrain.pipeline.plan.schedule import AHEAD
 
 CPU_POOL = "cpu"
 USABLE = 0.95  # of a GPU's memory that is free, or ours: the rest goes to fragments
@@ -48,13 +49,13 @@ def _device(word: str | torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def planned(device: torch.device, speed: float = 1.0) -> schedule.Device:
+def planned(device: torch.device, speed: float = 1.0) -> costs.Device:
     """A device as a plan sees it: the CPU's stages share its cores, and its memory is not rationed."""
     if device.type != "cuda":
-        return schedule.Device(str(device), speed=speed, pool=CPU_POOL)
+        return costs.Device(str(device), speed=speed, pool=CPU_POOL)
     free, _ = torch.cuda.mem_get_info(device)
     ours = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return schedule.Device(str(device), speed=speed, memory_bytes=(free + ours) * USABLE, ahead=schedule.AHEAD)
+    return costs.Device(str(device), speed=speed, memory_bytes=(free + ours) * USABLE, ahead=AHEAD)
 
 
 def kind_of(device: torch.device) -> str:

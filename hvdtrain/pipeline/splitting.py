@@ -13,6 +13,7 @@ from hvdtrain.core.resources import keep_freed_memory
 from hvdtrain.pipeline.devices import parse_devices
 from hvdtrain.pipeline.microbatch import Chunk, batch_size, flat, marked
 from hvdtrain.pipeline.plan import schedule as plan
+from hvdtrain.pipeline.plan.costs import stage_costs
 from hvdtrain.pipeline.plan.partition import partition
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.stage import build_stages
@@ -138,7 +139,7 @@ def _resolved(
         except ConfigError:
             continue
         step = simulate(
-            plan.stage_costs(measured.costs, sizes, [*measured.devices] * chunks),
+            stage_costs(measured.costs, sizes, [*measured.devices] * chunks),
             sizes=plan.micro_batch_sizes(batch, count), schedule=schedule, remat=remat, links=measured.links,
             pools=measured.pools, chunks=chunks,
         )  # fmt: skip

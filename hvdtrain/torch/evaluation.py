@@ -66,6 +66,29 @@ def evaluate(
         ReplicaError: on every rank, when ranks report different metrics.
     """
     world = given_or_current(world, "torch")
+    with one_pass(model, data, per_rank_batch, world, workers, augment) as batches:
+        kept = _kept(metrics, batches.device)
+        for batch, step in batches.one_pass():
+            outputs, targets = (forward or _forward)(model, batch)
+            for one in kept:
+                one.add(step, outputs, targets)
+        return _merged([one.results(world) for one in kept])
+
+
+@contextmanager
+def one_pass(
+    model: nn.Module,
+    data: Any,
+    per_rank_batch: int | None,
+    world: World,
+    workers: int | Literal["auto"],
+    augment: Augment | None,
+) -> Iterator[Loader]:
+    """The data as a `Loader`, and the same model on every rank, evaluating, without gradients; collective.
+
+    Raises:
+        ConfigError: a data set without `per_rank_batch`, or a `Loader` with one.
+    """
     before = CLOCK.enter("evaluation")
     batches = data if isinstance(data, Loader) else None
     try:
@@ -74,13 +97,8 @@ def evaluate(
             assert per_rank_batch is not None  # checked
             batches = loader(data, per_rank_batch, world=world, shuffle=False, workers=workers, augment=augment)
         synchronize(model, world)
-        kept = _kept(metrics, batches.device)
         with evaluating(model):
-            for batch, step in batches.one_pass():
-                outputs, targets = (forward or _forward)(model, batch)
-                for one in kept:
-                    one.add(step, outputs, targets)
-            return _merged([one.results(world) for one in kept])
+            yield batches
     finally:
         if batches is not None and batches is not data:
             batches.close()

@@ -11,15 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.sharding import check_evaluation
 from hvdtrain.core.world import World, given_or_current
-from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.data.create import loader
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.nested import map_tensors, tensors_of
 from hvdtrain.torch.data.source import Augment
-from hvdtrain.torch.engines.buffers import synchronize
-from hvdtrain.torch.evaluation import evaluating
+from hvdtrain.torch.evaluation import one_pass
 
 
 def predict(
@@ -54,21 +50,9 @@ def predict(
         ConfigError: no samples, some that cannot be read, or outputs that have no row for each sample.
     """
     world = given_or_current(world, "torch")
-    before = CLOCK.enter("evaluation")
-    batches = data if isinstance(data, Loader) else None
-    try:
-        check_evaluation(data, per_rank_batch)
-        if batches is None:
-            assert per_rank_batch is not None  # checked
-            batches = loader(data, per_rank_batch, world=world, shuffle=False, workers=workers, augment=augment)
-        synchronize(model, world)
-        with evaluating(model):
-            mine = _outputs(model, batches, inputs)
+    with one_pass(model, data, per_rank_batch, world, workers, augment) as batches:
+        mine = _outputs(model, batches, inputs)
         return _in_order(world.gather(mine), wanted=world.is_main or not on_main)
-    finally:
-        if batches is not None and batches is not data:
-            batches.close()
-        CLOCK.enter(before)
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,8 @@ from queue import SimpleQueue
 
 from stub_pipelines import stage
 
-from hvdtrain.pipeline.plan.schedule import (
-    REMATS,
-    SCHEDULES,
-    Action,
-    Link,
-    Pool,
-    actions,
-    micro_batch_sizes,
-    recomputed,
-)
+from hvdtrain.pipeline.plan.costs import Link, Pool
+from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES, Action, actions, micro_batch_sizes, recomputed
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.threads import FairSemaphore
 

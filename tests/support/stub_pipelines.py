@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from hvdtrain.pipeline.plan.schedule import (
-    Curve,
-    Device,
-    StageCost,
-)
+from hvdtrain.pipeline.plan.costs import Curve, Device, StageCost
 
 
 def stage(forward: float, backward: float, output: float = 0.0, pool: str = "") -> StageCost:

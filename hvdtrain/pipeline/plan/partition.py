@@ -10,19 +10,15 @@ from itertools import accumulate
 from typing import Literal
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.costs import Device, Link, SegmentCost, stage_costs, working_bytes
 from hvdtrain.pipeline.plan.schedule import (
     Action,
-    Device,
-    Link,
     Remat,
     Schedule,
-    SegmentCost,
     footprints,
     micro_batch_sizes,
     recomputed,
-    stage_costs,
     stage_orders,
-    working_bytes,
 )
 from hvdtrain.pipeline.plan.simulate import links_between
 

@@ -7,20 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.costs import Device, Link, Pool, SegmentCost, stage_costs, total
 from hvdtrain.pipeline.plan.partition import Balance, Partition, in_words, partition
-from hvdtrain.pipeline.plan.schedule import (
-    SCHEDULES,
-    Device,
-    Link,
-    Pool,
-    Remat,
-    Schedule,
-    SegmentCost,
-    micro_batch_sizes,
-    stage_costs,
-    total,
-    usual_counts,
-)
+from hvdtrain.pipeline.plan.schedule import SCHEDULES, Remat, Schedule, micro_batch_sizes, usual_counts
 from hvdtrain.pipeline.plan.simulate import Simulation, simulate
 
 MOST_MICRO_BATCHES = 128

@@ -9,20 +9,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.schedule import (
-    WEIGHT_SHARE,
-    Action,
-    Kind,
-    Link,
-    Pool,
-    Remat,
-    Schedule,
-    StageCost,
-    actions,
-    device_peak_bytes,
-    of_stage,
-    recomputed,
-)
+from hvdtrain.pipeline.plan.costs import Link, Pool, StageCost, device_peak_bytes
+from hvdtrain.pipeline.plan.schedule import WEIGHT_SHARE, Action, Kind, Remat, Schedule, actions, of_stage, recomputed
 
 NOW = 1e-12  # of the time so far: what ends within it ends now
 SELDOM = 0.05  # of the work: passes are together too seldom to tell what they do to each other

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.schedule import AHEAD, Curve, Device, SegmentCost, total
+from hvdtrain.pipeline.plan.costs import Curve, Device, SegmentCost, total
+from hvdtrain.pipeline.plan.schedule import AHEAD
 from hvdtrain.pipeline.plan.search import Cluster, Plan, plans
 
 if TYPE_CHECKING:

@@ -16,17 +16,8 @@ from torch import Tensor
 
 from hvdtrain.pipeline.devices import CPU_POOL, cpu_slots
 from hvdtrain.pipeline.microbatch import batch_size, cut, marked
-from hvdtrain.pipeline.plan.schedule import (
-    Curve,
-    Device,
-    Link,
-    Pool,
-    Remat,
-    StageCost,
-    recomputed,
-    stage_costs,
-    stage_orders,
-)
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, StageCost, stage_costs
+from hvdtrain.pipeline.plan.schedule import Remat, recomputed, stage_orders
 from hvdtrain.pipeline.plan.simulate import Span, pool_speeds, simulate
 from hvdtrain.pipeline.runtime import Pipeline
 from hvdtrain.pipeline.trace.restore import preserved_state

@@ -20,7 +20,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.devices import CPU_POOL, cpu_slots, kind_of, parse_devices, planned
 from hvdtrain.pipeline.microbatch import batch_size
 from hvdtrain.pipeline.places import stage_devices
-from hvdtrain.pipeline.plan.schedule import ZERO, Curve, Device, Link, Pool, SegmentCost
+from hvdtrain.pipeline.plan.costs import ZERO, Curve, Device, Link, Pool, SegmentCost
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.segments import Segment, segments
 from hvdtrain.pipeline.tuning.measure import Bytes, Clock, Seconds, SegmentBench, on_device, together

@@ -17,7 +17,7 @@ from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.world import World
 from hvdtrain.torch.checks import replicas
-from hvdtrain.torch.engines.base import Piece
+from hvdtrain.torch.engines.base import Pass, Piece
 from hvdtrain.torch.engines.shell import LARGEST, Probe, pattern, trainable
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.session import Session
@@ -76,7 +76,7 @@ def prove(session: Session) -> Proof:
     extras = torch.tensor([weight, world.rank + 1.0], dtype=torch.float64, device=session.engine.device)
     with session.gradients.differentiating():
         loss = session.engine_model.call(Probe(world.rank + 1.0))
-        session.engine_model.backward(loss * weight, reduce=True, extras=extras)
+        session.engine_model.backward(loss * weight, Pass(reduce=True, extras=extras))
         session.engine_model.finish()
     largest = mean * LARGEST
     off = _largest_gap(session, parameters, mean) / largest

@@ -8,6 +8,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hvdtrain.core.in_step.meeting import out_of_step
 from hvdtrain.core.world import World
-from hvdtrain.torch.engines.base import EngineModel, StagedEngineModel
+from hvdtrain.torch.engines.base import EngineModel, Pass, StagedEngineModel
 from hvdtrain.torch.update.batches import Batches
 
 _LAG = 2  # updates, on a GPU, so that none waits for the answer
@@ -76,31 +77,21 @@ class Noted:
             self._world.tracker.drop_update()
             raise
 
-    def backward(
-        self,
-        loss: Tensor,
-        *,
-        reduce: bool,
-        extras: Tensor | None = None,
-        retain_graph: bool = False,
-        afterwards: bool | None = None,
-    ) -> None:
+    def backward(self, loss: Tensor, sent: Pass) -> None:
         """See `EngineModel.backward`."""
-        with self._starting(extras) as sent:
-            self._engine_model.backward(
-                loss, reduce=reduce, extras=sent, retain_graph=retain_graph, afterwards=afterwards
-            )
+        with self._starting(sent.extras) as extras:
+            self._engine_model.backward(loss, replace(sent, extras=extras))
 
-    def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
+    def run(self, passes: Callable[[], None], sent: Pass) -> None:
         """See `StagedEngineModel.run`."""
-        with self._starting(extras) as sent:
+        with self._starting(sent.extras) as extras:
 
             def then_extras() -> None:
                 passes()
-                if extras is not None and sent is not extras:
-                    cast(Tensor, sent)[:-2] = extras
+                if sent.extras is not None and extras is not sent.extras:
+                    cast(Tensor, extras)[:-2] = sent.extras
 
-            cast(StagedEngineModel, self._engine_model).run(then_extras, reduce=reduce, extras=sent)
+            cast(StagedEngineModel, self._engine_model).run(then_extras, replace(sent, extras=extras))
 
     def finish(self) -> None:
         """See `EngineModel.finish`.

@@ -104,6 +104,24 @@ class Settings:
     zero: int = 0
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What a backward pass sends, and how.
+
+    Attributes:
+        reduce: the update's last pass: start to sum the gradients. Else they add up in `p.grad`, locally.
+        extras: float64 [k] on the engine's device, with `reduce`: summed over ranks in place; ready after `finish`.
+        retain_graph: as torch's.
+        afterwards: a parameter may get its gradient in parts: none is sent before the pass has ended. None: that is
+            not known (of a proof).
+    """
+
+    reduce: bool
+    extras: Tensor | None = None
+    retain_graph: bool = False
+    afterwards: bool | None = None
+
+
 class EngineModel(Protocol):
     """One model and its optimizer on an engine.
 
@@ -113,24 +131,11 @@ class EngineModel(Protocol):
 
     call: Callable[..., Any]
 
-    def backward(
-        self,
-        loss: Tensor,
-        *,
-        reduce: bool,
-        extras: Tensor | None = None,
-        retain_graph: bool = False,
-        afterwards: bool | None = None,
-    ) -> None:
+    def backward(self, loss: Tensor, sent: Pass) -> None:
         """Runs the backward pass of `loss`, which is weighted so that gradients are to be summed over ranks.
 
         Args:
             loss: a scalar.
-            reduce: the update's last pass: start to sum the gradients. Else they add up in `p.grad`, locally.
-            extras: float64 [k] on the engine's device, with `reduce`: summed over ranks in place; ready after `finish`.
-            retain_graph: as torch's.
-            afterwards: a parameter may get its gradient in parts: none is sent before the pass has ended. None: that is
-                not known (of a proof).
         """
         ...
 
@@ -154,11 +159,11 @@ class EngineModel(Protocol):
 class StagedEngineModel(EngineModel, Protocol):
     """A model that may run its own passes, on an engine that `runs_stages`."""
 
-    def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
+    def run(self, passes: Callable[[], None], sent: Pass) -> None:
         """As `backward`, with passes that are not autograd's alone.
 
         Args:
-            passes: runs `Staged.step`, and sets `extras`.
+            passes: runs `Staged.step`, and sets `sent.extras`.
         """
         ...
 

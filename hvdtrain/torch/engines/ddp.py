@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.core.startup import stderr_to
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.engines.base import HALVES, Settings, step_of
+from hvdtrain.torch.engines.base import HALVES, Pass, Settings, step_of
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
 from hvdtrain.torch.engines.reducer import Reducer, Wait
 from hvdtrain.torch.engines.shell import trainable, trains_others
@@ -69,31 +70,23 @@ class DdpModel:
         ddp.register_comm_hook(HALVES[compression] if compression else None, _sum)
         self._ddp = ddp
 
-    def backward(
-        self,
-        loss: Tensor,
-        *,
-        reduce: bool,
-        extras: Tensor | None = None,
-        retain_graph: bool = False,
-        afterwards: bool | None = None,
-    ) -> None:
+    def backward(self, loss: Tensor, sent: Pass) -> None:
         """See `EngineModel.backward`."""
-        if not reduce:
-            loss.backward(retain_graph=retain_graph)  # DDP's hooks expect nothing: gradients add up here
+        if not sent.reduce:
+            loss.backward(retain_graph=sent.retain_graph)  # DDP's hooks expect nothing: gradients add up here
             return
-        if self._agreed(afterwards):
-            self._reduce_afterwards(loss, extras, retain_graph)
+        if self._agreed(sent.afterwards):
+            self._reduce_afterwards(loss, sent)
             return
         if trains_others(self._module, self._trainable):
             self._wrap()  # DDP knows only what was trainable when it was made
         assert self._ddp is not None, "closed"
         with rank_losses():
-            if extras is not None:
-                self._extras_work = dist.all_reduce(extras, async_op=True)
+            if sent.extras is not None:
+                self._extras_work = dist.all_reduce(sent.extras, async_op=True)
             carried = self._ddp(loss)
             carried.register_hook(_when_the_graph_is_done)
-            _once(carried, retain_graph)
+            _once(carried, sent.retain_graph)
 
     def _agreed(self, afterwards: bool | None) -> bool:
         """Whether a part of the model is recomputed on some rank: then all send their gradients in the same way."""
@@ -104,13 +97,13 @@ class DdpModel:
             self._afterwards = bool(some > 0)
         return bool(self._afterwards)
 
-    def _reduce_afterwards(self, loss: Tensor, extras: Tensor | None, retain_graph: bool) -> None:
+    def _reduce_afterwards(self, loss: Tensor, sent: Pass) -> None:
         """DDP does not see what is recomputed within the pass, and takes it for unused: so without DDP."""
         if self._reducer is None:
             self.close()
             size = self._settings.bucket_bytes or _BUCKET_BYTES
             self._reducer = Reducer(self._module, _sum_async, bucket_bytes=size, compression=self._settings.compression)
-        self._reducer.backward(loss, reduce=True, extras=extras, retain_graph=retain_graph, afterwards=True)
+        self._reducer.backward(loss, replace(sent, afterwards=True))
 
     def finish(self) -> None:
         """See `EngineModel.finish`; gradients are there already, DDP's backward pass waits for them."""

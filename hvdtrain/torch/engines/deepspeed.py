@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, LauncherError, install_command
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.engines.base import HALVES, Piece, Settings, as_parameters
+from hvdtrain.torch.engines.base import HALVES, Pass, Piece, Settings, as_parameters
 from hvdtrain.torch.engines.group import GroupEngine, join, rank_losses
 from hvdtrain.torch.engines.shell import trainable
 from hvdtrain.torch.engines.zero import Elsewhere, InOrder, Parts, twin_of
@@ -95,19 +95,11 @@ class DeepSpeedModel:
         self._engine = _initialize(module, optimizer, engine, settings, _wire_type(module, settings))
         self._extras: Tensor | None = None
 
-    def backward(
-        self,
-        loss: Tensor,
-        *,
-        reduce: bool,
-        extras: Tensor | None = None,
-        retain_graph: bool = False,
-        afterwards: bool | None = None,
-    ) -> None:
+    def backward(self, loss: Tensor, sent: Pass) -> None:
         """See `EngineModel.backward`."""
         with self._engine.no_sync():
-            self._engine.backward(loss, retain_graph=retain_graph)
-        self._extras = extras if reduce else None
+            self._engine.backward(loss, retain_graph=sent.retain_graph)
+        self._extras = sent.extras if sent.reduce else None
 
     def finish(self) -> None:
         """See `EngineModel.finish`."""
@@ -174,15 +166,7 @@ class ZeroModel(DeepSpeedModel):
         send = zero.reduce_independent_p_g_buckets_and_remove_grads
         self._in_order = InOrder(self._parts.parameters, send) if self.parted else None
 
-    def backward(
-        self,
-        loss: Tensor,
-        *,
-        reduce: bool,
-        extras: Tensor | None = None,
-        retain_graph: bool = False,
-        afterwards: bool | None = None,
-    ) -> None:
+    def backward(self, loss: Tensor, sent: Pass) -> None:
         """See `EngineModel.backward`.
 
         Raises:
@@ -190,10 +174,10 @@ class ZeroModel(DeepSpeedModel):
         """
         self._parts.check()
         if self._in_order is not None:
-            (self._in_order.begin if reduce else self._in_order.stop)()
+            (self._in_order.begin if sent.reduce else self._in_order.stop)()
         with rank_losses():
-            loss.backward(retain_graph=retain_graph)
-        self._extras = extras if reduce else None
+            loss.backward(retain_graph=sent.retain_graph)
+        self._extras = sent.extras if sent.reduce else None
 
     def finish(self) -> None:
         """See `EngineModel.finish`; parted, `held` has the sums.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.torch.engines.base import HALVES, Staged
+from hvdtrain.torch.engines.base import HALVES, Pass, Staged
 from hvdtrain.torch.engines.shell import trainable, trains_others
 
 Wait = Callable[[], None]
@@ -152,25 +152,17 @@ class Reducer:
         self._hooks = []
 
     # -- one backward pass -----------------------------------------------------------------------------------
-    def backward(
-        self,
-        loss: Tensor,
-        *,
-        reduce: bool,
-        extras: Tensor | None = None,
-        retain_graph: bool = False,
-        afterwards: bool | None = None,
-    ) -> None:
+    def backward(self, loss: Tensor, sent: Pass) -> None:
         """See `EngineModel.backward`."""
-        passes = partial(loss.backward, retain_graph=retain_graph)
-        self._run(passes, "adding up" if afterwards else "reducing", reduce=reduce, extras=extras)
+        passes = partial(loss.backward, retain_graph=sent.retain_graph)
+        self._run(passes, "adding up" if sent.afterwards else "reducing", sent)
 
-    def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
+    def run(self, passes: Callable[[], None], sent: Pass) -> None:
         """See `StagedEngineModel.run`."""
-        self._run(passes, "reducing stages", reduce=reduce, extras=extras)
+        self._run(passes, "reducing stages", sent)
 
-    def _run(self, passes: Callable[[], object], state: str, *, reduce: bool, extras: Tensor | None) -> None:
-        if not reduce:
+    def _run(self, passes: Callable[[], object], state: str, sent: Pass) -> None:
+        if not sent.reduce:
             with self._during("adding up"):
                 passes()
             return
@@ -180,7 +172,7 @@ class Reducer:
             bucket.begin()
         with self._during(state):
             passes()
-        self._send_rest(extras)
+        self._send_rest(sent.extras)
 
     @contextmanager
     def _during(self, state: str) -> Iterator[None]:
@@ -214,7 +206,7 @@ class Reducer:
 
     def finish(self) -> None:
         """See `EngineModel.finish`."""
-        assert self._tail is not None, "finish() follows backward(reduce=True)"
+        assert self._tail is not None, "finish() follows a pass that reduces"
         for bucket in self.buckets:
             bucket.receive()
         self._wait_tail()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.engines import SoloEngine
 from hvdtrain.core.launchers import Detected
-from hvdtrain.torch.engines.base import Settings, device_of, pick_devices, step_of
+from hvdtrain.torch.engines.base import Pass, Settings, device_of, pick_devices, step_of
 
 
 def attach(detected: Detected, *, device: str, gpus_per_rank: int) -> Solo:
@@ -46,18 +46,10 @@ class SoloModel:
         self.call: Callable[..., Any] = module
         self._optimizer = optimizer
 
-    def backward(
-        self,
-        loss: Tensor,
-        *,
-        reduce: bool,
-        extras: Tensor | None = None,
-        retain_graph: bool = False,
-        afterwards: bool | None = None,
-    ) -> None:
-        loss.backward(retain_graph=retain_graph)
+    def backward(self, loss: Tensor, sent: Pass) -> None:
+        loss.backward(retain_graph=sent.retain_graph)
 
-    def run(self, passes: Callable[[], None], *, reduce: bool, extras: Tensor | None = None) -> None:
+    def run(self, passes: Callable[[], None], sent: Pass) -> None:
         passes()
 
     def finish(self) -> None:

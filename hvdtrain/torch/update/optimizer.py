@@ -19,6 +19,7 @@ from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.checks.pieces import pieces_differ
 from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.clock import CLOCK
+from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.session import Session, not_finite
 from hvdtrain.torch.staged import SMALLER_STAGES, Loss, in_one_call, run_step
@@ -111,7 +112,7 @@ class Optimizer(Facade):
                 sums.copy_(gradients.sums())
 
         with explained("passes of the pipeline", session.sizes, SMALLER_STAGES), gradients.differentiating():
-            session.engine_model.run(passes, reduce=sums is not None, extras=sums)
+            session.engine_model.run(passes, Pass(reduce=sums is not None, extras=sums))
         self._conclude(batch, mean, sums)
         return mean
 
@@ -221,9 +222,7 @@ class Optimizer(Facade):
             gradients.differentiating(),
             zero_gradients(gradients.parameters(), weight),
         ):
-            session.engine_model.backward(
-                scaled, reduce=reduce, extras=sums, retain_graph=retain_graph, afterwards=self._recomputes
-            )
+            session.engine_model.backward(scaled, Pass(reduce, sums, retain_graph, self._recomputes))
 
     def _find_layer(self, loss: Tensor) -> None:
         """Looks for the layer while the batch and the parameters are still those that gave a bad loss."""

@@ -19,7 +19,8 @@ from torch import nn
 import hvdtrain.pipeline
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import devices
-from hvdtrain.pipeline.plan.schedule import Curve, Device, Remat, StageCost, micro_batch_sizes
+from hvdtrain.pipeline.plan.costs import Curve, Device, StageCost
+from hvdtrain.pipeline.plan.schedule import Remat, micro_batch_sizes
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.tuning import predict, unsplit
 from hvdtrain.pipeline.tuning.search_size import SplitDoesNotPay, tune

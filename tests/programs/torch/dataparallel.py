@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hvdtrain
-from hvdtrain.torch.engines.base import Settings
+from hvdtrain.torch.engines.base import Pass, Settings
 from hvdtrain.torch.engines.dataparallel import DataParallelEngine, PiecesModel, memory_told, piece_sizes
 
 
@@ -69,7 +69,7 @@ def gap(samples: int, pieces: int, inside: bool) -> float:
     x, y = torch.randn(samples, 4).double(), torch.randn(samples, 3).double()
     bound = bound_of(net, pieces)
     loss = bound.call(x, y).mean() if inside else nn.functional.mse_loss(bound.call(x, options=[]), y)
-    bound.backward(loss, reduce=True)
+    bound.backward(loss, Pass(reduce=True))
     expected = whole(x, y).mean()
     expected.backward()
     pairs = zip(net.parameters(), whole.parameters(), strict=True)

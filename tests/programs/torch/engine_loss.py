@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hvdtrain
-from hvdtrain.torch.engines.base import Settings
+from hvdtrain.torch.engines.base import Pass, Settings
 
 
 def main(engine: str) -> None:
@@ -22,7 +22,7 @@ def main(engine: str) -> None:
             if step == 2 and world.rank == 1:
                 os._exit(0)
             module.zero_grad()
-            bound.backward(bound.call(torch.ones(1, 3)).sum(), reduce=True)
+            bound.backward(bound.call(torch.ones(1, 3)).sum(), Pass(reduce=True))
             bound.finish()
             bound.step()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hvdtrain
 from hvdtrain.torch.clock import CLOCK
-from hvdtrain.torch.engines.base import Settings, TorchEngine
+from hvdtrain.torch.engines.base import Pass, Settings, TorchEngine
 from hvdtrain.torch.engines.sync_batchnorm import convert, is_synchronized, sync_batchnorm_mode
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64")
@@ -65,9 +65,9 @@ def branches(engine: TorchEngine, dtype: torch.dtype) -> Any:
     found = []
     for _ in range(2):
         module.zero_grad()
-        bound.backward(bound.call(x, "ab" if engine.rank == 1 else "a"), reduce=False)
+        bound.backward(bound.call(x, "ab" if engine.rank == 1 else "a"), Pass(reduce=False))
         extras = torch.tensor([1.0, engine.rank], dtype=torch.float64)
-        bound.backward(bound.call(x * 10, "a" if engine.rank == 0 else "ac"), reduce=True, extras=extras)
+        bound.backward(bound.call(x * 10, "a" if engine.rank == 0 else "ac"), Pass(reduce=True, extras=extras))
         bound.finish()
         found.append([gradients(module), extras.tolist()])
         bound.step()
@@ -79,7 +79,7 @@ def local(engine: TorchEngine, dtype: torch.dtype) -> Any:
     """The twin: without `reduce` each rank keeps its own."""
     module = Branches(dtype)
     bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Settings())
-    bound.backward(bound.call(torch.full((1, 3), engine.rank + 1.0, dtype=dtype), "a"), reduce=False)
+    bound.backward(bound.call(torch.full((1, 3), engine.rank + 1.0, dtype=dtype), "a"), Pass(reduce=False))
     found = gradients(module)
     bound.close()
     return found
@@ -98,7 +98,7 @@ def thaw(engine: TorchEngine, dtype: torch.dtype) -> Any:
         if thawed is not None:
             thawed.requires_grad_(True)
         module.zero_grad()
-        bound.backward(bound.call(x, "ab"), reduce=True)
+        bound.backward(bound.call(x, "ab"), Pass(reduce=True))
         bound.finish()
         found.append(gradients(module))
     bound.close()
@@ -113,7 +113,7 @@ def forwards(engine: TorchEngine, dtype: torch.dtype) -> Any:
     bound.call(x, "ab")
     with torch.no_grad():
         bound.call(x, "abcd")
-    bound.backward(bound.call(x, "a") + bound.call(x, "c"), reduce=True)
+    bound.backward(bound.call(x, "a") + bound.call(x, "c"), Pass(reduce=True))
     bound.finish()
     found = gradients(module)
     bound.close()
@@ -137,7 +137,7 @@ def training(engine: TorchEngine, dtype: torch.dtype) -> Any:
         mine = slice(sum(sizes[: engine.rank]), sum(sizes[: engine.rank + 1]))
         module.zero_grad()
         loss = nn.functional.mse_loss(bound.call(x[mine]), y[mine])
-        bound.backward(loss * (sizes[engine.rank] / sum(sizes)), reduce=True)
+        bound.backward(loss * (sizes[engine.rank] / sum(sizes)), Pass(reduce=True))
         bound.finish()
         bound.step()
     bound.close()
@@ -153,7 +153,7 @@ def compressed(engine: TorchEngine, dtype: torch.dtype) -> Any:
     for kind in (None, "fp16", "bf16"):
         module = Branches(dtype)
         bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Settings(compression=kind))
-        bound.backward(bound.call(torch.full((1, 3), 1 + 2**-9, dtype=dtype), "a"), reduce=True)
+        bound.backward(bound.call(torch.full((1, 3), 1 + 2**-9, dtype=dtype), "a"), Pass(reduce=True))
         bound.finish()
         found[str(kind)] = gradients(module)["a"]
         bound.close()
@@ -164,7 +164,7 @@ def closed(engine: TorchEngine, dtype: torch.dtype) -> Any:
     """After `close` the model is as before: plain training on one rank only disturbs nobody, no hooks are left."""
     module = Branches(dtype)
     bound = engine.bind(module, torch.optim.SGD(module.parameters(), lr=0.0), Settings())
-    bound.backward(bound.call(torch.ones(1, 3, dtype=dtype), "a"), reduce=True)
+    bound.backward(bound.call(torch.ones(1, 3, dtype=dtype), "a"), Pass(reduce=True))
     bound.finish()
     bound.close()
     module.zero_grad()
@@ -231,7 +231,7 @@ def phases(engine: TorchEngine, dtype: torch.dtype) -> Any:
     if engine.rank == engine.size - 1:
         time.sleep(0.5)  # what is measured, not a synchronisation
     CLOCK.enter("backward")
-    bound.backward(loss, reduce=True)
+    bound.backward(loss, Pass(reduce=True))
     CLOCK.enter("communication")
     bound.finish()
     CLOCK.enter("other")

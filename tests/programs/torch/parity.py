@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.torch import start as _start
 from hvdtrain.torch.checks.nonfinite import NonFiniteError
+from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.update import batches, gradients
 from hvdtrain.torch.update import optimizer as _optimizer
 from hvdtrain.torch.update.optimizer import Optimizer
@@ -177,8 +178,8 @@ def no_averaging(optimizer: Optimizer) -> Iterator[None]:
     """Every rank keeps its own gradient, times the number of ranks: what forgotten averaging looks like."""
     bound, size = optimizer.session.engine_model, optimizer.session.world.size
 
-    def local(loss: Tensor, **how: Any) -> None:
-        type(bound).backward(bound, loss * size, reduce=False)
+    def local(loss: Tensor, sent: Pass) -> None:
+        type(bound).backward(bound, loss * size, replace(sent, reduce=False))
 
     off = mock.patch.object(_optimizer, "wrong", lambda *_: 0.0)  # it would miss the other ranks in the sums
     with off, mock.patch.object(bound, "backward", local), mock.patch.object(bound, "finish", lambda: None):
@@ -199,10 +200,10 @@ def clip_before_average(optimizer: Optimizer) -> Iterator[None]:
     session = optimizer.session
     real, limit = session.engine_model.backward, 0.2
 
-    def backward(loss: Tensor, *, reduce: bool, extras: Tensor | None = None, **how: Any) -> None:
+    def backward(loss: Tensor, sent: Pass) -> None:
         own = torch.autograd.grad(loss, session.gradients.parameters(), retain_graph=True)
         norm = torch.sqrt(sum((g**2).sum() for g in own)) * session.world.size
-        real(loss * min(1.0, limit / max(float(norm), 1e-9)), reduce=reduce, extras=extras)
+        real(loss * min(1.0, limit / max(float(norm), 1e-9)), sent)
 
     with mock.patch.object(session.engine_model, "backward", backward):
         yield

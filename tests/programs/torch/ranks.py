@@ -23,6 +23,7 @@ from hvdtrain.torch import start
 from hvdtrain.torch.checks import averaging
 from hvdtrain.torch.checks.nonfinite import NonFiniteError
 from hvdtrain.torch.engines import buffers as _buffers
+from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.update import amp
 
 LAST = -1  # the rank at which something is different
@@ -142,9 +143,9 @@ def spoiled_bound(optimizer: Any, how: str) -> Iterator[None]:
     real_backward, real_finish = bound.backward, bound.finish
     own: list[Tensor] = []
 
-    def backward(loss: Tensor, *, reduce: bool, extras: Tensor | None = None) -> None:
+    def backward(loss: Tensor, sent: Pass) -> None:
         own[:] = torch.autograd.grad(loss, parameters, retain_graph=True)
-        real_backward(loss * (0.5 if how == "averages twice" else 1.0), reduce=reduce, extras=extras)
+        real_backward(loss * (0.5 if how == "averages twice" else 1.0), sent)
 
     def finish() -> None:
         real_finish()

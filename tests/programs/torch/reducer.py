@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import hvdtrain
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.engines.reducer import Reducer, Wait, bucketize
 
 WORLD = hvdtrain.init("torch", device="cpu")
@@ -53,7 +54,7 @@ def sums_over_ranks() -> None:
         wanted = expected(module, [module(data(rank)).pow(2).sum() for rank in range(SIZE)])
         module.zero_grad()
         extras = torch.tensor([float(RANK), 1.0], dtype=torch.float64)
-        reduce.backward(module(data(RANK)).pow(2).sum(), reduce=True, extras=extras)
+        reduce.backward(module(data(RANK)).pow(2).sum(), Pass(reduce=True, extras=extras))
         reduce.finish()
         check(module, wanted)
         assert extras.tolist() == [sum(range(SIZE)), SIZE]
@@ -73,7 +74,7 @@ def accumulates_before_it_sums() -> None:
     reduce = reducer(module)
     wanted = expected(module, [module(data(10 * part + rank)).sum() for part in range(3) for rank in range(SIZE)])
     for part in range(3):
-        reduce.backward(module(data(10 * part + RANK)).sum(), reduce=part == 2)
+        reduce.backward(module(data(10 * part + RANK)).sum(), Pass(reduce=part == 2))
     reduce.finish()
     check(module, wanted)
 
@@ -96,7 +97,7 @@ def gradients_on_some_ranks_only() -> None:
         wanted = expected(module, [module(data(rank), rank) for rank in range(SIZE)])
         assert wanted[-1] is None and wanted[2] is not None
         module.zero_grad()
-        reduce.backward(module(data(RANK), RANK), reduce=True)
+        reduce.backward(module(data(RANK), RANK), Pass(reduce=True))
         reduce.finish()
         check(module, wanted)
 
@@ -109,8 +110,8 @@ def used_in_an_earlier_micro_batch_only() -> None:
     reduce = reducer(both)
     losses = [head(data(rank)).sum() + module(data(rank)).sum() for rank in range(SIZE)]
     wanted = expected(both, losses)
-    reduce.backward(head(data(RANK)).sum(), reduce=False)
-    reduce.backward(module(data(RANK)).sum(), reduce=True)
+    reduce.backward(head(data(RANK)).sum(), Pass(reduce=False))
+    reduce.backward(module(data(RANK)).sum(), Pass(reduce=True))
     reduce.finish()
     check(both, wanted)
 
@@ -123,7 +124,7 @@ def freezing_and_unfreezing_is_noticed() -> None:
         module[0].requires_grad_(not frozen)
         wanted = expected(module, [module(data(rank)).sum() for rank in range(SIZE)])
         module.zero_grad()
-        reduce.backward(module(data(RANK)).sum(), reduce=True)
+        reduce.backward(module(data(RANK)).sum(), Pass(reduce=True))
         reduce.finish()
         check(module, wanted)
 
@@ -175,7 +176,7 @@ def stages_send_in_their_last_pass() -> None:
         module.zero_grad()
         events.clear()
         wanted = expected(module, [module(data(rank)).pow(2).sum() for rank in range(SIZE)])
-        reduce.run(lambda: staged.step(data(RANK), events), reduce=True)
+        reduce.run(lambda: staged.step(data(RANK), events), Pass(reduce=True))
         reduce.finish()
         check(module, wanted)
         # nothing before the last pass; in it the stages' own; after it the shared ones, and which were used
@@ -183,7 +184,7 @@ def stages_send_in_their_last_pass() -> None:
         assert events == ["pass 0", "pass 1", *at_once, "pass 2", *["sent"] * (shared + 1)], events
     staged.always = True  # the twin: sent in the first pass, a bucket lacks the gradients of the others
     try:
-        reduce.run(lambda: staged.step(data(RANK), events), reduce=True)
+        reduce.run(lambda: staged.step(data(RANK), events), Pass(reduce=True))
     except ConfigError as error:
         assert "a second one came" in str(error)
     else:
@@ -203,7 +204,7 @@ def shared_weights_and_other_layouts() -> None:
     ]
     wanted = expected(module, [module(other).pow(2).sum() for other in others])
     reduce = reducer(module)
-    reduce.backward(module(picture).pow(2).sum(), reduce=True)
+    reduce.backward(module(picture).pow(2).sum(), Pass(reduce=True))
     reduce.finish()
     check(module, wanted, bound=1e-12)
     assert conv.weight.grad.stride() == conv.weight.stride()
@@ -216,13 +217,13 @@ def mixed_types_and_half_precision_on_the_way() -> None:
             parameter.fill_(0.5)
     x = torch.full((1, 3), float(RANK + 1))
     reduce = reducer(module)
-    reduce.backward(sum(m(x.to(m.weight.dtype)).sum().double() for m in module), reduce=True)
+    reduce.backward(sum(m(x.to(m.weight.dtype)).sum().double() for m in module), Pass(reduce=True))
     reduce.finish()
     for layer in module:
         assert layer.weight.grad.eq(sum(range(1, SIZE + 1))).all() and layer.weight.grad.dtype == layer.weight.dtype
     narrow = nn.Linear(3, 1)
     reduce = reducer(narrow, compression="fp16")
-    reduce.backward(narrow(torch.full((1, 3), 1.0 + 2.0**-12)).sum(), reduce=True)
+    reduce.backward(narrow(torch.full((1, 3), 1.0 + 2.0**-12)).sum(), Pass(reduce=True))
     reduce.finish()
     # 1 + 2^-12 is not a float16: it was rounded on the way, and without compression it would not have been
     assert narrow.weight.grad.eq(SIZE).all() and narrow.weight.grad.dtype == torch.float32
@@ -231,7 +232,7 @@ def mixed_types_and_half_precision_on_the_way() -> None:
 def refusals() -> None:
     table = nn.Embedding(5, 2, sparse=True)
     try:
-        reducer(table).backward(table(torch.tensor([1])).sum(), reduce=True)
+        reducer(table).backward(table(torch.tensor([1])).sum(), Pass(reduce=True))
     except ConfigError as error:
         assert "sparse=False" in str(error)
     else:

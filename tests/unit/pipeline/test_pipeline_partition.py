@@ -13,17 +13,9 @@ from hypothesis import strategies as st
 from test_pipeline_plan import StubAllocator, modes, real_peaks
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost, stage_costs
 from hvdtrain.pipeline.plan.partition import Partition, in_words, partition
-from hvdtrain.pipeline.plan.schedule import (
-    Curve,
-    Device,
-    Link,
-    SegmentCost,
-    actions,
-    micro_batch_sizes,
-    recomputed,
-    stage_costs,
-)
+from hvdtrain.pipeline.plan.schedule import actions, micro_batch_sizes, recomputed
 
 
 def cuts(segments: int, stages: int) -> Iterator[tuple[int, ...]]:

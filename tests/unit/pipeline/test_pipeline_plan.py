@@ -10,21 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, SegmentCost, stage_costs
 from hvdtrain.pipeline.plan.schedule import (
     REMATS,
     Action,
-    Curve,
-    Device,
-    Link,
-    Pool,
     Remat,
     Schedule,
-    SegmentCost,
     actions,
     footprints,
     micro_batch_sizes,
     recomputed,
-    stage_costs,
 )
 
 # the others: test_pipeline_schedules.py

@@ -15,20 +15,9 @@ from stub_pipelines import stage
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.plan import schedule as schedules
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, SegmentCost, StageCost
 from hvdtrain.pipeline.plan.partition import partition
-from hvdtrain.pipeline.plan.schedule import (
-    Action,
-    Curve,
-    Device,
-    Link,
-    Schedule,
-    SegmentCost,
-    StageCost,
-    actions,
-    footprints,
-    of_stage,
-    stage_orders,
-)
+from hvdtrain.pipeline.plan.schedule import Action, Schedule, actions, footprints, of_stage, stage_orders
 from hvdtrain.pipeline.plan.simulate import simulate
 
 # of the rows of devices: which passes there are, by (device, action)

@@ -13,17 +13,8 @@ from stub_pipelines import stage
 from test_pipeline_plan import modes
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.schedule import (
-    Curve,
-    Device,
-    Link,
-    Pool,
-    Schedule,
-    StageCost,
-    actions,
-    micro_batch_sizes,
-    recomputed,
-)
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, StageCost
+from hvdtrain.pipeline.plan.schedule import Schedule, actions, micro_batch_sizes, recomputed
 from hvdtrain.pipeline.plan.simulate import pool_speeds, simulate
 
 # the others: test_pipeline_schedules.py

@@ -1,0 +1,282 @@
+"""What segments and stages of a model cost, in seconds and bytes; pure.
+
+`simulate` runs a schedule with these costs, `partition` cuts a chain of segments into stages, `search` ranks whole
+plans.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.schedule import Action, Remat, footprints, of_stage, recomputed
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A cost (seconds or bytes) as a function of samples: straight lines through measured points.
+
+    One point means proportional to the samples; one point at 0 samples a constant. Beyond the points the outermost
+    lines go on, but never so that fewer samples cost more, or that few samples cost less than their share.
+
+    Attributes:
+        points: (samples, value), kept in ascending order.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        points = tuple(sorted((float(samples), float(value)) for samples, value in self.points))
+        if not points or points[0][0] < 0 or len({samples for samples, _ in points}) < len(points):
+            raise ConfigError("a curve has points, at different numbers of samples, none below 0", repr(self.points))
+        object.__setattr__(self, "points", points)
+
+    @classmethod
+    def constant(cls, value: float) -> Curve:
+        """The same for any number of samples."""
+        return cls(((0.0, value),))
+
+    @classmethod
+    def per_sample(cls, value: float) -> Curve:
+        """Proportional to the samples."""
+        return cls(((1.0, value),))
+
+    def __call__(self, samples: float) -> float:
+        points = self.points
+        (first_at, first), (last_at, last) = points[0], points[-1]
+        if len(points) == 1:
+            return first if first_at == 0 else first * samples / first_at
+        if samples < first_at:
+            return min(max(_line(points[0], points[1], samples), first * samples / first_at), first)
+        if samples > last_at:
+            return max(_line(points[-2], points[-1], samples), last)
+        at = max(1, bisect.bisect_left(points, (samples, -math.inf)))
+        return points[0][1] if samples == first_at else _line(points[at - 1], points[at], samples)
+
+    def __add__(self, other: Curve) -> Curve:
+        both = sorted({samples for samples, _ in (*self.points, *other.points)})
+        return Curve(tuple((samples, self(samples) + other(samples)) for samples in both))
+
+    def __mul__(self, factor: float) -> Curve:
+        return Curve(tuple((samples, value * factor) for samples, value in self.points))
+
+    __rmul__ = __mul__
+
+
+def _line(a: tuple[float, float], b: tuple[float, float], at: float) -> float:
+    part = (at - a[0]) / (b[0] - a[0])
+    return a[1] * (1 - part) + b[1] * part
+
+
+ZERO = Curve.constant(0.0)
+
+
+def total(curves: Iterable[Curve]) -> Curve:
+    """Their sum."""
+    return sum(curves, ZERO)
+
+
+@dataclass(frozen=True)
+class SegmentCost:
+    """What one segment of a model costs, on the device it was measured on.
+
+    Attributes:
+        forward_s, backward_s: over the samples of a micro-batch; backward without any recomputation.
+        parameter_bytes, gradient_bytes, optimizer_bytes, buffer_bytes: held all the time.
+        activation_bytes: kept from the forward to the backward pass; its input belongs to it if it is kept.
+        output_bytes: what crosses to the next segment (and as a gradient back).
+    """
+
+    name: str
+    forward_s: Curve
+    backward_s: Curve
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    buffer_bytes: int = 0
+    activation_bytes: Curve = ZERO
+    output_bytes: Curve = ZERO
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Held all the time."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a stage runs.
+
+    Attributes:
+        speed: against the device that the costs were measured on.
+        memory_bytes: what training may use of it; None: no limit.
+        pool: devices of one pool share cores ("cpu", "cpu"); "": it shares nothing.
+        ahead: passes that may be queued on it: what was received for them, values or gradients, is held as long.
+    """
+
+    name: str
+    speed: float = 1.0
+    memory_bytes: float | None = None
+    pool: str = ""
+    ahead: int = 0
+
+
+@dataclass(frozen=True)
+class Link:
+    """From a stage to the next one and back; each direction carries one tensor at a time."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+    def seconds(self, size_bytes: float) -> float:
+        """For one transfer."""
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Pool:
+    """How the devices that share cores slow each other down.
+
+    Attributes:
+        speeds: the relative speed of each of 1, 2, ... passes that run at the same time, as measured. More than were
+            measured share what the most had together.
+        slots: no more passes than this run at the same time, the others wait in the order in which they came; 0: any
+            number runs.
+    """
+
+    speeds: tuple[float, ...] = (1.0,)
+    slots: int = 0
+
+    def speed(self, running: int) -> float:
+        """Of each of so many passes."""
+        known = len(self.speeds)
+        return self.speeds[running - 1] if running <= known else self.speeds[-1] * known / running
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A stage: the sum of its segments, on its device.
+
+    Attributes:
+        forward_s, backward_s: on this device, alone on it.
+        fixed_bytes: parameters, gradients, optimizer state, buffers.
+        activation_bytes: kept from the forward to the backward pass.
+        input_bytes, output_bytes: what crosses; the first stage's input is the caller's.
+        working_bytes: held in a backward pass beside the activations (see `working_bytes`).
+    """
+
+    device: Device
+    forward_s: Curve
+    backward_s: Curve
+    fixed_bytes: int = 0
+    activation_bytes: Curve = ZERO
+    input_bytes: Curve = ZERO
+    output_bytes: Curve = ZERO
+    working_bytes: Curve = ZERO
+
+    def peak_bytes(self, order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never") -> float:
+        """The most it holds at any time. A stage's output belongs to the next one: on a copy, that is its input."""
+        most = max(
+            sum(self.activation_bytes(size) * count for size, count in moment.activations)
+            + sum(self.input_bytes(size) * count for size, count in moment.inputs)
+            for moment in footprints(order, sizes, remat)
+        )
+        largest = max(sizes)
+        received = max(self.input_bytes(largest), self.output_bytes(largest)) * self.device.ahead
+        return self.fixed_bytes + most + self.working_bytes(largest) + received
+
+
+def device_peak_bytes(
+    stages: Sequence[StageCost], order: Sequence[Action], sizes: Sequence[int], remat: Remat = "never"
+) -> float:
+    """The most that a device holds at any time, of all its stages.
+
+    Args:
+        stages: those on it, by chunk.
+        order: what the device does.
+    """
+    if len(stages) == 1:
+        return stages[0].peak_bytes(order, sizes, remat)
+    again = [recomputed(remat, of_stage(order, chunk)) for chunk in range(len(stages))]
+    held, most = 0.0, 0.0
+    for action in order:
+        stage, size, repeats = stages[action.chunk], sizes[action.micro], action.micro in again[action.chunk]
+        activations, given = stage.activation_bytes(size), stage.input_bytes(size) if repeats else 0.0
+        if action.kind == "forward":
+            held += given if repeats else activations
+            most = max(most, held)
+        else:
+            most = max(most, held + activations if repeats else held)
+            held -= given if repeats else activations
+    largest = max(sizes)
+    beside = max(stage.working_bytes(largest) for stage in stages)
+    received = max(max(stage.input_bytes(largest), stage.output_bytes(largest)) for stage in stages)
+    return sum(stage.fixed_bytes for stage in stages) + most + beside + received * stages[0].device.ahead
+
+
+def stage_costs(costs: Sequence[SegmentCost], sizes: Sequence[int], devices: Sequence[Device]) -> list[StageCost]:
+    """The stages that contiguous groups of segments make.
+
+    Args:
+        sizes: segments of each stage.
+        devices: one a stage.
+
+    Raises:
+        ConfigError: sizes that are not a cut of these segments into that many stages.
+    """
+    if len(sizes) != len(devices) or sum(sizes) != len(costs) or min(sizes, default=0) < 1:
+        raise ConfigError(
+            "a cut gives every device at least one segment, and every segment a device",
+            f"{list(sizes)} of {len(costs)} segments on {len(devices)} device(s)",
+            f"{len(devices)} whole numbers, at least 1, that sum to {len(costs)}",
+        )
+    ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
+    return [_stage(costs, end - size, end, device) for end, size, device in zip(ends, sizes, devices, strict=True)]
+
+
+def _stage(costs: Sequence[SegmentCost], begin: int, end: int, device: Device) -> StageCost:
+    mine = costs[begin:end]
+    received = costs[begin - 1].output_bytes if begin else ZERO
+    tensors = [received, *(cost.output_bytes for cost in mine)]
+    curves = [*tensors, *(cost.activation_bytes for cost in mine)]
+    points = {samples for curve in curves for samples, _ in curve.points} - {0.0} or {1.0}
+    return StageCost(
+        device=device,
+        forward_s=total(cost.forward_s for cost in mine) * (1 / device.speed),
+        backward_s=total(cost.backward_s for cost in mine) * (1 / device.speed),
+        fixed_bytes=sum(cost.fixed_bytes for cost in mine),
+        activation_bytes=total(cost.activation_bytes for cost in mine),
+        input_bytes=received,
+        output_bytes=mine[-1].output_bytes,
+        working_bytes=Curve(
+            tuple(
+                (
+                    at,
+                    working_bytes([cost.activation_bytes(at) for cost in mine], [tensor(at) for tensor in tensors])[-1],
+                )
+                for at in points
+            )
+        ),
+    )
+
+
+def working_bytes(activations: Sequence[float], tensors: Sequence[float]) -> list[float]:
+    """What the backward pass through segments holds at its peak beside all their activations.
+
+    A segment's pass holds the gradients of its output and of its input; the activations of those after it are gone.
+
+    Args:
+        activations: bytes of each segment's.
+        tensors: bytes of what the first one receives, then of each one's output.
+
+    Returns:
+        For the first segment alone, for the first two, and so on.
+    """
+    found, most = [], 0.0
+    for kept, before, after in zip(activations, tensors, tensors[1:], strict=False):
+        most = max(most - kept, before + after)
+        found.append(most)
+    return found
