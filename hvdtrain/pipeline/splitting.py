@@ -17,6 +17,7 @@ from hvdtrain.pipeline.plan.costs import stage_costs
 from hvdtrain.pipeline.plan.partition import partition
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.stage import build_stages
+from hvdtrain.pipeline.trace.meta import Initialise, made_by_stages
 from hvdtrain.pipeline.trace.segments import Segment, from_modules, segments
 from hvdtrain.pipeline.tuning.profiles import Profile, profile
 
@@ -43,6 +44,7 @@ def split(
     kwargs: Mapping[str, Any] | None = None,
     offload: bool = False,
     stages_per_device: int | None = None,
+    initialise: Initialise | None = None,
 ) -> Pipeline:
     """Splits a model over local devices and returns it as a pipeline.
 
@@ -69,6 +71,9 @@ def split(
             count on it.
         stages_per_device: for "interleaved", 2 or more (default: 2); for "gpipe" any number: stage i of the model is on
             device i % (number of devices).
+        initialise: of a model on the meta device, which gets memory here, each stage's on its device: called with each
+            module that has parameters or buffers, children first, to fill them in place; by default its
+            `reset_parameters()`. A state dict can be loaded afterwards.
 
     Raises:
         ConfigError: outputs for the two halves of the example that are not those of the whole; and, before anything is
@@ -86,14 +91,16 @@ def split(
         plan.micro_batch_sizes(batch, micro_batches)
     if any(place.type == "cpu" for place in places):
         keep_freed_memory()  # before there are threads
-    parts = segments(model, example, names) if modules is None else from_modules(modules, model, example, names)
     chunks = (2 if schedule == "interleaved" else 1) if stages_per_device is None else stages_per_device
     plan.actions(schedule, 0, len(places), 1, chunks)  # refuses what cannot be
-    sizes, count, measured = _resolved(
-        parts, example, places, batch=batch, micro_batches=micro_batches, balance=balance, schedule=schedule,
-        remat=remat, chunks=chunks,
-    )  # fmt: skip
-    stages = build_stages(model, parts, sizes, places * chunks)
+    with made_by_stages(model) as unmade:
+        parts = segments(model, example, names) if modules is None else from_modules(modules, model, example, names)
+        sizes, count, measured = _resolved(
+            parts, example, places, batch=batch, micro_batches=micro_batches, balance=balance, schedule=schedule,
+            remat=remat, chunks=chunks,
+        )  # fmt: skip
+        stages = build_stages(model, parts, sizes, places * chunks)
+        unmade.fill(initialise)
     from hvdtrain.pipeline.runtime import Pipeline
 
     pipe = Pipeline(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from harness import PROGRAMS, run_ranks
+from limits import Limit
 
 FOLDER = PROGRAMS / "pipeline"
 pytestmark = pytest.mark.slow
@@ -173,6 +174,24 @@ def test_arguments_that_are_no_tensors_are_fixed(options: Lines) -> None:
     found = options["arguments in a tuple, fixed ones checked"]
     assert found["same"] == 0
     assert "argument 1: False instead of True" in found["error"]
+
+
+def test_a_model_on_the_meta_device(options: Lines, limit: Limit) -> None:
+    found = options["on the meta device"]
+    assert max(found["seed"], found["state"]) <= 1e-12
+    limit("P9e", "a model on the meta device, from a seed or a state dict", exact=max(found["seed"], found["state"]))
+    assert found["own"] and found["tied"]
+    seen = options["on the meta device, looked at"]
+    assert seen["parameters"] == 40 and seen["bytes"] < 1.1 * seen["largest"]
+
+
+def test_a_model_on_the_meta_device_that_gets_no_values(options: Lines) -> None:
+    found = options["on the meta device, without values"]
+    assert "position, mask: without a value" in found["empty"]
+    assert "in place" in found["replaced"] and found["broken"].startswith("broken")
+    assert "x.sum() > 0" in found["traced"]
+    assert all(found[f"{name} is back"] for name in ("empty", "broken", "traced"))
+    assert "this one has its parameters in memory" in found["in memory"]
 
 
 def test_balance_by_time_by_memory_and_by_hand(options: Lines) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 VARIABLE = "HVDTRAIN_LIMITS"  # names the file that rows are added to, one JSON object a line
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
+EXACT = 1e-10
 # an area, and how many rows it has
 AREAS = {"A": 8, "K": 19, "P": 10, "T": 19, "C": 15}
 _TEMPORARY = re.compile(r"/\S*pytest-of-\S*/")  # folders of one run
@@ -60,7 +61,7 @@ class Limit:
 
         Args:
             row, attack: see `Row`.
-            exact: the largest error against one process without the project's code.
+            exact: the largest error against one process without the project's code; no more than `EXACT`.
             mended: what happens now, in a few words.
             refused: the error, or its text.
         """
@@ -68,6 +69,7 @@ class Limit:
         verdicts = {name: value for name, value in given.items() if value is not None}
         assert len(verdicts) == 1 and row[0] in AREAS and row[1:].rstrip("abcdefghijklmnopqrstuvwxyz").isdigit()
         (verdict, value), *_ = verdicts.items()
+        assert verdict != "exact" or float(value) <= EXACT, f"{row}: {value} off"  # type: ignore[arg-type]
         shown = f"{value:.1e}" if verdict == "exact" else _TEMPORARY.sub("", " ".join(str(value).split()))
         noted = Row(row, attack, verdict, shown, self._test)  # type: ignore[arg-type]
         if os.environ.get(VARIABLE):

@@ -235,7 +235,7 @@ def _refuse_unmade(model: nn.Module) -> None:
             raise ConfigError(
                 "a model has its parameters in memory before it is split",
                 f"{name} is on the meta device",
-                'model.to_empty(device="cpu"), then load or initialise its weights, then split',
+                "hvdtrain.pipeline.split gives it memory; else model.to_empty(device='cpu'), then load or initialise",
             )
 
 

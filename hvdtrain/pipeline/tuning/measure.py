@@ -220,7 +220,7 @@ def saved_storages(alive: list[Any]) -> Iterator[dict[int, int]]:
         storage = tensor.untyped_storage()
         found[storage.data_ptr()] = storage.nbytes()
         alive.append(tensor.detach())
-        return tensor
+        return alive[-1]  # an operation that kept its own output would keep itself, and its weights, for ever
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found

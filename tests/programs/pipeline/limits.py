@@ -688,7 +688,6 @@ def libraries() -> dict[str, Any]:
     pipe = split(model)
     pipe.step(X, Y, MSE)
     lazy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyBatchNorm1d(), nn.Linear(WIDTH, WIDTH))
-    meta = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to("meta")
     parts, returns = Classifier(True), Classifier(False)
     returned = split(returns)
     returned.step(X, Y, lambda out, y: MSE(out.logits, y))
@@ -698,7 +697,6 @@ def libraries() -> dict[str, Any]:
         "returned": off(returned, wanted_too, gradients_too),
         "by_hand": said(lambda: split(parts, modules=[parts.encoder, parts.head], balance=[1, 1])),
         "lazy": said(lambda: split(lazy)),
-        "meta": said(lambda: split(meta)),
     }
 
 

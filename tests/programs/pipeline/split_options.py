@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import traceback
@@ -16,6 +17,7 @@ from torch import nn
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import split, splitting
 from hvdtrain.pipeline.stage import build_stages
+from hvdtrain.pipeline.trace.meta import made_by_stages
 from hvdtrain.pipeline.trace.segments import from_modules, segments
 
 X = torch.randn(BATCH, WIDTH, dtype=torch.float64)
@@ -175,6 +177,108 @@ def given() -> Any:
 @case("one device")
 def one() -> Any:
     return told(split(TwoCross(), X, "cpu"))
+
+
+# -- models on the meta device -----------------------------------------------------------------------------------------
+class Tied(nn.Module):
+    """A table, at both ends; batch norm, with buffers of all kinds; attention, whose parent initialises its child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.hidden = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.hidden(self.block(self.norm(self.table(tokens).mT).mT))))
+
+
+TOKENS = torch.arange(BATCH * 5).reshape(BATCH, 5) % 11
+
+
+def tokens_loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+def on_meta(make: Any = Tied) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+@case("on the meta device")
+def meta() -> Any:
+    """Trained as the same model made on the CPU, whose weights it gets from the same seed, or from its state."""
+    torch.manual_seed(5)
+    plain = Tied()
+    found: dict[str, Any] = {}
+    for how in ("seed", "state"):
+        model = on_meta()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # before: the parameters stay the same objects
+        torch.manual_seed(5 if how == "seed" else 6)
+        pipe = split(model, TOKENS, "cpu,cpu", micro_batches=1, balance="memory")  # 1: for batch norm
+        if how == "state":
+            model.load_state_dict(plain.state_dict())
+        unsplit = copy.deepcopy(plain)
+        reference = torch.optim.SGD(unsplit.parameters(), lr=0.1)
+        for _ in range(2):
+            for each in (optimizer, reference):
+                each.zero_grad()
+            pipe.step(TOKENS, TOKENS, tokens_loss)
+            tokens_loss(unsplit(TOKENS), TOKENS).backward()
+            optimizer.step()
+            reference.step()
+        pairs = zip(unsplit.state_dict().values(), model.state_dict().values(), strict=True)
+        found[how] = max(float((a - b).abs().max()) for a, b in pairs)
+    own = [p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters()]
+    return found | {"own": all(own), "tied": model.head.weight is model.table.weight}
+
+
+@case("on the meta device, looked at")
+def meta_memory() -> Any:
+    """While it is followed, all of its parameters have the memory of the largest."""
+    model = on_meta(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(20))))
+    with made_by_stages(model):
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        segments(model, torch.randn(2, 256))
+    return {"bytes": sum(storages.values()), "largest": 8 * 256 * 256, "parameters": len(list(model.parameters()))}
+
+
+class Placed(Base):
+    """A parameter and a mask that no `reset_parameters` fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("mask", torch.ones(WIDTH, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x) + self.position * self.mask)
+
+
+@case("on the meta device, without values")
+def meta_refused() -> Any:
+    found: dict[str, Any] = {}
+
+    def replaced(module: nn.Module) -> None:
+        module.weight = nn.Parameter(torch.randn(module.weight.shape))  # type: ignore[union-attr,arg-type]
+
+    def broken(module: nn.Module) -> None:
+        raise ConfigError("broken", type(module).__name__)
+
+    tries = {
+        "empty": (on_meta(Placed), None), "replaced": (on_meta(chain), replaced), "broken": (on_meta(chain), broken),
+        "traced": (on_meta(DataAtRoot), None), "in memory": (chain(), print),
+    }  # fmt: skip
+    for name, (model, fill) in tries.items():
+        try:
+            split(model, X, "cpu,cpu", micro_batches=2, balance="memory", initialise=fill)
+        except ConfigError as error:
+            found[name] = str(error)
+        found[f"{name} is back"] = all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    return found
 
 
 def told(pipe: Any) -> dict[str, Any]:
