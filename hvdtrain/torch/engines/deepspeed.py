@@ -55,11 +55,19 @@ def _bind(
     return (ZeroModel if settings.zero else DeepSpeedModel)(engine, module, optimizer, settings)
 
 
+# what `destroy` imports: the garbage collector may call it within another import, whose lock it would break then
+# (CPython issue 91351: a KeyError in importlib)
+_AT_THE_END = ("module_inject.auto_ep_comm", "utils.pin_memory")
+
+
 def _import() -> Any:
     """Imports DeepSpeed, quietly: a module of PyTorch's that it takes in warns where there is no GPU."""
     with _quiet("torch.utils.cpp_extension"):
         try:
-            return importlib.import_module("deepspeed")
+            deepspeed = importlib.import_module("deepspeed")
+            for name in _AT_THE_END:
+                importlib.import_module(f"deepspeed.{name}")
+            return deepspeed
         except Exception as error:  # it probes compilers and drivers while it is imported
             raise LauncherError(
                 "the deepspeed engine needs DeepSpeed", f"{type(error).__name__}: {error}", install_command("deepspeed")

@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -112,6 +113,19 @@ def same_state(mine: Any, wanted: Any) -> None:
     for number, state in wanted["state"].items():
         assert mine["state"][number].keys() == state.keys()
         close(mine["state"][number].values(), state.values())
+
+
+def case_what_is_dropped_imports_nothing(world: hvdtrain.World) -> None:
+    """The garbage collector may drop it within another import, whose lock it would break (CPython issue 91351)."""
+    model, optimizer, loader = prepared(world, net(), OPTIMIZERS["adamw"], 2)
+    for _, x, y in loader:
+        optimizer.zero_grad()
+        optimizer.backward(cross_entropy(model(x), y))
+        optimizer.step()
+    before = set(sys.modules)
+    del model, optimizer, loader
+    gc.collect()
+    assert set(sys.modules) == before, set(sys.modules) - before
 
 
 def case_twenty_updates_equal_one_process(world: hvdtrain.World) -> None:
