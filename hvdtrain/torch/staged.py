@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import tail_pieces
 from hvdtrain.torch.checks.tally import Number, Weight, weight_of
+from hvdtrain.torch.data.nested import map_tensors, tensors_of
 from hvdtrain.torch.engines.base import Staged, TorchEngine
 from hvdtrain.torch.engines.sync_batchnorm import is_synchronized
 from hvdtrain.torch.session import Options, Session
@@ -86,11 +87,18 @@ def signature(staged: Staged) -> dict[str, str]:
     return found | {"the pipeline's micro_batches": str(staged.micro_batches)}
 
 
+class Arguments(NamedTuple):
+    """Of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @contextmanager
-def pieces_for(session: Session, args: tuple[Any, ...]) -> Iterator[None]:
+def pieces_for(session: Session, arguments: Arguments) -> Iterator[None]:
     """While it lasts, a tail's few samples are cut into micro-batches of the usual size, not into the usual number."""
     staged, full = session.staged, session.per_rank_batch
-    samples = len(args[0]) if args and isinstance(args[0], Tensor) and args[0].dim() else 0
+    samples = next((len(tensor) for tensor in tensors_of(arguments) if tensor.dim()), 0)
     if staged is None or not full or not 0 < samples < full:
         yield
         return
@@ -141,26 +149,39 @@ def _look(session: Session, value: Tensor, outputs: Any, targets: Any, weight: W
 
 
 def run_step(
-    session: Session, args: tuple[Any, ...], y: Any, loss: Loss, coefficient: Number, weight: Weight
+    session: Session,
+    arguments: Arguments,
+    y: Any,
+    loss: Loss,
+    coefficient: Number,
+    weight: Weight,
+    outputs: list[Any] | None,
 ) -> Tensor:
     """Runs forward and backward of a batch through the stages; returns its mean loss, on the session's device.
 
     Args:
-        args: of the model; tensors have samples along dimension 0.
+        arguments: tensors have samples along dimension 0.
         y: the targets.
         loss: the mean over the samples it is given.
         coefficient: of the batch's mean loss in its update.
         weight: see `Optimizer.forward_backward`.
+        outputs: the model's are added.
     """
     assert session.staged is not None
     staged = session.staged
     if session.options.channels_last:
-        args = tuple(map(channels_last, args))
+        arguments = Arguments(*map_tensors(channels_last, tuple(arguments)))
     factor = session.precision.factor(coefficient, torch.device(staged.devices[-1]))
-    with pieces_for(session, args), session.precision.autocast():
-        inputs = args if len(args) > 1 else args[0]
-        mean = staged.step(inputs, y, whole_loss(session, loss, weight), weight=weight, factor=factor)
-        return mean.to(session.engine.device)
+    with pieces_for(session, arguments), session.precision.autocast():
+        computed = whole_loss(session, loss, weight)
+        keep = outputs is not None
+        found = staged.step(
+            arguments.args, y, computed, kwargs=arguments.kwargs, weight=weight, factor=factor, outputs=keep
+        )
+        if outputs is not None:
+            found, out = found
+            outputs.append(out)
+        return found.to(session.engine.device)
 
 
 def in_one_call(received: str, remedy: str) -> ConfigError:

@@ -280,23 +280,30 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
                 layer.training = mode
 
 
-def pieces_differ(session: Session, model: Any, args: Any, y: Any, loss: Any, weight: Weight) -> str:
+def pieces_differ(session: Session, model: Any, arguments: Any, y: Any, loss: Any, weight: Weight) -> str:
     """Returns why a model and a loss that training calls cannot be put together of pieces; "" where they can, or where
     it cannot be told: a batch that cannot be cut, random numbers that are not dropout, a loss of another shape.
 
     Args:
         model: prepared.
-        args, y: of its first batch.
+        arguments: (args, kwargs) of its first batch.
+        y: its targets.
         loss, weight: as of `Optimizer.forward_backward`.
     """
-    samples = batch_size(args)
+    samples = batch_size(arguments)
     if samples < 2 or batch_size(y) != samples:
         return ""
     ofs = None if weight is None else lambda batch: weight(batch[1])  # type: ignore[operator]
     modules = [session.module]
     with _unchanged(modules):
         try:
-            found = _check(lambda batch: loss(model(*batch[0]), batch[1]), (args, y), ofs, samples, modules)
+            found = _check(
+                lambda batch: loss(model(*batch[0][0], **batch[0][1]), batch[1]),
+                (tuple(arguments), y),
+                ofs,
+                samples,
+                modules,
+            )
         except Exception:  # a batch of another size is no business of this model: the real pass will say what is wrong
             return ""
     if found.exact or not math.isfinite(found.loss) or any("may be theirs" in note for note in found.notes):

@@ -38,10 +38,18 @@ class Staged(Protocol):
     micro_batches: int
 
     def step(
-        self, x: Any, y: Any, loss: Callable[[Any, Any], Tensor], *, weight: Any = None, factor: float | Tensor = 1.0
-    ) -> Tensor:
-        """Runs forward and backward; adds `factor` times the gradient of the mean loss to `p.grad`, in threads that
-        are gone when it returns. Returns the mean loss, detached.
+        self,
+        x: Any,
+        y: Any,
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        kwargs: Mapping[str, Any],
+        weight: Any = None,
+        factor: float | Tensor = 1.0,
+        outputs: bool = False,
+    ) -> Any:
+        """Runs forward and backward; adds `factor` times the gradient of the mean loss to `p.grad`. Returns the mean
+        loss, detached; with `outputs` a tuple of it and the model's outputs.
 
         Args:
             weight: what the mean loss divides by: None (samples), a function of the targets that adds up over

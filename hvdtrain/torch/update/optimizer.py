@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,11 @@ from hvdtrain.torch.checks.out_of_memory import explained
 from hvdtrain.torch.checks.pieces import pieces_differ
 from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
 from hvdtrain.torch.clock import CLOCK
+from hvdtrain.torch.data.nested import map_tensors
 from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.model import Model
 from hvdtrain.torch.session import Session, not_finite
-from hvdtrain.torch.staged import SMALLER_STAGES, Loss, in_one_call, run_step
+from hvdtrain.torch.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
 from hvdtrain.torch.update.amp import ScalerAdapter, widened
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.facade import Facade
@@ -45,52 +46,71 @@ class Optimizer(Facade):
         self._recomputes: bool | None = None  # parts of the model within the backward pass
 
     # -- one update ------------------------------------------------------------------------------------------
-    def forward_backward(self, x: Any, y: Any, loss: Loss, *, weight: Weight = None, again: bool = False) -> Tensor:
+    def forward_backward(
+        self,
+        x: Any,
+        y: Any,
+        loss: Loss,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        weight: Weight = None,
+        again: bool = False,
+        outputs: bool = False,
+    ) -> Any:
         """Runs the model on this rank's batch, forward and backward; the loop for whole models and pipelines alike.
 
-        For a whole model it is `backward(loss(model(x), y))`; a pipeline runs micro-batch by micro-batch, and
+        For a whole model it is `backward(loss(model(x, **kwargs), y))`; a pipeline runs micro-batch by micro-batch, and
         gradients of its last stages travel while the first ones still compute.
 
         Args:
             x: what the model takes; a tuple is its positional arguments. Tensors have samples along dimension 0.
             y: the targets.
             loss: called with outputs and targets; the mean over what it is given.
+            kwargs: the model's keyword arguments; of a pipeline those that it was split with.
             weight: what that mean divides by: as of `backward`, or a function of the targets that adds up over pieces,
                 `lambda y: (y != -100).sum()`, which a pipeline calls for each micro-batch.
             again: as of `backward`.
+            outputs: return the model's outputs as well, for metrics.
 
         Returns:
-            The mean loss of the batch, detached; a scalar. Of a pipeline on a rank that has no samples left: 0.
+            The mean loss of the batch, detached; a scalar. Of a pipeline on a rank that has no samples left: 0. With
+            `outputs` a tuple of it and the outputs, detached (None on such a rank).
 
         Raises:
             As `backward`.
         """
-        args = x if isinstance(x, tuple) else (x,)
+        arguments = Arguments(x if isinstance(x, tuple) else (x,), dict(kwargs or {}))
+        kept: list[Any] = []
         if self.session.staged is not None:
-            return self._run_stages(args, y, loss, weight, again)
-        given = weight(y) if callable(weight) else weight
-        self._prove_pieces(args, y, loss, weight)
-        mean = loss(self._model(*args), y)
-        self.backward(mean, weight=given, again=again)
-        return mean.detach()
+            mean = self._run_stages(arguments, y, loss, weight, again, kept if outputs else None)
+        else:
+            given = weight(y) if callable(weight) else weight
+            self._prove_pieces(arguments, y, loss, weight)
+            kept = [self._model(*arguments.args, **arguments.kwargs)]
+            mean = loss(kept[0], y)
+            self.backward(mean, weight=given, again=again)
+            mean = mean.detach()
+        return (mean, map_tensors(Tensor.detach, kept[0]) if kept else None) if outputs else mean
 
-    def _prove_pieces(self, args: tuple[Any, ...], y: Any, loss: Loss, weight: Weight) -> None:
+    def _prove_pieces(self, arguments: Arguments, y: Any, loss: Loss, weight: Weight) -> None:
         """On the first batch: whether model and loss can be put together of two pieces of it."""
         session, proof = self.session, self.session.proof
         batch = session.batches.now()
         if proof.outputs is None or batch is None or batch.padding or isinstance(weight, (int, float, Tensor)):
             return
         with session.gradients.differentiating():
-            proof.suspicion = pieces_differ(session, self._model, args, y, loss, weight)
+            proof.suspicion = pieces_differ(session, self._model, arguments, y, loss, weight)
 
-    def _run_stages(self, args: tuple[Any, ...], y: Any, loss: Loss, weight: Weight, again: bool) -> Tensor:
+    def _run_stages(
+        self, arguments: Arguments, y: Any, loss: Loss, weight: Weight, again: bool, outputs: list[Any] | None
+    ) -> Tensor:
         session, gradients = self.session, self.session.gradients
-        session.batches.called(args)
+        session.batches.called(arguments)
         batch = self._take_turn(again)
         whole = weight(y) if callable(weight) else weight
         given = None if whole is None else weight_of(whole, session.engine.device)
         amount, coefficient = gradients.begin(batch, given, session.precision.unit)
-        session.last_call, session.last_method = (args, {}), None
+        session.last_call, session.last_method = arguments, None
         CLOCK.enter("backward")  # and forward, in turns
         device = session.engine.device
         sums = torch.zeros(SIZE, dtype=torch.float64, device=device) if batch.is_last_micro_batch else None
@@ -100,7 +120,7 @@ class Optimizer(Facade):
             nonlocal mean
             if not batch.padding:  # else nothing counts, and no other rank waits within the passes
                 try:
-                    mean = run_step(session, args, y, loss, coefficient, weight)
+                    mean = run_step(session, arguments, y, loss, coefficient, weight, outputs)
                 except ConfigError as error:  # seen in this rank's own samples: the others are in the reduction
                     if session.world.size == 1:
                         raise

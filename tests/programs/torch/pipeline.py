@@ -52,6 +52,56 @@ from hvdtrain.vision.recipes import RECIPES, Settings
 # ---- parity
 
 
+class Masked(nn.Module):
+    """All of its arguments by keyword; its output has a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = plain(), nn.Linear(3, 3)
+
+    def forward(self, *, inputs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(self.body(inputs)) * mask}
+
+
+def case_keyword_arguments_and_outputs(world: hvdtrain.World) -> None:
+    """9 samples, 4 a batch: a tail in which one rank has one and the others have none."""
+    x, y = points(9)
+    mask = torch.rand(9, 1) + 0.5 if world.is_main else torch.zeros(9, 1)
+    mask = torch.tensor(world.gather(mask.tolist())[0], dtype=x.dtype)
+
+    def loss_of(out: dict[str, Tensor], labels: Tensor) -> Tensor:
+        return cross_entropy(out["logits"], labels)
+
+    for staged in (False, True):
+        whole, model = Masked(), Masked()
+        kwargs = {"inputs": x[:4], "mask": mask[:4]}
+        pipe = hvdtrain.pipeline.split(
+            model, (), ["cpu"] * 2, kwargs=kwargs, micro_batches=2, balance="memory"
+        ) if staged else model  # fmt: skip
+        data = hvt.loader((x, mask, y), GLOBAL_BATCH // world.size, world=world, shuffle=False)
+        _, optimizer = quietly(pipe, sgd(model), data)
+        reference = sgd(whole)
+        starts = range(0, 9, GLOBAL_BATCH)
+        for (inputs, some, labels), start in zip(data, starts, strict=True):
+            window, padding = slice(start, start + GLOBAL_BATCH), data.step.padding
+            optimizer.zero_grad()
+            mean, out = optimizer.forward_backward(
+                (), labels, loss_of, kwargs={"inputs": inputs, "mask": some}, outputs=True
+            )
+            wanted = whole(inputs=x[window], mask=mask[window])
+            rows = [] if padding else out["logits"].tolist()
+            every = torch.tensor(sorted(row for its in world.gather(rows) for row in its))
+            assert not out or not out["logits"].requires_grad
+            assert (every - torch.tensor(sorted(wanted["logits"].tolist()))).abs().max() <= 1e-10
+            assert not mean.requires_grad
+            optimizer.step()
+            reference.zero_grad()
+            loss_of(wanted, y[window]).backward()
+            reference.step()
+        assert gap(model, whole) <= 1e-10, (staged, gap(model, whole))
+        optimizer.close()
+
+
 def case_stages_on_ranks_equal_one_process(world: hvdtrain.World) -> None:
     ways = itertools.product((plain, tied, settled), ("1f1b", "gpipe"), (1, 2))
     for number, (make, schedule, accumulate) in enumerate(ways):
