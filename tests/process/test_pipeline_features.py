@@ -31,6 +31,7 @@ def test_models_of_other_libraries(found: Found, limit: Limit) -> None:
 def test_keyword_arguments_and_what_of_them_is_cut(found: Found) -> None:
     received = found["keywords"]
     assert max(received["by_name"], received["in_order"]) <= TOLERANCE
+    assert received["tuned"][0] in (1, 2) and received["tuned"][1] > 0, "the unsplit model takes them as well"
     assert "chunk=" in received["blind"] and "kwargs={...}" in received["other_names"]
     assert "'add' instead of 'none'" in received["other_value"]
     for name, part in (("bad_chunk", "masc"), ("bad_part", "tables"), ("bad_dimension", "'mask': 1")):

@@ -15,12 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from hvdtrain.pipeline.devices import CPU_POOL, cpu_slots
-from hvdtrain.pipeline.microbatch import batch_size, cut, marked
+from hvdtrain.pipeline.microbatch import batch_size, cut, flat, marked
 from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, StageCost, stage_costs
 from hvdtrain.pipeline.plan.schedule import Remat, recomputed, stage_orders
 from hvdtrain.pipeline.plan.simulate import Span, pool_speeds, simulate
 from hvdtrain.pipeline.runtime import Pipeline
 from hvdtrain.pipeline.trace.restore import preserved_state
+from hvdtrain.pipeline.trace.tracer import parted
 from hvdtrain.pipeline.tuning.unsplit import seconds_of
 from hvdtrain.pipeline.worker import StageError
 
@@ -62,7 +63,7 @@ class Prediction:
         return step.step_s + self.overhead_s
 
 
-def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
+def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss, kwargs: Mapping[str, Any] | None = None) -> Prediction:
     """Times a few short steps, of 2 or 3 micro-batches, of at most half the batch each, and tells what others take.
 
     On CPUs the stages' own passes are timed: one at a time, and side by side, from which comes how much they slow each
@@ -70,7 +71,7 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
     `pipe.profile`; without one, whole steps are timed, and the stages taken to be alike.
 
     Args:
-        pipe, x, y, loss: as in `Pipeline.step`.
+        pipe, x, y, loss, kwargs: as in `Pipeline.step`.
 
     Raises:
         StageError: no step could be run.
@@ -83,7 +84,7 @@ def predict(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> Prediction:
         # 1F1B whatever the steps will be: in fill-drain a backward pass finds little of its forward pass in a cache,
         # and takes longer than it does in a step of one micro-batch
         pipe.record, pipe.schedule = on_cpu, "1f1b" if pipe.stages_per_device == 1 else pipe.schedule
-        timed = _short_steps(pipe, x, y, loss)
+        timed = _short_steps(pipe, flat(x, kwargs, pipe.names), y, loss)
     stages = [
         StageCost(
             Device(str(stage.device), pool=CPU_POOL if on_cpu else ""),
@@ -132,20 +133,21 @@ def _curve(timed: Sequence[_Timed], key: tuple[int, str]) -> Curve:
     return Curve(tuple((one.size, one.passes[key]) for one in timed))
 
 
-def _short_steps(pipe: Pipeline, x: Any, y: Any, loss: Loss) -> list[_Timed]:
+def _short_steps(pipe: Pipeline, arguments: tuple[Any, ...], y: Any, loss: Loss) -> list[_Timed]:
     """Steps of a part of the batch, for each of a few sizes of a micro-batch; those that cannot be run (batch-norm
     over a single value, memory) are left out."""
-    arguments = x if type(x) is tuple else (x,)
     batch = batch_size(arguments)
     most = max(1, batch // 2)
     timed, failure = [], None
     for size in sorted({1, max(1, round(math.sqrt(most))), most}):
         count = pipe.micro_batches = min(MICRO_BATCHES, batch // size)
-        given = x, y
+        given = arguments, y
         if size * count < batch:
-            given = cut((marked(arguments, pipe.chunk), y), (size * count, batch - size * count))[0]
+            pieces = cut((marked(arguments, pipe.chunk, pipe.names), y), (size * count, batch - size * count))
+            given = pieces[0]
+        x, keywords = parted(given[0], pipe.names)
         try:
-            timed.append(_timed(pipe, size, count, partial(pipe.step, *given, loss)))
+            timed.append(_timed(pipe, size, count, partial(pipe.step, tuple(x), given[1], loss, kwargs=keywords)))
         except StageError as error:
             failure = error
         finally:

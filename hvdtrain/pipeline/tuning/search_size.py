@@ -156,6 +156,7 @@ def tune(
     budget_s: float | None = None,
     require: bool = False,
     schedules: Sequence[Schedule] = (),
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Tuning:
     """Finds the micro-batch count that makes a step fastest, and sets `pipe.micro_batches` to it.
 
@@ -173,6 +174,7 @@ def tune(
         budget_s: about how long it may take; more rounds are only begun within it (default: as long as needed).
         schedules: to try at that count, in turns with the pipeline's own, which stays unless another is shown to be
             faster; then `pipe.schedule` is set to it.
+        kwargs: the model's keyword arguments, as in `Pipeline.step`.
         require: refuse, instead of only saying so in the verdict, when one device alone is shown to be faster.
 
     Raises:
@@ -180,19 +182,19 @@ def tune(
         SplitDoesNotPay: with `require`; the verdict has the numbers.
         StageError: nothing could be run.
     """
-    from hvdtrain.pipeline.microbatch import batch_size
+    from hvdtrain.pipeline.microbatch import batch_size, flat
     from hvdtrain.pipeline.tuning.predict import predict, preserved
 
     started = time.perf_counter()
-    batch = batch_size(x if type(x) is tuple else (x,))
+    batch = batch_size(flat(x, kwargs, pipe.names))
     counts = _counts(candidates, batch)
     if not 0 < confidence < 1:
         raise ConfigError("a confidence lies between 0 and 1", f"confidence={confidence}", "confidence=0.95")
     deadline = math.inf if budget_s is None else started + budget_s
     with preserved(pipe):
-        prediction = predict(pipe, x, y, loss)
+        prediction = predict(pipe, x, y, loss, kwargs)
         predicted = {count: prediction(micro_batch_sizes(batch, count)) for count in counts}
-        runs = _Runs(pipe, x, y, loss, batch)
+        runs = _Runs(pipe, x, y, loss, batch, kwargs)
         search = Search(
             runs, predicted, confidence,
             in_time=lambda seconds: time.perf_counter() + seconds < deadline, reference=runs.one is not None,
@@ -290,6 +292,7 @@ class _Runs:
     y: Any
     loss: Loss
     batch: int
+    kwargs: Mapping[str, Any] | None = None
     one: Unsplit | None = None
     errors: dict[int, Exception] = field(default_factory=dict)
 
@@ -313,7 +316,7 @@ class _Runs:
         if one is None:
             self.pipe.micro_batches = count
         try:
-            return seconds_of(lambda: model.step(self.x, self.y, self.loss), self.pipe.devices)
+            return seconds_of(lambda: model.step(self.x, self.y, self.loss, kwargs=self.kwargs), self.pipe.devices)
         except Exception as error:
             if not isinstance(error, StageError) and not is_out_of_memory(error):
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +36,14 @@ class Unsplit:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def step(self, x: Any, y: Any, loss: Callable[[Any, Any], Tensor]) -> Tensor:
+    def step(
+        self, x: Any, y: Any, loss: Callable[[Any, Any], Tensor], *, kwargs: Mapping[str, Any] | None = None
+    ) -> Tensor:
         """Forward and backward pass of a batch; gradients add up, as in `Pipeline.step`; returns the detached loss."""
-        given = (x if type(x) is tuple else (x,), y)
-        arguments, targets = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), given)
+        given = (x if type(x) is tuple else (x,), dict(kwargs or {}), y)
+        arguments, named, targets = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), given)
         with on_cores(self.cores):
-            result = loss(self.model(*arguments), targets)
+            result = loss(self.model(*arguments, **named), targets)
             result.backward()
         return result.detach()
 

@@ -29,6 +29,7 @@ from hvdtrain.pipeline.places import Places
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
 from hvdtrain.pipeline.runtime import Pipeline
 from hvdtrain.pipeline.trace.parted import inputs_first
+from hvdtrain.pipeline.tuning.search_size import tune
 from hvdtrain.pipeline.worker import Call
 
 torch.set_default_dtype(torch.float64)
@@ -133,7 +134,9 @@ def keywords() -> dict[str, Any]:
         pipe = split(model, x, kwargs=kwargs, chunk=how)
         pipe.step(x, y, MSE, kwargs=kwargs)
         found[name] = gap(gradients(model), whole)
+    tuned = tune(pipe, x, y, MSE, kwargs=kwargs, candidates=[1, 2], budget_s=0.01)
     return found | {
+        "tuned": [tuned.best.micro_batches, len(tuned.unsplit_s)],
         "blind": said(lambda: split(Keyed(), x, kwargs=kwargs)),
         "other_names": said(lambda: pipe.step(x, y, MSE, kwargs={"mask": mask})),
         "other_value": said(lambda: split(Keyed(), x, kwargs=kwargs | {"how": "none"}, chunk=chunk).step(
