@@ -19,6 +19,20 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
 EXACT = 1e-10
 # an area, and how many rows it has
 AREAS = {"A": 8, "K": 19, "P": 10, "T": 19, "C": 15}
+# refused though nobody has made a mistake, and why; all other refusals name one
+CANNOT: dict[str, str] = {
+    "K7d": "TensorFlow keeps what `tf.random` has drawn where no checkpoint finds it: `keras.random`, with a generator",
+    "K16c": "one `lr=` is not several rates: each optimizer is given its own",
+    "K16d": "Keras 2 has other hooks, and is not maintained",
+    "K16h": "Horovod has no way into XLA's JAX programs",
+    "P3c": "micro-batches are cut along dimension 0: `batch_first=True`, or a transpose inside of the model",
+    "P4b": "PyTorch's dispatch modes are a thread's own: outside of a pipeline, or one of one device",
+    "P5a": "the gradient of a weight in two stages is there after the step: change it then",
+    "P6c": "what a layer of one's own averages over batches, it would average over micro-batches: `micro_batches=1`, or"
+    ' `batch_norm="micro"`, which says so',
+    "P6d": "as P6c",
+    "T19d": "two that set one rate: `LR` has warm-up, milestones and cosine of its own",
+}
 _TEMPORARY = re.compile(r"/\S*pytest-of-\S*/")  # folders of one run
 Verdict = Literal["exact", "mended", "refused"]
 
@@ -95,6 +109,13 @@ def render(rows: list[Row]) -> str:
         "Written by `scripts/limits.py` from what the tests named here saw: do not edit. **exact**: the largest error"
         " against one process in float64",
         "that shares no code with hvdtrain. **mended**: once wrong, right now. **refused**: an error that says so.",
+    ]
+    refused = {row.row: row.attack for row in rows if row.verdict == "refused"}
+    lines += [
+        "",
+        "## What is refused though it is no mistake",
+        "",
+        *(f"- {refused[row]} ({row}): {why}" for row, why in CANNOT.items() if row in refused),
     ]
     for area, title in titles.items():
         lines += ["", f"## {title}", "", "| row | tried | now | measured, or said | test |", "|---|---|---|---|---|"]
