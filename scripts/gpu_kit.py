@@ -100,7 +100,7 @@ def _own_wheel(wheels: Path) -> None:
         for name in COPIED:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
             copy(ROOT / name, Path(folder, name))
-        _run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, folder)
+        _run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, folder)
 
 
 def _packages(wheels: Path, args: argparse.Namespace) -> None:

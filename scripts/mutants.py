@@ -28,7 +28,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.toml"
-COPIED = ("hvdtrain", "tests", "scripts", "docker", "docs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+COPIED = (
+    "hvdtrain",
+    "tests",
+    "examples",
+    "scripts",
+    "docker",
+    "docs",
+    "setup.cfg",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 KILLED_SHARE = 0.95  # at least
 
 
