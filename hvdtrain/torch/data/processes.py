@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing.sharedctypes
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,7 @@ class Reader:
 
     _places: Any = None
     _worker = 0
+    turn: AbstractContextManager[Any] = nullcontext()  # one process at a time is inside
 
     def begin(self) -> tuple[int, int]:
         """Returns the number of this process, and of all; to be called where the reading is done."""
@@ -93,6 +94,7 @@ def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None =
     count = processes.count
     if count:
         reader._places = multiprocessing.sharedctypes.RawArray("q", count)
+        reader.turn = (worker_context() or torch.multiprocessing).Lock()
     received = 0
     with _explained(reader, processes, received):
         found = iter(

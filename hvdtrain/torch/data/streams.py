@@ -80,7 +80,8 @@ class _Walker(Reader, IterableDataset[Any]):
         worker, workers = self.begin()
         plan, source = self._plan, self._source
         own = OwnRng(epoch_seed(plan.seed, self._epoch))
-        with own.in_place(), _no_worker():
+        # Hugging Face's streams have the epoch in memory that workers share, and set_epoch adds what is missing to it
+        with own.in_place(), _no_worker(), self.turn:
             records = Noted(source.begin(self._epoch), source.unstable, self.at)
         steps = walk(records, plan, self._epoch, self._done, rank=self._rank, ahead=self._ahead)
         while True:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import random
 import signal
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -552,6 +554,44 @@ def case_streams_leave_the_training_generators_alone() -> None:
         train.close()
     assert seen[0] == seen[1] == seen[2]
     assert sorted(sum(seen[0][:8], [])) == list(range(30)) and seen[0][:8] != seen[0][8:16]
+
+
+def case_workers_tell_a_stream_its_epoch_one_after_the_other() -> None:
+    both = torch.multiprocessing.Barrier(2)
+
+    class Shared:
+        """As Hugging Face's streams: the epoch is in memory that workers share, and what is missing is added."""
+
+        def __init__(self) -> None:
+            self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+        def set_epoch(self, epoch: int) -> None:
+            missing = epoch - int(self._epoch)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.3)  # were the other worker here as well, both would add it
+            self._epoch += missing
+
+        def __iter__(self) -> Any:
+            order = list(range(20))
+            random.Random(int(self._epoch)).shuffle(order)
+            return iter(order)
+
+    stream = Shared()
+
+    def told(epoch: int) -> Any:
+        stream.set_epoch(epoch)
+        return stream
+
+    for given in (stream, told):
+        seen: list[list[int]] = []
+        both.reset()
+        train = hvt.loader(given, 4, world=World.solo(), workers=2)
+        for epoch in train.epochs(2):
+            both.reset()
+            seen.append([number for batch in train for number in batch.tolist()])
+            assert sorted(seen[-1]) == list(range(20)), (epoch, seen)
+        assert seen[0] != seen[1]
+        train.close()
 
 
 def case_streams_with_records_that_cannot_be_read() -> None:
