@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing.queues
 import multiprocessing.sharedctypes
+import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError
@@ -73,10 +76,28 @@ class _Start:
         self._init = init
 
     def __call__(self, worker: int) -> None:
+        # else a thread prints the error, drops the answer, and the rank waits for ever
+        multiprocessing.queues.Queue._on_queue_feeder_error = _send_why  # type: ignore[attr-defined]
         # Ctrl-C goes to the whole terminal group; the rank ends its workers itself
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._init is not None:
             self._init(worker)
+
+
+class _Unsent(str):
+    """In place of an answer that could not be pickled: why."""
+
+
+def _send_why(queue: Any, error: Exception, item: Any) -> None:
+    """Sends in place of an item that cannot be sent what can: an error's text, or why."""
+    if not isinstance(item, tuple):
+        return
+    number, answer = item
+    if isinstance(answer, ExceptionWrapper):
+        answer.exc_type = RuntimeError  # its text names the class
+    else:
+        answer = _Unsent(f"{type(error).__name__}: {error}")
+    queue.put((number, answer))
 
 
 def _as_it_is(answer: Any) -> Any:
@@ -95,7 +116,7 @@ def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None =
     if count:
         reader._places = multiprocessing.sharedctypes.RawArray("q", count)
         reader.turn = (worker_context() or torch.multiprocessing).Lock()
-    received = 0
+    received, mine = 0, os.getpid()
     with _explained(reader, processes, received):
         found = iter(
             DataLoader(
@@ -119,10 +140,19 @@ def answers(reader: Any, processes: Processes, questions: Sequence[Any] | None =
                     answer = next(found)
                 except StopIteration:
                     return
+            if isinstance(answer, _Unsent):
+                raise ConfigError(
+                    "a worker process sends what it makes to this one: pickle can take it",
+                    f"a batch, or a part of one, of which it says: {answer}",
+                    "leave functions, open files, locks and classes that a function made out of batches; or workers=0",
+                )
             received += 1
             yield answer
     finally:
-        if hasattr(found, "_shutdown_workers"):
+        if os.getpid() != mine:
+            # a process that was forked in between has all this too, but none of the workers
+            found._shutdown = True  # type: ignore[attr-defined]
+        elif hasattr(found, "_shutdown_workers"):
             found._shutdown_workers()  # what it does itself when it is collected, but at a known time
 
 
@@ -157,11 +187,16 @@ def _explained(reader: Any, processes: Processes, received: int) -> Iterator[Non
         ) from error
 
 
-@contextmanager
-def located(where: str) -> Iterator[None]:
-    """Adds to an error where in the data it came from; its type and text stay."""
+def located(where: str, make: Callable[..., Any], *given: Any) -> Any:
+    """Returns `make(*given)`; to an error is added where in the data it came from, its type and text stay.
+
+    But for a `StopIteration`, which whoever asks for batches would take for their end: it is a `RuntimeError`.
+    """
     try:
-        yield
+        try:
+            return make(*given)
+        except StopIteration as error:
+            raise RuntimeError("StopIteration was raised, which is no end of the data here") from error
     except Exception as error:
         error.add_note(f"hvdtrain: {where}")
         raise

@@ -79,15 +79,14 @@ def read_batch(
     if not read:
         return Fetched(others(), [], bad)
     names = [str(name) for name, _ in samples]
-    with located(f"while collating samples {', '.join(names[:8])}{' ...' * (len(names) > 8)}"):
-        return Fetched(collate(read), kept if bad else None, bad)
+    where = f"while collating samples {', '.join(names[:8])}{' ...' * (len(names) > 8)}"
+    return Fetched(located(where, collate, read), kept if bad else None, bad)
 
 
 def read_sample(get: Callable[[Any], Any], name: int, asked: Any, seed: int) -> Any:
     """Returns a sample, read with random numbers of its own."""
     seed_all(seed)
-    with located(f"while reading sample {name}"):
-        return get(asked)
+    return located(f"while reading sample {name}", get, asked)
 
 
 def two_of(samples: Iterable[Any], collate: Callable[[list[Any]], Any]) -> Any:

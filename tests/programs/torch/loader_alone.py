@@ -469,6 +469,63 @@ def case_errors_of_the_data_set_come_through() -> None:
         assert not psutil.Process().children(recursive=True)
 
 
+def case_what_a_worker_cannot_send_is_said() -> None:
+    class OfAFunction(Exception):
+        """Pickle finds no class that a function made"""
+
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 3:
+                raise OfAFunction("a bug of the user's")
+            return super().__getitem__(index)
+
+    def collate(samples: list[Any]) -> Any:
+        return lambda: samples
+
+    timed: dict[str, Any] = {"world": World.solo(), "shuffle": False, "timeout_s": 5.0}
+    for workers in (1, 2):
+        train = hvt.loader(Broken(8), 2, workers=workers, **timed)
+        refused(lambda train=train: list(train), "bug of the user's", "reading sample 3", kind=RuntimeError)
+        train = hvt.loader(Numbers(8), 2, workers=workers, collate=collate, **timed)
+        refused(lambda train=train: list(train), "pickle", "workers=0", kind=ConfigError)
+        train = hvt.loader(lambda: range(9), 2, workers=workers, collate=collate, **timed)
+        refused(lambda train=train: list(train), "pickle", "workers=0", kind=ConfigError)
+
+
+def case_a_stop_iteration_of_the_data_set_is_an_error() -> None:
+    class Stops(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return next(iter(())) if index == 3 else super().__getitem__(index)
+
+    for workers in (0, 1):
+        for order in (None, range(8)):
+            train = hvt.loader(Stops(8), 2, world=World.solo(), workers=workers, shuffle=False, sampler=order)
+            try:
+                list(train)
+            except RuntimeError as error:
+                text = "".join(traceback.format_exception(error))
+                assert "StopIteration" in text and "while reading sample 3" in text, text
+            else:
+                raise AssertionError("no error")
+
+
+def case_a_pass_that_a_fork_inherits_is_left_alone() -> None:
+    train = hvt.loader(Numbers(40), 4, world=World.solo(), workers=1)
+    found = train._source.read(train.plan.step_slices(0, rank=0))
+    next(found)
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.dup2(writing, 2)  # where an error within the end of a generator is told
+        found.close()
+        os._exit(0)
+    os.close(writing)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not os.read(reading, 1)
+    os.close(reading)
+    next(found)
+    found.close()
+
+
 def case_a_worker_that_hangs_is_named_with_its_sample() -> None:
     class Hangs(Numbers):
         def __getitem__(self, index: int) -> Any:
