@@ -125,8 +125,9 @@ def _optimizer_in(compiled: Any) -> str | None:
 
 
 class RandomPart(Part):
-    """`random.npz`: the random state of every rank, as plain arrays (nothing is unpickled); and the variables of
-    layers with LoRA, of which `model.keras` has the product alone (Keras would go on from factors of zero, for ever).
+    """`random.npz`: the random state of every rank, as plain arrays (nothing is unpickled); what the place in the data
+    is a place in; and the variables of layers with LoRA, of which `model.keras` has the product alone (Keras would go
+    on from factors of zero, for ever).
     """
 
     def __init__(self, model: keras.Model, world: World) -> None:
@@ -141,7 +142,9 @@ class RandomPart(Part):
         arrays = {f"{rank}/{key}": value for rank, state in enumerate(self.states) for key, value in state.items()}
         with open(path, "wb") as file:
             lora = {f"lora.{i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(_of_lora(self.model))}
-            np.savez(file, world_size=np.array(len(self.states)), **arrays, **lora)  # type: ignore[arg-type]
+            order = vars(self.model)[KEY].order
+            told = {} if order is None else {"order": np.array(order)}
+            np.savez(file, world_size=np.array(len(self.states)), **told, **arrays, **lora)  # type: ignore[arg-type]
 
     def load(self, path: Path) -> None:
         """Puts this rank's state back; at another world size, streams that follow from rank 0's.
@@ -154,6 +157,7 @@ class RandomPart(Part):
             state = {key.partition("/")[2]: stored[key] for key in stored.files if key.startswith(f"{mine}/")}
             for index, variable in enumerate(_of_lora(self.model)):
                 variable.assign(stored[f"lora.{index}"])
+            vars(self.model)[KEY].order = str(stored["order"]) if "order" in stored.files else None
         rng.restore(self.model, state)
         if not same_size:
             rng.apply_derived(self.model, state, self.world.rank)

@@ -207,6 +207,16 @@ def _begin(session: Session, given: dict[str, Any]) -> bool:
             " state = hvdtrain.keras.model_state(model)",
             shared=True,
         )
+    order = None if data is None else data.identity()
+    if restored and progress.samples_in_epoch and None not in (order, session.order) and order != session.order:
+        raise ConfigError(
+            "a run goes on within an epoch with the data and the order it began with",
+            f"saved with {session.order}; now {order}",
+            "give the same data, seed and shuffle (a PyDataset: the same batches, whatever the ranks), or start a new"
+            " run directory",
+            shared=True,
+        )
+    session.order = order
     if data is not None and (restored or data.first_epoch != first):
         data.go_on(first, progress.samples_in_epoch if restored else 0)
     elif data is None and restored and progress.samples_in_epoch:

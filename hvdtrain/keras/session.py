@@ -78,6 +78,7 @@ class Session:
             does not deal.
         kept_weights: behind an average that Keras wrote over them at the end of a `fit` (`moving_average.Kept`).
         loaded: a checkpoint was loaded since the last `fit`.
+        order: `Loader.identity` of what the last `fit` read, or that a checkpoint told; `None`: not known.
         said: the notes that are said once.
         first_epoch: `initial_epoch` of this `fit`.
         executions: calls of the train function in this epoch.
@@ -124,6 +125,7 @@ class Session:
     waited: Callable[[], float] = float
     kept_weights: Any = None
     loaded: bool = False
+    order: str | None = None
     said: set[str] = field(default_factory=set)
     first_epoch: int = 0
     executions: int = 0

@@ -85,6 +85,18 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         self.first_epoch, self._done, self._begun = epoch, samples_in_epoch, False
         self._read(epoch)
 
+    def identity(self) -> str:
+        """Returns what a place within an epoch is a place in: samples are in no other order where that is the same.
+
+        How many batches a `PyDataset` has, and of how many samples, says nothing where they keep their order.
+        """
+        if self.plan.shuffle:
+            return f"{self.plan.total()} {self._dealt()}, shuffled by seed {self.plan.seed}"
+        return f"{self.plan.total()} samples, in order" if self.unit == 1 else "in order"
+
+    def _dealt(self) -> str:
+        return "samples" if self.unit == 1 else f"batches of {self.unit}"
+
     def _check_place(self, units: int) -> None:
         if self.plan.samples == 0 or self.plan.steps(units) == 0:
             received = f"{self.plan.samples * self.unit} samples, {units * self.unit} done"

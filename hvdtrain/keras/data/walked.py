@@ -98,6 +98,9 @@ class WalkedLoader(Loader):
         self._weighted = True  # any step may be the last
         self._epoch_steps: list[StreamStep] = []
 
+    def identity(self) -> str:
+        return f"a stream, by seed {self.plan.seed}"
+
     def _check_place(self, units: int) -> None:
         """Where the stream ends, it says."""
 

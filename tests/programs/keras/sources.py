@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -302,9 +303,9 @@ class StopAfter(K.Callback):
 def resumed_at_the_batch() -> str:
     """Stopped after two steps of the second epoch, saved there; the rest is that of a run that was not stopped."""
     found = []
-    makers: list[Callable[[], Any]] = [
-        lambda: hvk.loader(lambda epoch: iter(cut(order_of(epoch)))),
-        lambda: hvk.loader(Batched()),
+    makers: list[Callable[..., Any]] = [
+        lambda **options: hvk.loader(lambda epoch: iter(cut(order_of(epoch))), **options),
+        lambda **options: hvk.loader(Batched(), **options),
     ]
     for make in makers:
         with tempfile.TemporaryDirectory() as own:
@@ -320,6 +321,9 @@ def resumed_at_the_batch() -> str:
             again = hvk.prepare(net(), data := make(), lr=lr)
             progress = checkpoints.restore(hvk.model_state(again))
             assert progress is not None and progress.epoch == 1 and progress.samples_in_epoch == 2 * ROWS * SIZE
+            ours = hvk.callbacks(again)
+            wrong = partial(again.fit, make(seed=7), initial_epoch=1, epochs=2, verbose=0, callbacks=ours)
+            refused(wrong, "seed 7", "it began with")
             for first in (1, 2):
                 again.fit(data, initial_epoch=first, epochs=first + 1, verbose=0, callbacks=hvk.callbacks(again))
             found.append(gap(again, whole))
