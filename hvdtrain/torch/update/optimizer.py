@@ -196,8 +196,6 @@ class Optimizer(Facade):
         own = session.batches.check_calls()
         if again or (own and gradients.state == "idle" and batch is gradients.batch):
             self._reopen(batch)
-        elif gradients.state == "ready" and self._overflowed():
-            self.skip()
         gradients.check_turn(batch)
         return batch
 
@@ -205,10 +203,6 @@ class Optimizer(Facade):
         if self.session.gradients.state == "ready":
             self.session.precision.forget()
         self.session.gradients.reopen(batch)
-
-    def _overflowed(self) -> bool:
-        """Whether a gradient scaler of the user's own has left out the update that is complete."""
-        return self.session.precision.amp is None and bool(not_finite(self.session))
 
     def _conclude(self, batch: Batch, loss: Tensor, sums: Tensor | None, *, more: bool = False) -> None:
         """What follows on the passes of a batch; `sums`, if it is the last of an update, are under way."""
@@ -448,9 +442,10 @@ class Optimizer(Facade):
 
     def before_zero_grad(self) -> None:
         """Raises `ConfigError` where zeroing would throw away an update that nobody has left out."""
-        if self.session.gradients.state == "ready" and self._overflowed():
-            self.skip()
-        self.session.gradients.refuse_zero_grad()
+        session = self.session
+        if session.gradients.state == "ready" and session.precision.amp is None and bool(not_finite(session)):
+            self.skip()  # a gradient scaler of the user's own has done so
+        session.gradients.refuse_zero_grad()
 
 
 def _step_engine(session: Session, closure: Callable[[], object] | None = None) -> None:
