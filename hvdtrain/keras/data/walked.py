@@ -173,17 +173,11 @@ class WalkedLoader(Loader):
 
 @contextmanager
 def open_ended() -> Iterator[None]:
-    """Inside, the end of data that is walked is no surprise to Keras, and the next epoch may have another length.
+    """Inside, Keras begins no step of data that is walked for which there is no batch.
 
-    Nor is a step begun for which there is no batch: TensorFlow finds that out beside, not before, adding 1 to the
-    optimizer's iterations, in plain Keras with data of unknown length too (3.15).
+    It would warn, and take the epoch's length for that of the next; and TensorFlow finds the end beside a step, not
+    before, adding 1 to the optimizer's iterations, in plain Keras with data of unknown length too (3.15).
     """
-
-    def interrupted(warn: Callable[[], None], iterator: Any) -> None:
-        if isinstance(iterator.data_adapter, WalkedLoader):
-            iterator._num_batches = None
-        else:
-            warn(iterator)  # type: ignore[call-arg]
 
     def enumerated(every: Callable[[Any], Iterator[Any]], iterator: Any) -> Iterator[Any]:
         data = iterator.data_adapter
@@ -193,10 +187,7 @@ def open_ended() -> Iterator[None]:
                 data.on_epoch_end()
                 return
 
-    with (
-        replaced(EpochIterator, "_interrupted_warning", interrupted),
-        replaced(EpochIterator, "_enumerate_iterator", enumerated),
-    ):
+    with replaced(EpochIterator, "_enumerate_iterator", enumerated):
         yield
 
 

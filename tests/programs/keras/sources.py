@@ -87,8 +87,8 @@ def order_of(epoch: int, samples: int = 41) -> Any:
 
 @case
 def generators_of_other_lengths() -> str:
-    """Epochs of 11, 15 and 3 batches, the last of them with one sample: on 2 ranks one has none in the last step."""
-    samples = (41, 60, 9)
+    """Epochs of 3, 11 and 15 batches, the first of them with one sample: on 2 ranks one has none in the last step."""
+    samples = (9, 41, 60)
 
     def begun(epoch: int) -> Iterator[Any]:
         yield from cut(order_of(epoch, samples[epoch]))
