@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import configparser
+import importlib.util
 import json
 import os
 import re
@@ -100,7 +101,10 @@ def _own_wheel(wheels: Path) -> None:
         for name in COPIED:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
             copy(ROOT / name, Path(folder, name))
-        _run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, folder)
+        # what builds it, in this environment or, without, from the index
+        here = all(map(importlib.util.find_spec, ("setuptools", "wheel")))
+        isolated = ["--no-build-isolation"] if here else []
+        _run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *isolated, "-w", wheels, folder)
 
 
 def _packages(wheels: Path, args: argparse.Namespace) -> None:

@@ -117,7 +117,7 @@ def _run(name: str, copy: Path, tests: Sequence[str], limit_s: float) -> Outcome
         output, _ = process.communicate(timeout=limit_s)
         verdict = {0: "survived", 1: "killed"}.get(process.returncode, "broken")
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # pytest ends its ranks
+        process.send_signal(signal.SIGINT)  # pytest ends its ranks, which have sessions of their own
         try:
             output, _ = process.communicate(timeout=30)
         except subprocess.TimeoutExpired:

@@ -28,7 +28,7 @@ from hvdtrain.torch import start as _start
 from hvdtrain.torch.checks.nonfinite import NonFiniteError
 from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.update import batches, gradients
-from hvdtrain.torch.update import optimizer as _optimizer
+from hvdtrain.torch.update import passes as _passes
 from hvdtrain.torch.update.optimizer import Optimizer
 
 GLOBAL_BATCH = 8
@@ -181,7 +181,7 @@ def no_averaging(optimizer: Optimizer) -> Iterator[None]:
     def local(loss: Tensor, sent: Pass) -> None:
         type(bound).backward(bound, loss * size, replace(sent, reduce=False))
 
-    off = mock.patch.object(_optimizer, "wrong", lambda *_: 0.0)  # it would miss the other ranks in the sums
+    off = mock.patch.object(_passes, "wrong", lambda *_: 0.0)  # it would miss the other ranks in the sums
     with off, mock.patch.object(bound, "backward", local), mock.patch.object(bound, "finish", lambda: None):
         yield
 
@@ -212,7 +212,7 @@ def clip_before_average(optimizer: Optimizer) -> Iterator[None]:
 @contextmanager
 def padding_counts(optimizer: Optimizer) -> Iterator[None]:
     """A weight of 0, and nothing else, for ranks without samples."""
-    with mock.patch.object(_optimizer, "zero_gradients", lambda *_: nullcontext()):
+    with mock.patch.object(_passes, "zero_gradients", lambda *_: nullcontext()):
         yield
 
 

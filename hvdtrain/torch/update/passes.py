@@ -1,0 +1,267 @@
+"""The first half of an update: forward and backward passes, and what is made of their sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.torch.checks.loss_graph import recomputes_reentrantly
+from hvdtrain.torch.checks.nonfinite import Reading, first_bad_layer
+from hvdtrain.torch.checks.out_of_memory import explained
+from hvdtrain.torch.checks.pieces import pieces_differ
+from hvdtrain.torch.checks.tally import SIZE, Number, Weight, weight_of, wrong
+from hvdtrain.torch.clock import CLOCK
+from hvdtrain.torch.data.nested import map_tensors
+from hvdtrain.torch.engines.base import Pass
+from hvdtrain.torch.model import Model
+from hvdtrain.torch.session import Session
+from hvdtrain.torch.staged import SMALLER_STAGES, Arguments, Loss, in_one_call, run_step
+from hvdtrain.torch.update.amp import widened
+from hvdtrain.torch.update.batches import Batch, require_batch
+from hvdtrain.torch.update.facade import Facade
+from hvdtrain.torch.update.gradients import check_loss, scale, zero_gradients
+
+
+class Passes(Facade):
+    """Of one batch, of a whole model or of stages; in the right order with those of other batches."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._model = Model(session)
+        self._layer = ""
+        self._mean: Tensor | None = None  # loss of the update
+        self._recomputes: bool | None = None  # parts of the model within the backward pass
+
+    def forward_backward(
+        self,
+        x: Any,
+        y: Any,
+        loss: Loss,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        weight: Weight = None,
+        again: bool = False,
+        outputs: bool = False,
+    ) -> Any:
+        """Runs the model on this rank's batch, forward and backward; the loop for whole models and pipelines alike.
+
+        For a whole model it is `backward(loss(model(x, **kwargs), y))`; a pipeline runs micro-batch by micro-batch, and
+        gradients of its last stages travel while the first ones still compute.
+
+        Args:
+            x: what the model takes; a tuple is its positional arguments. Tensors have samples along dimension 0.
+            y: the targets.
+            loss: called with outputs and targets; the mean over what it is given.
+            kwargs: the model's keyword arguments; of a pipeline those that it was split with.
+            weight: what that mean divides by: as of `backward`, or a function of the targets that adds up over pieces,
+                `lambda y: (y != -100).sum()`, which a pipeline calls for each micro-batch.
+            again: as of `backward`.
+            outputs: return the model's outputs as well, for metrics.
+
+        Returns:
+            The mean loss of the batch, detached; a scalar. Of a pipeline on a rank that has no samples left: 0. With
+            `outputs` a tuple of it and the outputs, detached (None on such a rank).
+
+        Raises:
+            As `backward`.
+        """
+        arguments = Arguments(x if isinstance(x, tuple) else (x,), dict(kwargs or {}))
+        kept: list[Any] = []
+        if self.session.staged is not None:
+            mean = self._run_stages(arguments, y, loss, weight, again, kept if outputs else None)
+        else:
+            given = weight(y) if callable(weight) else weight
+            self._prove_pieces(arguments, y, loss, weight)
+            kept = [self._model(*arguments.args, **arguments.kwargs)]
+            mean = loss(kept[0], y)
+            self.backward(mean, weight=given, again=again)
+            mean = mean.detach()
+        return (mean, map_tensors(Tensor.detach, kept[0]) if kept else None) if outputs else mean
+
+    def _prove_pieces(self, arguments: Arguments, y: Any, loss: Loss, weight: Weight) -> None:
+        """On the first batch: whether model and loss can be put together of two pieces of it."""
+        session, proof = self.session, self.session.proof
+        batch = session.batches.now()
+        if proof.outputs is None or batch is None or batch.padding or isinstance(weight, (int, float, Tensor)):
+            return
+        with session.gradients.differentiating():
+            proof.suspicion = pieces_differ(session, self._model, arguments, y, loss, weight)
+
+    def _run_stages(
+        self, arguments: Arguments, y: Any, loss: Loss, weight: Weight, again: bool, outputs: list[Any] | None
+    ) -> Tensor:
+        session, gradients = self.session, self.session.gradients
+        session.batches.called(arguments)
+        batch = self._take_turn(again)
+        whole = weight(y) if callable(weight) else weight
+        given = None if whole is None else weight_of(whole, session.engine.device)
+        amount, coefficient = gradients.begin(batch, given, session.precision.unit)
+        session.last_call, session.last_method = arguments, None
+        CLOCK.enter("backward")  # and forward, in turns
+        device = session.engine.device
+        sums = torch.zeros(SIZE, dtype=torch.float64, device=device) if batch.is_last_micro_batch else None
+        mean = torch.zeros((), device=device)
+
+        def passes() -> None:
+            nonlocal mean
+            if not batch.padding:  # else nothing counts, and no other rank waits within the passes
+                try:
+                    mean = run_step(session, arguments, y, loss, coefficient, weight, outputs)
+                except ConfigError as error:  # seen in this rank's own samples: the others are in the reduction
+                    if session.world.size == 1:
+                        raise
+                    session.proof.found(f"{error.rule}: {error.received}; {error.remedy}", gradients.tally)
+                    gradients.tally.text = str  # nothing more to say
+                else:
+                    gradients.add_loss(mean, amount, coefficient)
+            if sums is not None:
+                sums.copy_(gradients.sums())
+
+        with explained("passes of the pipeline", session.sizes, SMALLER_STAGES), gradients.differentiating():
+            session.engine_model.run(passes, Pass(reduce=sums is not None, extras=sums))
+        self._conclude(batch, mean, sums)
+        return mean
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        more: bool = False,
+        retain_graph: bool = False,
+        again: bool = False,
+    ) -> None:
+        """Differentiates the mean loss of this rank's batch.
+
+        After the batch that completes an update, `p.grad` is the gradient of the mean loss over all ranks and
+        micro-batches, sum(weight x gradient) / sum(weight), unscaled. Before, `p.grad` is None.
+        On ddp and deepspeed clone a gradient to keep it: the next update uses its memory again, as PyTorch's own does.
+        Factors that autograd does not see (weights divided by their batch mean, advantages normalised under `no_grad`)
+        are found only by `hvdtrain.torch.check(step, batch)`.
+
+        Args:
+            loss: a scalar, the mean over this rank's batch: of its samples, or of what `weight` counts; not a sum
+                that is divided by the samples of all ranks.
+            weight: what that mean divides by, if not by samples: a number, or a scalar (which may be on a GPU: nothing
+                waits for it). `(y != -100).sum()` with `ignore_index`, `class_weights[y].sum()` with class
+                weights, `mask.sum()` for tokens. A batch of weight 0 does not count, even if its loss is NaN.
+            more: another backward for the same batch follows, of another loss; they add up.
+            retain_graph: as torch's: another backward goes through the same graph.
+            again: the batch was differentiated before, and is once more, for an update of its own (several a batch), or
+                in place of the gradients that are there. Need not be said where the model is called on tensors that
+                the loader handed out.
+
+        Raises:
+            ConfigError: no batch, a second backward for one batch, backward instead of step, no scalar, or a pipeline.
+                On every rank: what the loss divides by is not its weight, or no weight makes it right.
+            NonFiniteError: on every rank, when the loss of one is NaN or infinite.
+            HvdtrainError: out of memory.
+        """
+        session, gradients = self.session, self.session.gradients
+        if session.staged is not None:
+            raise in_one_call("optimizer.backward(loss)", "loss = optimizer.forward_backward(x, y, loss_fn)")
+        batch = self._take_turn(again)
+        check_loss(loss)
+        self._model.check_entered()
+        given = None if weight is None else weight_of(weight, session.engine.device)
+        amount, coefficient = gradients.begin(batch, given, session.precision.unit)
+        gradients.add_loss(loss, amount, coefficient)
+        if not batch.padding:
+            samples = batch.step.samples if batch.step is not None else session.samples_called()
+            session.proof.look_once(loss, amount, samples, gradients.tally)
+            session.proof.read(loss, amount, samples, gradients.tally)
+        CLOCK.enter("backward")
+        sums = gradients.sums() if batch.is_last_micro_batch and not more else None
+        self._differentiate(loss, amount, coefficient, sums, retain_graph)
+        self._conclude(batch, loss, sums, more=more)
+
+    def _take_turn(self, again: bool) -> Batch:
+        """Returns the batch that is to be differentiated, if its turn has come."""
+        session, gradients = self.session, self.session.gradients
+        batch = require_batch(session.batches.now())
+        own = session.batches.check_calls()
+        if again or (own and gradients.state == "idle" and batch is gradients.batch):
+            self._reopen(batch)
+        gradients.check_turn(batch)
+        return batch
+
+    def _reopen(self, batch: Batch) -> None:
+        if self.session.gradients.state == "ready":
+            self.session.precision.forget()
+        self.session.gradients.reopen(batch)
+
+    def _conclude(self, batch: Batch, loss: Tensor, sums: Tensor | None, *, more: bool = False) -> None:
+        """What follows on the passes of a batch; `sums`, if it is the last of an update, are under way."""
+        session, gradients = self.session, self.session.gradients
+        if not batch.padding:
+            self._find_layer(loss)
+        if sums is not None:
+            CLOCK.enter("communication")
+            session.engine_model.finish()
+            CLOCK.enter("optimizer")
+            gradients.complete()
+            self._settle_update(batch, sums)
+        else:
+            gradients.put_aside("more" if more else "partial")
+        if not more:
+            session.batches.done()
+        CLOCK.enter("other")
+
+    def _differentiate(
+        self, loss: Tensor, weight: Number, coefficient: Number, sums: Tensor | None, retain_graph: bool
+    ) -> None:
+        session, gradients = self.session, self.session.gradients
+        reduce = sums is not None
+        if reduce and self._recomputes is None:
+            self._recomputes = recomputes_reentrantly(loss)
+        wide = widened(loss)
+        factor = coefficient.to(wide.device, wide.dtype) if isinstance(coefficient, Tensor) else coefficient
+        scaled = session.precision.scale(wide.reshape(()) * factor)
+        with (
+            explained("backward pass", session.sizes),
+            gradients.differentiating(),
+            zero_gradients(gradients.parameters(), weight),
+        ):
+            session.engine_model.backward(scaled, Pass(reduce, sums, retain_graph, self._recomputes))
+
+    def _find_layer(self, loss: Tensor) -> None:
+        """Looks for the layer while the batch and the parameters are still those that gave a bad loss."""
+        session = self.session
+        if session.losses.at_once and not self._layer and not math.isfinite(float(loss.detach())):
+            args, kwargs = session.last_call or ((), {})
+            with session.precision.autocast():
+                call: Any = session.last_method if session.staged is None else session.staged
+                self._layer = first_bad_layer(session.module, args, kwargs, call)
+
+    def _settle_update(self, batch: Batch, sums: Tensor) -> None:
+        """Once the gradients are there: checks loss and weights, divides by what the weights really sum to (samples may
+        have been left out), takes the scale away."""
+        session, tally = self.session, self.session.gradients.tally
+        every, weight = sums[0], sums[1]
+        skips = session.options.amp == "fp16"
+        if skips or tally.given or batch.update_samples:  # any data set may turn out to have fewer samples than planned
+            unit = session.precision.unit if tally.given else 1.0
+            # without asking for the sum: that would make a GPU wait
+            factor = torch.where(weight > 0, batch.planned * unit / weight, torch.zeros_like(weight))
+            if skips:  # the forward pass has overflown: the scaler is to see it
+                factor = torch.where(torch.isfinite(every), factor, torch.inf)
+            present = [gradient for _, gradient in session.gradients_here()]
+            if present and not (factor.device.type == "cpu" and float(factor) == 1.0):
+                scale(present, factor)
+            every = every * factor
+        self._mean = every
+        layer, self._layer = self._layer, ""
+        session.losses.add(Reading(
+            self.progress.step + 1, batch.place[0], every, tally.loss, layer,
+            wrong(sums, session.world.size), session.proof.explain(tally, sums, lambda: self.lr),
+        ))  # fmt: skip
+        if tally.given:
+            session.precision.note_weights(weight / batch.planned)
+        if session.in_parts is not None and session.options.amp == "fp16":
+            session.in_parts.spread_infinity()
+        session.precision.unscale(self._stepper)
