@@ -10,13 +10,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.microbatch import SIMPLE, batch_size, map_tensors, tensors_of, unmarked
+from hvdtrain.pipeline.microbatch import SIMPLE, tensors_of
 from hvdtrain.pipeline.rng import Generators
 from hvdtrain.pipeline.trace.code import forgotten
+from hvdtrain.pipeline.trace.few import a_few, device_of, to_device
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.trace.tracer import Program
-
-FEW = 2  # samples: what an operation does it does to any number of them
 
 
 @dataclass
@@ -91,37 +90,6 @@ def _look(program: Program, example: tuple[Any, ...]) -> Facts:
                 values = to_device(example, device)
                 _Watch(program, program.graphs[training], facts).run(*values)
     return facts
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model is, as its first parameter or buffer says."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
-
-
-def a_few(example: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The example, but of no more than `FEW` samples."""
-    return resized(example, min(FEW, batch_size(example)))
-
-
-def resized(example: tuple[Any, ...], samples: int) -> tuple[Any, ...]:
-    """The example with another number of samples, those that it has in turn."""
-    batch = batch_size(example)
-
-    def resize(leaf: Tensor) -> Tensor:
-        if not leaf.dim() or len(leaf) != batch or batch == samples:
-            return leaf
-        if samples < batch:
-            return leaf[:samples].clone()  # what is changed in place is no one's
-        return leaf[torch.arange(samples, device=leaf.device) % batch]
-
-    return map_tensors(resize, example)
-
-
-def to_device(values: Any, device: torch.device) -> Any:
-    """Copies, always: a pass may change its input in place. `Whole` arguments as they are given to the model."""
-    return map_tensors(lambda tensor: tensor.detach().to(device, copy=True), unmarked(values))
 
 
 class _Watch:

@@ -30,6 +30,10 @@ class Proxy(fx.Proxy):
             return True
         return self.tracer.to_bool(self)
 
+    def __len__(self) -> int:
+        length = self.tracer.length(self)  # type: ignore[attr-defined]
+        return super().__len__() if length is None else length
+
 
 def _asserts(frame: types.FrameType) -> bool:
     """Whether the frame is at the branch of an `assert` with one condition."""

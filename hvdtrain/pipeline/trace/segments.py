@@ -15,11 +15,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.microbatch import map_tensors
+from hvdtrain.pipeline.microbatch import SIMPLE, map_tensors
 from hvdtrain.pipeline.rng import draws_by_name, may_draw
 from hvdtrain.pipeline.trace import code
 from hvdtrain.pipeline.trace.cuts import Cut, find_cuts
-from hvdtrain.pipeline.trace.facts import Different, Facts, device_of, look, to_device
+from hvdtrain.pipeline.trace.facts import Different, Facts, look
+from hvdtrain.pipeline.trace.few import device_of, resized, to_device
 from hvdtrain.pipeline.trace.modes import innermost
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes, copied, preserved_state
 from hvdtrain.pipeline.trace.tracer import Program, parted, trace
@@ -342,6 +343,7 @@ def _check(chain: Chain) -> None:
                 wanted = map_tensors(torch.detach, chain.program.call(to_device(few, device)))
                 changed = [(module, name, copied(value)) for module, name, value in changes(before)]
                 _refuse_graphs(model, changed)
+            _refuse_strange_outputs(wanted)
             if training:
                 chain.facts.counts = _counting(model, changed, lambda: chain.program.call(to_device(few, device)))
             with preserved_state(model, device):
@@ -349,6 +351,39 @@ def _check(chain: Chain) -> None:
         if not same(wanted, received):
             mode = "training" if training else "evaluation"
             raise Different(f"other results in {mode} mode, for the example's first samples")
+    if chain.program.odd:
+        _check_one(chain, whole)
+
+
+def _check_one(chain: Chain, whole: Callable[..., tuple[Any, ...]]) -> None:
+    """A decision of the model is another one for a single sample: it is to come to the same."""
+    model = chain.program.model
+    device, one = device_of(model), resized(chain.facts.example, 1)
+    for training in (True, False):
+        found = []
+        calls: list[Callable[[], Any]] = [
+            lambda: chain.program.call(to_device(one, device)), lambda: whole(*to_device(one, device))[0],
+        ]  # fmt: skip
+        for call in calls:
+            with all_training(model, training), torch.no_grad(), preserved_state(model, device):
+                try:
+                    found.append(call())
+                except Exception:
+                    if not found:
+                        break  # nor does the model itself take one
+                    raise Different("it cannot do what the model does for one sample") from None
+        if found and not same(*found):
+            raise Different("other results for one sample")
+
+
+def _refuse_strange_outputs(outputs: Any) -> None:
+    for leaf in pytree.tree_leaves(outputs):
+        if not isinstance(leaf, (Tensor, *SIMPLE)):
+            raise ConfigError(
+                "a model that is split returns tensors, numbers and None, in tuples, lists and dicts",
+                f"a {type(leaf).__name__} among its outputs",
+                "leave it out of them; of transformers' caches: model.config.use_cache = False",
+            )
 
 
 def _refuse_graphs(model: nn.Module, changed: Sequence[tuple[nn.Module, str, Any]]) -> None:

@@ -34,9 +34,11 @@ from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.microbatch import is_named, known_to_pytree
+from hvdtrain.pipeline.trace.few import device_of
 from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
 from hvdtrain.pipeline.trace.proxy import Proxy
-from hvdtrain.pipeline.trace.restore import all_training, attributes_of, restored
+from hvdtrain.pipeline.trace.restore import all_training, attributes_of, preserved_state, restored
+from hvdtrain.pipeline.trace.shadow import Shadow, same_way
 
 # make a tensor without being given one
 _MAKERS = (
@@ -70,6 +72,7 @@ class Program:
         doubtful: paths of modules that were, but for PyTorch's own.
         followed: paths of all modules whose forward is not called as a whole; the root is "".
         names: of its last arguments, which are given by keyword.
+        odd: a model's decision is another one for one sample alone.
     """
 
     model: nn.Module
@@ -80,6 +83,7 @@ class Program:
     doubtful: set[str] = field(default_factory=set)
     followed: set[str] = field(default_factory=lambda: {""})
     names: tuple[str, ...] = ()
+    odd: bool = False
 
     def call(self, arguments: Sequence[Any]) -> Any:
         """The model itself."""
@@ -141,7 +145,8 @@ def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], na
         attributes = runs[False].attributes | runs[True].attributes
         followed = opened(runs[True].calls) | opened(runs[False].calls)
         doubtful = {path for path in followed if not type(model.get_submodule(path)).__module__.startswith("torch.nn.")}
-        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""}, names)
+        odd = any(run.odd for run in runs.values())
+        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""}, names, odd)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -177,15 +182,53 @@ def _make_leaf(leaves: dict[str, str], path: str, reason: str, model: nn.Module,
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, leaves: dict[str, str], example: tuple[Any, ...], names: tuple[str, ...]) -> None:
+    def __init__(
+        self, model: nn.Module, leaves: dict[str, str], example: tuple[Any, ...], names: tuple[str, ...]
+    ) -> None:
         super().__init__()
         self._leaves, self._example, self._names = leaves, example, names
         self.calls = [Call("")]
         self.attributes: dict[str, Any] = {}
+        self.shadow = Shadow(model, example)
         self._autocast = _autocast_state()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Proxy(node, self)
+
+    def _named(self, target: Any) -> Any:
+        return self.attributes[target] if target in self.attributes else operator.attrgetter(target)(self.root)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """What shapes and types decide is fixed, and asked again in each pass."""
+        found = self.shadow.decided(obj.node, self._named)
+        if found is None:
+            return super().to_bool(obj)
+        decided, always = found
+        if not always:  # whether that matters, one sample is tried for
+            self.shadow.odd = True
+            return decided
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename in _OWN:
+            frame = frame.f_back
+        where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self.create_proxy("call_function", same_way, (obj, decided, where), {})
+        return decided
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        value = self.shadow.seen(obj.node, self._named)
+        if not isinstance(value, (tuple, list)):
+            return super().iter(obj)
+        return iter([obj[index] for index in range(len(value))])  # type: ignore[index]
+
+    def length(self, obj: fx.Proxy) -> int | None:
+        """Of a tuple, as of a shape; None where it is another thing."""
+        value = self.shadow.seen(obj.node, self._named)
+        return len(value) if isinstance(value, (tuple, list)) else None
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self.shadow.running:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         # only what the example gives: an argument left out keeps its default
@@ -210,6 +253,8 @@ class _Tracer(fx.Tracer):
         return m.__module__.startswith(("torch.nn.", "torch.ao.")) and not isinstance(m, _OPENED)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.shadow.running:
+            return forward(*args, **kwargs)
         path = (self.submodule_paths or {}).get(m)
         if path is None:
             return self._call_homeless(m, args, kwargs)
@@ -291,26 +336,31 @@ class _Tracer(fx.Tracer):
         return self.create_node("get_attr", name, (), {})
 
 
+# files that are no user's
+_OWN = (inspect.getsourcefile(_Tracer), inspect.getsourcefile(Proxy))
+
+
 class _Run:
     """One trace, in one mode; the model ends as it was."""
 
     def __init__(
         self, model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], training: bool, names: tuple[str, ...]
     ) -> None:
-        tracer = _Tracer(leaves, example, names)
-        before = attributes_of(model)
+        tracer = _Tracer(model, leaves, example, names)
         draws = random.getstate()
-        try:
-            with all_training(model, training), torch.enable_grad(), _recording(tracer):
-                self.graph = tracer.trace(model)
-        except Untraceable:
-            raise
-        except Exception as error:
-            raise Untraceable("", _reason(error), _line(error)) from error
-        finally:
-            drawn = random.getstate() != draws
-            random.setstate(draws)
-            changed = restored(before)
+        with preserved_state(model, device_of(model)):  # of what is looked up meanwhile
+            before = attributes_of(model)
+            try:
+                with all_training(model, training), torch.enable_grad(), _recording(tracer):
+                    self.graph = tracer.trace(model)
+            except Untraceable:
+                raise
+            except Exception as error:
+                raise Untraceable("", _reason(error), _line(error)) from error
+            finally:
+                drawn = random.getstate() != draws
+                random.setstate(draws)
+                changed = restored(before)
         if drawn:
             raise Untraceable("", "draws from Python's random numbers")
         if changed:
@@ -318,6 +368,7 @@ class _Run:
             raise Untraceable(path, f"its forward changes {changed[1]!r} of its own")
         self.calls = tracer.calls[0]
         self.attributes = tracer.attributes
+        self.odd = tracer.shadow.odd
 
 
 class _Factories(TorchFunctionMode):
@@ -329,7 +380,7 @@ class _Factories(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTORIES:
+        if func in _FACTORIES and not self._tracer.shadow.running:
             return self._tracer.create_proxy("call_function", func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -346,9 +397,18 @@ def _recording(tracer: _Tracer) -> Iterator[None]:
         return apply(cls, *args, **kwargs)
 
     def recorder(function: Any) -> Any:
-        return lambda *args, **kwargs: tracer.create_proxy("call_function", function, args, kwargs)
+        def record(*args: Any, **kwargs: Any) -> Any:
+            if tracer.shadow.running:
+                return function(*args, **kwargs)
+            return tracer.create_proxy("call_function", function, args, kwargs)
+
+        return record
+
+    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if tracer.shadow.running:
+            return generator(*args, **kwargs)
         raise ValueError("torch.utils.checkpoint(use_reentrant=False); remat='all' of split() does as much")
 
     with ExitStack() as patches:
@@ -397,9 +457,8 @@ def _reason(error: BaseException) -> str:
 
 def _line(error: BaseException) -> str:
     """Where in the user's code it was: the innermost line outside of PyTorch."""
-    own = inspect.getsourcefile(_Tracer), inspect.getsourcefile(Proxy)
     inside = ("/torch/fx/", "/torch/nn/modules/module.py", "/torch/overrides.py", "/torch/_tensor.py", "/checkpoint.py")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename not in own and not any(part in frame.filename for part in inside):
+        if frame.filename not in _OWN and not any(part in frame.filename for part in inside):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return ""

@@ -19,7 +19,7 @@ from hvdtrain.pipeline.microbatch import batch_size, map_tensors, tensors_of
 from hvdtrain.pipeline.places import StageDevice
 from hvdtrain.pipeline.stage import Copies
 from hvdtrain.pipeline.threads import side_by_side
-from hvdtrain.pipeline.trace.facts import device_of, resized, to_device
+from hvdtrain.pipeline.trace.few import device_of, resized, to_device
 from hvdtrain.pipeline.trace.segments import Segment
 
 Call = Callable[..., tuple[Any, ...]]
