@@ -30,9 +30,23 @@ class Proxy(fx.Proxy):
             return True
         return self.tracer.to_bool(self)
 
+    def __getattr__(self, name: str) -> fx.proxy.Attribute:
+        return _Attribute(self, name)
+
     def __len__(self) -> int:
-        length = self.tracer.length(self)  # type: ignore[attr-defined]
-        return super().__len__() if length is None else length
+        return _length(self)
+
+
+class _Attribute(fx.proxy.Attribute):
+    """`x.shape`, of a stand-in; or `x.size`, to be called."""
+
+    def __len__(self) -> int:
+        return _length(self)
+
+
+def _length(stand_in: Any) -> int:
+    found = stand_in.tracer.length(stand_in)
+    return fx.Proxy.__len__(stand_in) if found is None else found
 
 
 def _asserts(frame: types.FrameType) -> bool:

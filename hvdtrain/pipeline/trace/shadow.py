@@ -22,8 +22,8 @@ UNKNOWN: Any = object()
 # what asks a tensor for its form, not for its numbers
 _FORM = frozenset((
     "shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_sparse", "is_quantized", "requires_grad", "size",
-    "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "is_contiguous",
-    "is_tensor", "isinstance", "getattr",
+    "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex",
+    "is_contiguous", "is_tensor", "isinstance", "getattr",
 ))  # fmt: skip
 # what gives a tensor a shape that follows from numbers
 _BY_NUMBERS = frozenset((

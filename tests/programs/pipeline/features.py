@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from library_models import GPT2, LENGTH, WIDTH, WORDS, BertForMaskedLM, Llama, ViT
+import transformers as hf
 from recorded_streams import CPU, Recorder, gpu
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,12 +29,13 @@ from hvdtrain.pipeline.places import Places
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
 from hvdtrain.pipeline.runtime import Pipeline
 from hvdtrain.pipeline.trace.parted import inputs_first
+from hvdtrain.pipeline.trace.segments import segments
 from hvdtrain.pipeline.tuning.search_size import tune
 from hvdtrain.pipeline.worker import Call
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(2)
-BATCH = 7
+BATCH, WIDTH, LENGTH, WORDS = 7, 16, 6, 11
 MSE = nn.MSELoss()
 Make = Callable[[], nn.Module]
 
@@ -64,18 +65,39 @@ def token_loss(output: Any, y: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, -2), y.flatten())
 
 
-def models() -> dict[str, float]:
-    """Against the whole model, for several cuts, with the outputs asked for."""
-    ids, labels = torch.randint(WORDS, (BATCH, LENGTH)), torch.randint(WORDS, (BATCH, LENGTH))
-    mask = (torch.arange(LENGTH)[None] < torch.randint(2, LENGTH + 1, (BATCH, 1))).double()
+def models() -> dict[str, Any]:
+    """Of transformers, as they are, against the whole model, by every schedule: losses, gradients, outputs of their own
+    class; and segments, which are no fewer than their layers."""
+    ids, labels = torch.randint(1, WORDS, (BATCH, LENGTH)), torch.randint(WORDS, (BATCH, LENGTH))
+    mask = (torch.arange(LENGTH)[None] < torch.randint(2, LENGTH + 1, (BATCH, 1))).long()
+    sizes = {
+        "vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "intermediate_size": 2 * WIDTH, "max_position_embeddings": 8, "num_labels": WORDS,
+    }  # fmt: skip
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    gpt2 = {"n_layer": 3, "n_head": 2, "n_embd": WIDTH, "vocab_size": WORDS, "n_positions": 8, "use_cache": False}
+    gpt2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    t5 = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 8, "d_ff": WIDTH, "num_layers": 2, "num_heads": 2}
+    t5 |= {"dropout_rate": 0.0, "use_cache": False}
+    tokens = {"input_ids": ids, "attention_mask": mask}
+    pictures = {"pixel_values": torch.randn(BATCH, 3, 8, 8)}
     cases: dict[str, tuple[Make, Any, Mapping[str, Any], Tensor]] = {
-        "bert": (BertForMaskedLM, (), {"input_ids": ids, "attention_mask": mask, "output_hidden_states": True}, labels),
-        "bert_plain": (BertForMaskedLM, ids, {}, labels),
-        "gpt2": (GPT2, ids, {"attention_mask": mask, "use_cache": False}, labels),
-        "llama": (Llama, ids, {}, labels),
-        "vit": (ViT, (), {"pixel_values": torch.randn(BATCH, 3, 8, 8)}, labels[:, 0]),
-    }
-    found = {}
+        "bert": (lambda: hf.BertForMaskedLM(hf.BertConfig(**sizes, **still)), (), tokens, labels),
+        "gpt2": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2)), ids, {"attention_mask": mask}, labels),
+        "llama": (
+            lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=1, use_cache=False)),
+            (), {"input_ids": ids}, labels,
+        ),
+        "vit": (
+            lambda: hf.ViTForImageClassification(hf.ViTConfig(**sizes, **still, image_size=8, patch_size=4)),
+            (), pictures, labels[:, 0],
+        ),
+        "t5": (
+            lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5)),
+            (), tokens | {"decoder_input_ids": ids.roll(1, 1)}, labels,
+        ),
+    }  # fmt: skip
+    found: dict[str, Any] = {}
     for name, (make, x, kwargs, y) in cases.items():
         torch.manual_seed(1)
         model = make().train()
@@ -84,10 +106,11 @@ def models() -> dict[str, float]:
         loss = token_loss(wanted, y)
         loss.backward()
         whole = gradients(model)
-        worst = 0.0
-        for stages, schedule in ((2, "1f1b"), (4, "gpipe")):
+        worst, counts = 0.0, []
+        # 7: single samples, for which a model may decide otherwise
+        for schedule, stages, pieces in (("1f1b", 2, 3), ("zb-h1", 2, 2), ("gpipe", 4, 7), ("interleaved", 2, 3)):
             model.zero_grad()
-            pipe = split(model, x, stages, kwargs=kwargs, schedule=schedule)
+            pipe = split(model, x, stages, kwargs=kwargs, schedule=schedule, micro_batches=pieces)
             value, output = pipe.step(x, y, token_loss, kwargs=kwargs, outputs=True)
             assert type(output) is type(wanted) and not output.logits.requires_grad
             worst = max(
@@ -96,11 +119,39 @@ def models() -> dict[str, float]:
                 abs(value.item() - loss.item()),
                 gap([output.logits], [wanted.logits]),
             )
-            if name == "bert":
-                worst = max(worst, gap(output.hidden_states, wanted.hidden_states))
-            with torch.no_grad():
-                worst = max(worst, gap([pipe(*positional, **kwargs).logits], [wanted.logits]))
-        found[name] = worst
+            counts.append(len(pipe.segments))
+        with torch.no_grad():
+            worst = max(worst, gap([pipe(*positional, **kwargs).logits], [wanted.logits]))
+        found[name] = {"difference": worst, "segments": min(counts)}
+    cached = hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2 | {"use_cache": True}))
+    return {"models": found, "cached": said(lambda: split(cached, ids))}
+
+
+class Choosing(nn.Module):
+    """Asks for forms (which a trace may fix), for numbers, and for how many samples there are (which it may not)."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by, self.linear = by, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        asked = {
+            "form": lambda: x.ndim == 2 and x.dtype == torch.float64 and len(x.shape) == 2,
+            "length": lambda: x.shape[1] > 4,
+            "numbers": lambda: x.sum().item() > 0, "list": lambda: len(x.tolist()) > 4,
+            "count": lambda: len(x[x > 0].shape) + x.nonzero().shape[0] > 3, "samples": lambda: x.shape[0] > 2,
+        }  # fmt: skip
+        return self.linear(x) if asked[self.by]() else self.linear(x) * 2
+
+
+def decisions() -> dict[str, Any]:
+    x = torch.randn(BATCH, WIDTH)
+    found: dict[str, Any] = {}
+    for by in ("form", "length", "numbers", "list", "count", "samples"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(by), nn.Linear(WIDTH, WIDTH))
+        found[by] = "1" not in segments(model, (x,))[0].chain.program.leaves
+    pipe = split(nn.Sequential(Choosing("form"), nn.Linear(WIDTH, WIDTH)), x)
+    found["otherwise"] = said(lambda: pipe.step(x.float(), x, MSE))
     return found
 
 
@@ -372,7 +423,7 @@ def offload() -> dict[str, Any]:
 DISPATCH = Recorder.__torch_dispatch__
 
 if __name__ == "__main__":
-    for check in (models, keywords, whole_losses, input_gradients, copies, parted, hooks, offload):
+    for check in (models, decisions, keywords, whole_losses, input_gradients, copies, parted, hooks, offload):
         if len(sys.argv) == 1 or check.__name__ in sys.argv:
             result = check()
             line = result if isinstance(result, dict) else {"difference": result}
