@@ -264,6 +264,13 @@ class _States:
 
 def _join_states(name: str, metric: Any, world: World, *, empty: bool) -> None:
     """Makes a metric's states, and those of metrics within it, those of all ranks' samples; collective."""
+    if any(type(part).__name__ == "Running" for part in _within(metric)):
+        raise ConfigError(
+            "a metric of all samples does not depend on how they come in batches",
+            f"{name}: the last batches alone (torchmetrics' Running), which each rank has others of",
+            "the metric itself, without Running",
+            shared=True,
+        )
     parts = [part for part in _within(metric) if getattr(part, "_reductions", None)]
     if not parts:
         raise ConfigError(
@@ -291,6 +298,9 @@ def _within(metric: Any) -> list[Any]:
 def _reduced(name: str, of_ranks: list[Any], reduction: Any) -> Any:
     """One state of all ranks, as torchmetrics joins it: tensors are stacked, lists put together, then reduced."""
     if "mean" in getattr(reduction, "__name__", ""):
+        first = of_ranks[0]
+        if isinstance(first, Tensor) and all(first.equal(other) for other in of_ranks):  # a constant, like a data range
+            return first
         raise ConfigError(
             "the states of a metric add up, whatever the ranks' samples",
             f'{name} has one with dist_reduce_fx="mean": a mean over ranks',

@@ -258,4 +258,59 @@ def refused(world: World) -> Any:
     return True
 
 
-CASES = (dicts, corpus, gathered, plain, refused)
+def of_torchmetrics(world: World) -> Any:
+    """Its own, of many kinds, as they are: what they are over all samples at once, in one process."""
+    import torchmetrics as its
+    from torchmetrics import classification, regression, wrappers
+
+    draw = torch.Generator().manual_seed(8)
+    x, y = torch.randn(SENTENCES, 5, generator=draw), torch.randint(0, 3, (SENTENCES,), generator=draw)
+    torch.manual_seed(9)
+    model = nn.Linear(5, 3)
+
+    def classes(model: nn.Module, batch: Any) -> Any:
+        return model(batch[0]).softmax(-1), batch[1]
+
+    def numbers(model: nn.Module, batch: Any) -> Any:
+        return model(batch[0])[:, 0], batch[0][:, 0]
+
+    metrics = {
+        classes: [
+            classification.MulticlassF1Score(3, average=None), classification.MulticlassAUROC(3),
+            classification.MulticlassConfusionMatrix(3), classification.MulticlassCalibrationError(3, n_bins=5),
+            wrappers.ClasswiseWrapper(classification.MulticlassRecall(3, average=None)),
+            its.MetricCollection(
+                {"acc": classification.MulticlassAccuracy(3), "pre": classification.MulticlassPrecision(3)}, prefix="v_"
+            ),
+        ],
+        numbers: [
+            regression.PearsonCorrCoef(), regression.SpearmanCorrCoef(), regression.R2Score(), its.MeanMetric(),
+            regression.RelativeSquaredError(), its.image.PeakSignalNoiseRatio(data_range=3.0),
+        ],
+    }  # fmt: skip
+    for forward, kinds in metrics.items():
+        for metric in kinds:
+            whole = metric.clone()
+            for part in whole.modules():  # the reference has all samples already: it sums nothing over ranks
+                part.distributed_available_fn = lambda: False
+            with torch.no_grad():
+                whole.update(*forward(model, (x, y)))
+            computed = whole.compute()
+            wanted = torch.cat(
+                [
+                    torch.as_tensor(v).flatten()
+                    for v in (computed.values() if isinstance(computed, dict) else [computed])
+                ]
+            )
+            found = hvt.evaluate(model, (x, y), metric, forward=forward, per_rank_batch=3, workers=0)
+            torch.testing.assert_close(torch.tensor([*found.values()]), wanted.float(), rtol=1e-5, atol=1e-6)
+    try:
+        running = wrappers.Running(its.MeanMetric(), window=2)
+        hvt.evaluate(model, (x, y), running, forward=numbers, per_rank_batch=3, workers=0)
+        assert world.size == 1
+    except HvdtrainError as error:
+        assert "how they come in batches" in str(error)
+    return True
+
+
+CASES = (dicts, corpus, gathered, plain, refused, of_torchmetrics)
