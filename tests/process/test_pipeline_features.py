@@ -38,6 +38,10 @@ def test_decisions_by_forms_are_fixed_and_others_are_not(found: Found) -> None:
         "form": True, "length": True, "numbers": False, "list": False, "count": False, "samples": False,
     }  # fmt: skip
     assert "decided by shapes or types" in opened["otherwise"]
+    for how in ("looped over", "counted", "unpacked"):
+        difference, longer, shorter = opened[how]
+        assert difference <= TOLERANCE
+        assert "3 instead of 2" in longer and "1 instead of 2" in shorter, how
 
 
 def test_keyword_arguments_and_what_of_them_is_cut(found: Found) -> None:

@@ -6,7 +6,8 @@ import dis
 import inspect
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from torch import fx
@@ -14,7 +15,27 @@ from torch import fx
 _IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
 
 
-class Proxy(fx.Proxy):
+class _Counted:
+    """What is looped over, unpacked or counted has a length, which each pass asks for again."""
+
+    tracer: Any
+    __getitem__: Callable[..., Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        frame = inspect.currentframe()
+        step = next(_steps(frame.f_back), None) if frame is not None and frame.f_back is not None else None
+        if step is not None and step.opname == "UNPACK_SEQUENCE":
+            length = self.tracer.fixed(self, step.argval)
+        else:
+            length = self.tracer.length(self)
+        return self.tracer.iter(self) if length is None else iter([self[index] for index in range(length)])
+
+    def __len__(self) -> int:
+        length = self.tracer.length(self)
+        return fx.Proxy.__len__(self) if length is None else length  # type: ignore[arg-type]
+
+
+class Proxy(_Counted, fx.Proxy):
     """A stand-in for a value; unlike fx's own it keeps in-place operators in place."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -33,27 +54,19 @@ class Proxy(fx.Proxy):
     def __getattr__(self, name: str) -> fx.proxy.Attribute:
         return _Attribute(self, name)
 
-    def __len__(self) -> int:
-        return _length(self)
 
-
-class _Attribute(fx.proxy.Attribute):
+class _Attribute(_Counted, fx.proxy.Attribute):
     """`x.shape`, of a stand-in; or `x.size`, to be called."""
 
-    def __len__(self) -> int:
-        return _length(self)
 
-
-def _length(stand_in: Any) -> int:
-    found = stand_in.tracer.length(stand_in)
-    return fx.Proxy.__len__(stand_in) if found is None else found
+def _steps(frame: types.FrameType) -> Iterator[dis.Instruction]:
+    """Where a frame is, and what follows."""
+    return (step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti)
 
 
 def _asserts(frame: types.FrameType) -> bool:
     """Whether the frame is at the branch of an `assert` with one condition."""
-    steps = list(dis.get_instructions(frame.f_code))
-    at = next((place for place, step in enumerate(steps) if step.offset == frame.f_lasti), len(steps))
-    rest = [step.opname for step in steps[at : at + 3] if step.opname != "NOT_TAKEN"]
+    rest = [step.opname for step in islice(_steps(frame), 3) if step.opname != "NOT_TAKEN"]
     return rest[:1] != [] and "IF_TRUE" in rest[0] and rest[1:2] == ["LOAD_ASSERTION_ERROR"]
 
 

@@ -119,14 +119,16 @@ def _by_numbers(name: str, given: Any, value: Any) -> bool:
     return name in _BY_NUMBERS or picks or not all(isinstance(leaf, form) for leaf in pytree.tree_leaves(value))
 
 
-def same_way(value: Any, decided: bool, where: str) -> None:
-    """In each pass, in place of a decision.
+def same(value: Any, fixed: int, where: str) -> None:
+    """In each pass, in place of a decision (`fixed`: True or False), or of a look at a tuple's length.
 
     Raises:
         RuntimeError: it would be another one now.
     """
-    if bool(value) is not decided:
+    now = bool(value) if isinstance(fixed, bool) else len(value)
+    if now != fixed:
+        what = "decided by shapes or types" if isinstance(fixed, bool) else "a length by shapes"
         raise RuntimeError(
-            f"{where}: decided by shapes or types, and {bool(value)} instead of {decided} when the model was split:"
+            f"{where}: {what}, and {now} instead of {fixed} when the model was split:"
             " split it with an example of this shape and type, or give its parts: split(..., modules=[...])"
         )

@@ -38,7 +38,7 @@ from hvdtrain.pipeline.trace.few import device_of
 from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
 from hvdtrain.pipeline.trace.proxy import Proxy
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, preserved_state, restored
-from hvdtrain.pipeline.trace.shadow import Shadow, same_way
+from hvdtrain.pipeline.trace.shadow import Shadow, same
 
 # make a tensor without being given one
 _MAKERS = (
@@ -190,6 +190,7 @@ class _Tracer(fx.Tracer):
         self.calls = [Call("")]
         self.attributes: dict[str, Any] = {}
         self.shadow = Shadow(model, example)
+        self._fixed = set[tuple[fx.Node, str]]()
         self._autocast = _autocast_state()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -207,23 +208,24 @@ class _Tracer(fx.Tracer):
         if not always:  # whether that matters, one sample is tried for
             self.shadow.odd = True
             return decided
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename in _OWN:
-            frame = frame.f_back
-        where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self.create_proxy("call_function", same_way, (obj, decided, where), {})
-        return decided
-
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        value = self.shadow.seen(obj.node, self._named)
-        if not isinstance(value, (tuple, list)):
-            return super().iter(obj)
-        return iter([obj[index] for index in range(len(value))])  # type: ignore[index]
+        return bool(self.fixed(obj, decided))
 
     def length(self, obj: fx.Proxy) -> int | None:
         """Of a tuple, as of a shape; None where it is another thing."""
         value = self.shadow.seen(obj.node, self._named)
-        return len(value) if isinstance(value, (tuple, list)) else None
+        return self.fixed(obj, len(value)) if isinstance(value, (tuple, list)) else None
+
+    def fixed(self, obj: fx.Proxy, as_it_is: int) -> int:
+        """A decision by a value, or its length; each pass asks again."""
+        known = obj.node, repr(as_it_is)
+        if known not in self._fixed:
+            self._fixed.add(known)
+            frame = inspect.currentframe()
+            while frame is not None and frame.f_code.co_filename in _OWN:
+                frame = frame.f_back
+            where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self.create_proxy("call_function", same, (obj, as_it_is, where), {})
+        return as_it_is
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if self.shadow.running:

@@ -10,6 +10,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -35,7 +36,7 @@ from hvdtrain.pipeline.worker import Call
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(2)
-BATCH, WIDTH, LENGTH, WORDS = 7, 16, 6, 11
+BATCH, WIDTH, LENGTH, WORDS, PIECE = 7, 16, 6, 11, 3
 MSE = nn.MSELoss()
 Make = Callable[[], nn.Module]
 
@@ -144,6 +145,21 @@ class Choosing(nn.Module):
         return self.linear(x) if asked[self.by]() else self.linear(x) * 2
 
 
+class Pieces(nn.Module):
+    """Words [batch, S, W] in pieces, as many as S makes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = x.split(PIECE, 1)
+        if self.how == "unpacked":
+            first, last = pieces
+            return first + last
+        return sum(piece.tanh() for piece in pieces) if self.how == "looped over" else pieces[0] / len(pieces)
+
+
 def decisions() -> dict[str, Any]:
     x = torch.randn(BATCH, WIDTH)
     found: dict[str, Any] = {}
@@ -152,6 +168,12 @@ def decisions() -> dict[str, Any]:
         found[by] = "1" not in segments(model, (x,))[0].chain.program.leaves
     pipe = split(nn.Sequential(Choosing("form"), nn.Linear(WIDTH, WIDTH)), x)
     found["otherwise"] = said(lambda: pipe.step(x.float(), x, MSE))
+    words = torch.randn(BATCH, 2 * PIECE, WIDTH)
+    for how in ("looped over", "counted", "unpacked"):
+        pieces = split(nn.Sequential(nn.Linear(WIDTH, WIDTH), Pieces(how), nn.Linear(WIDTH, WIDTH)), words)
+        with torch.no_grad():
+            found[how] = [gap([pieces(words)], [pieces.module(words)])]
+            found[how] += [said(partial(pieces, torch.randn(BATCH, length, WIDTH))) for length in (3 * PIECE, PIECE)]
     return found
 
 
