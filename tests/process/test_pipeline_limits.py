@@ -57,7 +57,11 @@ def test_what_a_trace_fixes(found: Found, limit: Limit) -> None:
     refusal(received["inner_forward"], "1.forward")
     refusal(received["method"], "1.activated")
     refusal(received["class_method"], "1.activated")
-    assert received["unread"].startswith("nothing raised") and received["leaf_hook"].startswith("nothing raised")
+    refusal(received["class_value"], "1.power is 2.0")
+    refusal(received["around"], "around, outside of the model")
+    refusal(received["global"], "SETTINGS, outside of the model")
+    for harmless in ("unread", "global_unread", "leaf_hook"):
+        assert received[harmless].startswith("nothing raised")
     assert (
         received["list_left"] == 0
         and received["detached"].startswith("nothing raised")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import types
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -16,7 +18,8 @@ from hvdtrain.pipeline.trace.tracer import HOOKS, Program
 _PLAIN = (int, float, bool, complex, str, bytes, type(None))
 # counted as they are, whatever they hold
 _OBJECTS = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
-_NONE = object()  # neither its own, nor a method: a value of its class may be a counter
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_NONE = object()
 
 
 class Fixed:
@@ -30,11 +33,13 @@ class Fixed:
         followed = [(path, program.model.get_submodule(path)) for path in sorted(program.followed)]
         self._hooks = [(path, [getattr(module, name) for name in HOOKS]) for path, module in followed]
         self._values = [
-            (path, name, module, value, _picture(value))
+            (_joined(path, name), partial(_held, module, name), value, _picture(value))
             for path, module in followed
             for name in _names_read(module)
             for value in [_held(module, name)]
         ]
+        outside = {one: None for _, module in followed for function in _functions(module) for one in _outside(function)}
+        self._outside = [(*one, seen) for one in outside if (seen := _seen(*one)) is not _NONE]
 
     def check(self, *, training: bool) -> None:
         """Raises `ConfigError` for what has changed; hooks matter in training only: others come to look at outputs."""
@@ -45,21 +50,63 @@ class Fixed:
         for path, hooks in self._hooks:
             if training and any(hooks):
                 _refuse(path or "the model itself", "got a hook, which would not be called", "hooks on its parts")
-        for path, name, module, was, picture in self._values:
-            now = _held(module, name)
+        for name, held, was, picture in self._values:
+            now = held()
             if now is was and picture is None:
                 continue
             if type(now) is not type(was) or _picture(now) != picture or (picture is None and now is not was):
-                _refuse(_joined(path, name), f"is {_short(now)}; the trace has what it was then", "a buffer")
+                _refuse(name, f"is {_short(now)}; the trace has what it was then", "a buffer")
+        for name, place, names, seen in self._outside:
+            if _seen(name, place, names) != seen:
+                _refuse(f"{name}, outside of the model,", f"has changed; the trace has {_short(seen)}", "a buffer")
 
 
 def _held(module: nn.Module, name: str) -> Any:
-    """A module's own attribute, else the method or property of its class."""
+    """A module's own attribute, else the method, property or value of its class."""
     if name in module.__dict__:
         return module.__dict__[name]
     found = inspect.getattr_static(type(module), name, _NONE)
     found = getattr(found, "__func__", found)
-    return found if isinstance(found, (types.FunctionType, property)) else _NONE
+    return found if isinstance(found, (types.FunctionType, property, *_PLAIN, *_CONTAINERS)) else _NONE
+
+
+class _Place:
+    """Where a function finds what is not the model's: its globals, or a variable of a function around it."""
+
+    def __init__(self, of: dict[str, Any] | types.CellType) -> None:
+        self._of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Place) and self._of is other._of
+
+    def __hash__(self) -> int:
+        return id(self._of)
+
+    def __call__(self, name: str) -> Any:
+        if isinstance(self._of, dict):
+            return self._of.get(name, _NONE)
+        try:
+            return self._of.cell_contents
+        except ValueError:  # not yet set
+            return _NONE
+
+
+def _outside(function: types.FunctionType) -> Iterator[tuple[str, _Place, frozenset[str]]]:
+    """What a function mentions of its surroundings: name, place, and all names that it mentions."""
+    names = frozenset(name for code in _codes(function) for name in code.co_names)
+    loads = {step.argval for code in _codes(function) for step in dis.get_instructions(code) if "GLOBAL" in step.opname}
+    yield from ((name, _Place(function.__globals__), names) for name in loads)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    yield from ((name, _Place(cell), names) for name, cell in cells)
+
+
+def _seen(name: str, place: _Place, names: frozenset[str]) -> Any:
+    """A value there, or an object's values that are mentioned (`settings.rate`); `_NONE` where it has none."""
+    value = place(name)
+    if isinstance(value, (*_PLAIN, *_CONTAINERS)):
+        return _picture(value)
+    held = getattr(value, "__dict__", {})
+    return {one: held[one] for one in names if isinstance(held.get(one, _NONE), _PLAIN)} or _NONE
 
 
 def _joined(path: str, name: str) -> str:
@@ -104,23 +151,34 @@ def _inner(value: Any, depth: int = 4) -> Any:
 
 def _names_read(module: nn.Module) -> set[str]:
     """Names that a module's forward mentions, and what it calls of its own; and "forward"."""
-    kind, own = type(module), set(dir(type(module))) - set(dir(nn.Module))
-    found = {"forward"}
-    waiting = ["forward"]
+    own = _own(module)
+    found = {name for function in _functions(module) for code in _codes(function) for name in code.co_names}
+    # "training" may change: there is a graph for each
+    return {name for name in found if name in module.__dict__ or name in own} - {"training"} | {"forward"}
+
+
+def _own(module: nn.Module) -> set[str]:
+    return set(dir(type(module))) - set(dir(nn.Module))
+
+
+def _functions(module: nn.Module) -> Iterator[types.FunctionType]:
+    """A module's forward, and what it calls of its own: methods, properties, functions that it holds."""
+    own, waiting, found = _own(module), ["forward"], {"forward"}
     while waiting:
         name = waiting.pop()
-        for code in _codes(module.__dict__.get(name) or inspect.getattr_static(kind, name, None)):
-            new = set(code.co_names) - found
+        function: Any = module.__dict__.get(name) or inspect.getattr_static(type(module), name, None)
+        function = getattr(function, "fget", None) or getattr(function, "__func__", None) or function
+        function = inspect.unwrap(function) if callable(function) else function
+        if isinstance(function, types.FunctionType):
+            yield function
+            new = {one for code in _codes(function) for one in code.co_names} - found
             found |= new
-            waiting += [name for name in new if name in own or callable(module.__dict__.get(name))]
-    # "training" may change: there is a graph for each
-    return {name for name in found if name in module.__dict__ or name in own or name == "forward"} - {"training"}
+            waiting += [one for one in new if one in own or callable(module.__dict__.get(one))]
 
 
-def _codes(function: Any) -> Iterator[types.CodeType]:
-    function = getattr(function, "fget", None) or getattr(function, "__func__", None) or function
-    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
-    pending = [code] if code is not None else []
+def _codes(function: types.FunctionType) -> Iterator[types.CodeType]:
+    """Its code, and that of functions within it."""
+    pending = [function.__code__]
     while pending:
         one = pending.pop()
         yield one

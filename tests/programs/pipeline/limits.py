@@ -223,6 +223,31 @@ class Checkpointed(Block):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
+SETTINGS = SimpleNamespace(rate=1.0, step=0)
+
+
+class Surrounded(Block):
+    """Reads a value of its class, a global one, and one of a function around it."""
+
+    power = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        around = 1.0
+
+        def scaled(x: Tensor) -> Tensor:
+            return x * around * SETTINGS.rate
+
+        def set_around() -> None:
+            nonlocal around
+            around = 2.0
+
+        self.scaled, self.set_around = scaled, set_around
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(super().forward(x)) ** self.power
+
+
 class Asserts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -285,6 +310,10 @@ def trace() -> dict[str, Any]:
     found["class_forward"] = changed(lambda model: setattr(type(model[2]), "forward", type(model[2]).forward))
     kind = type("Own", (Block,), {})
     found["class_method"] = changed(lambda _: setattr(kind, "activated", lambda self, x: 3 * x), kind)
+    found["around"] = changed(lambda model: model[1].set_around(), Surrounded)
+    found["class_value"] = changed(lambda _: setattr(Surrounded, "power", 2.0), Surrounded)
+    found["global_unread"] = changed(lambda _: setattr(SETTINGS, "step", 1), Surrounded)
+    found["global"] = changed(lambda _: setattr(SETTINGS, "rate", 2.0), Surrounded)
     for place in ("root", "part"):
         found[f"replaced_{place}"] = compared(lambda place=place: with_own_forward(place))
     found["leaf_hook"] = changed(lambda model: model[1].linear.register_forward_hook(lambda *_: None))
