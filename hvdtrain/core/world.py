@@ -114,7 +114,7 @@ class World:
             raise ConfigError(f"the root of a broadcast must be a rank below {self.size}", f"root={root}")
         if self.size == 1:
             return obj
-        data = pickle.dumps(obj) if self.rank == root else None
+        data = _pickled(obj) if self.rank == root else None
         receives = obj is None and self.rank != root
         with self.tracker.meeting(self.comm, "broadcast", str(root), receives=receives):
             received = self.comm.broadcast_bytes(data, root)
@@ -122,7 +122,7 @@ class World:
 
     def gather(self, obj: T) -> list[T]:
         """Returns every rank's `obj` (picklable), in rank order, on every rank."""
-        data = pickle.dumps(obj)
+        data = _pickled(obj)
         with self.in_step("gather"):
             return [pickle.loads(data) for data in self.comm.allgather_bytes(data)]
 
@@ -262,6 +262,17 @@ def _equal(one: Any, other: Any) -> bool:
     except (TypeError, ValueError, RuntimeError):
         pass
     return pickle.dumps(one) == pickle.dumps(other)
+
+
+def _pickled(obj: Any) -> bytes:
+    try:
+        return pickle.dumps(obj)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            "what travels from rank to rank can be pickled",
+            f"{type(obj).__name__}: {error}",
+            "classes and functions defined at the top of a module, not within a function; tensors, arrays and numbers",
+        ) from error
 
 
 def _same_names(reports: Sequence[Mapping[str, float]]) -> list[str]:

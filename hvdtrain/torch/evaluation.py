@@ -296,8 +296,10 @@ def _within(metric: Any) -> list[Any]:
 
 
 def _reduced(name: str, of_ranks: list[Any], reduction: Any) -> Any:
-    """One state of all ranks, as torchmetrics joins it: tensors are stacked, lists put together, then reduced."""
-    if "mean" in getattr(reduction, "__name__", ""):
+    """One state of all ranks, as torchmetrics joins it: tensors are stacked, lists put together, then reduced; but
+    tensors that are to be one behind the other are not stacked, so that they are what one process has."""
+    kind = getattr(reduction, "__name__", "")
+    if "mean" in kind:
         first = of_ranks[0]
         if isinstance(first, Tensor) and all(first.equal(other) for other in of_ranks):  # a constant, like a data range
             return first
@@ -308,6 +310,15 @@ def _reduced(name: str, of_ranks: list[Any], reduction: Any) -> Any:
             shared=True,
         )
     lists = isinstance(of_ranks[0], list)
+    if not lists and "cat" in kind and of_ranks[0].ndim:
+        return torch.cat(of_ranks)
+    if not lists and len({state.shape for state in of_ranks}) > 1:
+        raise ConfigError(
+            "a metric's state that is a tensor has the same shape on every rank",
+            f"{name}: {' and '.join(str(tuple(state.shape)) for state in of_ranks)}",
+            'a list to which it appends; or dist_reduce_fx="cat"',
+            shared=True,
+        )
     joined = [item for items in of_ranks for item in items] if lists else torch.stack(of_ranks)
     return joined if reduction is None or (lists and not joined) else reduction(joined)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,8 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Step
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.torch.data.nested import made_of, map_tensors, parts_of
+
+_NUMBERS = (bool, int, float, complex, np.generic)
 
 
 def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World | None = None) -> Any:
@@ -47,7 +48,7 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
     for step, values in batches:
         problem = problem or _problem(step, values)
         if not problem and step is not None and not step.padding:
-            mine.append(((step.epoch, step.first), map_tensors(functools.partial(_row, samples=step.samples), values)))
+            mine.append(((step.epoch, step.first), _kept(values, step.samples)))
     reports = world.gather((problem, mine))
     problem = next(filter(None, (its_problem for its_problem, _ in reports)), "")
     pieces = sorted((piece for _, its_pieces in reports for piece in its_pieces), key=lambda piece: piece[0])
@@ -58,16 +59,20 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
         raise ConfigError(
             "of each batch of a loop its step and values, one for each of its samples",
             problem or "no batch on any rank",
-            "kept.append((validation.step, values)), anew for each loop",
+            "kept.append((validation.step, values)), anew for each loop; several values in a tuple or a dict",
             shared=True,
         )
     return _joined([values for _, values in pieces])
 
 
-def _row(tensor: Tensor, samples: int) -> Tensor:
+def _kept(values: Any, samples: int) -> Any:
     """On the CPU; one number for a batch (its loss) for each of its samples."""
-    tensor = tensor.detach().cpu()
-    return tensor if tensor.ndim else tensor.expand(samples)
+    if isinstance(values, Tensor) and values.ndim or isinstance(values, list):  # of a list each item is a sample's
+        return map_tensors(lambda tensor: tensor.detach().cpu(), values)
+    if isinstance(values, (Tensor, *_NUMBERS)):
+        return torch.as_tensor(values).detach().cpu().expand(samples)
+    parts = None if _is_rows(values) else parts_of(values)
+    return values if parts is None else made_of({name: _kept(part, samples) for name, part in parts.items()}, values)
 
 
 def _problem(step: Any, values: Any) -> str:
@@ -84,7 +89,7 @@ def _is_rows(values: Any) -> bool:
 
 def _lengths(values: Any) -> list[str]:
     """Of everything in it; "" of what has none and need not: None, one number for a batch."""
-    if values is None or isinstance(values, Tensor) and not values.ndim:
+    if values is None or isinstance(values, _NUMBERS) or isinstance(values, Tensor) and not values.ndim:
         return [""]
     if _is_rows(values):
         return [f"{len(values)} values"] if isinstance(values, list) or values.ndim else ["an array of one number"]

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torchmetrics
 from torch import Tensor, nn
+from torchmetrics import classification, regression, wrappers
 
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import HvdtrainError
@@ -47,86 +49,66 @@ class Tagger(nn.Module):
         return Output(nn.functional.cross_entropy(logits.mT, labels), logits)
 
 
-class Metric:
-    """A stand-in of torchmetrics.Metric, which tests cannot count on: the same verbs, states and names."""
-
-    def __init__(self, **states: tuple[Any, Callable[[Any], Any] | None]) -> None:
-        self._defaults = {name: default for name, (default, _) in states.items()}
-        self._reductions = {name: reduction for name, (_, reduction) in states.items()}
-        self._update_count, self._computed, self._to_sync = 0, None, True
-        self.reset()
-
-    def reset(self) -> None:
-        for name, default in self._defaults.items():
-            setattr(self, name, [] if isinstance(default, list) else default.clone())
-
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        self._update_count += 1
-        self.note(predictions, targets)
-
-    def compute(self) -> Any:
-        assert self._update_count and not self._to_sync  # else torch.distributed would add up what is joined
-        return self.result()
-
-
-def dim_zero_sum(x: Tensor) -> Tensor:
-    return x.sum(0)
-
-
-def dim_zero_max(x: Tensor) -> Tensor:
-    return x.max(0).values
-
-
-def dim_zero_mean(x: Tensor) -> Tensor:
-    return x.mean(0)
-
-
-def dim_zero_cat(x: Any) -> Tensor:
-    return torch.cat(list(x)) if isinstance(x, (list, tuple)) else x
-
-
-class F1(Metric):
+class F1(torchmetrics.Metric):
     """Of each class, from counts."""
 
     def __init__(self) -> None:
-        zero = torch.zeros(CLASSES, dtype=torch.int64)
-        super().__init__(right=(zero, dim_zero_sum), said=(zero, dim_zero_sum), there=(zero, dim_zero_sum))
+        super().__init__()
+        for name in ("right", "said", "there"):
+            self.add_state(name, torch.zeros(CLASSES, dtype=torch.int64), dist_reduce_fx="sum")
 
-    def note(self, predictions: Tensor, targets: Tensor) -> None:
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
         self.right += torch.bincount(targets[predictions == targets], minlength=CLASSES)
         self.said += torch.bincount(predictions, minlength=CLASSES)
         self.there += torch.bincount(targets, minlength=CLASSES)
 
-    def result(self) -> Tensor:
+    def compute(self) -> Tensor:
         return 2 * self.right.double() / (self.said + self.there)
 
 
-class Spread(Metric):
+class Spread(torchmetrics.Metric):
     """From all predictions, and the largest: a concatenation, a maximum, and a list that nothing reduces."""
 
     def __init__(self) -> None:
-        lowest = torch.tensor(-1)
-        super().__init__(all=([], dim_zero_cat), most=(lowest, dim_zero_max), batches=([], None))
+        super().__init__()
+        self.add_state("all", [], dist_reduce_fx="cat")
+        self.add_state("most", torch.tensor(-1), dist_reduce_fx="max")
+        self.add_state("batches", [], dist_reduce_fx=None)
 
-    def note(self, predictions: Tensor, targets: Tensor) -> None:
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
         self.all.append(predictions)
         self.most = torch.maximum(self.most, predictions.max())
         self.batches.append(torch.tensor(len(predictions)))
 
-    def result(self) -> dict[str, Tensor]:
-        every = dim_zero_cat(self.all).double()
+    def compute(self) -> dict[str, Tensor]:
+        every = torchmetrics.utilities.dim_zero_cat(self.all).double()
         return {"variance": every.var(), "most": self.most, "count": torch.stack(list(self.batches)).sum()}
 
 
-class Mean(Metric):
+class Mean(torchmetrics.Metric):
     def __init__(self) -> None:
-        super().__init__(value=(torch.tensor(0.0), dim_zero_mean))
+        super().__init__()
+        self.add_state("value", torch.tensor(0.0), dist_reduce_fx="mean")
 
-    def note(self, predictions: Tensor, targets: Tensor) -> None:
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
         self.value = predictions.double().mean()
 
-    def result(self) -> Tensor:
+    def compute(self) -> Tensor:
         return self.value
+
+
+class Rows(torchmetrics.Metric):
+    """Keeps all targets in one tensor, which grows."""
+
+    def __init__(self, joined: str | None) -> None:
+        super().__init__()
+        self.add_state("rows", torch.zeros(0), dist_reduce_fx=joined)
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        self.rows = torch.cat([self.rows, targets.float()])
+
+    def compute(self) -> Tensor:
+        return self.rows.sort().values[-3:]
 
 
 def of_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -182,8 +164,12 @@ def gathered(world: World) -> Any:
         kept = []
         for batch in batches:
             ids = batch["input_ids"]
-            kept.append((batches.step, {"ids": ids, "sums": ids.sum(1).numpy(), "text": [str(row) for row in ids]}))
+            values = {"ids": ids, "sums": ids.sum(1).numpy(), "text": [str(row) for row in ids]}
+            values |= {"numbers": list(ids.sum(1)), "of_batch": (float(len(ids)), torch.tensor(len(ids)))}
+            kept.append((batches.step, values))
         every = hvt.gather_in_order(kept)
+        assert [int(number) for number in every["numbers"]] == every["sums"].tolist()
+        assert every["of_batch"][0].tolist() == every["of_batch"][1].tolist() and len(every["of_batch"][0]) == SENTENCES
         assert every["sums"].tolist() == every["ids"].sum(1).tolist()
         assert every["text"] == [str(row) for row in every["ids"]]
         found.append(every["ids"].tolist())
@@ -236,7 +222,7 @@ def refused(world: World) -> Any:
         ("has a weight", lambda: hvt.evaluate(Tagger(), sentences(), lambda p, t: {"a": (p, p[:1])}, **data)),
         ("3 samples", lambda: hvt.gather_in_order([(step, ids[:1]) for step, ids in kept])),
         ("in place of a loader's step", lambda: hvt.gather_in_order([(None, ids) for _, ids in kept])),
-        ("a float", lambda: hvt.gather_in_order([(step, (ids, 0.5)) for step, ids in kept])),
+        ("a str", lambda: hvt.gather_in_order([(step, (ids, "half")) for step, ids in kept])),
         ("a batch twice", lambda: hvt.gather_in_order([*kept, *kept])),
         ("no batch on any rank", lambda: hvt.gather_in_order([])),
         ("keeps one of any shape", lambda: hvt.gather_in_order(ragged)),
@@ -244,7 +230,10 @@ def refused(world: World) -> Any:
     if world.size > 1:
         bare = Mean()
         bare._reductions = {}
+        uneven = Rows(None)  # a stack of what is not equally long
         cases += [
+            ("the same shape on every rank", lambda: hvt.evaluate(Tagger(), sentences(), uneven, **data)),
+            ("can be pickled", lambda: world.gather(lambda: None)),
             ('dist_reduce_fx="mean"', lambda: hvt.evaluate(Tagger(), sentences(), Mean(), **data)),
             ("Mean has none", lambda: hvt.evaluate(Tagger(), sentences(), bare, **data)),
         ]
@@ -260,9 +249,6 @@ def refused(world: World) -> Any:
 
 def of_torchmetrics(world: World) -> Any:
     """Its own, of many kinds, as they are: what they are over all samples at once, in one process."""
-    import torchmetrics as its
-    from torchmetrics import classification, regression, wrappers
-
     draw = torch.Generator().manual_seed(8)
     x, y = torch.randn(SENTENCES, 5, generator=draw), torch.randint(0, 3, (SENTENCES,), generator=draw)
     torch.manual_seed(9)
@@ -279,13 +265,14 @@ def of_torchmetrics(world: World) -> Any:
             classification.MulticlassF1Score(3, average=None), classification.MulticlassAUROC(3),
             classification.MulticlassConfusionMatrix(3), classification.MulticlassCalibrationError(3, n_bins=5),
             wrappers.ClasswiseWrapper(classification.MulticlassRecall(3, average=None)),
-            its.MetricCollection(
+            torchmetrics.MetricCollection(
                 {"acc": classification.MulticlassAccuracy(3), "pre": classification.MulticlassPrecision(3)}, prefix="v_"
             ),
         ],
         numbers: [
-            regression.PearsonCorrCoef(), regression.SpearmanCorrCoef(), regression.R2Score(), its.MeanMetric(),
-            regression.RelativeSquaredError(), its.image.PeakSignalNoiseRatio(data_range=3.0),
+            Rows("cat"), regression.PearsonCorrCoef(), regression.SpearmanCorrCoef(), regression.R2Score(),
+            torchmetrics.MeanMetric(), regression.RelativeSquaredError(),
+            torchmetrics.image.PeakSignalNoiseRatio(data_range=3.0),
         ],
     }  # fmt: skip
     for forward, kinds in metrics.items():
@@ -296,16 +283,12 @@ def of_torchmetrics(world: World) -> Any:
             with torch.no_grad():
                 whole.update(*forward(model, (x, y)))
             computed = whole.compute()
-            wanted = torch.cat(
-                [
-                    torch.as_tensor(v).flatten()
-                    for v in (computed.values() if isinstance(computed, dict) else [computed])
-                ]
-            )
+            each = computed.values() if isinstance(computed, dict) else [computed]
+            wanted = torch.cat([torch.as_tensor(value).flatten() for value in each])
             found = hvt.evaluate(model, (x, y), metric, forward=forward, per_rank_batch=3, workers=0)
             torch.testing.assert_close(torch.tensor([*found.values()]), wanted.float(), rtol=1e-5, atol=1e-6)
     try:
-        running = wrappers.Running(its.MeanMetric(), window=2)
+        running = wrappers.Running(torchmetrics.MeanMetric(), window=2)
         hvt.evaluate(model, (x, y), running, forward=numbers, per_rank_batch=3, workers=0)
         assert world.size == 1
     except HvdtrainError as error:
