@@ -71,7 +71,7 @@ def _kept(values: Any, samples: int) -> Any:
         return map_tensors(lambda tensor: tensor.detach().cpu(), values)
     if isinstance(values, (Tensor, *_NUMBERS)):
         return torch.as_tensor(values).detach().cpu().expand(samples)
-    parts = None if _is_rows(values) else parts_of(values)
+    parts = parts_of(values)
     return values if parts is None else made_of({name: _kept(part, samples) for name, part in parts.items()}, values)
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.world import World
-from hvdtrain.torch.checks.loss_graph import UNNAMED, Reader, couples
+from hvdtrain.torch.checks.loss_graph import UNNAMED, Reader, Term, couples
 from hvdtrain.torch.checks.tally import Number, Tally, refusal
 from hvdtrain.torch.data.nested import tensors_of
 
@@ -47,6 +47,7 @@ class LossProof:
         self.problem = self.suspicion = ""
         self._types: list[str] = []
         self._noted = False
+        self._pieces, self._first = pieces, self.needed and verify
 
     def saw(self, out: Any) -> None:
         """Takes note of what the model gave, until the first loss has been looked at."""
@@ -100,6 +101,16 @@ class LossProof:
         self._types = [text for text in types if text != UNNAMED] or types
         if any(term.reduced and not term.divided for term in reading.terms):
             self.found("the loss is a sum that nothing divides", tally, weight)
+        if self._first and samples and float(weight):
+            self._first = False
+            self._look_for_totals(reading.terms, float(weight), samples, tally)
+
+    def _look_for_totals(self, terms: tuple[Term, ...], weight: float, samples: int, tally: Tally) -> None:
+        """A sum over a piece that is divided by the samples of all pieces: a mean of such is too small."""
+        parts = {self._world.size, self._pieces // self._world.size, self._pieces} - {1}
+        for total in (part * samples for part in parts):
+            if any(total in map(float, term.by) and total not in (weight, *term.values) for term in terms):
+                self.found(f"a sum over {samples} samples is divided by {total}, as if it were over those", tally)
 
     def look_once(self, loss: Tensor, weight: Number, samples: int, tally: Tally) -> None:
         """On the first batch with two samples that counts: whether the loss compares them; waits for a GPU."""

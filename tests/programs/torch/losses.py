@@ -313,6 +313,9 @@ CASES = {
     "probabilities as targets": Case(of(CE), SHARES),
     "sum": refused(of(CE, reduction="sum"), "a sum that nothing divides"),
     "sum over samples": Case(lambda o, y, *_: CE(o, y, reduction="sum") / len(y)),
+    "sum over samples, by those of an update": refused(
+        lambda o, y, *_: CE(o, y, reduction="none").sum() / UPDATE, "as if it were over those"
+    ),
     "tokens": weighted(by_token, TOKENS, "weight=(y != -100).sum()", model=Sequence),
     "mask": weighted(masked, HOLES, "weight="),
     "selected": weighted(selected, HOLES, "weight="),
