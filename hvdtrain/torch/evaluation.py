@@ -239,20 +239,32 @@ class _States:
             self.metric = self.metric.to(device)
         self.metric.reset()
         self.empty = True
+        self.device = device
+        self.replayed: list[tuple[int, Any, Any]] | None = [] if _one_process_only(self.metric) else None
 
     def add(self, step: Step, outputs: Any, targets: Any) -> None:
-        del step
-        self.metric.update(outputs, targets)
+        if self.replayed is not None:
+            self.replayed.append((step.first, *map_tensors(Tensor.cpu, (outputs, targets))))
+        else:
+            self.metric.update(outputs, targets)
         self.empty = False
 
     def results(self, world: World) -> dict[str, float]:
         if self.empty and world.size == 1:
             raise _no_samples()
+        if self.replayed is not None:
+            batches = sorted(
+                (batch for its in world.gather(self.replayed) for batch in its), key=lambda batch: batch[0]
+            )
+            if not batches:
+                raise _no_samples()
+            for _, outputs, targets in batches:
+                self.metric.update(to_device(outputs, self.device), to_device(targets, self.device))
         collection = hasattr(self.metric, "items")  # of torchmetrics; it puts shared states into each of its metrics
         named = dict(self.metric.items()) if collection else {self.name or type(self.metric).__name__: self.metric}
         found: dict[str, float] = {}
         for name, metric in named.items():
-            if world.size > 1:
+            if world.size > 1 and self.replayed is None:
                 _join_states(name, metric, world, empty=self.empty)
             for part in _within(metric):
                 part._to_sync, part._computed = False, None  # torch.distributed has nothing to add
@@ -293,6 +305,18 @@ def _join_states(name: str, metric: Any, world: World, *, empty: bool) -> None:
 
 def _within(metric: Any) -> list[Any]:
     return list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
+
+
+def _one_process_only(metric: Any) -> bool:
+    """Whether it has a tensor that nothing joins (dist_reduce_fx=None): compute() may not take one of each rank stacked
+    (NormalizedRootMeanSquaredError), or loses what ranks of one sample have (PearsonCorrCoef). It is fed all batches.
+    """
+    parts = _within(metric)
+    return not any(type(part).__name__ == "Running" for part in parts) and any(
+        reduction is None and isinstance(getattr(part, state), Tensor)
+        for part in parts
+        for state, reduction in (getattr(part, "_reductions", None) or {}).items()
+    )
 
 
 def _reduced(name: str, of_ranks: list[Any], reduction: Any) -> Any:

@@ -296,4 +296,25 @@ def of_torchmetrics(world: World) -> Any:
     return True
 
 
-CASES = (dicts, corpus, gathered, plain, refused, of_torchmetrics)
+def states_that_nothing_joins(world: World) -> Any:
+    """Metrics with tensors of dist_reduce_fx=None: those of one process, also where a rank has one sample or none."""
+    from torchmetrics import regression
+
+    def numbers(model: nn.Module, batch: Any) -> Any:
+        return batch[0][:, 0], batch[0][:, 1]
+
+    kinds = (regression.PearsonCorrCoef, regression.ConcordanceCorrCoef, regression.NormalizedRootMeanSquaredError)
+    for samples, per_rank_batch in ((2, 4), (3, 1), (9, 4)):
+        x = torch.randn(samples, 2, generator=torch.Generator().manual_seed(8))
+        for kind in kinds:
+            whole = kind()
+            whole.distributed_available_fn = lambda: False
+            whole.update(x[:, 0], x[:, 1])
+            found = hvt.evaluate(
+                nn.Identity(), (x, x), kind(), forward=numbers, per_rank_batch=per_rank_batch, workers=0
+            )
+            torch.testing.assert_close(torch.tensor([*found.values()]), whole.compute()[None], rtol=1e-4, atol=1e-5)
+    return True
+
+
+CASES = (dicts, corpus, gathered, plain, refused, of_torchmetrics, states_that_nothing_joins)
