@@ -80,6 +80,24 @@ def restored(before: Attributes) -> tuple[nn.Module, str] | None:
     return found
 
 
+def draw_states() -> tuple[Any, ...]:
+    """Of Python's, NumPy's and PyTorch's global generators, to be `redrawn`."""
+    return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+
+
+def redrawn(before: tuple[Any, ...]) -> bool:
+    """Puts the generators back; returns whether anything had been drawn."""
+    python, numpy, ours = before
+    now = draw_states()
+    same = python == now[0] and numpy[2:] == now[1][2:] and np.array_equal(numpy[1], now[1][1])
+    if same and torch.equal(ours, now[2]):
+        return False
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.random.set_rng_state(ours)
+    return True
+
+
 def holds(container: Any, content: Any) -> bool:
     """The same objects."""
     if len(container) != len(content):

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hvdtrain.pipeline.microbatch import batch_size
 from hvdtrain.pipeline.trace.few import FEW, device_of, resized, to_device
-from hvdtrain.pipeline.trace.restore import attributes_of, restored
+from hvdtrain.pipeline.trace.restore import attributes_of, draw_states, redrawn, restored
 
 UNKNOWN: Any = object()
 # what asks a tensor for its form, not for its numbers
@@ -46,16 +46,18 @@ class Shadow:
         self._runs: dict[int, dict[fx.Node, Any]] = {FEW: {}, FEW + 1: {}, 1: {}}
         self.running = self.odd = False
 
-    def seen(self, node: fx.Node, named: Callable[[Any], Any]) -> Any:
-        """The value of a node that is a tuple or a list; `UNKNOWN` where it is none, or as long as the samples.
+    def length(self, node: fx.Node, named: Callable[[Any], Any]) -> tuple[int, bool] | None:
+        """Items of a node that is a tuple or a list, and whether one sample has as many (as of `decided`).
+
+        None where it is another thing, or as long as the samples.
 
         Args:
             named: what the target of a node names.
         """
-        few, more = (self._value(node, samples, named) for samples in (FEW, FEW + 1))
-        if UNKNOWN in (few, more) or not isinstance(few, (tuple, list)):
-            return UNKNOWN
-        return few if len(few) == len(more) else UNKNOWN
+        few, more, one = (self._value(node, samples, named) for samples in self._runs)
+        if not isinstance(few, (tuple, list)) or not isinstance(more, (tuple, list)) or len(few) != len(more):
+            return None
+        return len(few), one is UNKNOWN or (isinstance(one, (tuple, list)) and len(one) == len(few))
 
     def decided(self, node: fx.Node, named: Callable[[Any], Any]) -> tuple[bool, bool] | None:
         """How Python decides by a node's value, and whether it does so for one sample, too (a model may want more: then
@@ -75,7 +77,7 @@ class Shadow:
                 if one not in run and one not in needed:
                     needed.add(one)
                     waiting += one.all_input_nodes
-            before = attributes_of(self._model)
+            before, draws = attributes_of(self._model), draw_states()
             self.running = True
             try:
                 example = resized(self._example, samples) if batch_size(self._example) else self._example
@@ -86,6 +88,7 @@ class Shadow:
                         run[one] = given if one.op == "placeholder" else self._run(one, run, named)
             finally:
                 self.running = False
+                redrawn(draws)
                 restored(before)
         return run[node]
 
@@ -126,9 +129,12 @@ def same(value: Any, fixed: int, where: str) -> None:
         RuntimeError: it would be another one now.
     """
     now = bool(value) if isinstance(fixed, bool) else len(value)
-    if now != fixed:
-        what = "decided by shapes or types" if isinstance(fixed, bool) else "a length by shapes"
-        raise RuntimeError(
-            f"{where}: {what}, and {now} instead of {fixed} when the model was split:"
-            " split it with an example of this shape and type, or give its parts: split(..., modules=[...])"
-        )
+    if now == fixed:
+        return
+    by, remedy = "Python's loop or len() had items by shapes", "pad to one length"
+    if isinstance(fixed, bool):
+        by, remedy = "decided by shapes or types", "split it with an example of this shape and type"
+    raise RuntimeError(
+        f"{where}: {by}, and {now} instead of {fixed} when the model was split: {remedy}, or give parts of it, which"
+        " are called as they are: split(..., modules=[...])"
+    )

@@ -4,7 +4,7 @@ A trace is one run with stand-ins for tensors: what Python decides in that run i
 
 * the model is traced in training and in evaluation mode; a submodule that does different things in the two is not
   opened but called (a leaf), as are those that cannot be traced, have hooks, change attributes, or draw from Python's
-  random numbers;
+  or NumPy's random numbers;
 * the root itself may differ (GoogLeNet's auxiliary outputs): then both lists are kept;
 * functions that make tensors out of nothing are recorded, not their result; `no_grad` is recorded;
 * in-place operators stay in place.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import inspect
 import operator
-import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,7 +36,7 @@ from hvdtrain.pipeline.microbatch import is_named, known_to_pytree
 from hvdtrain.pipeline.trace.few import device_of
 from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
 from hvdtrain.pipeline.trace.proxy import Proxy
-from hvdtrain.pipeline.trace.restore import all_training, attributes_of, preserved_state, restored
+from hvdtrain.pipeline.trace.restore import all_training, attributes_of, draw_states, preserved_state, redrawn, restored
 from hvdtrain.pipeline.trace.shadow import Shadow, same
 
 # make a tensor without being given one
@@ -46,6 +45,8 @@ _MAKERS = (
     "tensor", "tril_indices", "triu_indices", "zeros",
 )  # fmt: skip
 _FACTORIES = {getattr(torch, name) for name in _MAKERS}
+# what depends on no stand-in is computed once, when the model is traced
+_DRAWN = "draws random numbers that a trace would fix (Python's, NumPy's, PyTorch's from a tensor of its own)"
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -212,19 +213,19 @@ class _Tracer(fx.Tracer):
 
     def length(self, obj: fx.Proxy) -> int | None:
         """Of a tuple, as of a shape; None where it is another thing."""
-        value = self.shadow.seen(obj.node, self._named)
-        return self.fixed(obj, len(value)) if isinstance(value, (tuple, list)) else None
+        found = self.shadow.length(obj.node, self._named)
+        if found is None:
+            return None
+        length, always = found
+        self.shadow.odd |= not always
+        return self.fixed(obj, length) if always else length
 
     def fixed(self, obj: fx.Proxy, as_it_is: int) -> int:
         """A decision by a value, or its length; each pass asks again."""
         known = obj.node, repr(as_it_is)
         if known not in self._fixed:
             self._fixed.add(known)
-            frame = inspect.currentframe()
-            while frame is not None and frame.f_code.co_filename in _OWN:
-                frame = frame.f_back
-            where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            self.create_proxy("call_function", same, (obj, as_it_is, where), {})
+            self.create_proxy("call_function", same, (obj, as_it_is, _asking()), {})
         return as_it_is
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -267,7 +268,7 @@ class _Tracer(fx.Tracer):
         call = Call(path)
         self.calls[-1].items.append(call)
         self.calls.append(call)
-        draws = random.getstate()
+        draws = draw_states()
         try:
             result = forward(*args, **kwargs)
             returned = skeleton(self.create_arg(result))
@@ -275,9 +276,8 @@ class _Tracer(fx.Tracer):
             raise
         except Exception as error:
             raise Untraceable(path, _reason(error), _line(error)) from error
-        if random.getstate() != draws:
-            random.setstate(draws)
-            raise Untraceable(path, "draws from Python's random numbers")
+        if redrawn(draws):
+            raise Untraceable(path, _DRAWN)
         self.calls.pop()
         call.items.append(("return", returned))
         return result
@@ -339,7 +339,7 @@ class _Tracer(fx.Tracer):
 
 
 # files that are no user's
-_OWN = (inspect.getsourcefile(_Tracer), inspect.getsourcefile(Proxy))
+_OWN = tuple(map(inspect.getsourcefile, (_Tracer, Proxy, fx.Proxy)))
 
 
 class _Run:
@@ -349,7 +349,7 @@ class _Run:
         self, model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], training: bool, names: tuple[str, ...]
     ) -> None:
         tracer = _Tracer(model, leaves, example, names)
-        draws = random.getstate()
+        draws = draw_states()
         with preserved_state(model, device_of(model)):  # of what is looked up meanwhile
             before = attributes_of(model)
             try:
@@ -360,11 +360,10 @@ class _Run:
             except Exception as error:
                 raise Untraceable("", _reason(error), _line(error)) from error
             finally:
-                drawn = random.getstate() != draws
-                random.setstate(draws)
+                drawn = redrawn(draws)
                 changed = restored(before)
         if drawn:
-            raise Untraceable("", "draws from Python's random numbers")
+            raise Untraceable("", _DRAWN)
         if changed:
             path = next(path for path, module in model.named_modules() if module is changed[0])
             raise Untraceable(path, f"its forward changes {changed[1]!r} of its own")
@@ -451,6 +450,14 @@ def _encoder_mask(src: Tensor, mask: Any, is_causal: bool | None, batch_first: b
 
 def _autocast_state() -> tuple[Any, ...]:
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def _asking() -> str:
+    """The line of a model's code that asks."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename in _OWN:
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _reason(error: BaseException) -> str:
