@@ -19,6 +19,7 @@ _PLAIN = (int, float, bool, complex, str, bytes, type(None))
 # counted as they are, whatever they hold
 _OBJECTS = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
+_TORCHS = frozenset(nn.Module().__dict__)
 _NONE = object()
 
 
@@ -38,6 +39,24 @@ class Fixed:
             for name in _names_read(module)
             for value in [_held(module, name)]
         ]
+        paths = {module: path for path, module in named}
+        # of a module that is called as a whole, what the forward of another one looked at (`self.dropout.p`)
+        beside = [
+            (paths[module], name, module)
+            for module, name in program.read
+            if module in paths and paths[module] not in program.followed and name in module.__dict__
+        ]
+        self._values += [
+            (_joined(path, name), partial(_held, module, name), module.__dict__[name], _picture(module.__dict__[name]))
+            for path, name, module in beside
+            if name not in _TORCHS
+        ]
+        self._model = program.model
+        # the model's own forward differs in the two modes: there is a graph for each, of all modules in this mode
+        self._modes = [] if program.is_one else [(path, module) for path, name, module in beside if name == "training"]
+        self._absent = [
+            (paths[module], name, module) for module, name in program.read if module in paths and not _has(module, name)
+        ]
         outside = {one: None for _, module in followed for function in _functions(module) for one in _outside(function)}
         self._outside = [(*one, seen) for one in outside if (seen := _seen(*one)) is not _NONE]
 
@@ -50,6 +69,13 @@ class Fixed:
         for path, hooks in self._hooks:
             if training and any(hooks):
                 _refuse(path or "the model itself", "got a hook, which would not be called", "hooks on its parts")
+        for path, name, module in self._absent:
+            if _has(module, name):
+                _refuse(_joined(path, name), "was not there then", "have it there from the start, None or a buffer")
+        for path, module in self._modes:
+            if module.training is not self._model.training:
+                modes = f"is {module.training}, and the model's own {self._model.training}"
+                _refuse(_joined(path, "training"), modes, "one mode for both")
         for name, held, was, picture in self._values:
             now = held()
             if now is was and picture is None:
@@ -107,6 +133,12 @@ def _seen(name: str, place: _Place, names: frozenset[str]) -> Any:
         return _picture(value)
     held = getattr(value, "__dict__", {})
     return {one: held[one] for one in names if isinstance(held.get(one, _NONE), _PLAIN)} or _NONE
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Without asking properties."""
+    held = (module.__dict__, module._parameters, module._buffers, module._modules)
+    return any(name in one for one in held) or inspect.getattr_static(type(module), name, _NONE) is not _NONE
 
 
 def _joined(path: str, name: str) -> str:

@@ -74,6 +74,7 @@ class Program:
         followed: paths of all modules whose forward is not called as a whole; the root is "".
         names: of its last arguments, which are given by keyword.
         odd: a model's decision is another one for one sample alone.
+        read: attributes that forwards looked at, of their own module or another.
     """
 
     model: nn.Module
@@ -85,6 +86,7 @@ class Program:
     followed: set[str] = field(default_factory=lambda: {""})
     names: tuple[str, ...] = ()
     odd: bool = False
+    read: frozenset[tuple[nn.Module, str]] = frozenset()
 
     def call(self, arguments: Sequence[Any]) -> Any:
         """The model itself."""
@@ -147,7 +149,8 @@ def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], na
         followed = opened(runs[True].calls) | opened(runs[False].calls)
         doubtful = {path for path in followed if not type(model.get_submodule(path)).__module__.startswith("torch.nn.")}
         odd = any(run.odd for run in runs.values())
-        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""}, names, odd)
+        read = frozenset(runs[True].read | runs[False].read)
+        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""}, names, odd, read)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -193,6 +196,7 @@ class _Tracer(fx.Tracer):
         self.shadow = Shadow(model, example)
         self._fixed = set[tuple[fx.Node, str]]()
         self._autocast = _autocast_state()
+        self.read = set[tuple[nn.Module, str]]()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Proxy(node, self)
@@ -369,7 +373,7 @@ class _Run:
             raise Untraceable(path, f"its forward changes {changed[1]!r} of its own")
         self.calls = tracer.calls[0]
         self.attributes = tracer.attributes
-        self.odd = tracer.shadow.odd
+        self.odd, self.read = tracer.shadow.odd, tracer.read
 
 
 class _Factories(TorchFunctionMode):
@@ -405,6 +409,13 @@ def _recording(tracer: _Tracer) -> Iterator[None]:
 
         return record
 
+    found = nn.Module.__getattribute__
+
+    def noted(module: nn.Module, name: str) -> Any:
+        if not tracer.shadow.running and not name.startswith("__"):
+            tracer.read.add((module, name))
+        return found(module, name)
+
     generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -416,6 +427,7 @@ def _recording(tracer: _Tracer) -> Iterator[None]:
         patches.enter_context(
             mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpointed)
         )
+        patches.enter_context(mock.patch.object(nn.Module, "__getattribute__", noted))
         patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply_or_record)))
         for name in _MAKERS:  # with stand-ins for sizes a call does not get as far as the mode below
             patches.enter_context(mock.patch.object(torch, name, recorder(getattr(torch, name))))

@@ -196,6 +196,18 @@ class Block(nn.Module):
         return torch.tanh(x)
 
 
+class LooksBeside(Block):
+    """Reads what another module holds, and what may not be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(super().forward(x), self.drop.p, self.training) * getattr(self, "gain", 1.0)
+        return x * 2 if self.drop.training else x
+
+
 class Gathers(Block):
     def __init__(self, keep: str) -> None:
         super().__init__()
@@ -314,6 +326,17 @@ def trace() -> dict[str, Any]:
     found["class_value"] = changed(lambda _: setattr(Surrounded, "power", 2.0), Surrounded)
     found["global_unread"] = changed(lambda _: setattr(SETTINGS, "step", 1), Surrounded)
     found["global"] = changed(lambda _: setattr(SETTINGS, "rate", 2.0), Surrounded)
+    for name, change in {
+        "probability": lambda model: setattr(model.drop, "p", 0.5),
+        "appeared": lambda model: setattr(model, "gain", 2.0),
+        "mode": lambda model: model.drop.eval(),
+        "both_modes": lambda model: model.eval(),
+    }.items():
+        model = LooksBeside()
+        pipe = split(model, stages=1)
+        pipe.step(X, Y, MSE)
+        change(model)
+        found[name] = said(lambda pipe=pipe: pipe.step(X, Y, MSE))
     for place in ("root", "part"):
         found[f"replaced_{place}"] = compared(lambda place=place: with_own_forward(place))
     found["leaf_hook"] = changed(lambda model: model[1].linear.register_forward_hook(lambda *_: None))
