@@ -62,6 +62,7 @@ def test_what_a_trace_fixes(found: Found, limit: Limit) -> None:
     refusal(received["global"], "SETTINGS, outside of the model")
     for harmless in ("unread", "global_unread", "leaf_hook"):
         assert received[harmless].startswith("nothing raised")
+    refusal(received["hook_in_call"], "1 got a hook")
     refusal(received["probability"], "drop.p is 0.5")
     refusal(received["appeared"], "gain was not there")
     refusal(received["mode"], "drop.training is False")

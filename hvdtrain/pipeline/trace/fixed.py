@@ -61,13 +61,13 @@ class Fixed:
         self._outside = [(*one, seen) for one in outside if (seen := _seen(*one)) is not _NONE]
 
     def check(self, *, training: bool) -> None:
-        """Raises `ConfigError` for what has changed; hooks matter in training only: others come to look at outputs."""
+        """Raises `ConfigError` for what has changed; hvdtrain's own hooks, which look for NaN, only for a step."""
         for path, now, was in self._parts:
             if len(now) != len(was) or any(now.get(name) is not part for name, part in was.items()):
                 name = next(name for name in {**was, **now} if now.get(name) is not was.get(name))
                 _refuse(_joined(path, name), "was replaced, added or taken away", "load_state_dict(..., assign=False)")
         for path, hooks in self._hooks:
-            if training and any(hooks):
+            if any(training or not _is_ours(hook) for held in hooks for hook in held.values()):
                 _refuse(path or "the model itself", "got a hook, which would not be called", "hooks on its parts")
         for path, name, module in self._absent:
             if _has(module, name):
@@ -133,6 +133,10 @@ def _seen(name: str, place: _Place, names: frozenset[str]) -> Any:
         return _picture(value)
     held = getattr(value, "__dict__", {})
     return {one: held[one] for one in names if isinstance(held.get(one, _NONE), _PLAIN)} or _NONE
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("hvdtrain.")
 
 
 def _has(module: nn.Module, name: str) -> bool:
