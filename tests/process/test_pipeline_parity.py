@@ -65,6 +65,17 @@ def test_negative_twin(found: dict[str, Any], model: str, mechanism: str) -> Non
     assert found[model]["twins"][mechanism] > 1e-4
 
 
+def test_models_of_examples_equal_the_unsplit_ones() -> None:
+    """By four schedules on one to four stages, but where a model has fewer layers than that."""
+    result = run_ranks([PROGRAM.with_name("examples.py")], 1, launcher="none", timeout_s=300).check()
+    lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
+    assert len(lines) == 12
+    for line in lines:
+        assert line["difference"] <= TOLERANCE < 1e-3 < line["largest"], line
+        assert line["refused"] == ("" if line["runs"] == 10 else "every stage needs a segment"), line
+        assert line["runs"] >= 5, line
+
+
 def test_on_a_gpu() -> None:
     """Both stages on one GPU."""
     probe = [sys.executable, "-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"]

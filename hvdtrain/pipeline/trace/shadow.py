@@ -23,7 +23,7 @@ UNKNOWN: Any = object()
 _FORM = frozenset((
     "shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_sparse", "is_quantized", "requires_grad", "size",
     "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex",
-    "is_contiguous", "is_tensor", "isinstance", "getattr",
+    "is_contiguous", "is_tensor", "isinstance", "getattr", "len",
 ))  # fmt: skip
 # what gives a tensor a shape that follows from numbers
 _BY_NUMBERS = frozenset((

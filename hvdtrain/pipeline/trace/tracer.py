@@ -6,12 +6,13 @@ A trace is one run with stand-ins for tensors: what Python decides in that run i
   opened but called (a leaf), as are those that cannot be traced, have hooks, change attributes, or draw from Python's
   or NumPy's random numbers;
 * the root itself may differ (GoogLeNet's auxiliary outputs): then both lists are kept;
-* functions that make tensors out of nothing are recorded, not their result; `no_grad` is recorded;
+* functions that make tensors out of nothing, and `len`, are recorded, not their result; `no_grad` is recorded;
 * in-place operators stay in place.
 """
 
 from __future__ import annotations
 
+import builtins
 import collections
 import inspect
 import operator
@@ -409,6 +410,15 @@ def _recording(tracer: _Tracer) -> Iterator[None]:
 
         return record
 
+    length = builtins.len
+
+    def counted(value: Any) -> Any:
+        """How many samples there are is asked in each pass: `x.view(len(x), -1)`."""
+        if not isinstance(value, fx.Proxy) or tracer.shadow.running:
+            return length(value)
+        known = tracer.length(value)
+        return tracer.create_proxy("call_function", length, (value,), {}) if known is None else known
+
     found = nn.Module.__getattribute__
 
     def noted(module: nn.Module, name: str) -> Any:
@@ -427,6 +437,7 @@ def _recording(tracer: _Tracer) -> Iterator[None]:
         patches.enter_context(
             mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpointed)
         )
+        patches.enter_context(mock.patch.object(builtins, "len", counted))
         patches.enter_context(mock.patch.object(nn.Module, "__getattribute__", noted))
         patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply_or_record)))
         for name in _MAKERS:  # with stand-ins for sizes a call does not get as far as the mode below

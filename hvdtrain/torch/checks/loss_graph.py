@@ -48,7 +48,8 @@ class Term:
         weight: the argument to type, of the targets `y`.
         divided: something divides it; else it is a bare sum.
         reduced: numbers of several samples are added up in it.
-        by, values: of a sum that is divided by a number: such numbers, and how many values it adds up.
+        by_number: it is numbers given in the loss that divide it, and no mean.
+        sums: of each sum that such numbers divide, what they come to, and how many values it adds up.
     """
 
     divisor: float | Tensor = 1.0
@@ -56,11 +57,15 @@ class Term:
     weight: str = ""
     divided: bool = False
     reduced: bool = False
-    by: tuple[Tensor, ...] = ()
-    values: tuple[int, ...] = ()
+    by_number: bool = False
+    sums: tuple[tuple[float | Tensor, int], ...] = ()
 
     def over(self, divisor: float | Tensor, what: str, weight: str) -> Term:
         return replace(self, divisor=self.divisor * divisor, what=what, weight=weight, divided=True, reduced=True)
+
+    def added_up(self, values: int) -> Term:
+        sums = (*self.sums, (self.divisor, values)) if self.by_number else self.sums
+        return replace(self, reduced=True, sums=sums)
 
 
 @dataclass(frozen=True)
@@ -117,8 +122,7 @@ class Reader:
         if name in _PASS:
             yield from ((child, term) for child in children if child is not None)
         elif name in ("Sum", "Nansum"):
-            values = math.prod(node._saved_self_sym_sizes)
-            yield children[0], replace(term, reduced=True, values=(*term.values, values))
+            yield children[0], term.added_up(math.prod(node._saved_self_sym_sizes))
         elif name in _PRODUCTS and _numel(node) == 1:
             if (one := self._only(children, path)) is not None:
                 yield children[one], replace(term, reduced=True)
@@ -127,7 +131,7 @@ class Reader:
             mean = term.over(values, f"the {values:g} values of a mean", "weight=values.numel()")
             if term.divided and _numel(node) > 1:  # each sample's own mean: what was divided by before counts them
                 mean = replace(mean, what=f"{term.what}, times {mean.what}", weight=term.weight)
-            yield children[0], mean if _numel(node) > 1 else replace(mean, by=())
+            yield children[0], replace(mean, by_number=False)
         elif name in ("Mul", "Div"):
             one = self._only(children, path)
             other = None if one is None else _constant(node, one)
@@ -137,8 +141,7 @@ class Reader:
                 yield children[one], term  # a mask, or a number for each sample
             elif name == "Div":
                 what = f"the number that it is divided by ({type(other).__name__.lower()})"
-                by = (*term.by, torch.as_tensor(other))
-                yield children[one], replace(term.over(other, what, UNNAMED), reduced=term.reduced, by=by)
+                yield children[one], replace(term.over(other, what, UNNAMED), reduced=term.reduced, by_number=True)
             else:
                 other = other.detach() if isinstance(other, Tensor) else other
                 yield children[one], replace(term, divisor=term.divisor / other)
@@ -160,9 +163,7 @@ class Reader:
 def _of_loss(name: str, node: Any, term: Term) -> Term:
     """The term of one of PyTorch's own losses."""
     if node._saved_reduction != 1:
-        counted = getattr(node, "_saved_target", node._saved_self)
-        return replace(term, reduced=True, values=(*term.values, counted.numel()))
-    term = replace(term, by=())
+        return term.added_up(getattr(node, "_saved_target", node._saved_self).numel())
     if not name.startswith("NllLoss"):
         values = node._saved_self.numel()
         return term.over(values, f"the {values} values of its mean", "weight=y.numel()")

@@ -109,7 +109,7 @@ class LossProof:
         """A sum over a piece that is divided by the samples of all pieces: a mean of such is too small."""
         parts = {self._world.size, self._pieces // self._world.size, self._pieces} - {1}
         for total in (part * samples for part in parts):
-            if any(total in map(float, term.by) and total not in (weight, *term.values) for term in terms):
+            if total != weight and any(total == float(by) != values for term in terms for by, values in term.sums):
                 self.found(f"a sum over {samples} samples is divided by {total}, as if it were over those", tally)
 
     def look_once(self, loss: Tensor, weight: Number, samples: int, tally: Tally) -> None:
