@@ -33,6 +33,26 @@ CANNOT: dict[str, str] = {
     "P6d": "as P6c",
     "T19d": "two that set one rate: `LR` has warm-up, milestones and cosine of its own",
 }
+# refused as well, without a row of its own: what, why, and a test that sees it
+ALSO = (
+    ("PyTorch, `optimizer.step(closure)` with accumulation, fp16, several optimizers, or on DeepSpeed",
+     "the closure is a whole update, which the optimizer asks for as often as it likes",
+     "test_torch_engine_promises.py::test_an_engine_keeps_a_promise"),
+    ("PyTorch, a compiled model under dataparallel",
+     "the copies on other devices would run the code compiled for the first one",
+     "test_torch_engines.py::test_refusals"),
+    ("PyTorch, a pipeline under ddp, deepspeed or dataparallel", "they run the passes themselves: horovod, solo",
+     "test_torch_pipeline.py::test_stages"),
+    ("PyTorch, metrics of torchmetrics whose states are joined by a mean, and `Running`",
+     "ranks have other batches: nothing adds up to what one process has",
+     "test_torch_data_ranks.py::test_what_a_loop_kept_comes_in_order"),
+    ("Keras, a synchronised batch-norm in a branch that a step may leave out, on TensorFlow",
+     "a rank that leaves it out would leave the others waiting",
+     "test_keras_sync_batchnorm.py::test_a_branch_is_refused"),
+    ("Pipeline, a model whose own forward decides by numbers in tensors",
+     "such a part is called as a whole: make it a submodule, or name the parts in `modules=`",
+     "test_pipeline_parity.py::test_models_of_examples_equal_the_unsplit_ones"),
+)  # fmt: skip
 _TEMPORARY = re.compile(r"/\S*pytest-of-\S*/")  # folders of one run
 Verdict = Literal["exact", "mended", "refused"]
 
@@ -116,6 +136,7 @@ def render(rows: list[Row]) -> str:
         "## What is refused though it is no mistake",
         "",
         *(f"- {refused[row]} ({row}): {why}" for row, why in CANNOT.items() if row in refused),
+        *(f"- {what}: {why} (`{test}`)" for what, why, test in ALSO),
     ]
     for area, title in titles.items():
         lines += ["", f"## {title}", "", "| row | tried | now | measured, or said | test |", "|---|---|---|---|---|"]
