@@ -230,7 +230,7 @@ def refused(world: World) -> Any:
     if world.size > 1:
         bare = Mean()
         bare._reductions = {}
-        uneven = Rows(None)  # a stack of what is not equally long
+        uneven = Rows("sum")  # of what is not equally long
         cases += [
             ("the same shape on every rank", lambda: hvt.evaluate(Tagger(), sentences(), uneven, **data)),
             ("can be pickled", lambda: world.gather(lambda: None)),
