@@ -122,7 +122,8 @@ class Reader:
         if name in _PASS:
             yield from ((child, term) for child in children if child is not None)
         elif name in ("Sum", "Nansum"):
-            yield children[0], term.added_up(math.prod(node._saved_self_sym_sizes))
+            sizes = node._saved_self_sym_sizes if name == "Sum" else node._saved_self.shape
+            yield children[0], term.added_up(math.prod(sizes))
         elif name in _PRODUCTS and _numel(node) == 1:
             if (one := self._only(children, path)) is not None:
                 yield children[one], replace(term, reduced=True)

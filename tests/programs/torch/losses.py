@@ -313,6 +313,7 @@ CASES = {
     "probabilities as targets": Case(of(CE), SHARES),
     "sum": refused(of(CE, reduction="sum"), "a sum that nothing divides"),
     "sum over samples": Case(lambda o, y, *_: CE(o, y, reduction="sum") / len(y)),
+    "sum over samples without NaN": Case(lambda o, y, *_: CE(o, y, reduction="none").nansum() / len(y)),
     "sum over samples, by those of an update": refused(
         lambda o, y, *_: CE(o, y, reduction="none").sum() / UPDATE, "as if it were over those"
     ),
