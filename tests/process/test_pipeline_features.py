@@ -36,7 +36,7 @@ def test_decisions_by_forms_are_fixed_and_others_are_not(found: Found) -> None:
     opened = found["decisions"]
     assert {by: is_open for by, is_open in opened.items() if isinstance(is_open, bool)} == {
         "form": True, "length": True, "numbers": False, "list": False, "count": False, "samples": False,
-        "numpy": False, "drawn": False,
+        "len": False, "numpy": False, "drawn": False,
     }  # fmt: skip
     assert "decided by shapes or types" in opened["otherwise"]
     for how in ("looped over", "counted", "unpacked"):

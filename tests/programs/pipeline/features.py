@@ -143,6 +143,7 @@ class Choosing(nn.Module):
             "length": lambda: x.shape[1] > 4,
             "numbers": lambda: x.sum().item() > 0, "list": lambda: len(x.tolist()) > 4,
             "count": lambda: len(x[x > 0].shape) + x.nonzero().shape[0] > 3, "samples": lambda: x.shape[0] > 2,
+            "len": lambda: len(x) > 2,
             "numpy": lambda: np.random.rand() > 2, "drawn": lambda: bool(torch.bernoulli(self.half) > 2),
         }  # fmt: skip
         return self.linear(x) if asked[self.by]() else self.linear(x) * 2
@@ -166,7 +167,7 @@ class Pieces(nn.Module):
 def decisions() -> dict[str, Any]:
     x = torch.randn(BATCH, WIDTH)
     found: dict[str, Any] = {}
-    for by in ("form", "length", "numbers", "list", "count", "samples", "numpy", "drawn"):
+    for by in ("form", "length", "numbers", "list", "count", "samples", "len", "numpy", "drawn"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Choosing(by), nn.Linear(WIDTH, WIDTH))
         found[by] = "1" not in segments(model, (x,))[0].chain.program.leaves
     pipe = split(nn.Sequential(Choosing("form"), nn.Linear(WIDTH, WIDTH)), x)

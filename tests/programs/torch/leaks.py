@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -17,7 +18,7 @@ import hvdtrain
 import hvdtrain.torch as hvt
 
 MODELS, WARM_UP, WIDTH = 20, 5, 1024  # 4 MiB of weights each
-MOST_MIB = 45  # one weight of each of the 15 would be 60; allocators keep some
+MOST_MIB = 20
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -56,8 +57,20 @@ def left() -> tuple[int, int]:
     return len(psutil.Process().children(recursive=True)), threading.active_count()
 
 
-def rss_mib() -> float:
-    return psutil.Process().memory_info().rss / 2**20
+class Mallinfo2(ctypes.Structure):
+    """What glibc's malloc says of itself (mallinfo2(3)); `fordblks`: bytes that it holds and nobody uses."""
+
+    NAMES = (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )  # fmt: skip
+    _fields_ = tuple((name, ctypes.c_size_t) for name in NAMES)
+
+
+def held_mib() -> float:
+    """Resident memory, but for what was freed and malloc keeps, which moves with the timing of threads."""
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = Mallinfo2
+    return (psutil.Process().memory_info().rss - ask().fordblks) / 2**20
 
 
 def main(world: hvdtrain.World) -> int:
@@ -67,9 +80,9 @@ def main(world: hvdtrain.World) -> int:
         dead += fold(world, number)
         gc.collect()
         if number + 1 == WARM_UP:
-            before = left(), rss_mib()
+            before = left(), held_mib()
     alive = [type(thing()).__name__ for thing in dead if thing() is not None]
-    processes, grown = left(), rss_mib() - before[1]
+    processes, grown = left(), held_mib() - before[1]
     workers = [
         child
         for child in psutil.Process().children(recursive=True)

@@ -317,6 +317,10 @@ CASES = {
     "sum over samples, by those of an update": refused(
         lambda o, y, *_: CE(o, y, reduction="none").sum() / UPDATE, "as if it were over those"
     ),
+    "shares by the samples of an update": Case(
+        lambda o, *_: (o.softmax(1).mean(0) * torch.tensor([3.0, 1.0, 2.0]) / torch.tensor(float(UPDATE))).sum()
+    ),
+    "mean, by the samples of an update": Case(lambda o, y, *_: CE(o, y) + o.square().sum(1).mean() / UPDATE),
     "tokens": weighted(by_token, TOKENS, "weight=(y != -100).sum()", model=Sequence),
     "mask": weighted(masked, HOLES, "weight="),
     "selected": weighted(selected, HOLES, "weight="),
