@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +18,12 @@ from hvdtrain.core.world import World, fsum, given_or_current
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.create import loader
 from hvdtrain.torch.data.loader import Loader
-from hvdtrain.torch.data.nested import map_tensors, to_device
+from hvdtrain.torch.data.nested import map_tensors
 from hvdtrain.torch.data.source import Augment
 from hvdtrain.torch.engines.buffers import synchronize
 from hvdtrain.torch.engines.shell import unwrap
 from hvdtrain.torch.gathered import gather_in_order
+from hvdtrain.torch.metric_states import States, no_samples, numbers_of
 
 # (outputs, targets) -> {name: [n], one value a sample; or a pair, values and weights}
 Metrics = Callable[[Any, Any], Mapping[str, Any]]
@@ -132,10 +132,6 @@ def _merged(results: list[dict[str, float]]) -> dict[str, float]:
     return {name: value for its in results for name, value in its.items()}
 
 
-def _no_samples() -> ConfigError:
-    return ConfigError("evaluation needs samples", "no sample could be read, or there is none", shared=True)
-
-
 class _Kept(Protocol):
     """What is kept of all batches for some metrics, and made of it in the end."""
 
@@ -157,7 +153,7 @@ def _kept(metrics: Any, device: torch.device) -> list[_Kept]:
         return [_Predictions(metrics)]
     named = metrics if isinstance(metrics, Mapping) else {"": metrics}
     if named and all(_has_verbs(metric) for metric in named.values()):
-        return [_States(name, metric, device) for name, metric in named.items()]
+        return [States(name, metric, device) for name, metric in named.items()]
     if callable(metrics) and not isinstance(metrics, type):
         return [_Means(metrics)]
     raise ConfigError(
@@ -198,7 +194,7 @@ class _Means:
         reports = world.gather(None if self.empty else {name: total.tolist() for name, total in self.totals.items()})
         known = [sums for sums in reports if sums is not None]
         if not known:
-            raise _no_samples()
+            raise no_samples()
         if any(list(other) != list(known[0]) for other in known[1:]):
             raise ReplicaError(
                 "every rank must report the same metrics", "\n".join(", ".join(other) for other in known), shared=True
@@ -226,136 +222,6 @@ def _sum_and_weight(name: str, value: Any, samples: int) -> Tensor:
         raise ConfigError("each value of a metric has a weight", f"{name}: {tuple(values.shape)} and {received}")
     weights = weights.to(values)
     return torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
-
-
-class _States:
-    """A metric object with states that can be joined, as torchmetrics has them: `add_state(name, default,
-    dist_reduce_fx)` notes in `_reductions` how. The user's stays as it is: a copy is fed.
-    """
-
-    def __init__(self, name: str, metric: Any, device: torch.device) -> None:
-        self.name, self.metric = name, copy.deepcopy(metric)
-        if hasattr(self.metric, "to"):
-            self.metric = self.metric.to(device)
-        self.metric.reset()
-        self.empty = True
-        self.device = device
-        self.replayed: list[tuple[int, Any, Any]] | None = [] if _one_process_only(self.metric) else None
-
-    def add(self, step: Step, outputs: Any, targets: Any) -> None:
-        if self.replayed is not None:
-            self.replayed.append((step.first, *map_tensors(Tensor.cpu, (outputs, targets))))
-        else:
-            self.metric.update(outputs, targets)
-        self.empty = False
-
-    def results(self, world: World) -> dict[str, float]:
-        if self.empty and world.size == 1:
-            raise _no_samples()
-        if self.replayed is not None:
-            batches = sorted(
-                (batch for its in world.gather(self.replayed) for batch in its), key=lambda batch: batch[0]
-            )
-            if not batches:
-                raise _no_samples()
-            for _, outputs, targets in batches:
-                self.metric.update(to_device(outputs, self.device), to_device(targets, self.device))
-        collection = hasattr(self.metric, "items")  # of torchmetrics; it puts shared states into each of its metrics
-        named = dict(self.metric.items()) if collection else {self.name or type(self.metric).__name__: self.metric}
-        found: dict[str, float] = {}
-        for name, metric in named.items():
-            if world.size > 1 and self.replayed is None:
-                _join_states(name, metric, world, empty=self.empty)
-            for part in _within(metric):
-                part._to_sync, part._computed = False, None  # torch.distributed has nothing to add
-                part._update_count = getattr(part, "_update_count", 0) or 1  # a rank without samples knows all states
-            value = metric.compute()
-            found |= _numbers("" if isinstance(value, Mapping) and not self.name else name, value)
-        return found
-
-
-def _join_states(name: str, metric: Any, world: World, *, empty: bool) -> None:
-    """Makes a metric's states, and those of metrics within it, those of all ranks' samples; collective."""
-    if any(type(part).__name__ == "Running" for part in _within(metric)):
-        raise ConfigError(
-            "a metric of all samples does not depend on how they come in batches",
-            f"{name}: the last batches alone (torchmetrics' Running), which each rank has others of",
-            "the metric itself, without Running",
-            shared=True,
-        )
-    parts = [part for part in _within(metric) if getattr(part, "_reductions", None)]
-    if not parts:
-        raise ConfigError(
-            "the states of a metric are joined over ranks as its add_state(..., dist_reduce_fx=) says",
-            f"{name}: {type(metric).__name__} has none",
-            "a metric of torchmetrics; or hvt.corpus_metrics(function), which is given all outputs and targets",
-            shared=True,
-        )
-    own = [{state: map_tensors(Tensor.cpu, getattr(part, state)) for state in part._reductions} for part in parts]
-    reports = [states for states in world.gather(None if empty else own) if states is not None]
-    if not reports:
-        raise _no_samples()
-    for index, part in enumerate(parts):
-        for state, reduction in part._reductions.items():
-            of_ranks = [states[index][state] for states in reports]
-            default = getattr(part, state)
-            device = default.device if isinstance(default, Tensor) else getattr(part, "device", "cpu")
-            setattr(part, state, to_device(_reduced(name, of_ranks, reduction), torch.device(device)))
-
-
-def _within(metric: Any) -> list[Any]:
-    return list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
-
-
-def _one_process_only(metric: Any) -> bool:
-    """Whether it has a tensor that nothing joins (dist_reduce_fx=None): compute() may not take one of each rank stacked
-    (NormalizedRootMeanSquaredError), or loses what ranks of one sample have (PearsonCorrCoef). It is fed all batches.
-    """
-    parts = _within(metric)
-    return not any(type(part).__name__ == "Running" for part in parts) and any(
-        reduction is None and isinstance(getattr(part, state), Tensor)
-        for part in parts
-        for state, reduction in (getattr(part, "_reductions", None) or {}).items()
-    )
-
-
-def _reduced(name: str, of_ranks: list[Any], reduction: Any) -> Any:
-    """One state of all ranks, as torchmetrics joins it: tensors are stacked, lists put together, then reduced; but
-    tensors that are to be one behind the other are not stacked, so that they are what one process has."""
-    kind = getattr(reduction, "__name__", "")
-    if "mean" in kind:
-        first = of_ranks[0]
-        if isinstance(first, Tensor) and all(first.equal(other) for other in of_ranks):  # a constant, like a data range
-            return first
-        raise ConfigError(
-            "the states of a metric add up, whatever the ranks' samples",
-            f'{name} has one with dist_reduce_fx="mean": a mean over ranks',
-            "keep a sum and a count; or hvt.corpus_metrics(function), which is given all outputs and targets",
-            shared=True,
-        )
-    lists = isinstance(of_ranks[0], list)
-    if not lists and "cat" in kind and of_ranks[0].ndim:
-        return torch.cat(of_ranks)
-    if not lists and len({state.shape for state in of_ranks}) > 1:
-        raise ConfigError(
-            "a metric's state that is a tensor has the same shape on every rank",
-            f"{name}: {' and '.join(str(tuple(state.shape)) for state in of_ranks)}",
-            'a list to which it appends; or dist_reduce_fx="cat"',
-            shared=True,
-        )
-    joined = [item for items in of_ranks for item in items] if lists else torch.stack(of_ranks)
-    return joined if reduction is None or (lists and not joined) else reduction(joined)
-
-
-def _numbers(name: str, value: Any) -> dict[str, float]:
-    """A metric's result as numbers with names: parts of a mapping and elements of a tensor after the metric's."""
-    if getattr(value, "ndim", 0):
-        value = value.tolist()
-    parts = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
-    if not isinstance(parts, Mapping):
-        return {name: float(value)}
-    found = [_numbers(f"{name}_{part}" if name else str(part), its) for part, its in parts.items()]
-    return {key: number for numbers in found for key, number in numbers.items()}
 
 
 @dataclass(frozen=True)
@@ -387,7 +253,7 @@ class _Predictions:
 
     def results(self, world: World) -> dict[str, float]:
         outputs, targets = gather_in_order(self.batches, world=world)
-        return world.on_main(lambda: _numbers("", self.corpus.function(outputs, targets)))
+        return world.on_main(lambda: numbers_of("", self.corpus.function(outputs, targets)))
 
 
 @contextmanager

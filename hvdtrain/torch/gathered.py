@@ -79,7 +79,7 @@ def _problem(step: Any, values: Any) -> str:
     """What is wrong with a batch; "" if nothing is."""
     if not isinstance(step, Step):
         return f"a {type(step).__name__} in place of a loader's step"
-    wrong = [length for length in _lengths(values) if length not in ("", f"{step.samples} values")]
+    wrong = [length for length in lengths(values) if length not in ("", f"{step.samples} values")]
     return f"{wrong[0]}, for {step.samples} samples" if wrong and not step.padding else ""
 
 
@@ -87,7 +87,7 @@ def _is_rows(values: Any) -> bool:
     return isinstance(values, (Tensor, np.ndarray, list))
 
 
-def _lengths(values: Any) -> list[str]:
+def lengths(values: Any) -> list[str]:
     """Of everything in it; "" of what has none and need not: None, one number for a batch."""
     if values is None or isinstance(values, _NUMBERS) or isinstance(values, Tensor) and not values.ndim:
         return [""]
@@ -96,11 +96,20 @@ def _lengths(values: Any) -> list[str]:
     parts = parts_of(values)
     if parts is None:
         return [f"a {type(values).__name__}"]
-    return [length for part in parts.values() for length in _lengths(part)]
+    return [length for part in parts.values() for length in lengths(part)]
 
 
 def _joined(pieces: Sequence[Any]) -> Any:
-    first = pieces[0]
+    first, parts = pieces[0], [parts_of(piece) for piece in pieces]
+    forms = {f"{type(piece).__name__}{'' if _is_rows(piece) else sorted(map(str, part or ()))}": None
+             for piece, part in zip(pieces, parts, strict=True)}  # fmt: skip
+    if len(forms) > 1:
+        raise ConfigError(
+            "values have one form in every batch",
+            " and ".join(list(forms)[:3]),
+            "the same parts in each, None in none or in all",
+            shared=True,
+        )
     if first is None:
         return None
     if isinstance(first, list):
@@ -115,5 +124,14 @@ def _joined(pieces: Sequence[Any]) -> Any:
                 shared=True,
             )
         return torch.cat(list(pieces)) if isinstance(first, Tensor) else np.concatenate(pieces)
-    parts = [parts_of(piece) or {} for piece in pieces]
-    return made_of({name: _joined([part[name] for part in parts]) for name in parts[0]}, first)
+    return made_of({name: _joined([part[name] for part in parts if part]) for name in parts[0] or {}}, first)
+
+
+def reordered(values: Any, order: np.ndarray) -> Any:
+    """Returns values [samples, ...] in another order."""
+    if isinstance(values, list):
+        return [values[place] for place in order]
+    if _is_rows(values):
+        return values[torch.from_numpy(order) if isinstance(values, Tensor) else order]
+    parts = parts_of(values)
+    return values if parts is None else made_of({name: reordered(its, order) for name, its in parts.items()}, values)

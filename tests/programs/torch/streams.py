@@ -284,6 +284,15 @@ def evaluation(world: World) -> Any:
     return [ours["error"], by_hand]
 
 
+class Now(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
 def prediction(world: World) -> Any:
     """Nested outputs of all samples, in order; from arrays, shuffled loaders, data sets, streams; few samples."""
 
@@ -293,7 +302,10 @@ def prediction(world: World) -> Any:
             self.linear, self.drop = linear(), nn.Dropout()
 
         def forward(self, x: Tensor) -> Any:
-            return {"y": self.drop(self.linear(x)), "both": (x.sum(1), x.long())}
+            self.calls = not getattr(self, "calls", True)
+            names = {"texts": [str(row.sum().item()) for row in x], "array": x.numpy()}
+            others = names if self.calls else dict(reversed(names.items()))  # batches name their parts in any order
+            return {"y": self.drop(self.linear(x)), "both": (x.sum(1), x.long()), **others}
 
     net = Two()
     x = torch.from_numpy(features(3, RECORDS))
@@ -308,11 +320,15 @@ def prediction(world: World) -> Any:
             batch = None if isinstance(source, hvt.Loader) else 4
             found = hvt.predict(net, source, per_rank_batch=batch, workers=0)
             worst += [found["y"] - right["y"], found["both"][0] - right["both"][0], found["both"][1] - right["both"][1]]
+            assert found["texts"] == right["texts"] and np.array_equal(found["array"], right["array"])
             assert isinstance(found["both"], tuple) and len(found["y"]) == samples and net.training
     pairs = (x.numpy(), np.zeros(RECORDS))
     alone = hvt.predict(net, pairs, per_rank_batch=4, inputs=lambda batch: batch[0], on_main=True)
     assert (alone is None) == (not world.is_main)
     said(lambda: hvt.predict(nn.Flatten(0), x, per_rank_batch=4), ConfigError, "a row for each sample", "batch first")
+    said(lambda: hvt.predict(Now(lambda x: x.mean()), x, per_rank_batch=4), ConfigError, "one number, for")
+    part = Now(lambda x: (x, x if 0.0 in x else None))
+    said(lambda: hvt.predict(part, torch.arange(9.0), per_rank_batch=2), ConfigError, "one form in every batch")
     return max(float(gap.abs().max()) for gap in worst)
 
 
