@@ -12,40 +12,30 @@ A trace is one run with stand-ins for tensors: what Python decides in that run i
 
 from __future__ import annotations
 
-import builtins
 import collections
 import inspect
 import operator
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules import transformer
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.microbatch import is_named, known_to_pytree
+from hvdtrain.pipeline.trace import recording
 from hvdtrain.pipeline.trace.few import device_of
 from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
 from hvdtrain.pipeline.trace.proxy import Proxy
 from hvdtrain.pipeline.trace.restore import all_training, attributes_of, draw_states, preserved_state, redrawn, restored
 from hvdtrain.pipeline.trace.shadow import Shadow, same
 
-# make a tensor without being given one
-_MAKERS = (
-    "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm",
-    "tensor", "tril_indices", "triu_indices", "zeros",
-)  # fmt: skip
-_FACTORIES = {getattr(torch, name) for name in _MAKERS}
 # what depends on no stand-in is computed once, when the model is traced
 _DRAWN = "draws random numbers that a trace would fix (Python's, NumPy's, PyTorch's from a tensor of its own)"
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -344,7 +334,7 @@ class _Tracer(fx.Tracer):
 
 
 # files that are no user's
-_OWN = tuple(map(inspect.getsourcefile, (_Tracer, Proxy, fx.Proxy)))
+_OWN = (*map(inspect.getsourcefile, (_Tracer, Proxy, fx.Proxy)), recording.__file__)
 
 
 class _Run:
@@ -358,7 +348,7 @@ class _Run:
         with preserved_state(model, device_of(model)):  # of what is looked up meanwhile
             before = attributes_of(model)
             try:
-                with all_training(model, training), torch.enable_grad(), _recording(tracer):
+                with all_training(model, training), torch.enable_grad(), recording.patched(tracer):
                     self.graph = tracer.trace(model)
             except Untraceable:
                 raise
@@ -375,75 +365,6 @@ class _Run:
         self.calls = tracer.calls[0]
         self.attributes = tracer.attributes
         self.odd, self.read = tracer.shadow.odd, tracer.read
-
-
-class _Factories(TorchFunctionMode):
-    """Records `torch.arange(...)` and its like as operations."""
-
-    def __init__(self, tracer: _Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _FACTORIES and not self._tracer.shadow.running:
-            return self._tracer.create_proxy("call_function", func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def _recording(tracer: _Tracer) -> Iterator[None]:
-    """Records what fx would not: functions that make tensors, and a user's `autograd.Function` as one operation
-    (followed inside, its own backward would be lost)."""
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-    def apply_or_record(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
-            return tracer.create_proxy("call_function", cls.apply, args, kwargs, name=cls.__name__.lower())
-        return apply(cls, *args, **kwargs)
-
-    def recorder(function: Any) -> Any:
-        def record(*args: Any, **kwargs: Any) -> Any:
-            if tracer.shadow.running:
-                return function(*args, **kwargs)
-            return tracer.create_proxy("call_function", function, args, kwargs)
-
-        return record
-
-    length = builtins.len
-
-    def counted(value: Any) -> Any:
-        """How many samples there are is asked in each pass: `x.view(len(x), -1)`."""
-        if not isinstance(value, fx.Proxy) or tracer.shadow.running:
-            return length(value)
-        known = tracer.length(value)
-        return tracer.create_proxy("call_function", length, (value,), {}) if known is None else known
-
-    found = nn.Module.__getattribute__
-
-    def noted(module: nn.Module, name: str) -> Any:
-        if not tracer.shadow.running and not name.startswith("__"):
-            tracer.read.add((module, name))
-        return found(module, name)
-
-    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if tracer.shadow.running:
-            return generator(*args, **kwargs)
-        raise ValueError("torch.utils.checkpoint(use_reentrant=False); remat='all' of split() does as much")
-
-    with ExitStack() as patches:
-        patches.enter_context(
-            mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpointed)
-        )
-        patches.enter_context(mock.patch.object(builtins, "len", counted))
-        patches.enter_context(mock.patch.object(nn.Module, "__getattribute__", noted))
-        patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply_or_record)))
-        for name in _MAKERS:  # with stand-ins for sizes a call does not get as far as the mode below
-            patches.enter_context(mock.patch.object(torch, name, recorder(getattr(torch, name))))
-        patches.enter_context(_Factories(tracer))
-        yield
 
 
 def _check_fixed(value: Any, fixed: Any, index: int) -> None:
