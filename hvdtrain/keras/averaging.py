@@ -219,14 +219,15 @@ def _train_step(model: keras.Model, inner: Callable[[Any], Any], data: Any) -> A
     samples, data, may_be_dead = _split_dead(data)
     if not session.loss_proven and session.verify and not session.own_step:
         BACKEND.keep_first(data, session)
+    # a batch without a sample must leave no trace in metrics and moving statistics; building metrics computes a loss,
+    # which is not one of this step's
+    local = [*_metric_variables(model, data), *sync_batchnorm.own_statistics(model)] if may_be_dead else []
     with (
         _live_batch(session, samples),
         units.weighed(session, data),
         _all_averaged(model, session),
         rng.of_step(session),
     ):
-        # a batch without a sample must leave no trace in metrics and moving statistics
-        local = [*_metric_variables(model, data), *sync_batchnorm.own_statistics(model)] if may_be_dead else []
         before = BACKEND.copies([model._loss_tracker.total]) if session.records else []
         with BACKEND.unmoved_if_dead(samples, local) if may_be_dead else nullcontext():
             logs = inner(data)

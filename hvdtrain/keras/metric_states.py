@@ -23,6 +23,20 @@ def states(model: keras.Model) -> States:
     return [(v, BACKEND.to_numpy(v).copy()) for metric in model.metrics for v in metric.variables]
 
 
+def computed(model: keras.Model) -> dict[str, np.ndarray]:
+    """Returns what the metrics give of their states as they are; a metric that gives a dict, by the names in it, as
+    Keras' own logs have it (`keras.src.utils.python_utils.pythonify_logs`)."""
+
+    def flat(found: dict[str, Any]) -> dict[str, np.ndarray]:
+        arrays: dict[str, np.ndarray] = {}
+        for name, value in found.items():
+            nested = isinstance(value, dict)
+            arrays |= flat(value) if nested else {name: np.asarray(keras.ops.convert_to_numpy(value))}
+        return arrays
+
+    return flat(model.get_metrics_result())
+
+
 def same(local: States, world: World) -> bool:
     """True if all ranks have the same states: they evaluated the same samples; collective."""
     if not local:
@@ -48,7 +62,7 @@ def results(model: keras.Model, local: States, world: World, samples: float, *, 
     keep = states(model)
     try:
         _assign(total)
-        return {name: _number(value) for name, value in model.get_metrics_result().items()}
+        return {name: array if array.ndim else float(array) for name, array in computed(model).items()}  # type: ignore[misc]
     finally:
         _assign(keep)
 
@@ -75,13 +89,6 @@ def _sum(local: States, world: World, samples: float, *, all_means: bool) -> Sta
 def _assign(values: States) -> None:
     for variable, value in values:
         variable.assign(value)
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _number(item) for key, item in value.items()}
-    array = np.asarray(keras.ops.convert_to_numpy(value))
-    return float(array) if array.ndim == 0 else array
 
 
 def seen(model: keras.Model) -> tuple[float, float]:

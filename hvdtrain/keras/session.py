@@ -280,7 +280,12 @@ def is_hooked(optimizer: Any) -> bool:
 
 
 def is_built(model: keras.Model) -> bool:
-    """True if every layer of the model has its variables."""
+    """True if every layer of the model has its variables.
+
+    By call() a model is built unless it has none, or has parts that its own train_step calls, as a GAN has: what it
+    trains on need not be what its call() takes.
+    """
     parts = all(layer.built for layer in model._flatten_layers(include_self=False))
-    called = type(model).call is not keras.Model.call  # a GAN has parts, but no call() to build it by
-    return parts and (bool(model.built) or not called)
+    kind = type(model)
+    of_parts = kind.train_step is not keras.Model.train_step and kind.build is keras.Model.build
+    return parts and (bool(model.built) or of_parts or kind.call is keras.Model.call)

@@ -144,7 +144,7 @@ def _other_metrics(model: keras.Model, data: Any) -> list[str]:
         for (variable, value), *parts in zip(metric_states.states(model), *states, strict=True):
             share = len(pieces) if getattr(variable, "aggregation", "sum") == "mean" else 1
             variable.assign((np.sum(parts, axis=0) / share).astype(value.dtype))
-        return {name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in model.get_metrics_result().items()}
+        return metric_states.computed(model)
 
     try:
         with _scratch(model), BACKEND.no_gradient():

@@ -124,6 +124,98 @@ def evaluates_as_plain_keras() -> str:
     return f"{max(gaps):.1e}"
 
 
+class Errors(keras.metrics.Metric):
+    """Gives two numbers by name."""
+
+    def __init__(self) -> None:
+        super().__init__(name="errors")
+        self.sum, self.seen = (self.add_weight(shape=(), initializer="zeros", name=name) for name in ("sum", "seen"))
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.sum.assign_add(keras.ops.sum(keras.ops.abs(y_pred)))
+        self.seen.assign_add(keras.ops.sum(keras.ops.ones_like(y_true, dtype=self.dtype)))
+
+    def result(self) -> Any:
+        return {"size": self.sum / self.seen, "seen": 1.0 * self.seen}
+
+
+@case
+def metrics_that_give_several_numbers() -> str:
+    """In the logs of fit and in evaluate, with a tail of which a rank has nothing."""
+    shown = both(lambda: net(metrics=[Errors()]), X[:44], Y[:44], (X[44:57], Y[44:57]))
+    model = hvk.prepare(net(metrics=[Errors()]))
+    here = hvk.evaluate(model, (X[:13], Y[:13]), per_rank_batch=BATCH // SIZE)
+    there = model.evaluate(X[:13], Y[:13], batch_size=BATCH, verbose=0, return_dict=True)
+    assert set(here) == set(there) and apart(here.values(), [there[name] for name in here]) < EXACT, (here, there)
+    return shown
+
+
+@case
+def weights_and_metrics_step_by_step() -> str:
+    """run_eagerly=True, a loss that is not divided by samples, sample weights, a rank without samples at the end."""
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([L.Input((5,)), dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)
+        model.compile(O.SGD(0.3), loss, metrics=["accuracy"], run_eagerly=True)
+        return model
+
+    weights = np.abs(RNG.normal(size=37))
+    model, plain = hvk.prepare(make()), make()
+    data = hvk.loader((X[:37], Y[:37], weights), BATCH // SIZE, shuffle=False)
+    model.fit(data, epochs=2, verbose=0, callbacks=hvk.callbacks(model))
+    plain.fit(X[:37], Y[:37], batch_size=BATCH, shuffle=False, sample_weight=weights, epochs=2, verbose=0)
+    gap = apart(weights_of(model), weights_of(plain))
+    assert gap < EXACT, gap
+    return f"{gap:.1e}"
+
+
+class Adversaries(keras.Model):
+    """Whose call() takes noise, and whose train_step takes samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(1)
+        self.maker = keras.Sequential([L.Input((3,)), dense(5)])
+        self.judge = keras.Sequential([L.Input((5,)), dense(1)])
+
+    def call(self, noise: Any) -> Any:
+        return self.maker(noise)
+
+    def train_step(self, data: Any) -> Any:
+        x = data[0] if isinstance(data, (tuple, list)) else data
+        with contextlib.ExitStack() as stack:
+            if BACKEND == "tensorflow":
+                import tensorflow as tf
+
+                tape = stack.enter_context(tf.GradientTape())
+            loss = keras.ops.mean((self.judge(self.maker(x[:, :3])) - self.judge(x)) ** 2)
+        if BACKEND == "tensorflow":
+            gradients = tape.gradient(loss, self.trainable_weights)
+        else:
+            self.zero_grad()
+            loss.backward()
+            gradients = [weight.value.grad for weight in self.trainable_weights]
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return {"loss": loss}
+
+
+@case
+def parts_that_a_step_of_ones_own_calls() -> str:
+    model, plain = Adversaries(), Adversaries()
+    for its in (model, plain):
+        its.compile(O.SGD(0.05), jit_compile=False)
+        if BACKEND == "torch":  # on which plain Keras builds every model by its call()
+            its(X[:1, :3])
+    data = hvk.loader(X[:48], BATCH // SIZE, shuffle=False)
+    hvk.prepare(model, data).fit(data, epochs=2, verbose=0, callbacks=hvk.callbacks(model))
+    plain.fit(X[:48], batch_size=BATCH, shuffle=False, epochs=2, verbose=0)
+    gap = apart(weights_of(model), weights_of(plain))
+    assert gap < EXACT, gap
+    return f"{gap:.1e}"
+
+
 class Hits(keras.metrics.Metric):
     """Counts, so that samples that are seen twice show."""
 
