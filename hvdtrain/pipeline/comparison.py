@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.microbatch import Weight, cut, map_tensors, shares, tensors_of
+from hvdtrain.pipeline.microbatch import Weight, cut, is_differentiable, map_tensors, shares, tensors_of
 from hvdtrain.pipeline.trace.restore import preserved_state
 
 _LARGE = 1_000_000  # numbers of a loss with a network in it, which is not copied
@@ -30,7 +30,7 @@ def tolerance_of(*tensors: Tensor) -> float:
     """Relative to the largest number."""
     if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
         return 0.1
-    types = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    types = {tensor.dtype.to_real() for tensor in tensors if is_differentiable(tensor)}
     if types & {torch.float16, torch.bfloat16}:
         return 0.1
     if torch.float32 in types:
@@ -44,9 +44,10 @@ def agrees(whole: Tensor, parts: Sequence[Tensor]) -> bool:
     if at is None:
         return whole.dim() == 0 or all(part.shape == whole.shape for part in parts) and whole.shape[0] == 1
     joined = torch.cat(list(parts), at)
-    if not whole.is_floating_point():
+    if not is_differentiable(whole):
         return bool((joined == whole).float().mean() > 0.99) if whole.numel() else True
-    one, other = joined.double(), whole.double()
+    wide = torch.complex128 if whole.is_complex() else torch.float64
+    one, other = joined.to(wide), whole.to(wide)
     largest = float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
     return bool(one.allclose(other, rtol=0, atol=tolerance_of(whole) * largest, equal_nan=True))
 
@@ -57,6 +58,10 @@ def sample_dimension(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
         if sum(part.shape[at] for part in parts if part.dim() > at) == whole.shape[at] and len(set(rest)) == 1:
             return at
     return None
+
+
+def real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Comparison:
@@ -111,9 +116,10 @@ class Comparison:
     @staticmethod
     def _one(loss: Any, outputs: Any, targets: Any, wide: bool) -> tuple[float, list[Tensor]]:
         def leaf(tensor: Tensor) -> Tensor:
-            if not tensor.is_floating_point():
+            if not is_differentiable(tensor):
                 return tensor
-            return tensor.detach().to(torch.float64 if wide else tensor.dtype, copy=True).requires_grad_()
+            kind = torch.complex128 if tensor.is_complex() else torch.float64
+            return tensor.detach().to(kind if wide else tensor.dtype, copy=True).requires_grad_()
 
         leaves = map_tensors(leaf, (outputs,))
         given = map_tensors(lambda t: t.double() if wide and t.is_floating_point() else t, (targets,))
@@ -121,11 +127,23 @@ class Comparison:
         asked = [tensor for tensor in tensors_of(leaves) if tensor.requires_grad]
         found = torch.autograd.grad(value.sum(), asked, allow_unused=True)
         return float(value.detach()), [
-            torch.zeros_like(tensor) if gradient is None else gradient.detach()
+            real(torch.zeros_like(tensor) if gradient is None else gradient.detach())
             for tensor, gradient in zip(asked, found, strict=True)
         ]
 
     def _judge(self, total: float, values: Sequence[float], whole: list[Tensor], parts: list[list[Tensor]]) -> None:
+        if self._weight is None and any(tensor.dim() == 0 and bool(tensor) for tensor in whole):
+            raise ConfigError(
+                "a micro-batch counts by what its mean loss divides by",
+                "the loss is made of one number that the model returns: what that divides by cannot be seen",
+                "step(..., weight=lambda y: (y != -100).sum()) for labels that are left out, weight=len for a mean\n"
+                "over samples; or outputs with an entry for each sample",
+            )
+        # such numbers have a gradient of 1, whatever they divide by
+        kept = [at for at, tensor in enumerate(whole) if tensor.dim()]
+        whole, parts = [whole[at] for at in kept], [[part[at] for at in kept] for part in parts]
+        if not whole:
+            return
         wanted = self._by_part(whole, parts)
         largest = max((float(g.abs().max()) for g in whole if g.numel()), default=0.0)
         if not math.isfinite(total) or not math.isfinite(largest) or largest == 0:
@@ -150,7 +168,8 @@ class Comparison:
         columns = []
         for tensor, its in zip(whole, zip(*parts, strict=True), strict=True):
             at = sample_dimension(tensor, its)
-            columns.append([tensor / len(its)] * len(its) if at is None else tensor.split(list(self._sizes), at))
+            rows = None if at is None else [part.shape[at] for part in its]  # several rows a sample, too
+            columns.append([tensor / len(its)] * len(its) if rows is None else tensor.split(rows, at or 0))
         return [list(row) for row in zip(*columns, strict=True)]
 
     @staticmethod

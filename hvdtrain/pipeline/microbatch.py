@@ -133,6 +133,11 @@ def map_tensors(change: Callable[[Tensor], Any], values: Any) -> Any:
     return pytree.tree_map_only(Tensor, change, values)
 
 
+def is_differentiable(tensor: Tensor) -> bool:
+    """Of a type that can have a gradient; integers and booleans cannot."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def batch_size(arguments: tuple[Any, ...]) -> int:
     """Samples in a batch: the length of the first tensor.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.microbatch import join, map_tensors, tensors_of
+from hvdtrain.pipeline.microbatch import is_differentiable, join, map_tensors, tensors_of
 from hvdtrain.pipeline.places import Mark, StageDevice, mark
 from hvdtrain.pipeline.plan.schedule import Action
 from hvdtrain.pipeline.rng import Generators
@@ -143,7 +143,7 @@ class Passes:
         if call.head.outputs:
             call.head.outputs[micro] = map_tensors(torch.detach, output)
         if call.head.sizes:
-            call.head.leaves[micro] = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), output)
+            call.head.leaves[micro] = map_tensors(lambda t: t.detach().requires_grad_(is_differentiable(t)), output)
             if len(call.head.leaves) == len(call.inputs):
                 self._whole_loss(call.head)
             return outputs
@@ -232,7 +232,7 @@ class Passes:
 
 def _leaf(tensor: Tensor, wants: bool) -> Tensor:
     """What the next stage gets: the same memory, a graph of its own."""
-    needed = tensor.requires_grad or (wants and tensor.is_floating_point())
+    needed = tensor.requires_grad or (wants and is_differentiable(tensor))
     return tensor.detach().requires_grad_(needed)
 
 

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from hvdtrain.core.errors import ConfigError, is_out_of_memory
 from hvdtrain.pipeline.batchnorm import without_batch_statistics
 from hvdtrain.pipeline.comparison import Comparison, agrees, inner_loss, tolerance_of
-from hvdtrain.pipeline.microbatch import Weight, batch_size, cut, map_tensors, tensors_of
+from hvdtrain.pipeline.microbatch import Weight, batch_size, cut, is_differentiable, map_tensors, tensors_of
 from hvdtrain.pipeline.plan.schedule import micro_batch_sizes
 from hvdtrain.pipeline.rng import Generators, differ
 from hvdtrain.pipeline.trace.restore import all_training, preserved_state
@@ -168,7 +168,7 @@ def layout(values: Any, batch: int | None = None) -> Hashable:
 
 
 def _is_label(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex()
+    return not is_differentiable(tensor)
 
 
 def _kinds(y: Any) -> Hashable:

@@ -90,3 +90,12 @@ def test_what_the_refusals_are_for(found: dict[str, Any], limit: Limit) -> None:
     limit("A6d", "pipeline, `ignore_index`, without `weight=`", refused=received["ignore_index"][0])
     limit("A6e", "pipeline, class weights, without `weight=`", refused=received["class_weights"][0])
     limit("A6f", 'pipeline, `reduction="sum"`', refused=received["sum"][0])
+
+
+def test_unusual_numbers_and_losses() -> None:
+    """Complex numbers with and without recomputation, several rows a sample, a loss that the model takes itself."""
+    result = run_ranks([PROGRAM.with_name("unusual.py")], 1, launcher="none", timeout_s=120).check()
+    found = json.loads(result.out)
+    said = found.pop("said")
+    assert "one number that the model returns" in said and "weight=len" in said
+    assert len(found) == 4 and max(found.values()) <= TOLERANCE, found

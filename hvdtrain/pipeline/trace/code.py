@@ -50,6 +50,8 @@ class _Writer:
         """The expression that a node stands for."""
         if node.op == "get_attr":
             value, attribute = self._bind(node)
+            if attribute and not attribute.isidentifier():  # of a ParameterList
+                return f"{self.known(getattr)}({self.known(value)}, {attribute!r})"
             return f"{self.known(value)}.{attribute}" if attribute else self.known(value)
         given = [self.argument(value) for value in node.args]
         given += [f"{name}={self.argument(value)}" for name, value in node.kwargs.items()]

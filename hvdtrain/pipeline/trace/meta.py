@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.microbatch import is_differentiable
 
 Initialise = Callable[[nn.Module], object]
 
@@ -110,7 +111,7 @@ class Unmade:
             return
         for tensor, meta in self._pairs:
             tensor.data = torch.empty_like(meta, device=tensor.device)
-            tensor.data.fill_(math.nan if _may_be_nan(tensor) else 0)
+            tensor.data.fill_(math.nan if is_differentiable(tensor) else 0)
         before = {id(tensor): tensor._version for tensor, _ in self._pairs}
         waiting = set(before)
         with torch.no_grad():
@@ -138,13 +139,9 @@ class Unmade:
             )
 
 
-def _may_be_nan(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def _is_empty(tensor: Tensor, version: int) -> bool:
     """Not all of it was written. Numbers that cannot be NaN are all zero, and nothing has changed them."""
-    if _may_be_nan(tensor):
+    if is_differentiable(tensor):
         return bool(tensor.isnan().any())
     return tensor._version == version and not bool(tensor.any())
 
