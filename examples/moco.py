@@ -44,7 +44,7 @@ class MoCo(nn.Module):
         self.place.add_(len(keys))
 
 
-pictures = torch.rand(10, 64)[torch.arange(640) % 10] + 0.3 * torch.randn(640, 64)
+pictures = torch.rand(10, 64)[torch.arange(641) % 10] + 0.3 * torch.randn(641, 64)
 views = [pictures + 0.1 * torch.randn_like(pictures) for _ in range(2)]
 model = MoCo(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16)))
 optimizer = torch.optim.SGD(model.query.parameters(), lr=0.05, momentum=0.9)
@@ -59,6 +59,7 @@ for epoch in loader.epochs(EPOCHS):  # + instead of: for epoch in range(EPOCHS):
         loss = cross_entropy(logits, torch.zeros(len(first), dtype=torch.long))
         optimizer.backward(loss)  # + instead of: loss.backward()
         optimizer.step()
+        keys = keys[: loader.step.samples]  # + none of a batch that only keeps a rank in step
         keys = torch.cat(world.gather(keys))  # + each rank's, in their order
         model.follow(keys)
     if world.is_main:  # + instead of: if True:

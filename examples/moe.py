@@ -40,8 +40,8 @@ class Mixture(nn.Module):
         return out, shares, one_hot(chosen[:, 0], EXPERTS).sum(0)
 
 
-y = torch.arange(1600) % 10
-x = torch.rand(10, 64)[y] + 0.5 * torch.randn(1600, 64)  # ten classes of 8x8 pictures
+y = torch.arange(1601) % 10
+x = torch.rand(10, 64)[y] + 0.5 * torch.randn(1601, 64)  # ten classes of 8x8 pictures
 train = data.TensorDataset(x, y)
 model = Mixture()
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
@@ -52,7 +52,7 @@ for epoch in loader.epochs(EPOCHS):  # + instead of: for epoch in range(EPOCHS):
     for pictures, labels in loader:
         optimizer.zero_grad()
         out, shares, counts = model(pictures)
-        counts = sum(world.gather(counts))  # +
+        counts = sum(world.gather(counts * (not loader.step.padding)))  # + what only keeps a rank in step is no sample
         balance = EXPERTS * (shares.mean(0) * counts / counts.sum()).sum()
         loss = cross_entropy(out, labels) + 0.01 * balance
         optimizer.backward(loss)  # + instead of: loss.backward()

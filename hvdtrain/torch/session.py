@@ -23,6 +23,7 @@ from hvdtrain.torch.data.random_state import random_streams
 from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.base import PartedEngineModel, Piece, Staged, TorchEngine
+from hvdtrain.torch.engines.shell import is_compiled
 from hvdtrain.torch.engines.sync_batchnorm import uncounting
 from hvdtrain.torch.update.amp import Precision
 from hvdtrain.torch.update.batches import Batches
@@ -121,7 +122,9 @@ class Session:
         of the model on it. None: there are no more."""
         self._empty_batch.close()
         if step is not None and step.padding:
-            self._empty_batch.enter_context(buffers.preserved(self.module))
+            compiled = self.compiled or any(is_compiled(part) for part in self.module.modules())
+            kept = buffers.preserved if compiled else buffers.unmoved_by_calls
+            self._empty_batch.enter_context(kept(self.module))
             self._empty_batch.enter_context(uncounting(self.module))
         if step is not None and self.options.accumulate > 1 and (step.number == 0 or not self.gradients.gathering):
             self._begun_with = random_streams(self.world.devices)

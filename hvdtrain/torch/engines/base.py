@@ -120,6 +120,7 @@ class Pass:
         reduce: the update's last pass: start to sum the gradients. Else they add up in `p.grad`, locally.
         extras: float64 [k] on the engine's device, with `reduce`: summed over ranks in place; ready after `finish`.
         retain_graph: as torch's.
+        counts: False: this rank has no sample. What its stand-in reaches in this pass is not used by that.
         afterwards: a parameter may get its gradient in parts: none is sent before the pass has ended. None: that is
             not known (of a proof).
     """
@@ -128,6 +129,7 @@ class Pass:
     extras: Tensor | None = None
     retain_graph: bool = False
     afterwards: bool | None = None
+    counts: bool = True
 
 
 class EngineModel(Protocol):

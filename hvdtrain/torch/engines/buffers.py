@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -80,15 +80,48 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def preserved(module: nn.Module) -> Iterator[None]:
-    """Puts the buffers back at the end: a batch that does not count must leave no trace in running statistics.
+def unmoved_by_calls(module: nn.Module) -> Iterator[None]:
+    """While it lasts, calls of a module or of its parts leave its buffers as they are: a batch that does not count must
+    leave no trace in running statistics. What the user changes between calls (a queue of keys of all ranks) stays.
 
     Those of synchronised batch norm are left: they follow all ranks' samples, on every rank.
     """
+    layers = [layer for layer in module.modules() if not is_synchronized(layer)]
+    saved: list[tuple[Tensor, Tensor]] = []
+    within = 0
+
+    def enter(*_: object) -> None:
+        nonlocal within
+        within += 1
+        if within == 1:
+            saved[:] = [
+                (buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers(recurse=False)
+            ]
+
+    def leave(*_: object) -> None:
+        nonlocal within
+        within -= 1
+        if not within:
+            put_back(saved)
+
+    with ExitStack() as hooks:
+        for part in module.modules():
+            hooks.callback(part.register_forward_pre_hook(enter, prepend=True).remove)
+            hooks.callback(part.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def preserved(module: nn.Module) -> Iterator[None]:
+    """As `unmoved_by_calls`, for code that was compiled, which calls no hooks: whatever changes a buffer meanwhile."""
     layers = [layer for layer in module.modules() if not is_synchronized(layer)]
     saved = [(buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
     try:
         yield
     finally:
-        for buffer, value in saved:
-            buffer.data.copy_(value)
+        put_back(saved)
+
+
+def put_back(saved: list[tuple[Tensor, Tensor]]) -> None:
+    for buffer, value in saved:
+        buffer.data.copy_(value)

@@ -102,9 +102,11 @@ class DeepSpeedModel:
         self._bucket_elements = (settings.bucket_bytes or _BUCKET_BYTES) // 4
         self._engine = _initialize(module, optimizer, engine, settings, _wire_type(module, settings))
         self._extras: Tensor | None = None
+        self._used: list[bool] | None = None  # where the pass tells no more
 
     def backward(self, loss: Tensor, sent: Pass) -> None:
         """See `EngineModel.backward`."""
+        self._used = None if sent.counts else [p.grad is not None for p in trainable(self._module)]
         with self._engine.no_sync():
             self._engine.backward(loss, retain_graph=sent.retain_graph)
         self._extras = sent.extras if sent.reduce else None
@@ -112,7 +114,7 @@ class DeepSpeedModel:
     def finish(self) -> None:
         """See `EngineModel.finish`."""
         parameters = trainable(self._module)
-        used = self._sum_used([p.grad is not None for p in parameters], self._sum_gradients)
+        used = self._sum_used(self._used or [p.grad is not None for p in parameters], self._sum_gradients)
         for parameter, uses in zip(parameters, used, strict=True):
             if not uses:  # DeepSpeed made zeros: an optimizer would decay these weights and move their momentum
                 parameter.grad = None

@@ -170,9 +170,10 @@ class Reducer:
             self._build()
         for bucket in self.buckets:
             bucket.begin()
+        used = None if sent.counts else [float(p.grad is not None) for b in self.buckets for p in b.parameters]
         with self._during(state):
             passes()
-        self._send_rest(sent.extras)
+        self._send_rest(sent.extras, used)
 
     @contextmanager
     def _during(self, state: str) -> Iterator[None]:
@@ -182,10 +183,10 @@ class Reducer:
         finally:
             self._state = "outside"
 
-    def _send_rest(self, extras: Tensor | None) -> None:
-        """Sends buckets that wait for gradients that did not come, then which parameters had one."""
-        self._complete = True
-        used = self._used
+    def _send_rest(self, extras: Tensor | None, known: list[float] | None) -> None:
+        """Sends buckets that wait for gradients that did not come, then which parameters had one (if not `known`)."""
+        self._complete = known is None
+        used = self._used if known is None else torch.tensor(known, dtype=torch.float64)
         position = 0
         for bucket in self.buckets:
             if bucket.missing:
@@ -193,7 +194,8 @@ class Reducer:
                 used = used.clone() if used is self._used else used
                 for index, filled in enumerate(bucket.filled):
                     if not filled:
-                        used[position + index] = float(bucket.parameters[index].grad is not None)
+                        if known is None:
+                            used[position + index] = float(bucket.parameters[index].grad is not None)
                         bucket.fill(index)  # with what earlier micro-batches left, or zeros
             if bucket.wait is None:
                 bucket.send(self._sum_async, self._wire_type)

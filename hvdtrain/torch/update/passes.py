@@ -177,7 +177,7 @@ class Passes(Facade):
             session.proof.read(loss, amount, samples, gradients.tally)
         CLOCK.enter("backward")
         sums = gradients.sums() if batch.is_last_micro_batch and not more else None
-        self._differentiate(loss, amount, coefficient, sums, retain_graph)
+        self._differentiate(loss, amount, coefficient, sums, retain_graph, counts=not batch.padding)
         self._conclude(batch, loss, sums, more=more)
 
     def _take_turn(self, again: bool) -> Batch:
@@ -213,7 +213,14 @@ class Passes(Facade):
         CLOCK.enter("other")
 
     def _differentiate(
-        self, loss: Tensor, weight: Number, coefficient: Number, sums: Tensor | None, retain_graph: bool
+        self,
+        loss: Tensor,
+        weight: Number,
+        coefficient: Number,
+        sums: Tensor | None,
+        retain_graph: bool,
+        *,
+        counts: bool,
     ) -> None:
         session, gradients = self.session, self.session.gradients
         reduce = sums is not None
@@ -227,7 +234,10 @@ class Passes(Facade):
             gradients.differentiating(),
             zero_gradients(gradients.parameters(), weight),
         ):
-            session.engine_model.backward(scaled, Pass(reduce, sums, retain_graph, self._recomputes))
+            without = [p for p in gradients.parameters() if p.grad is None] if not (counts or reduce) else []
+            session.engine_model.backward(scaled, Pass(reduce, sums, retain_graph, self._recomputes, counts))
+            for parameter in without:
+                parameter.grad = None
 
     def _find_layer(self, loss: Tensor) -> None:
         """Looks for the layer while the batch and the parameters are still those that gave a bad loss."""
