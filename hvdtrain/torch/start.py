@@ -54,7 +54,7 @@ def signature(
 _REMEDY = "give all ranks the same flags, data and code path"
 _REMEDIES = {
     ": lr": "scale the learning rate by the number of ranks, not by the rank; hvdtrain.LR does it for you",
-    "of the pipeline": "each rank has timed the segments for itself: split on rank 0, and give all the same cut, as"
+    "of the pipeline": "each rank has timed the segments for itself: split on every rank again, with rank 0's cut, as"
     " balance=world.broadcast([len(stage.segments) for stage in pipe.stages])",
     "micro_batches": "each rank has tuned for itself: pipe.micro_batches = world.broadcast(pipe.micro_batches)",
 }
