@@ -144,8 +144,7 @@ def _look(session: Session, value: Tensor, outputs: Any, targets: Any, weight: W
     if not samples or pieces == 1:
         return
     proof.saw(outputs)
-    proof.look_once(value, amount, samples, tally)
-    proof.read(value, amount, samples, tally)
+    proof.look(value, amount, samples, tally)
 
 
 def run_step(

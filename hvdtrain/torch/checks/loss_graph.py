@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Any
 
@@ -46,35 +46,60 @@ class Term:
         divisor: what its sum is divided by.
         what: that number in words.
         weight: the argument to type, of the targets `y`.
-        divided: something divides it; else it is a bare sum.
+        mean: it is a mean over samples, or divided by a number that a GPU computes.
         reduced: numbers of several samples are added up in it.
-        by_number: it is numbers given in the loss that divide it, and no mean.
-        sums: of each sum that such numbers divide, what they come to, and how many values it adds up.
+        numbers: given in the loss, that divide it; of one that it is multiplied with, one by it.
+        values: how many its sum adds up.
+        counted: of how many values it is a mean.
     """
 
     divisor: float | Tensor = 1.0
     what: str = "a sum that nothing divides"
     weight: str = ""
-    divided: bool = False
+    mean: bool = False
     reduced: bool = False
-    by_number: bool = False
-    sums: tuple[tuple[float | Tensor, int], ...] = ()
+    numbers: tuple[float, ...] = ()
+    values: int = 0
+    counted: float = 1.0
 
-    def over(self, divisor: float | Tensor, what: str, weight: str) -> Term:
-        return replace(self, divisor=self.divisor * divisor, what=what, weight=weight, divided=True, reduced=True)
+    def over(self, divisor: float | Tensor, what: str, weight: str, counted: float) -> Term:
+        counted *= self.counted
+        divisor = self.divisor * divisor
+        return replace(self, divisor=divisor, what=what, weight=weight, counted=counted, mean=True, reduced=True)
 
-    def added_up(self, values: int) -> Term:
-        sums = (*self.sums, (self.divisor, values)) if self.by_number else self.sums
-        return replace(self, reduced=True, sums=sums)
+    def by(self, number: Any) -> Term:
+        """Divided by a number."""
+        number = number.detach() if isinstance(number, Tensor) else number
+        if isinstance(number, Tensor) and number.device.type != "cpu":
+            return replace(self, divisor=self.divisor * number, mean=True)  # it may count anything; nothing waits
+        value = float(number)
+        return replace(self, divisor=self.divisor * value, numbers=(*self.numbers, value))
+
+    def counts(self, samples: int) -> list[float]:
+        """What divides it that may be the number of its samples, or a multiple of it, such as that of their values or
+        the double. The number of one sample's values is none."""
+        each = self.values / samples
+        given = [number for number in self.numbers if number != each or each == samples]
+        return [number for number in (*given, self.counted) if _is_multiple(abs(number), samples)]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The terms of a loss, names of operations behind which nothing can be told, and of those that no weight fits."""
+    """What a loss is made of.
+
+    Attributes:
+        terms: those that depend on data.
+        unknown: names of operations behind which nothing can be told.
+        across: of those that no weight fits.
+        one_by_one: of those that fit if each is of one sample: as many as there are samples.
+        form: the paths to all of them: the same for the same code.
+    """
 
     terms: tuple[Term, ...]
     unknown: tuple[str, ...]
     across: tuple[str, ...]
+    one_by_one: tuple[str, ...]
+    form: frozenset[str]
 
 
 class Reader:
@@ -83,69 +108,75 @@ class Reader:
     def __init__(self) -> None:
         self._free: dict[str, bool] = {}
 
-    def read(self, loss: Tensor) -> Reading:
-        """Returns the terms of a scalar loss that depend on data."""
-        terms: list[Term] = []
-        unknown: list[str] = []
-        across: list[str] = []
+    def read(self, loss: Tensor, samples: int) -> Reading:
+        """Returns what a scalar loss of a batch is made of; 0 samples: their number is not known."""
+        found = _Found(samples)
         if loss.grad_fn is not None:
-            self._walk(loss.grad_fn, Term(), "", (terms, unknown, across))
-        return Reading(tuple(terms), tuple(dict.fromkeys(unknown)), tuple(dict.fromkeys(across)))
+            self._walk(loss.grad_fn, Term(), "", found)
+        single = samples > 0 and len(found.across) % samples == 0
+        if single:
+            found.terms += [term for _, term in found.across]
+        across = tuple(dict.fromkeys(name for name, _ in found.across))
+        return Reading(
+            tuple(found.terms),
+            tuple(dict.fromkeys(found.unknown)),
+            () if single else across,
+            across if single else (),
+            frozenset(found.paths),
+        )
 
-    def _walk(self, node: Any, term: Term, path: str, found: tuple[list[Term], list[str], list[str]]) -> None:
+    def _walk(self, node: Any, term: Term, path: str, found: _Found) -> None:
         name = _name(node)
         path = f"{path}/{name}"
         if len(path) < 2000 and not hasattr(node, "_saved_reduction"):
-            below = list(self._below(name, node, term, path))
-            if below:
+            below = self._below(name, node, term, path, found.samples)
+            if below is not None:
                 for index, (child, its_term) in enumerate(below):
                     self._walk(child, its_term, f"{path}{index}", found)
                 return
         if self._data_free(node, path):
             return
-        terms, unknown, across = found
+        found.paths.append(path)
         dims = len(node._input_metadata[0].shape)  # of what the operation gave
         if hasattr(node, "_saved_reduction"):
-            terms.append(_of_loss(name, node, term))
+            found.terms.append(_of_loss(name, node, term))
+        elif _squares(name, node):
+            found.terms.append(replace(term, reduced=True, values=node.next_functions[0][0]._saved_self.numel()))
         elif name in _PRODUCTS and _numel(node) == 1:
-            terms.append(replace(term, reduced=True))
+            found.terms.append(replace(term, reduced=True))
         elif (name in _ACROSS and not dims) or (name in _CHOICES and dims == 1):
-            across.append(name)
+            found.across.append((name, term))
         elif term.reduced:
-            terms.append(term)
+            found.terms.append(term)
         else:
-            unknown.append(name)
+            found.unknown.append(name)
 
-    def _below(self, name: str, node: Any, term: Term, path: str) -> Iterator[tuple[Any, Term]]:
-        """Yields what a linear operation adds up, each with what it is divided by so far; nothing for any other."""
+    def _below(self, name: str, node: Any, term: Term, path: str, samples: int) -> list[tuple[Any, Term]] | None:
+        """Returns what a linear operation adds up, each with what it is divided by so far; None for any other."""
         children = [child for child, _ in node.next_functions]
         if name in _PASS:
-            yield from ((child, term) for child in children if child is not None)
-        elif name in ("Sum", "Nansum"):
+            return [(child, term) for child in children if child is not None]
+        if name in ("Sum", "Nansum"):
             sizes = node._saved_self_sym_sizes if name == "Sum" else node._saved_self.shape
-            yield children[0], term.added_up(math.prod(sizes))
-        elif name in _PRODUCTS and _numel(node) == 1:
-            if (one := self._only(children, path)) is not None:
-                yield children[one], replace(term, reduced=True)
-        elif name == "Mean":
-            values = math.prod(node._saved_self_sym_sizes) / max(_numel(node), 1)
-            mean = term.over(values, f"the {values:g} values of a mean", "weight=values.numel()")
-            if term.divided and _numel(node) > 1:  # each sample's own mean: what was divided by before counts them
-                mean = replace(mean, what=f"{term.what}, times {mean.what}", weight=term.weight)
-            yield children[0], replace(mean, by_number=False)
-        elif name in ("Mul", "Div"):
+            return [(children[0], replace(term, reduced=True, values=math.prod(sizes)))]
+        if name in _PRODUCTS and _numel(node) == 1:
             one = self._only(children, path)
-            other = None if one is None else _constant(node, one)
+            return None if one is None else [(children[one], replace(term, reduced=True))]
+        if name == "Mean":
+            return [(children[0], _of_mean(node, term, samples))]
+        if name in ("Mul", "Div"):
+            one = self._only(children, path)
             if one is None or (name == "Div" and one == 1):
-                return
+                return None
+            other = _constant(node, one)
             if other is None or (isinstance(other, Tensor) and other.dim()):
-                yield children[one], term  # a mask, or a number for each sample
-            elif name == "Div":
-                what = f"the number that it is divided by ({type(other).__name__.lower()})"
-                yield children[one], replace(term.over(other, what, UNNAMED), reduced=term.reduced, by_number=True)
-            else:
-                other = other.detach() if isinstance(other, Tensor) else other
-                yield children[one], replace(term, divisor=term.divisor / other)
+                return [(children[one], term)]  # a mask, or a number for each sample
+            if name == "Div":
+                return [(children[one], replace(term.by(other), what="the number that divides it", weight=UNNAMED))]
+            if isinstance(other, Tensor) and other.device.type != "cpu":
+                return [(children[one], replace(term, divisor=term.divisor / other.detach()))]
+            return [(children[one], term.by(1 / float(other)))] if float(other) else []
+        return None
 
     def _only(self, children: list[Any], path: str) -> int | None:
         """The index of the one operand that depends on data; None where both do."""
@@ -161,20 +192,67 @@ class Reader:
         return self._free[path]
 
 
+@dataclass
+class _Found:
+    samples: int
+    terms: list[Term] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    across: list[tuple[str, Term]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+
+
+def _of_mean(node: Any, term: Term, samples: int) -> Term:
+    sizes = list(node._saved_self_sym_sizes)
+    values = math.prod(sizes) / max(_numel(node), 1)
+    what, weight = f"the {values:g} values of a mean", "weight=values.numel()"
+    if _numel(node) == 1:
+        return term.over(values, what, weight, values)
+    dims = {(dim - (1 << 64) * (dim >= 1 << 63)) % len(sizes) for dim in node._saved_dim}
+    over = not samples or 0 in dims or (sizes[0] != samples and _any_of(sizes, dims, samples))
+    # each sample's own mean: what divides their sum counts them
+    return replace(
+        term,
+        divisor=term.divisor * values,
+        what=f"{term.what}, times {what}" if term.weight else what,
+        weight=term.weight or weight,
+        mean=term.mean or over,
+        counted=term.counted * values if over else term.counted,
+        reduced=True,
+    )
+
+
+def _any_of(sizes: list[int], dims: set[int], samples: int) -> bool:
+    return any(sizes[dim] and sizes[dim] % samples == 0 for dim in dims)
+
+
 def _of_loss(name: str, node: Any, term: Term) -> Term:
     """The term of one of PyTorch's own losses."""
+    values = getattr(node, "_saved_target", node._saved_self).numel()
     if node._saved_reduction != 1:
-        return term.added_up(getattr(node, "_saved_target", node._saved_self).numel())
+        return replace(term, reduced=True, values=values)
     if not name.startswith("NllLoss"):
         values = node._saved_self.numel()
-        return term.over(values, f"the {values} values of its mean", "weight=y.numel()")
+        return term.over(values, f"the {values} values of its mean", "weight=y.numel()", values)
     ignored = node._saved_ignore_index
     ignored -= (1 << 64) * (ignored >= 1 << 63)
     if node._saved_weight is not None:
         what, weight = "the class weights of its labels", f"weight=class_weights[y[y != {ignored}]].sum()"
     else:
         what, weight = f"the labels that are not {ignored}", f"weight=(y != {ignored}).sum()"
-    return term.over(node._saved_total_weight, what, weight)
+    return term.over(node._saved_total_weight, what, weight, values)
+
+
+def _is_multiple(number: float, samples: int) -> bool:
+    times = number / samples
+    return math.isfinite(times) and math.isclose(times, max(round(times), 1))
+
+
+def _squares(name: str, node: Any) -> bool:
+    """Whether it is the square of a norm over everything: a sum."""
+    if name != "Pow" or node._saved_exponent != 2 or _numel(node) != 1:
+        return False
+    norm = node.next_functions[0][0]
+    return norm is not None and _name(norm) == "LinalgVectorNorm" and norm._saved_ord == 2
 
 
 def _name(node: Any) -> str:
@@ -256,19 +334,24 @@ def couples(loss: Tensor, outputs: list[Tensor], samples: int) -> bool | None:
 
     Returns:
         None where it cannot be told: behind batch normalisation (a discriminator's) samples meet, as they may.
+
+    Raises:
+        RuntimeError, NotImplementedError: of a loss that is differentiated once only.
     """
     placed = [(output, halves) for output in outputs if (halves := _halves(output, samples))]
+    if not placed and len(outputs) % max(samples, 1) == 0:  # the model was called with one sample after the other
+        first_half = [index % samples < (samples + 1) // 2 for index in range(len(outputs))]
+        placed = [
+            (o, [torch.full_like(o, half, dtype=torch.bool)]) for o, half in zip(outputs, first_half, strict=True)
+        ]
     if samples < 2 or not placed or any("BatchNorm" in _name(node) for node in _nodes(loss, [o for o, _ in placed])):
         return None
-    try:
-        first = torch.autograd.grad(loss, [o for o, _ in placed], create_graph=True, allow_unused=True)
-        if all(gradient is None for gradient in first):
-            return None
-        # samples may lie along several dimensions; a flat one may hold them one after the other, or copies of the batch
-        layouts = islice(product(*(halves for _, halves in placed)), _LAYOUTS)
-        return all(_coupled(first, [o for o, _ in placed], layout) for layout in layouts)
-    except (RuntimeError, NotImplementedError):  # a loss that is differentiated once only
+    first = torch.autograd.grad(loss, [o for o, _ in placed], create_graph=True, allow_unused=True)
+    if all(gradient is None for gradient in first):
         return None
+    # samples may lie along several dimensions; a flat one may hold them one after the other, or copies of the batch
+    layouts = islice(product(*(halves for _, halves in placed)), _LAYOUTS)
+    return all(_coupled(first, [o for o, _ in placed], layout) for layout in layouts)
 
 
 def _coupled(first: Any, outputs: list[Tensor], halves: Sequence[Tensor]) -> bool:
@@ -293,14 +376,10 @@ def _halves(output: Tensor, samples: int) -> list[Tensor]:
     """Masks of half the samples: one for each way in which samples may lie in the output."""
     if not output.is_floating_point() or not output.requires_grad or not output.dim():
         return []
-    exact = [dim for dim, size in enumerate(output.shape) if size == samples]
+    layouts = [(dim, torch.arange(samples, device=output.device)) for dim, n in enumerate(output.shape) if n == samples]
     copies, rest = divmod(output.shape[0], samples)
-    if not exact and (rest or not copies):
-        return []
-    if exact:
-        layouts = [(dim, torch.arange(samples, device=output.device)) for dim in exact]
-    else:
+    if copies > 1 and not rest:
         places = torch.arange(output.shape[0], device=output.device)
-        layouts = [(0, places % samples), (0, places // copies)]
+        layouts += [(0, places % samples), (0, places // copies)]
     shaped = [own.view([-1 if index == dim else 1 for index in range(output.dim())]) for dim, own in layouts]
     return [(own < (samples + 1) // 2).expand(output.shape) for own in shaped]

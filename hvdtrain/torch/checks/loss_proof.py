@@ -14,7 +14,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.world import World
-from hvdtrain.torch.checks.loss_graph import UNNAMED, Reader, Term, couples
+from hvdtrain.torch.checks.loss_graph import UNNAMED, Reader, Reading, Term, couples
+from hvdtrain.torch.checks.sample_flow import meetings
 from hvdtrain.torch.checks.tally import Number, Tally, refusal
 from hvdtrain.torch.data.nested import tensors_of
 
@@ -22,6 +23,7 @@ _COUPLED = (
     "samples are compared with each other: the loss is no sum over samples (contrastive, the hardest of the batch, a"
     " ratio or root of sums)"
 )
+_FORMS = 8  # of losses that are looked at: a second derivative each
 
 
 class LossProof:
@@ -46,18 +48,27 @@ class LossProof:
         self._inner: list[tuple[nn.Module, Tensor]] = []  # what the model's parts gave, since batches were normalised
         self.problem = self.suspicion = ""
         self._types: list[str] = []
-        self._noted = False
-        self._pieces, self._first = pieces, self.needed and verify
+        self._noted: set[str] = set()
+        self._pieces = pieces
+        self._forms: set[frozenset[str]] = set()  # of losses that were looked at
+        self._in_a_loop = False  # over samples, each by itself
+        self._divided: dict[float, int] = {}  # numbers that divided sums, and over how many samples
+
+    @property
+    def is_first(self) -> bool:
+        """No loss has been looked at."""
+        return self.outputs is not None and not self._forms
 
     def saw(self, out: Any) -> None:
-        """Takes note of what the model gave, until the first loss has been looked at."""
+        """Takes note of what the model gave; of its last call alone, once a loss has been looked at: a graph is no
+        longer held than by a loop that names its outputs."""
         if self.outputs is not None:
-            self.outputs += tensors_of(out)
+            self.outputs = [*(self.outputs if self.is_first else []), *tensors_of(out)]
 
     @contextmanager
     def seeing_parts(self) -> Iterator[None]:
         """While it lasts, notes what the parts of the model give, for a model that gives nothing but its loss."""
-        hook = register_module_forward_hook(self._saw_part) if self.outputs is not None else None
+        hook = register_module_forward_hook(self._saw_part) if self.is_first else None
         try:
             yield
         finally:
@@ -77,52 +88,82 @@ class LossProof:
         ):
             self._inner.append((part, out))
 
-    def _compares(self, loss: Tensor, samples: int) -> bool | None:
-        verdict = couples(loss, self.outputs or [], samples)
-        if verdict is None:
-            inner = [t for _, t in self._inner if t.dim() and t.shape[0] == samples and samples not in t.shape[1:]]
-            verdict = couples(loss, inner, samples)
-        return verdict
-
-    def read(self, loss: Tensor, weight: Number, samples: int, tally: Tally) -> None:
-        """Compares what the loss divides by with its weight, without asking a GPU for numbers."""
+    def look(self, loss: Tensor, weight: Number, samples: int, tally: Tally) -> None:
+        """Compares what the loss divides by with its weight, without asking a GPU for numbers; and on the first batch
+        with two samples that counts, and of a loss of another form, whether it compares them, which waits for a GPU."""
         if not self.needed:
             return
-        reading = self._reader.read(loss)
-        if reading.across:
-            self.found(f"{_COUPLED} ({', '.join(reading.across)})", tally, weight)
+        reading = self._reader.read(loss, samples)
+        self._read(reading, weight, samples, tally, loss)
+        if self.outputs is None:
+            return
+        if reading.form not in self._forms and samples > 1 and float(weight):
+            self._look_for_meetings(loss, samples, reading, tally)
+            self._forms.add(reading.form)
+        self._inner = []
+        self.outputs = [] if len(self._forms) < _FORMS else None
+
+    def _read(self, reading: Reading, weight: Number, samples: int, tally: Tally, loss: Tensor) -> None:
+        across = reading.across or (reading.one_by_one if samples == 1 and not self._in_a_loop else ())
+        if across:
+            self.found(f"{_COUPLED} ({', '.join(across)})", tally, weight)
         if reading.unknown:
             tally.divisors = math.nan
-            self._note(reading.unknown, tally)
+            if not tally.given:
+                self._note(
+                    f"what the loss divides by cannot be read off its graph ({', '.join(reading.unknown)}): batches"
+                    " count by their samples"
+                )
             return
         tally.compare(reading.terms, weight, samples, loss)
         types = list(dict.fromkeys(term.weight for term in reading.terms if term.weight))
         # label smoothing divides one part by labels, which can be named, and the other by their number
         self._types = [text for text in types if text != UNNAMED] or types
-        if any(term.reduced and not term.divided for term in reading.terms):
+        if any(term.reduced and not term.mean and not term.numbers for term in reading.terms):
             self.found("the loss is a sum that nothing divides", tally, weight)
-        if self._first and samples and float(weight):
-            self._first = False
-            self._look_for_totals(reading.terms, float(weight), samples, tally)
+        elif samples and not tally.given:
+            self._count(reading.terms, weight, samples, tally)
 
-    def _look_for_totals(self, terms: tuple[Term, ...], weight: float, samples: int, tally: Tally) -> None:
-        """A sum over a piece that is divided by the samples of all pieces: a mean of such is too small."""
-        parts = {self._world.size, self._pieces // self._world.size, self._pieces} - {1}
-        for total in (part * samples for part in parts):
-            if total != weight and any(total == float(by) != values for term in terms for by, values in term.sums):
-                self.found(f"a sum over {samples} samples is divided by {total}, as if it were over those", tally)
+    def _count(self, terms: tuple[Term, ...], weight: Number, samples: int, tally: Tally) -> None:
+        """What divides a sum must be this piece's samples, or be made of their number."""
+        alone = [term for term in terms if term.mean and not term.counts(samples)]
+        if samples > 1 and alone and len(alone) % samples == 0:
+            self.found(f"it adds up {samples} losses of one sample each, and nothing divides them", tally, weight)
+        totals = {part * samples for part in (self._world.size, self._pieces // self._world.size, self._pieces)}
+        for term in terms:
+            if term.mean or not term.reduced or samples in term.numbers:
+                continue
+            counts = [number for number in term.counts(samples) if number in term.numbers]
+            for number in counts:
+                before = self._divided.setdefault(number, samples)
+                if number == term.values:
+                    continue
+                if number in totals:
+                    said = "as if it were over those"
+                    self.found(f"a sum over {samples} samples is divided by {number:g}, {said}", tally, weight)
+                elif before != samples:
+                    said = f"and so was one over {before}"
+                    self.found(f"a sum over {samples} samples is divided by {number:g}, {said}", tally, weight)
+            if not counts:  # the error says what to do with a number of unknown meaning
+                self.found("", tally, weight)
 
-    def look_once(self, loss: Tensor, weight: Number, samples: int, tally: Tally) -> None:
-        """On the first batch with two samples that counts: whether the loss compares them; waits for a GPU."""
-        if self.outputs is None:
-            return
-        if not float(weight):
-            self.outputs, self._inner = [], []
-            return
-        verdict = self._compares(loss, samples) if samples > 1 else None
-        self.outputs, self._inner = None if samples > 1 else [], []
-        if verdict or self.suspicion:
-            self.found(_COUPLED if verdict else self.suspicion, tally)
+    def _look_for_meetings(self, loss: Tensor, samples: int, reading: Reading, tally: Tally) -> None:
+        outputs = self.outputs or []
+        told: bool | None = None
+        try:
+            told = couples(loss, outputs, samples)
+            if told is None:
+                inner = [t for _, t in self._inner if t.dim() and t.shape[0] == samples and samples not in t.shape[1:]]
+                told = couples(loss, inner, samples)
+        except (RuntimeError, NotImplementedError) as error:  # a loss that is differentiated once only
+            said = str(error).splitlines()[0]
+            self._note(f"whether the loss compares samples with each other cannot be told ({said})")
+        self._in_a_loop |= bool(reading.one_by_one) and told is False
+        met = meetings(loss, outputs, samples) or (reading.one_by_one if told is not False else ())
+        if met:
+            self.found(f"{_COUPLED} ({', '.join(met)})", tally)
+        elif told or self.suspicion:
+            self.found(_COUPLED if told else self.suspicion, tally)
 
     def found(self, problem: str, tally: Tally, weight: Number = 1.0) -> None:
         """Has the update refused, on every rank, if the batch counts."""
@@ -134,15 +175,11 @@ class LossProof:
             tally.problems = tally.problems + 1.0
         self.problem = self.problem or problem
 
-    def _note(self, unknown: tuple[str, ...], tally: Tally) -> None:
-        if self._noted or tally.given or not self._world.is_main:
-            return
-        self._noted = True
-        print(
-            f"hvdtrain: what the loss divides by cannot be read off its graph ({', '.join(unknown)}): batches count by"
-            " their samples; hvdtrain.torch.check(step, batch) tells whether that is right",
-            flush=True,
-        )
+    def _note(self, what: str) -> None:
+        if what not in self._noted and self._world.is_main:
+            self._noted.add(what)
+            tells = "hvdtrain.torch.check(step, batch) tells whether that is right"
+            print(f"hvdtrain: {what}; {tells}", flush=True)
 
     def explain(self, tally: Tally, sums: Tensor, rate: Callable[[], float]) -> Callable[[], HvdtrainError]:
         """Returns what makes the error of an update that is refused, collective when it is called."""

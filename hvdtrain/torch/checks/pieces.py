@@ -193,7 +193,7 @@ def _run(step: Any, batch: Any) -> tuple[Tensor, dict[nn.Parameter, Tensor], tup
     """The loss, the gradients of the parameters that it depends on, and the terms of its graph."""
     loss = _loss(step, batch, seed=1)
     leaves = _leaves(loss)
-    terms = Reader().read(loss).terms
+    terms = Reader().read(loss, 0).terms
     gradients = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
     found = {p: g.detach() for p, g in zip(leaves, gradients, strict=True) if g is not None}
     return loss.detach().double(), found, terms

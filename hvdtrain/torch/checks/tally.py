@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError, ReplicaError
 from hvdtrain.core.sharding import weight_number
-from hvdtrain.torch.checks.loss_graph import Term
+from hvdtrain.torch.checks.loss_graph import UNNAMED, Term
 
 Number = float | Tensor
 Weight = float | Tensor | Callable[[Any], Any] | None
@@ -160,6 +160,7 @@ def refusal(
         "each batch counts by what its mean loss divides by; samples, where nothing is said",
         "\n".join(lines),
         f"optimizer.backward(loss, {types[0]}), or optimizer.forward_backward(x, y, loss_fn, weight=lambda y: ...)"
+        + ("; a sum over samples, and not over what that number counts, is divided by len(x)" * (types[0] == UNNAMED))
         if len(types) == 1
         else "divide all terms of the loss by the same count, and give it as weight=",
         shared=True,

@@ -87,7 +87,7 @@ class Passes(Facade):
         """On the first batch: whether model and loss can be put together of two pieces of it."""
         session, proof = self.session, self.session.proof
         batch = session.batches.now()
-        if proof.outputs is None or batch is None or batch.padding or isinstance(weight, (int, float, Tensor)):
+        if not proof.is_first or batch is None or batch.padding or isinstance(weight, (int, float, Tensor)):
             return
         with session.gradients.differentiating():
             proof.suspicion = pieces_differ(session, self._model, arguments, y, loss, weight)
@@ -173,8 +173,7 @@ class Passes(Facade):
         gradients.add_loss(loss, amount, coefficient)
         if not batch.padding:
             samples = batch.step.samples if batch.step is not None else session.samples_called()
-            session.proof.look_once(loss, amount, samples, gradients.tally)
-            session.proof.read(loss, amount, samples, gradients.tally)
+            session.proof.look(loss, amount, samples, gradients.tally)
         CLOCK.enter("backward")
         sums = gradients.sums() if batch.is_last_micro_batch and not more else None
         self._differentiate(loss, amount, coefficient, sums, retain_graph, counts=not batch.padding)

@@ -69,6 +69,17 @@ class Sequence(nn.Module):
         return self.last(torch.tanh(self.first(x)).view(len(x), LONG, 4))
 
 
+class FlatTokens(nn.Module):
+    """[n, WIDTH] to [n LONG, 12]: as many kinds as a rank of two has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(WIDTH, LONG * 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.only(x).view(-1, 12)
+
+
 class Attending(nn.Module):
     """Attention over a sequence, with a mask that is each sample's own."""
 
@@ -252,6 +263,34 @@ def one_by_one(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     return sum(losses) / len(y)
 
 
+def one_by_one_undivided(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    return sum(F.cross_entropy(outputs[i : i + 1], y[i : i + 1]) for i in range(len(y)))  # type: ignore[return-value]
+
+
+def scalars_one_by_one(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    """The dice of each picture, in a loop."""
+    losses = []
+    for output, target in zip(outputs.sigmoid(), y.sigmoid(), strict=True):
+        losses.append(1 - 2 * (output * target).sum() / (output.sum() + target.sum()))
+    return torch.stack(losses).mean()
+
+
+def halves_ranked(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    half = len(y) // 2
+    return F.margin_ranking_loss(outputs[:half, 0], outputs[half : 2 * half, 0], torch.ones(half), margin=1.0)
+
+
+def in_two_parts(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    each, half = outputs.abs().sum(1), len(y) // 2
+    return (each[:half].sum() + each[half:].sum()) / len(y)
+
+
+def contrastive_later(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
+    """From the second update on."""
+    loss = F.mse_loss(outputs, y)
+    return loss if (X[:UPDATE, 0] == x[0, 0]).any() else loss + 0.1 * contrastive(outputs)
+
+
 def tokens_one_by_one(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     losses: Any = [F.cross_entropy(outputs[i], y[i], reduction="sum") for i in range(len(y))]
     return sum(losses) / (y != -100).sum()
@@ -321,7 +360,18 @@ CASES = {
         lambda o, *_: (o.softmax(1).mean(0) * torch.tensor([3.0, 1.0, 2.0]) / torch.tensor(float(UPDATE))).sum()
     ),
     "mean, by the samples of an update": Case(lambda o, y, *_: CE(o, y) + o.square().sum(1).mean() / UPDATE),
+    "half the squares, by samples": Case(lambda o, y, *_: 0.5 * (o - y).square().sum() / len(y), REAL),
+    "half the squares, by the double": Case(lambda o, y, *_: (o - y).square().sum() / 2 / len(y), REAL),
+    "squares of a norm": Case(lambda o, y, *_: (o - y).norm(2).pow(2) / float(len(y)), REAL),
+    "by labels and a number": Case(lambda o, y, *_: CE(o, y, reduction="sum") * (1 / (5 * len(y)))),
+    "nothing times a penalty": Case(lambda o, y, *_: CE(o, y) + 0.0 * o.square().sum()),
+    "sum of means": refused(lambda o, y, *_: (o - y).square().mean(1).sum(), "a sum that nothing divides", REAL),
+    "sum of means, one by one": refused(one_by_one_undivided, "losses of one sample each"),
+    "sum of fifths": refused(lambda o, y, *_: (CE(o, y, reduction="none") / 5).sum(), "is divided by len(x)"),
+    "sum by a number of values": refused(lambda o, y, *_: (o - y).square().sum() / 7, "is divided by len(x)", REAL),
+    "sum, always by 12": refused(lambda o, y, *_: CE(o, y, reduction="sum") / 12, "12"),
     "tokens": weighted(by_token, TOKENS, "weight=(y != -100).sum()", model=Sequence),
+    "as many kinds as samples": Case(lambda o, y, *_: CE(o, y.clamp_min(0).flatten()), TOKENS, FlatTokens),
     "mask": weighted(masked, HOLES, "weight="),
     "selected": weighted(selected, HOLES, "weight="),
     "mask, clamped": weighted(clamped, HOLES, "weight=that number before any clamp"),
@@ -344,6 +394,19 @@ CASES = {
     "dice of the batch": refused(dice, ADDED),
     "dice of samples": Case(dice_by_sample),
     "contrastive": refused(contrastive, ADDED),
+    "sorted": refused(lambda o, *_: o[:, 0].sort().values.diff().abs().mean(), ADDED),
+    "running maximum": refused(lambda o, *_: o.cummax(0)[0].mean(), ADDED),
+    "against the batch turned round": refused(lambda o, *_: (o - o.flip(0)).abs().mean(), ADDED),
+    "margins of two halves": refused(halves_ranked, ADDED),
+    "all distances": refused(lambda o, *_: torch.cdist(o, o).mean(), ADDED),
+    "all differences": refused(lambda o, *_: (o[:, None] - o[None]).abs().mean(), ADDED),
+    "distance from the mean": refused(lambda o, *_: (o - o.mean(0)).abs().mean(), ADDED),
+    "largest of the batch": refused(lambda o, *_: o.amax(0).mean(), ADDED),
+    "distances from prototypes": Case(lambda o, y, model, x: torch.cdist(o, SHARES[:4], p=1).amin(1).mean()),
+    "differences in a sample": Case(lambda o, *_: (o.sort(1).values.diff() - 0.3).abs().mean() + o.amax(1).mean()),
+    "two parts of a batch": Case(in_two_parts),
+    "scalars, one by one": Case(scalars_one_by_one, REAL),
+    "contrastive, later": refused(contrastive_later, ADDED, REAL),
     "triplet": Case(triplet),
     "batch-hard triplet": refused(batch_hard, ADDED),
     "hardest eighth": refused(lambda o, y, *_: CE(o, y, reduction="none").topk(-(-len(y) // 8)).values.mean(), ADDED),
