@@ -51,6 +51,7 @@ class Term:
         numbers: given in the loss, that divide it; of one that it is multiplied with, one by it.
         values: how many its sum adds up.
         counted: of how many values it is a mean.
+        element: it is one number of several that were stacked: a factor of it is its own, as one of a vector's is.
     """
 
     divisor: float | Tensor = 1.0
@@ -61,6 +62,7 @@ class Term:
     numbers: tuple[float, ...] = ()
     values: int = 0
     counted: float = 1.0
+    element: bool = False
 
     def over(self, divisor: float | Tensor, what: str, weight: str, counted: float) -> Term:
         counted *= self.counted
@@ -155,7 +157,9 @@ class Reader:
         """Returns what a linear operation adds up, each with what it is divided by so far; None for any other."""
         children = [child for child, _ in node.next_functions]
         if name in _PASS:
-            return [(child, term) for child in children if child is not None]
+            live = [child for child in children if child is not None]
+            below = replace(term, element=True) if name in ("Stack", "Cat") and len(live) > 1 else term
+            return [(child, below) for child in live]
         if name in ("Sum", "Nansum"):
             sizes = node._saved_self_sym_sizes if name == "Sum" else node._saved_self.shape
             return [(children[0], replace(term, reduced=True, values=math.prod(sizes)))]
@@ -169,7 +173,7 @@ class Reader:
             if one is None or (name == "Div" and one == 1):
                 return None
             other = _constant(node, one)
-            if other is None or (isinstance(other, Tensor) and other.dim()):
+            if other is None or term.element or (isinstance(other, Tensor) and other.dim()):
                 return [(children[one], term)]  # a mask, or a number for each sample
             if name == "Div":
                 return [(children[one], replace(term.by(other), what="the number that divides it", weight=UNNAMED))]

@@ -56,12 +56,14 @@ def meetings(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> tuple[str
         outputs: of the model; one whose samples may lie in several dimensions, or in none, is left out.
         samples: in the batch.
     """
+    if samples < 2 or loss.grad_fn is None:
+        return ()
     places: dict[tuple[Any, int], _Place | None] = {}
     for output in outputs:
-        dims = [dim for dim, size in enumerate(output.shape) if size == samples]
-        if output.grad_fn is not None and len(dims) == 1:
+        dims = [dim for dim, size in enumerate(output.shape) if size == samples or (not dim and size % samples == 0)]
+        if output.grad_fn is not None and len(dims) == 1 and output.shape[dims[0]] == samples:
             places[output.grad_fn, output.output_nr] = _Place(dims[0])
-    if samples < 2 or not places or loss.grad_fn is None:
+    if not places:
         return ()
     found: list[str] = []
     todo: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]

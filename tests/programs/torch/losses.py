@@ -275,6 +275,12 @@ def scalars_one_by_one(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def advantages_one_by_one(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    """An actor's steps in a list, each with a number of its own."""
+    chances = outputs.log_softmax(1)
+    return torch.stack([-chance[0] * (target[1] + target[2]) for chance, target in zip(chances, y, strict=True)]).mean()
+
+
 def halves_ranked(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     half = len(y) // 2
     return F.margin_ranking_loss(outputs[:half, 0], outputs[half : 2 * half, 0], torch.ones(half), margin=1.0)
@@ -406,6 +412,7 @@ CASES = {
     "differences in a sample": Case(lambda o, *_: (o.sort(1).values.diff() - 0.3).abs().mean() + o.amax(1).mean()),
     "two parts of a batch": Case(in_two_parts),
     "scalars, one by one": Case(scalars_one_by_one, REAL),
+    "advantages, one by one": Case(advantages_one_by_one, REAL),
     "contrastive, later": refused(contrastive_later, ADDED, REAL),
     "triplet": Case(triplet),
     "batch-hard triplet": refused(batch_hard, ADDED),
