@@ -25,7 +25,9 @@ _WHOLE_BYTES = 1 << 22  # up to here everything is digested
 _ROWS = 64  # else so many rows
 _ITEMS = 8  # of a data set that is read by index
 _ROW_BYTES = 1 << 12  # and of a long row so many bytes, spread over it
-_GLANCE = 256  # bytes that are looked at of each part of each record of a stream
+_GLANCE = (
+    1 << 12
+)  # bytes that are looked at of each part of each record of a stream: all, or both ends and some between
 _PIECE = 1 << 14  # rows hashed at a time
 _SKETCH = 512  # row hashes of a rank that are compared to say what differs
 
@@ -158,8 +160,11 @@ def glance(record: Any) -> Iterator[tuple[str, bytes]]:
     """Yields the parts of a record by name, each with a little of it, cheaply enough for every record of a stream."""
     for name, leaf in _leaves(record):
         if isinstance(leaf, (bytes, bytearray, str)):
-            ends = leaf[:_GLANCE] + leaf[-_GLANCE:]  # type: ignore[operator]
-            seen = f"{len(leaf)}".encode() + (ends.encode(errors="replace") if isinstance(ends, str) else bytes(ends))
+            part = leaf
+            if len(leaf) > _GLANCE:
+                ends, between = _GLANCE // 4, -(-len(leaf) // (_GLANCE // 2))
+                part = leaf[:ends] + leaf[::between] + leaf[-ends:]  # type: ignore[operator]
+            seen = f"{len(leaf)}".encode() + (part.encode(errors="replace") if isinstance(part, str) else bytes(part))
         elif leaf is None or isinstance(leaf, (bool, int, float)) or hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
             seen = _bytes(leaf, _GLANCE)
         else:  # to look into it may cost what decoding does

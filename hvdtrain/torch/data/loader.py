@@ -147,8 +147,15 @@ class Loader(Dealt):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, and what it is a position in."""
-        epoch, samples_in_epoch = self.position
-        return {"epoch": epoch, "samples_in_epoch": samples_in_epoch, **self.identity()}
+        return self._state(self.position, self.step)
+
+    def state_after(self, step: Step | None) -> dict[str, Any]:
+        """Returns the state of where a restored run goes on if the batch of `step` is the last in the weights."""
+        return self._state(self.position_after(step), step)
+
+    def _state(self, place: tuple[int, int], step: Step | None) -> dict[str, Any]:
+        """Returns the state of a place, which is that after `step`, or one before it."""
+        return {"epoch": place[0], "samples_in_epoch": place[1], **self.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved position.

@@ -135,9 +135,9 @@ class Batches:
             self._batch = self._applied = None
             self._calls = set()
 
-    def place(self) -> tuple[int, int]:
-        """Where a run goes on that has the weights of now: (epoch, samples done in it)."""
-        return (0, 0) if self.data is None else self.data.position_after(self._applied)
+    def state(self) -> dict[str, Any] | None:
+        """The loader's state where a run goes on that has the weights of now; None without one."""
+        return None if self.data is None else self.data.state_after(self._applied)
 
 
 def require_batch(batch: Batch | None) -> Batch:
