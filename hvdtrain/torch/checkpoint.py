@@ -239,7 +239,7 @@ class TrainingPart(Part):
         """Gathers the ranks' random states, and their parts of the optimizer's.
 
         Raises:
-            ConfigError: an update is complete but not applied.
+            ConfigError: an update is complete but not applied; or is gathered while another model is past its batches.
             NonFiniteError: the loss of an update since the last check was not finite.
         """
         CLOCK.enter("checkpoint")
@@ -249,6 +249,7 @@ class TrainingPart(Part):
             if session.gradients.state == "more":
                 received = "backward(..., more=True) announced another backward()"
             raise ConfigError("a checkpoint is taken after step()", received, "step() first")
+        session.batches.saved(session.gradients.batch if session.gradients.gathering else None)
         session.losses.settle()
         self.streams = session.world.gather(session.streams())
         if session.parted is not None:

@@ -46,7 +46,8 @@ def saved(make: Callable[[Any], Any], size: int, rank: int = 0) -> dict[str, Any
         if train.position[1] == DONE:
             state, step = train.state_dict(), train.step
         if train.position[1] > DONE:
-            assert train.state_after(step) == state and train.state_dict() != state
+            train.in_weights = step
+            assert train.state_of_weights() == state and train.state_dict() != state
             return state
     raise AssertionError("not reached")
 
