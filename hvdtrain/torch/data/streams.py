@@ -24,7 +24,7 @@ from hvdtrain.torch.data.memory import Memory
 from hvdtrain.torch.data.processes import Processes, Reader, answers
 from hvdtrain.torch.data.random_state import OwnRng, preserved_rng
 from hvdtrain.torch.data.source import Augment, Fetched
-from hvdtrain.torch.data.workers import Failures, read_batch, two_of
+from hvdtrain.torch.data.workers import Failures, Together, read_batch, together_of, two_of
 
 Begin = Callable[[int], Iterator[Any]]  # the stream of an epoch
 
@@ -53,6 +53,11 @@ class Get:
         self.dataset = dataset
         self._decode = decode
 
+    @property
+    def together(self) -> Together | None:
+        """Reads many samples by their indices in one call, where the data set can."""
+        return None if self.dataset is None or self._decode is not None else together_of(self.dataset)
+
     def __call__(self, record: Any) -> Any:
         sample = record if self.dataset is None else self.dataset[whole(record)]
         return sample if self._decode is None else self._decode(sample)
@@ -74,7 +79,8 @@ class _Walker(Reader, IterableDataset[Any]):
     def __init__(
         self, source: Streamed, plan: StreamPlan, epoch: int, done: int, *, rank: int, ahead: int, digest: int | None
     ) -> None:
-        self._source = source
+        self._source, self.kind = source, source.kind
+        self.in_one_call = isinstance(source.get, Get) and source.get.together is not None
         self._plan, self._epoch, self._done, self._digest = plan, epoch, done, digest
         self._rank, self._ahead = rank, ahead
 
@@ -187,7 +193,7 @@ class Streamed:
         get, named = self.get, self.get.dataset is not None
         names = [whole(record) for record in own] if named else range(step.first, step.first + len(own))
         return read_batch(
-            step, get, list(zip(names, own, strict=True)), reader=reader, collate=self._collate,
+            step, get, list(zip(names, own, strict=True)), together=get.together, reader=reader, collate=self._collate,
             others=lambda: two_of(map(get, first), self._collate),
         )  # fmt: skip
 
