@@ -25,9 +25,9 @@ _WHOLE_BYTES = 1 << 22  # up to here everything is digested
 _ROWS = 64  # else so many rows
 _ITEMS = 8  # of a data set that is read by index
 _ROW_BYTES = 1 << 12  # and of a long row so many bytes, spread over it
-_GLANCE = (
-    1 << 12
-)  # bytes that are looked at of each part of each record of a stream: all, or both ends and some between
+# of each part of each record of a stream so many bytes are looked at whole; of longer ones both ends, and so many
+# between, of which each costs a line of the cache
+_GLANCE, _ENDS, _BETWEEN = 1 << 12, 1 << 10, 1 << 8
 _PIECE = 1 << 14  # rows hashed at a time
 _SKETCH = 512  # row hashes of a rank that are compared to say what differs
 
@@ -162,11 +162,10 @@ def glance(record: Any) -> Iterator[tuple[str, bytes]]:
         if isinstance(leaf, (bytes, bytearray, str)):
             part = leaf
             if len(leaf) > _GLANCE:
-                ends, between = _GLANCE // 4, -(-len(leaf) // (_GLANCE // 2))
-                part = leaf[:ends] + leaf[::between] + leaf[-ends:]  # type: ignore[operator]
+                part = leaf[:_ENDS] + leaf[:: len(leaf) // _BETWEEN] + leaf[-_ENDS:]  # type: ignore[operator]
             seen = f"{len(leaf)}".encode() + (part.encode(errors="replace") if isinstance(part, str) else bytes(part))
         elif leaf is None or isinstance(leaf, (bool, int, float)) or hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-            seen = _bytes(leaf, _GLANCE)
+            seen = _bytes(leaf, _ENDS)
         else:  # to look into it may cost what decoding does
             seen = type(leaf).__name__.encode()
         yield name, seen
