@@ -25,7 +25,9 @@ _WHOLE_BYTES = 1 << 22  # up to here everything is digested
 _ROWS = 64  # else so many rows
 _ITEMS = 8  # of a data set that is read by index
 _ROW_BYTES = 1 << 12  # and of a long row so many bytes, spread over it
-_GLANCE = 256  # bytes that are looked at of each part of each record of a stream
+# of each part of each record of a stream so many bytes are looked at whole; of longer ones both ends, and so many
+# between, of which each costs a line of the cache
+_GLANCE, _ENDS, _BETWEEN = 1 << 12, 1 << 10, 1 << 8
 _PIECE = 1 << 14  # rows hashed at a time
 _SKETCH = 512  # row hashes of a rank that are compared to say what differs
 
@@ -158,10 +160,12 @@ def glance(record: Any) -> Iterator[tuple[str, bytes]]:
     """Yields the parts of a record by name, each with a little of it, cheaply enough for every record of a stream."""
     for name, leaf in _leaves(record):
         if isinstance(leaf, (bytes, bytearray, str)):
-            ends = leaf[:_GLANCE] + leaf[-_GLANCE:]  # type: ignore[operator]
-            seen = f"{len(leaf)}".encode() + (ends.encode(errors="replace") if isinstance(ends, str) else bytes(ends))
+            part = leaf
+            if len(leaf) > _GLANCE:
+                part = leaf[:_ENDS] + leaf[:: len(leaf) // _BETWEEN] + leaf[-_ENDS:]  # type: ignore[operator]
+            seen = f"{len(leaf)}".encode() + (part.encode(errors="replace") if isinstance(part, str) else bytes(part))
         elif leaf is None or isinstance(leaf, (bool, int, float)) or hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-            seen = _bytes(leaf, _GLANCE)
+            seen = _bytes(leaf, _ENDS)
         else:  # to look into it may cost what decoding does
             seen = type(leaf).__name__.encode()
         yield name, seen

@@ -239,7 +239,7 @@ class TrainingPart(Part):
         """Gathers the ranks' random states, and their parts of the optimizer's.
 
         Raises:
-            ConfigError: an update is complete but not applied.
+            ConfigError: an update is complete but not applied; or is gathered while another model is past its batches.
             NonFiniteError: the loss of an update since the last check was not finite.
         """
         CLOCK.enter("checkpoint")
@@ -249,6 +249,7 @@ class TrainingPart(Part):
             if session.gradients.state == "more":
                 received = "backward(..., more=True) announced another backward()"
             raise ConfigError("a checkpoint is taken after step()", received, "step() first")
+        session.batches.saved(session.gradients.batch if session.gradients.gathering else None)
         session.losses.settle()
         self.streams = session.world.gather(session.streams())
         if session.parted is not None:
@@ -256,14 +257,13 @@ class TrainingPart(Part):
 
     def save(self, path: Path) -> None:
         optimizer = self.optimizer
-        data = optimizer.session.batches.data
         content = {
             "format": 1,
             "optimizer": optimizer.state_dict() if self._gathered is None else self._gathered,
             "optimizer_class": kind_of(optimizer.wrapped),
             "precision": optimizer.session.precision.state_dict(),
             "progress": asdict(optimizer.progress),
-            "loader": None if data is None else {**data.state_dict(), **_place(optimizer.session, data)},
+            "loader": _place(optimizer.session),
             "parameters": _described(optimizer),
             "streams": self.streams,
         }
@@ -309,9 +309,11 @@ class TrainingPart(Part):
             start.split_streams(world, "resumed", saved["progress"]["samples_seen"])
 
 
-def _place(session: Session, data: Loader) -> dict[str, int]:
+def _place(session: Session) -> dict[str, Any] | None:
     """Where the loader goes on: after the last batch that is in the weights, however many were handed out since."""
-    epoch, samples = session.batches.place()
+    data = session.batches.data
+    if data is None:
+        return None
     left = data.left_early()  # told once
     if left is not None and session.world.is_main:
         whole = data.plan.samples or "its"  # a stream's
@@ -320,7 +322,7 @@ def _place(session: Session, data: Loader) -> dict[str, int]:
             f" this checkpoint begins epoch {left[0] + 1}, as this one would (to go on there, save within the loop)",
             flush=True,
         )
-    return {"epoch": epoch, "samples_in_epoch": samples}
+    return session.batches.state()
 
 
 def _check_optimizer(saved: Mapping[str, Any], own: list[Described], optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,8 @@ from limits import Limit
 from passing import names_of, verdict_on
 
 FOLDER = PROGRAMS / "torch"
-CASES = [(program, name) for program in ("loader_alone.py", "inputs.py") for name in names_of(FOLDER / program)]
+PARTS = ("loader_alone.py", "inputs.py", "orders.py", "fetched.py")
+CASES = [(program, name) for program in PARTS for name in names_of(FOLDER / program)]
 
 
 @functools.cache

@@ -14,19 +14,63 @@ from hvdtrain.core.errors import ConfigError, ReplicaError, by_rank
 from hvdtrain.core.world import World
 
 HEAD = 8  # records that ranks compare before anything is dealt
-WHOLE_STREAM = (
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How messages speak of what is walked.
+
+    Attributes:
+        name: of it, or the argument that gives it.
+        one, many: of its records.
+        again: what makes it the same whenever it is read.
+        whole: what makes it the same on every rank.
+        anew: what can be read in every epoch.
+    """
+
+    name: str
+    one: str
+    many: str
+    again: str
+    whole: str
+    anew: str
+
+
+STREAM = Kind(
+    "the stream", "record", "records",
+    "shuffle by a seed that is made of the epoch alone: a callable records(epoch), or set_epoch(epoch) (webdataset:"
+    " .shuffle(n, rng=random.Random(epoch)) within records(epoch)); what is drawn for each sample belongs into decode=,"
+    " whose random numbers are made of the sample's place",
     "give every rank the whole stream, hvdtrain deals it: no records[rank::size], shard(), split_by_node or"
     " split_dataset_by_node; sort lists of files; shuffle by a seed that is made of the epoch alone (a callable"
-    " records(epoch), or set_epoch(epoch))"
-)
+    " records(epoch), or set_epoch(epoch))",
+    "give a data set, a list or a tuple of arrays; or the function that makes the stream,"
+    " loader(lambda epoch: records(epoch), ...), or an object with __iter__",
+)  # fmt: skip
 
 
-def stream_of(data: Any) -> Callable[[int], Iterator[Any]]:
+def _order(argument: str, one: str, many: str) -> Kind:
+    return Kind(
+        f"the order of {argument}", one, many,
+        "draw with torch's global generator, or with one that the sampler has as `generator`"
+        " (RandomSampler(data, generator=torch.Generator())): both are seeded by seed= and the epoch; or give a"
+        f" function of the epoch, {argument}lambda epoch: ...",
+        f"give every rank the same {argument}, which names the samples of all ranks: hvdtrain deals them, no"
+        " [rank::size]; draw by the same seed on every rank",
+        f"give a sampler, a list, or a function of the epoch: {argument}lambda epoch: ...",
+    )  # fmt: skip
+
+
+SAMPLER, BATCH_SAMPLER = _order("sampler=", "index", "indices"), _order("batch_sampler=", "batch", "batches")
+
+
+def stream_of(data: Any, kind: Kind = STREAM) -> Callable[[int], Iterator[Any]]:
     """Returns the function that begins the stream of an epoch.
 
     Args:
         data: an iterable that can be read again (`set_epoch(epoch)` is called if it has one); or a function that
             returns one: of the epoch, if it has a parameter that must be given or is named `epoch`, else of nothing.
+        kind: what it is to the user.
 
     Raises:
         ConfigError: an iterator, which can be read once only, or nothing that can be read.
@@ -48,10 +92,9 @@ def stream_of(data: Any) -> Callable[[int], Iterator[Any]]:
     if callable(data) and not hasattr(data, "__next__"):
         return (lambda epoch: iter(data(epoch))) if _takes_epoch(data) else (lambda epoch: iter(data()))
     raise ConfigError(
-        "a stream can be read anew: in each epoch, and after a restart",
+        f"{kind.name} can be read anew: in each epoch, and after a restart",
         f"a {type(data).__name__}" + (", which can be read once" if hasattr(data, "__next__") else ""),
-        "give a data set, a list or a tuple of arrays; or the function that makes the stream,"
-        " loader(lambda epoch: records(epoch), ...), or an object with __iter__",
+        kind.anew,
     )
 
 
@@ -74,6 +117,7 @@ class Noted:
         unstable: names of parts that differ from one reading to the next, and are not compared.
         told: is called before each record, with ~its number.
         keep: how many of the first are kept, as `first`.
+        kind: what they are to the user.
     """
 
     def __init__(
@@ -82,11 +126,13 @@ class Noted:
         unstable: frozenset[str] = frozenset(),
         told: Callable[[int], None] = lambda number: None,
         keep: int = HEAD,
+        kind: Kind = STREAM,
     ) -> None:
         self._records = records
         self._unstable = unstable
         self._told = told
         self._keep = keep
+        self.kind = kind
         self.count = 0
         self.digest = 0
         self.first: list[Any] = []
@@ -101,7 +147,7 @@ class Noted:
         except StopIteration:
             raise
         except Exception as error:
-            error.add_note(f"hvdtrain: while reading record {self.count} of the stream")
+            error.add_note(f"hvdtrain: while reading {self.kind.one} {self.count} of {self.kind.name}")
             raise
         if len(self.first) < self._keep:
             self.first.append(record)
@@ -117,60 +163,64 @@ class Head:
     """How a stream begins, to be compared among ranks and with a later run.
 
     Attributes:
+        kind: what it is to the user.
         records: how many were read.
         digest: of what was the same when they were read again, in hex.
         unstable: names of the parts that were not.
     """
 
+    kind: Kind
     records: int
     digest: str
     unstable: frozenset[str]
 
 
-def head(begin: Callable[[], Iterator[Any]], count: int = HEAD) -> Head:
+def head(begin: Callable[[], Iterator[Any]], count: int = HEAD, kind: Kind = STREAM) -> Head:
     """Returns the head of a stream, which is read twice: ranks read it on their own, and a resumed run again.
 
     Args:
         begin: begins to read it.
         count: records to look at.
+        kind: what it is to the user.
 
     Raises:
-        ConfigError: the two differ in all parts of a record.
+        ConfigError: the two differ in all parts of a record that tell one from another.
     """
     first, second = (list(islice(begin(), count)) for _ in range(2))
     seen = [[dict(same_data.glance(record)) for record in records] for records in (first, second)]
     unstable = {name for a, b in zip(*seen, strict=False) for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
     names = {name for record in seen[0] for name in record}
-    if len(first) != len(second) or (names and names <= unstable):
+    # a part that is the same in all of them (the shard they are from) tells no order from another; few may be by chance
+    telling = {name for name in names - unstable if len(first) < HEAD or len({r.get(name) for r in seen[0]}) > 1}
+    if len(first) != len(second) or (unstable and not telling):
         raise ConfigError(
-            "a stream has the same records in the same order whenever it is read for the same epoch",
-            "read twice, it began with other records",
-            "shuffle by a seed that is made of the epoch alone: a callable records(epoch), or set_epoch(epoch); what"
-            " is drawn for each sample belongs into decode=, whose random numbers are made of the sample's place",
+            f"{kind.name} has the same {kind.many}, one after another, whenever it is read for the same epoch",
+            f"read twice, it began with other {kind.many}",
+            kind.again,
         )
     digest = 0
     for record in seen[0]:
         for name, glance in record.items():
             digest = zlib.crc32(glance, digest) if name not in unstable else digest
-    return Head(len(first), f"{digest:08x}", frozenset(unstable))
+    return Head(kind, len(first), f"{digest:08x}", frozenset(unstable))
 
 
 def check_heads(world: World, mine: Head) -> None:
     """Refuses ranks whose streams do not begin alike; collective."""
-    _refuse_different(world, (mine.records, mine.digest), "its first {} records: digest {}")
+    _refuse_different(world, mine.kind, (mine.records, mine.digest), f"its first {{}} {mine.kind.many}: digest {{}}")
 
 
-def check_ends(world: World, samples: int, digest: int) -> None:
+def check_ends(world: World, samples: int, digest: int, kind: Kind = STREAM) -> None:
     """Refuses ranks whose streams did not have the same records, at the end of an epoch; collective."""
-    _refuse_different(world, (samples, f"{digest:08x}"), "an epoch of {} samples: digest {}")
+    _refuse_different(world, kind, (samples, f"{digest:08x}"), "an epoch of {} samples: digest {}")
 
 
-def _refuse_different(world: World, mine: tuple[int, str], text: str) -> None:
+def _refuse_different(world: World, kind: Kind, mine: tuple[int, str], text: str) -> None:
     found = world.gather(mine)
     if any(other != found[0] for other in found):
         raise ReplicaError(
-            "a stream must be the same on every rank, in the same order",
+            f"{kind.name} must be the same on every rank: the same {kind.many}, one after another",
             by_rank([text.format(*its) for its in found]),
-            WHOLE_STREAM,
+            kind.whole,
             shared=True,
         )

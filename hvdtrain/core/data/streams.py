@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from hvdtrain.core.data.records import Noted
+from hvdtrain.core.data.records import STREAM, Kind, Noted
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Plan, Step, contiguous
 
@@ -32,9 +32,11 @@ class StreamPlan(Plan):
     Attributes:
         whole_batches: records are the samples of a whole step (lists, dealt contiguously), this many as a rule;
             0: each record is a sample.
+        kind: what is walked.
     """
 
     whole_batches: int = 0
+    kind: Kind = STREAM
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,9 +53,9 @@ class StreamPlan(Plan):
 
     def total(self) -> NoReturn:
         raise ConfigError(
-            "how many samples a stream has is known at its end",
+            f"how many samples {self.kind.name} has is known at its end",
             "samples (or steps) of an epoch were asked for",
-            "say the number: LR(total_samples=1_281_167 * epochs), or count the records once",
+            f"say the number: LR(total_samples=1_281_167 * epochs), or count the {self.kind.many} once",
         )
 
     def steps(self, consumed: int = 0) -> NoReturn:
@@ -80,7 +82,7 @@ class StreamStep(Step):
         before: samples of all ranks that were done in the epoch before this step.
         earlier, later: samples of all ranks in the steps just before and after it, as far as they are kept and known.
         ended: no step follows on those.
-        digest: of all records up to the last that was looked at.
+        digest: of all records of the epoch up to its last, whoever's they are.
     """
 
     before: int = 0
@@ -102,7 +104,7 @@ class StreamStep(Step):
         left = accumulate - 1 - place
         if len(self.later) < left and not self.ended or len(self.earlier) < place:
             raise ConfigError(
-                "a stream is read ahead as far as an update needs",
+                f"{self.plan.kind.name} is read ahead as far as an update needs",  # type: ignore[attr-defined]
                 f"a loop that knows {len(self.later)} steps more, and prepare(accumulate={accumulate})",
                 "prepare model and optimizer with the loader before the loop over it begins",
             )
@@ -119,15 +121,16 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 class Part(NamedTuple):
-    """What a rank gets of a step: its own records, raw; `first` and how many of all ranks."""
+    """What a rank gets of a step: its own records, raw; `first`, how many of all ranks, and the digest up to there."""
 
     first: int
     own: list[Any]
     samples: int
+    digest: int
 
 
 def walk(
-    records: Noted, plan: StreamPlan, epoch: int, begin: int, *, rank: int, ahead: int
+    records: Noted, plan: StreamPlan, epoch: int, begin: int, *, rank: int, ahead: int, digest: int | None = None
 ) -> Iterator[tuple[StreamStep, list[Any]]]:
     """Yields each step that is left in the epoch, and this rank's records of it, raw.
 
@@ -135,11 +138,12 @@ def walk(
         records: the whole stream, from its beginning.
         begin: samples of all ranks that are done.
         ahead: steps that are looked at before one is yielded, at least 1.
+        digest: of the records before `begin`, as the run that did them had them; None: nobody knows.
 
     Raises:
-        ConfigError: the stream ends before `begin`, or that is within a batch.
+        ConfigError: the stream ends before `begin`, or that is within a batch; the records before it are others.
     """
-    _skip(records, plan, begin)
+    _skip(records, plan, begin, digest)
     steps, waiting, ended = _steps(records, plan, begin, rank), deque[Part](), False
     earlier: deque[int] = deque(maxlen=ahead)
     number, before = 0, begin
@@ -155,7 +159,7 @@ def walk(
             StreamStep(
                 plan, epoch, begin, number, now.first, len(now.own), now.samples, before=before,
                 earlier=tuple(earlier), later=tuple(step.samples for step in waiting), ended=ended,
-                digest=records.digest,
+                digest=now.digest,
             ),
             now.own,
         )  # fmt: skip
@@ -163,21 +167,30 @@ def walk(
         number, before = number + 1, before + now.samples
 
 
-def _skip(records: Iterator[Any], plan: StreamPlan, begin: int) -> None:
+def _skip(records: Noted, plan: StreamPlan, begin: int, digest: int | None) -> None:
+    rule, kind = "a run goes on where it stopped, in the data and the order it began with", plan.kind
     done = last = 0
     while done < begin and (record := next(records, _END)) is not _END:
         last = len(record) if plan.whole_batches else 1
         done += last
     if done != begin:
         raise ConfigError(
-            "a run goes on where it stopped, in the data it began with",
-            f"{begin} samples of the epoch were done; the stream "
+            rule,
+            f"{begin} samples of the epoch were done; {kind.name} "
             + (f"ends after {done}" if done < begin else f"has one batch from sample {done - last} to {done}"),
-            "give the same data, seed and batch sampler, or start a new run directory",
+            "give the same data, seed and order, or start a new run directory",
+        )
+    if digest not in (None, records.digest):
+        raise ConfigError(
+            rule,
+            f"{kind.name} has other {kind.many} than the saved run had among the first {begin} samples of the epoch:"
+            f" digest {digest:08x} when it was saved, {records.digest:08x} now",
+            f"give the same data (files that nobody changed, in the same order) and seed; {kind.again};\nor start a new"
+            " run directory",
         )
 
 
-def _steps(records: Iterator[Any], plan: StreamPlan, begin: int, rank: int) -> Iterator[Part]:
+def _steps(records: Noted, plan: StreamPlan, begin: int, rank: int) -> Iterator[Part]:
     before = begin
     while True:
         if plan.whole_batches:
@@ -194,7 +207,7 @@ def _steps(records: Iterator[Any], plan: StreamPlan, begin: int, rank: int) -> I
             mine = contiguous(count, rank, plan.size)
             if count == 0 or (plan.tail == "drop" and count < plan.global_batch):
                 return
-        yield Part(before + mine.start, own, count)
+        yield Part(before + mine.start, own, count, records.digest)
         before += count
 
 

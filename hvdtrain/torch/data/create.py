@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hvdtrain.core import same_data
-from hvdtrain.core.data.records import check_heads, stream_of
+from hvdtrain.core.data.records import BATCH_SAMPLER, SAMPLER, STREAM, check_heads, stream_of
 from hvdtrain.core.data.streams import StreamPlan
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.resources import usable_cores, workers_for
@@ -183,6 +183,7 @@ def loader(
     )  # fmt: skip
     batch = per_rank_batch if per_rank_batch is not None else -(-whole_batches // world.size)
     order = batch_sampler if sampler is None else sampler
+    kind = STREAM if order is None else BATCH_SAMPLER if sampler is None else SAMPLER
     if by_index or order is not None:
         source = source_of(data, device, processes, collate, auto=workers == "auto")
         plan = Plan(source.samples, world.size, batch, seed=seed, shuffle=shuffle, tail=tail)
@@ -194,18 +195,20 @@ def loader(
         if order is None:
             return Loader(source, plan, world, augment=augment or augment_of(data))
         _refuse_sampler(order)
-        begin, get = drawn_by_epoch(order, stream_of(order), seed), get_of(source)
+        begin, get = drawn_by_epoch(order, stream_of(order, kind), seed), get_of(source)
         processes = Processes(0) if isinstance(get, Memory) else processes
     else:
         begin, get = stream_of(data), Get(None, decode)
-    stream = StreamPlan(0, world.size, batch, seed=seed, shuffle=False, tail=tail, whole_batches=whole_batches)
-    walked = Streamed(begin, get, processes, collate)
-    world.agree("stream (batch, seed, tail)", (*vars(stream).values(),))
+    stream = StreamPlan(
+        0, world.size, batch, seed=seed, shuffle=False, tail=tail, whole_batches=whole_batches, kind=kind
+    )
+    walked = Streamed(begin, get, processes, collate, kind)
+    world.agree("data (batch, seed, tail)", (batch, seed, tail, whole_batches, kind.name))
     begins = walked.head(seed)
     if world.size > 1:
         check_heads(world, begins)
     if begins.records == 0:
-        raise ConfigError("training needs samples", "the stream has no record", "give data", shared=True)
+        raise ConfigError("training needs samples", f"{kind.name} has no {kind.one}", "give data", shared=True)
     return StreamLoader(walked, stream, world, augment=augment or augment_of(data), begins=begins)
 
 

@@ -50,6 +50,7 @@ class Loader(Dealt):
         skipped: files of this rank that could not be read, with the reason, each once.
         device: where batches are handed out.
         followers: prepared models that train on these batches.
+        in_weights: the step of the last batch that is in the weights of one of them.
     """
 
     def __init__(self, source: Source, plan: Plan, world: World, *, augment: Augment | None) -> None:
@@ -70,6 +71,7 @@ class Loader(Dealt):
         self._left: tuple[int, int] | None = None  # (epoch, samples done) of a loop that ended before its epoch
         self._left_reported = False
         self._differentiated: Step | None = None
+        self.in_weights: Step | None = None
         self._served = WeakIdKeyDictionary()  # of each tensor that was handed out to train on, its step
         self._start = 0, 0  # where training begins: what is only looked at before does not count
 
@@ -96,11 +98,11 @@ class Loader(Dealt):
         self._notice_end()
         return self._begun
 
-    def position_after(self, step: Step | None) -> tuple[int, int]:
-        """Returns where a restored run goes on if the batch of `step` is the last that is in the weights."""
+    def _position_of_weights(self) -> tuple[int, int]:
         self._notice_end()
         if not self._begun:
             return self.position
+        step = self.in_weights
         of_this_loop = step is not None and (step.epoch, step.begin) == (self._epoch, self._begin)
         return self._place(step.samples_done if step is not None and of_this_loop else self._begin)
 
@@ -141,14 +143,21 @@ class Loader(Dealt):
         place = self.plan.place_after(epoch, samples_in_epoch)
         self._stop()
         self._end_of_loop(*place)
-        self._left = self.step = self._differentiated = None
+        self._left = self.step = self._differentiated = self.in_weights = None
         self._start = self._epoch, self._done
         self._moves += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, and what it is a position in."""
-        epoch, samples_in_epoch = self.position
-        return {"epoch": epoch, "samples_in_epoch": samples_in_epoch, **self.identity()}
+        return self._state(self.position, self.step)
+
+    def state_of_weights(self) -> dict[str, Any]:
+        """Returns the state of where a restored run goes on: after the last batch that is in any model's weights."""
+        return self._state(self._position_of_weights(), self.in_weights)
+
+    def _state(self, place: tuple[int, int], step: Step | None) -> dict[str, Any]:
+        """Returns the state of a place, which is that after `step`, or one before it."""
+        return {"epoch": place[0], "samples_in_epoch": place[1], **self.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved position.

@@ -15,6 +15,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
+from hvdtrain.core.data.records import STREAM
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.torch.data.forks import worker_context
 
@@ -56,6 +57,9 @@ class Reader:
     _places: Any = None
     _worker = 0
     turn: AbstractContextManager[Any] = nullcontext()  # one process at a time is inside
+    kind = STREAM
+    one_by_one = False  # samples are read, whatever the data set can
+    in_one_call = False  # those of a batch are, as a rule, and its first one is noted
 
     def begin(self) -> tuple[int, int]:
         """Returns the number of this process, and of all; to be called where the reading is done."""
@@ -170,7 +174,9 @@ def _explained(reader: Any, processes: Processes, received: int) -> Iterator[Non
         if text.startswith("DataLoader timed out"):
             worker = received % processes.count  # they take turns
             place = reader._places[worker]
-            what = f"sample {place}" if place >= 0 else f"record {~place} of the stream"
+            what = f"{reader.kind.one} {~place} of {reader.kind.name}"
+            if place >= 0:
+                what = f"sample {place}" + ", or another of its batch (__getitems__)" * reader.in_one_call
             raise HvdtrainError(
                 "a worker makes a batch within timeout_s seconds",
                 f"worker {worker} was at {what} when {processes.timeout_s:g} s were over",

@@ -46,7 +46,7 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """Puts the generators of Python, numpy and PyTorch (CPU) back at the end."""
-    kept = _states()
+    kept = generators()
     try:
         yield
     finally:
@@ -59,7 +59,7 @@ class OwnRng:
     def __init__(self, seed: int) -> None:
         with preserved_rng():
             seed_all(seed)
-            self._kept = _states()
+            self._kept = generators()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -68,11 +68,20 @@ class OwnRng:
             try:
                 yield
             finally:
-                self._kept = _states()
+                self._kept = generators()
 
 
-def _states() -> tuple[Any, Any, Any]:
+def generators() -> tuple[Any, Any, Any]:
+    """Returns the states of the generators of Python, numpy and PyTorch (CPU)."""
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def drawn_since(states: tuple[Any, Any, Any]) -> bool:
+    """Returns whether one of these generators was drawn from, or set."""
+    python, (_, keys, *rest), of_torch = generators()
+    _, keys_before, *rest_before = states[1]
+    numpy_s = rest == rest_before and np.array_equal(keys, keys_before)
+    return not (python == states[0] and numpy_s and torch.equal(of_torch, states[2]))
 
 
 def _put(states: tuple[Any, Any, Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from hvdtrain.core.data.records import Head, Noted, check_ends, head
+from hvdtrain.core.data.records import STREAM, Head, Kind, Noted, check_ends, head
 from hvdtrain.core.data.streams import StreamPlan, StreamStep, epoch_seed, walk
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import Step
@@ -24,7 +24,7 @@ from hvdtrain.torch.data.memory import Memory
 from hvdtrain.torch.data.processes import Processes, Reader, answers
 from hvdtrain.torch.data.random_state import OwnRng, preserved_rng
 from hvdtrain.torch.data.source import Augment, Fetched
-from hvdtrain.torch.data.workers import Failures, read_batch, two_of
+from hvdtrain.torch.data.workers import Failures, Together, read_batch, together_of, two_of
 
 Begin = Callable[[int], Iterator[Any]]  # the stream of an epoch
 
@@ -53,6 +53,11 @@ class Get:
         self.dataset = dataset
         self._decode = decode
 
+    @property
+    def together(self) -> Together | None:
+        """Reads many samples by their indices in one call, where the data set can."""
+        return None if self.dataset is None or self._decode is not None else together_of(self.dataset)
+
     def __call__(self, record: Any) -> Any:
         sample = record if self.dataset is None else self.dataset[whole(record)]
         return sample if self._decode is None else self._decode(sample)
@@ -71,9 +76,12 @@ def _no_worker() -> Iterator[None]:
 class _Walker(Reader, IterableDataset[Any]):
     """Walks a stream; what runs in the workers. Each walks all of it, and reads every so many steps of its rank."""
 
-    def __init__(self, source: Streamed, plan: StreamPlan, epoch: int, done: int, *, rank: int, ahead: int) -> None:
-        self._source = source
-        self._plan, self._epoch, self._done = plan, epoch, done
+    def __init__(
+        self, source: Streamed, plan: StreamPlan, epoch: int, done: int, *, rank: int, ahead: int, digest: int | None
+    ) -> None:
+        self._source, self.kind = source, source.kind
+        self.in_one_call = isinstance(source.get, Get) and source.get.together is not None
+        self._plan, self._epoch, self._done, self._digest = plan, epoch, done, digest
         self._rank, self._ahead = rank, ahead
 
     def __iter__(self) -> Iterator[tuple[StreamStep, Fetched]]:
@@ -82,8 +90,10 @@ class _Walker(Reader, IterableDataset[Any]):
         own = OwnRng(epoch_seed(plan.seed, self._epoch))
         # Hugging Face's streams have the epoch in memory that workers share, and set_epoch adds what is missing to it
         with own.in_place(), _no_worker(), self.turn:
-            records = Noted(source.begin(self._epoch), source.unstable, self.at)
-        steps = walk(records, plan, self._epoch, self._done, rank=self._rank, ahead=self._ahead)
+            records = Noted(source.begin(self._epoch), source.unstable, self.at, kind=source.kind)
+        steps = walk(
+            records, plan, self._epoch, self._done, rank=self._rank, ahead=self._ahead, digest=self._digest
+        )  # fmt: skip
         while True:
             with own.in_place(), _no_worker():
                 found = next(steps, None)
@@ -114,7 +124,7 @@ class _HeadReader(Reader, Dataset[Head]):
                     return
                 yield found[0]
 
-        return head(begin)
+        return head(begin, kind=self._source.kind)
 
 
 class Streamed:
@@ -123,6 +133,7 @@ class Streamed:
     Attributes:
         begin: the records of an epoch.
         get: makes a sample of a record.
+        kind: what is walked, to the user.
         unstable: names of parts of a record that are not compared among ranks.
     """
 
@@ -134,9 +145,11 @@ class Streamed:
         get: Get | Memory,
         processes: Processes,
         collate: Callable[[list[Any]], Any] | None,
+        kind: Kind = STREAM,
     ) -> None:
         self.begin = begin
         self.get = get
+        self.kind = kind
         self.unstable: frozenset[str] = frozenset()
         self._processes = processes
         self._collate = collate or default_collate
@@ -160,12 +173,12 @@ class Streamed:
         return begins
 
     def walk(
-        self, plan: StreamPlan, epoch: int, done: int, *, rank: int, ahead: int
+        self, plan: StreamPlan, epoch: int, done: int, *, rank: int, ahead: int, digest: int | None = None
     ) -> Generator[tuple[StreamStep, Fetched], None, None]:
         """Yields the steps that are left in an epoch, with this rank's batches; closing it ends what it holds."""
         if self._closed:
             raise ConfigError("a loader that was closed serves no more batches", "close() was called")
-        walker = _Walker(self, plan, epoch, done, rank=rank, ahead=ahead)
+        walker = _Walker(self, plan, epoch, done, rank=rank, ahead=ahead, digest=digest)
         with closing(answers(walker, self._processes)) as found:
             for step, fetched in found:
                 self._failures.check(step, fetched, float("inf"))
@@ -180,7 +193,7 @@ class Streamed:
         get, named = self.get, self.get.dataset is not None
         names = [whole(record) for record in own] if named else range(step.first, step.first + len(own))
         return read_batch(
-            step, get, list(zip(names, own, strict=True)), reader=reader, collate=self._collate,
+            step, get, list(zip(names, own, strict=True)), together=get.together, reader=reader, collate=self._collate,
             others=lambda: two_of(map(get, first), self._collate),
         )  # fmt: skip
 
@@ -208,19 +221,46 @@ class StreamLoader(Loader):
     ) -> None:
         super().__init__(source, plan, world, augment=augment)  # type: ignore[arg-type]
         self._begins = begins
+        self._gone_on: tuple[tuple[int, int], int] | None = None  # a saved place, and the digest up to it
 
     def __len__(self) -> int:
+        kind = self._begins.kind
         raise UnknownLength(
-            "how many batches a stream has is known at its end", "len(loader)", "count the steps, or the records once"
+            f"how many batches {kind.name} has is known at its end",
+            "len(loader)",
+            f"count the steps, or the {kind.many}",
         )
 
     def identity(self) -> dict[str, Any]:
-        begins = f"{self._begins.records} records, digest {self._begins.digest}"
-        return {"samples": "a stream", "seed": self.plan.seed, "shuffle": False, "order": begins}
+        kind, get = self._begins.kind, self._source.get
+        begins = f"{kind.name}, whose first {self._begins.records} {kind.many} have digest {self._begins.digest}"
+        data = get.samples if isinstance(get, Memory) else None if get.dataset is None else len(get.dataset)
+        samples = kind.name if data is None else f"{data} samples, in {kind.name}"
+        return {"samples": samples, "seed": self.plan.seed, "shuffle": False, "order": begins}
+
+    def go_on(self, epoch: int, samples_in_epoch: int) -> None:
+        super().go_on(epoch, samples_in_epoch)
+        self._gone_on = None  # what is before that place, nobody says
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state["digest"] is not None:
+            self._gone_on = (int(state["epoch"]), int(state["samples_in_epoch"])), int(state["digest"], 16)
+
+    def _state(self, place: tuple[int, int], step: Step | None) -> dict[str, Any]:
+        """Beside the place the digest of the records before it, which do not depend on who they were dealt to."""
+        digest = self._digest_before(place)
+        if isinstance(step, StreamStep) and (step.epoch, step.samples_done) == place:
+            digest = step.digest
+        return {**super()._state(place, step), "digest": None if digest is None else f"{digest:08x}"}
+
+    def _digest_before(self, place: tuple[int, int]) -> int | None:
+        return self._gone_on[1] if self._gone_on is not None and self._gone_on[0] == place else None
 
     def _made(self, epoch: int, done: int) -> Generator[tuple[Any, Step], None, None]:
         ahead = max([1, *(follower.accumulate - 1 for follower in self.followers)])
-        with closing(self._source.walk(self.plan, epoch, done, rank=self._world.rank, ahead=ahead)) as found:
+        rank, digest = self._world.rank, self._digest_before((epoch, done))
+        with closing(self._source.walk(self.plan, epoch, done, rank=rank, ahead=ahead, digest=digest)) as found:
             for step, fetched in found:
                 yield self._make(step, fetched)
 
@@ -229,4 +269,4 @@ class StreamLoader(Loader):
         trained = self._differentiated
         if self._world.size > 1 and trained is not None and (trained.epoch, trained.begin) == (self._epoch, begin):
             assert isinstance(self.step, StreamStep)
-            check_ends(self._world, self.step.samples_done, self.step.digest)
+            check_ends(self._world, self.step.samples_done, self.step.digest, self._begins.kind)

@@ -2,7 +2,8 @@
 
 Each sample has a seed of its own, made of its place in the epoch: Python's, numpy's and PyTorch's generators are set to
 it before the sample is read. So random transforms do not depend on how many workers and ranks there are, nor on where
-a resumed epoch began, and never touch the streams of the training process.
+a resumed epoch began, and never touch the streams of the training process. A data set that reads a whole batch in one
+call (`__getitems__`) is asked to, as PyTorch's loader does, unless it draws random numbers there.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import Subset, default_collate, get_worker_info
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.same_data import Digest, of_items
 from hvdtrain.core.sharding import Step
 from hvdtrain.torch.data.draws import SEED_STREAM, words
 from hvdtrain.torch.data.processes import Processes, Reader, answers, located
-from hvdtrain.torch.data.random_state import preserved_rng, seed_all
+from hvdtrain.torch.data.random_state import drawn_since, generators, preserved_rng, seed_all
 from hvdtrain.torch.data.source import Fetched
 
 # More than this many unreadable samples, and more than this part of what was read: the data is broken, not a file.
 BAD_SAMPLES, BAD_PART = 8, 0.1
+
+Together = Callable[[list[int]], Any]
 
 REFUSED, NOTHING = "refused", "nothing can be read"  # in place of a batch
 
@@ -50,6 +53,7 @@ def read_batch(
     get: Callable[[Any], Any],
     samples: Sequence[tuple[int, Any]],
     *,
+    together: Together | None = None,
     reader: Reader,
     collate: Callable[[list[Any]], Any],
     others: Callable[[], Any],
@@ -60,15 +64,21 @@ def read_batch(
         step: whose batch.
         get: returns a sample.
         samples: of each, the number that names it, and what `get` is called with.
+        together: returns all samples of these numbers, where the data set can.
         reader: is told what is read.
         collate: makes the batch.
         others: makes one of samples that do not count, where there is none that does.
     """
     seeds = words(step.plan, step.epoch, step.first, step.dealt, 1, stream=SEED_STREAM)[:, 0].tolist()
+    names = [name for name, _ in samples]
+    found, failed = _read_together(together, names, seeds, reader)
+    if found is not None and not isinstance(found, (list, tuple)):  # a batch already, which torch gives to collate, too
+        return Fetched(located(f"while collating {_some(names)}", collate, found), None, [])
     read, kept, bad = [], [], []
     for number, ((name, asked), seed) in enumerate(zip(samples, seeds, strict=True)):
-        reader.at(name)
-        sample = read_sample(get, name, asked, seed)
+        if found is None:
+            reader.at(name)
+        sample = read_sample(get, name, asked, seed) if found is None else found[number]
         if isinstance(sample, Unreadable):
             bad.append((sample.name, sample.reason))
             if sample.fatal:  # as a value: an exception would lose its parts on the way out of a worker
@@ -76,11 +86,51 @@ def read_batch(
         else:
             read.append(sample)
             kept.append(number)
+    if failed is not None:
+        raise failed  # and none does alone, which would have been named
     if not read:
         return Fetched(others(), [], bad)
-    names = [str(name) for name, _ in samples]
-    where = f"while collating samples {', '.join(names[:8])}{' ...' * (len(names) > 8)}"
-    return Fetched(located(where, collate, read), kept if bad else None, bad)
+    return Fetched(located(f"while collating {_some(names)}", collate, read), kept if bad else None, bad)
+
+
+def _some(names: Sequence[int]) -> str:
+    return f"samples {', '.join(map(str, names[:8]))}{' ...' * (len(names) > 8)}"
+
+
+def together_of(dataset: Any) -> Together | None:
+    """Returns what reads many samples of a data set in one call; None where they are read one by one."""
+    inner = dataset
+    while type(inner) is Subset:  # asks for one after another where what it is a part of has nothing else
+        inner = inner.dataset
+    return dataset.__getitems__ if callable(getattr(inner, "__getitems__", None)) else None
+
+
+def _read_together(
+    together: Together | None, names: list[int], seeds: list[int], reader: Reader
+) -> tuple[Any, Exception | None]:
+    """Returns the samples, as one call gives them, or why it fails; neither where they are to be read one by one.
+
+    So it is where random numbers are drawn in the call: they would be those of the batch, which depends on the ranks.
+    """
+    if together is None or not names or reader.one_by_one:
+        return None, None
+    reader.at(names[0])
+    seed_all(seeds[-1])  # what is drawn next, by collate, is what it would be after the last sample
+    before = generators()
+    try:
+        found = located(f"while reading {_some(names)} in one call of __getitems__", together, names)
+    except Exception as error:
+        return None, error
+    if drawn_since(before):
+        reader.one_by_one = True
+        return None, None
+    if isinstance(found, (list, tuple)) and len(found) != len(names):
+        raise ConfigError(
+            "a data set's __getitems__ returns a sample for each index, or a batch that collate= takes",
+            f"{len(found)} for the {len(names)} of {_some(names)}",
+            "return as many as were asked for; or leave __getitems__ out",
+        )
+    return found, None
 
 
 def read_sample(get: Callable[[Any], Any], name: int, asked: Any, seed: int) -> Any:
@@ -101,6 +151,7 @@ class BatchReader(Reader, torch.utils.data.Dataset[Fetched]):
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
         self.collate = collate
+        self.in_one_call = together_of(dataset) is not None
         self._stand_in: Any = None
 
     def __getitem__(self, step: Step) -> Fetched:
@@ -112,7 +163,10 @@ class BatchReader(Reader, torch.utils.data.Dataset[Fetched]):
 
     def _read(self, step: Step) -> Fetched:
         samples = [(index, index) for index in step.indices.tolist()]
-        return read_batch(step, self._get, samples, reader=self, collate=self.collate, others=self._of_others)
+        return read_batch(
+            step, self._get, samples, together=together_of(self.dataset), reader=self, collate=self.collate,
+            others=self._of_others,
+        )  # fmt: skip
 
     def _get(self, index: int) -> Any:
         return self.dataset[index]

@@ -73,7 +73,7 @@ class Batches:
         self._planned = float(size * accumulate)
         self._done = 0
         self._batch: Batch | None = None
-        self._applied: Step | None = None
+        self._saved: Step | None = None
         self._calls: set[bool | None] = set()
 
     def called(self, values: Any) -> None:
@@ -125,19 +125,53 @@ class Batches:
 
     def applied(self, batch: Batch) -> tuple[int, int]:
         """The update that `batch` completes is in the weights; returns (epoch, samples done in it) to go on with."""
-        if batch is self._batch:
-            self._applied = batch.step
+        if batch is self._batch and self.data is not None:
+            self.data.in_weights = batch.step
         return (0, 0) if batch.step is None else batch.step.place_after
 
     def restart(self) -> None:
         """A checkpoint was restored: no batch is in the weights but those of the checkpoint."""
         if self.data is not None:
-            self._batch = self._applied = None
+            self._batch = self._saved = self.data.in_weights = None
             self._calls = set()
 
-    def place(self) -> tuple[int, int]:
-        """Where a run goes on that has the weights of now: (epoch, samples done in it)."""
-        return (0, 0) if self.data is None else self.data.position_after(self._applied)
+    def state(self) -> dict[str, Any] | None:
+        """The loader's state where a run goes on that has the weights of now; None without one."""
+        return None if self.data is None else self.data.state_of_weights()
+
+    def saved(self, gathered: Batch | None) -> None:
+        """A checkpoint is taken, which goes on after the last batch that is in the weights of any model.
+
+        Args:
+            gathered: the last batch of an update that is not complete.
+
+        Raises:
+            ConfigError: that update has batches before that place.
+        """
+        last = None if self.data is None else self.data.in_weights
+        step = None if gathered is None else gathered.step
+        in_one_loop = step is not None and last is not None and (step.epoch, step.begin) == (last.epoch, last.begin)
+        place = 0 if step is None else step.number % self._accumulate
+        if in_one_loop and last.number >= step.number - place:  # type: ignore[union-attr]
+            raise ConfigError(
+                "a checkpoint of several models on one loader is taken where none gathers an update whose batches are"
+                " in the weights of another",
+                f"one gathers an update of {self._accumulate} batches, and is at batch {place + 1} of it; another has"
+                " stepped on these batches",
+                "save where the step() of all optimizers has applied an update of the same batch",
+            )
+        self._saved = last
+
+    def check_not_saved(self, batch: Batch) -> None:
+        """Raises `ConfigError` for an update of a batch that is done in a checkpoint of this model."""
+        if batch.step is not None and batch.step is self._saved:
+            raise ConfigError(
+                "a checkpoint goes on with the batch after the last one that is in the weights: it is saved when all"
+                " optimizers have taken their steps on a batch",
+                "it was saved in the middle of a batch: an optimizer had stepped on it, and this is another step() on"
+                " the same batch, which a restored run would leave out",
+                "save after the last step() of the batch; restore from no checkpoint that this loop has saved so far",
+            )
 
 
 def require_batch(batch: Batch | None) -> Batch:

@@ -23,6 +23,10 @@ from hvdtrain.torch.update.batches import Batch
 # idle: backward() is next. more: another backward() for the same batch was announced. partial: a micro-batch is done
 # that is not the last of its update. ready: p.grad is the gradient of the global batch, and step() is next.
 State = Literal["idle", "more", "partial", "ready"]
+TWICE = (
+    "for other gradients of the same batch in place of these: optimizer.backward(loss, again=True); for several losses"
+    " of one batch: optimizer.backward(first, more=True), then optimizer.backward(last)"
+)
 _running: list[Gradients] = []  # whose backward pass is under way; hooks run in threads of autograd's
 
 
@@ -179,11 +183,16 @@ class Gradients:
     def check_turn(self, batch: Batch) -> None:
         """Raises `ConfigError` where no backward pass of `batch` is due."""
         if self.state == "ready":
+            counted, same = batch.step is not None, batch is self.batch
+            ways = [
+                "to gather the gradients of 4 batches: prepare(..., accumulate=4), with backward() and step() on each"
+                " batch and its mean loss, undivided"
+            ] * (not same) + [TWICE] * (same or not counted)
             raise ConfigError(
                 "optimizer.step() comes after the backward() that completes an update",
-                "backward() was called again",
-                "call optimizer.backward(loss), then optimizer.step(), or optimizer.skip() to leave the update out; for"
-                " other gradients of the same batch: optimizer.backward(loss, again=True)",
+                "backward() was called again" + ", for the next batch" * (counted and not same),
+                "call optimizer.backward(loss), then optimizer.step(), or optimizer.skip() to leave the update out; "
+                + "; ".join(ways),
             )
         if self.state != "more" and batch is self.batch:
             raise ConfigError(
@@ -256,7 +265,8 @@ class Gradients:
             raise ConfigError(
                 "the gradients of an update are zeroed after it is applied",
                 "zero_grad() between backward() and step()",
-                "zero_grad() belongs before backward(), or after step(); optimizer.skip() leaves an update out",
+                "zero_grad() belongs before backward(), or after step(); optimizer.skip() leaves an update out; "
+                + TWICE,
             )
 
 

@@ -85,6 +85,7 @@ class Optimizer(Passes):
         if gradients.state == "partial":
             gradients.state = "idle"
             return None
+        session.batches.check_not_saved(require_batch(gradients.batch if closure is None else session.batches.now()))
         CLOCK.enter("optimizer")
         if session.rates is not None:
             session.rates.apply(self.progress.samples_seen)

@@ -55,6 +55,26 @@ def case_steps_in_the_wrong_order_are_refused(world: hvdtrain.World) -> None:
         optimizer.step()
 
 
+def case_loops_of_plain_pytorch_are_told_the_option(world: hvdtrain.World) -> None:
+    """Gradients gathered by hand, and gradients of one batch taken twice."""
+    for divided in (1, 4):
+        model, optimizer, train = prepared()
+        with refused("the next batch", "prepare(..., accumulate=", "undivided", kind=ConfigError):
+            for number, batch in enumerate(train):
+                optimizer.backward(loss_of(model, batch) / divided)
+                if number % 4 == 3:
+                    optimizer.step()
+    model, optimizer, train = prepared()
+    for batch in train:
+        optimizer.backward(loss_of(model, batch))
+        for zero in (optimizer.zero_grad, model.zero_grad):
+            with refused("zero_grad() between backward() and step()", "again=True", "more=True", kind=ConfigError):
+                zero()
+        with refused("backward() was called again", "again=True", "more=True", kind=ConfigError):
+            optimizer.backward(loss_of(model, batch))
+        optimizer.step()
+
+
 def case_a_list_of_the_loaders_batches_is_none_of_its_loops(world: hvdtrain.World) -> None:
     model, optimizer, train = prepared()
     with refused("from before the last one", "not over list(train)", kind=ConfigError):

@@ -195,6 +195,83 @@ def case_m_random_numbers_within_an_update_are_those_it_began_with(world: hvdtra
     assert distance(*ends) == 0
 
 
+class Two:
+    """A critic and a generator, each with its optimizer, on one loader; `turns` says who steps on which batch.
+
+    Of a batch's moves "c" and "g" are an update, "s" one of the critic that is left out, and "!" saves.
+    """
+
+    def __init__(self, world: hvdtrain.World, accumulate: int = 1) -> None:
+        self.data = hvt.loader(data(), 4 // world.size, world=world)
+        self.models, self.optimizers = {}, {}
+        for name, every in (("c", 1), ("g", accumulate)):
+            model = net()
+            sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            made = hvt.prepare(model, sgd, self.data, accumulate=every, verify=False)
+            self.models[name], self.optimizers[name] = made
+
+    def state(self, order: str) -> Any:
+        parts = {name: hvt.model_state(self.models[name], self.optimizers[name]) for name in order}
+        return {f"{name}.{file}": part for name in order for file, part in parts[name].items()}
+
+    def run(self, turns: list[str], checkpoints: Any, order: str) -> None:
+        batches, update = iter(self.data), 0
+        for x, y in batches:
+            for move in turns[(self.data.step.samples_done - 1) // 4]:
+                if move == "!":
+                    checkpoints.save(self.state(order), progress=self.optimizers["c"].progress)
+                    continue
+                optimizer, update = self.optimizers["g" if move == "g" else "c"], update + 1
+                outputs = self.models["c"](x)
+                if move == "g":
+                    outputs = self.models["g"](x) + outputs.detach()
+                optimizer.backward(cross_entropy(outputs, y))
+                optimizer.skip() if move == "s" else optimizer.step()
+
+
+LOOPS = {
+    "a GAN": ["cg", "cg", "cg!", "cg", "cg", "cg"],
+    "every third batch": ["c", "c", "cg", "c!", "c", "cg"],
+    "saved within a batch, after its last": ["cg", "cg", "c!", "cg", "c", "cg"],
+    "five on a batch": ["cccccg", "cccccg", "cccccg!", "cccccg", "cccccg", "cccccg"],
+    "left out": ["cg", "cg", "sg!", "g", "s", "cg"],
+    "saved first": ["cg", "cg", "!cg", "cg", "c", "cg"],
+    "none for long": ["g", "c", "c", "c!", "c", "cg"],
+}
+
+
+def case_m_two_models_of_one_loader_go_on_after_the_last_batch_of_either(world: hvdtrain.World) -> None:
+    for name, turns in LOOPS.items():
+        for order in ("cg", "gc"):
+            with folder(world) as checkpoints:
+                whole, again = Two(world), Two(world)
+                whole.run(turns, checkpoints, order)
+                checkpoints.restore(again.state(order))
+                again.run([moves.replace("!", "") for moves in turns], None, order)
+                for which, model in whole.models.items():
+                    assert distance(model, again.models[which]) == 0, (name, order, which)
+
+
+def case_m_a_checkpoint_within_a_batch_is_refused_when_the_other_steps(world: hvdtrain.World) -> None:
+    for turns in (["cg", "c!g"], ["cg", "c!c"], ["cg", "s!g"]):
+        two = Two(world)
+        with folder(world) as checkpoints, refused("saved", "in the middle of a batch", "after the last step()"):
+            two.run([*turns, "", "", "", ""], checkpoints, "cg")
+        assert two.optimizers["c"].progress.step + two.optimizers["g"].progress.step == 3
+    ends = []
+    with folder(world) as checkpoints:
+        for turns in (["cg", "cg!", "cg", "cg", "cg", "cg"], ["cg", "cg", "cg", "cg", "cg", "cg"]):
+            two = Two(world, accumulate=2)
+            if ends:
+                checkpoints.restore(two.state("cg"))
+            two.run(turns, checkpoints, "cg")
+            ends.append(two)
+        assert all(distance(ends[0].models[name], ends[1].models[name]) == 0 for name in "cg")
+    for turns in (["cg!"], ["cg", "c!"], ["cg", "cg", "cg!"]):
+        with folder(world) as checkpoints, refused("gathers an update", "step() of all optimizers"):
+            Two(world, accumulate=2).run([*turns, "", "", "", "", ""], checkpoints, "cg")
+
+
 def case_m_tensors_that_share_or_expand_memory_come_back(world: hvdtrain.World) -> None:
     class Odd(nn.Module):
         def __init__(self, value: float, tied: bool = True) -> None:

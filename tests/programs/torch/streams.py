@@ -375,7 +375,7 @@ def streams_that_part_later(world: World) -> Any:
     others = [*rows(0)[:-1], (np.full(4, float(world.rank)), 1.0)]
     if world.size > 1:  # a data set is compared, whatever names its samples
         said(lambda: hvt.loader(others, 2, sampler=range(RECORDS), workers=0), ReplicaError, "25 samples", "rank 1")
-        said(lambda: hvt.loader(rows(0), 2, sampler=[world.rank], workers=0), ReplicaError, "first 1 records", "rank 1")
+        said(lambda: hvt.loader(rows(0), 2, sampler=[world.rank], workers=0), ReplicaError, "first 1 indices", "rank 1")
     net = linear()
     train = hvt.loader(lambda: others, GLOBAL_BATCH // world.size, workers=0)
     ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), train)
