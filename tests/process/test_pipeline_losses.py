@@ -72,6 +72,9 @@ RARE = {
     "mask": "step 1: the weight of",
     "pad_later": "step 3: the weight of",
     "class_later": "step 3: the weight of",
+    "weights_later": "step 3: the weight of",
+    "weights_turned_later": "step 3: the weight of",
+    "count_later": "step 3: the weight of",
     "closure_later": "step 3: the loss of a batch",
     "setting_later": "step 3: the loss of a batch",
 }
