@@ -102,3 +102,13 @@ def test_unusual_numbers_and_losses() -> None:
     said = found.pop("said")
     assert "one number that the model returns" in said and "weight=len" in said
     assert len(found) == 4 and max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("how", [(), pytest.param(("--all",), marks=pytest.mark.thorough)])
+def test_outputs_of_several_kinds(how: tuple[str, ...]) -> None:
+    """torchvision's models for segmentation and video, and with auxiliary outputs; lists of pictures are refused."""
+    result = run_ranks([PROGRAM.with_name("vision.py"), *how], 1, launcher="none", timeout_s=900).check()
+    *models, detection = map(json.loads, result.out.splitlines())
+    assert {model["output"] for model in models} >= {"OrderedDict", "GoogLeNetOutputs", "Tensor"}
+    assert len(models) == (7 if how else 4) and all(model["off"] <= TOLERANCE for model in models), models
+    assert "FasterRCNN.forward" in detection["said"] and "fix: " in detection["said"]
