@@ -146,17 +146,18 @@ OPTIMIZERS: dict[str, Any] = {
 def every_optimizer() -> str:
     """With the options that each takes, and a tail; the second epoch is another model's, from a checkpoint."""
     gaps, first, second = {}, {"epochs": 1, "verbose": 0}, {"initial_epoch": 1, "epochs": 2, "verbose": 0}
+    x, y = X[: 8 * BATCH // 3], Y[: 8 * BATCH // 3]
     for name, make in OPTIMIZERS.items():
         model, new, plain = (net(make(), run_eagerly=True, loss=crossentropy()) for _ in range(3))
-        hvk.prepare(model).fit(deal(X[:32], Y[:32]), callbacks=hvk.callbacks(model), **first)
+        hvk.prepare(model).fit(deal(x, y), callbacks=hvk.callbacks(model), **first)
         hvk.prepare(new)
         with shared_folder() as folder:
             checkpoints = hvdtrain.Checkpointer(folder, best=None)
-            checkpoints.save(hvk.model_state(model), progress=hvdtrain.Progress(1, 3, 32, 0))
+            checkpoints.save(hvk.model_state(model), progress=hvdtrain.Progress(1, 3, len(x), 0))
             checkpoints.restore(hvk.model_state(new))
-        new.fit(deal(X[:32], Y[:32]), callbacks=hvk.callbacks(new), **second)
+        new.fit(deal(x, y), callbacks=hvk.callbacks(new), **second)
         for epoch in (first, second):  # averages are written over the weights at the end of a fit
-            plain.fit(X[:32], Y[:32], batch_size=BATCH, shuffle=False, **epoch)
+            plain.fit(x, y, batch_size=BATCH, shuffle=False, **epoch)
         kept = [[numpy_of(variable) for variable in one.optimizer.variables] for one in (new, plain)]
         gaps[name] = max(apart(*kept), apart(weights_of(new), weights_of(plain)))
     assert max(gaps.values()) < 1e-10, gaps
