@@ -126,8 +126,8 @@ def _optimizer_in(compiled: Any) -> str | None:
 
 class RandomPart(Part):
     """`random.npz`: the random state of every rank, as plain arrays (nothing is unpickled); what the place in the data
-    is a place in; and the variables of layers with LoRA, of which `model.keras` has the product alone (Keras would go
-    on from factors of zero, for ever).
+    is a place in; the variables of layers with LoRA, of which `model.keras` has the product alone (Keras would go
+    on from factors of zero, for ever); and those of optimizers that it does not have.
     """
 
     def __init__(self, model: keras.Model, world: World) -> None:
@@ -141,10 +141,10 @@ class RandomPart(Part):
     def save(self, path: Path) -> None:
         arrays = {f"{rank}/{key}": value for rank, state in enumerate(self.states) for key, value in state.items()}
         with open(path, "wb") as file:
-            lora = {f"lora.{i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(_of_lora(self.model))}
+            kept = {f"kept.{i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(_not_in_file(self.model))}
             order = vars(self.model)[KEY].order
             told = {} if order is None else {"order": np.array(order)}
-            np.savez(file, world_size=np.array(len(self.states)), **told, **arrays, **lora)  # type: ignore[arg-type]
+            np.savez(file, world_size=np.array(len(self.states)), **told, **arrays, **kept)  # type: ignore[arg-type]
 
     def load(self, path: Path) -> None:
         """Puts this rank's state back; at another world size, streams that follow from rank 0's.
@@ -155,8 +155,8 @@ class RandomPart(Part):
             same_size = int(stored["world_size"]) == self.world.size
             mine = self.world.rank if same_size else 0
             state = {key.partition("/")[2]: stored[key] for key in stored.files if key.startswith(f"{mine}/")}
-            for index, variable in enumerate(_of_lora(self.model)):
-                variable.assign(stored[f"lora.{index}"])
+            for index, variable in enumerate(_not_in_file(self.model)):
+                variable.assign(stored[f"kept.{index}"])
             vars(self.model)[KEY].order = str(stored["order"]) if "order" in stored.files else None
         rng.restore(self.model, state)
         if not same_size:
@@ -168,9 +168,10 @@ class RandomPart(Part):
         vars(self.model)[KEY].progress = progress
 
 
-def _of_lora(model: keras.Model) -> list[Any]:
+def _not_in_file(model: keras.Model) -> list[Any]:
     layers = [layer for layer in model._flatten_layers() if getattr(layer, "lora_enabled", False)]
-    return [variable for layer in layers for variable in layer.variables]
+    unlisted = [variable for optimizer in optimizers_of(model) for variable in replicas.unlisted(optimizer)]
+    return [*(variable for layer in layers for variable in layer.variables), *unlisted]
 
 
 class Extra(ExtraPart):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,7 @@ from hvdtrain.pipeline.trace.restore import all_training, preserved_state
 from hvdtrain.pipeline.worker import StageError
 
 SAMPLES = 12  # that a loss is tried with
-_SPREAD = 5  # of them wherever they are; the others by their targets
+_SPREAD = 5  # of them wherever they are, if there is room; the others by their targets
 _LABELS = 64  # classes that are tried one by one
 
 
@@ -172,12 +172,29 @@ def _is_label(tensor: Tensor) -> bool:
 
 
 def _kinds(y: Any) -> Hashable:
-    """Whether there are negative labels, zeros, NaNs: what losses leave out. On a GPU one would have to wait for it."""
+    """Which numbers that a loss may divide by there are, and whether all samples have as many: a step in which they
+    first have not is like no step before. On a GPU one would have to wait for it."""
     return tuple(
-        (bool((t < 0).any()) if _is_label(t) else bool(t.isnan().any()), bool((t == 0).any()))
+        tuple((bool(numbers.any()), _alike(numbers)) for numbers in _counted(t))
         for t in tensors_of((y,))
         if not t.is_cuda and not t.is_complex() and t.dim()
     )
+
+
+def _counted(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields, of each sample [batch], how many labels are negative or values NaN, how many are 0, and their sum."""
+    rows = tensor.detach().reshape(len(tensor), -1) if tensor.numel() else tensor.new_zeros(len(tensor), 1)
+    for left_out in (rows < 0 if _is_label(rows) else rows.isnan(), rows == 0):
+        yield left_out.sum(1) if left_out.any() else torch.zeros(1, device=rows.device)  # most often there is none
+    sums = rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32) if rows.is_floating_point() else None)
+    if rows.is_floating_point() and _alike(sums, 1e-4):
+        sums = rows.sum(1, dtype=torch.float64)  # slower; rounding is no difference
+    yield sums
+
+
+def _alike(numbers: Tensor, tolerance: float = 1e-9) -> bool:
+    low, high = map(float, numbers.aminmax())
+    return high - low <= tolerance * max(abs(low), abs(high))
 
 
 def _labels(y: Any) -> dict[int, set[int]]:
@@ -225,25 +242,26 @@ def _settings(function: Any, depth: int = 3) -> Hashable:
 
 
 def _chosen(batch: int, y: Any, new: dict[int, set[int]]) -> list[int]:
-    """Samples to try: spread over the batch, those with most and with fewest of what a loss may leave out, and those
-    with labels that it was not tried with."""
-    every = sorted({int(at) for at in torch.linspace(0, batch - 1, min(batch, _SPREAD)).round()})
+    """Samples to try: those with most and with fewest of what a loss may leave out, those with labels that it was not
+    tried with, and others spread over the batch."""
+    extreme: list[int] = []
     rare: list[int] = []
     for place, labels in enumerate(tensors_of((y,))):
         if not labels.dim() or len(labels) != batch or not labels.numel() or labels.is_complex():
             continue
         rows = labels.detach().reshape(batch, -1)
+        uneven = [numbers.nan_to_num() for numbers in _counted(rows) if len(numbers) == batch]
+        extreme += [int(at) for numbers in uneven for at in (numbers.argmax(), numbers.argmin())]
         if _is_label(rows):
             rows = rows.long()
             lowest = (rows == rows.min()).sum(1)
-            every += [int(lowest.argmax()), int(lowest.argmin()), int((rows == rows.max()).sum(1).argmax())]
+            extreme += [int(lowest.argmax()), int(lowest.argmin()), int((rows == rows.max()).sum(1).argmax())]
             rare += [int((rows == label).sum(1).argmax()) for label in sorted(new.get(place, ()))[:SAMPLES]]
         else:
-            zeros = (rows == 0).sum(1)
             values = rows.nan_to_num()
-            every += [int(rows.isnan().sum(1).argmax()), int(zeros.argmax()), int(zeros.argmin())]
-            every += [int(values.amin(1).argmin()), int(values.amax(1).argmax())]
-    return list(dict.fromkeys([*every, *rare]))[:SAMPLES]
+            extreme += [int(values.amin(1).argmin()), int(values.amax(1).argmax())]
+    spread = [int(at) for at in torch.linspace(0, batch - 1, min(batch, _SPREAD)).round()]
+    return list(dict.fromkeys([*extreme, *rare, *spread]))[:SAMPLES]
 
 
 def _taken(values: Any, samples: list[int], batch: int) -> Any:

@@ -43,6 +43,7 @@ from hvdtrain.pipeline.plan.schedule import (
 from hvdtrain.pipeline.plan.simulate import Span
 from hvdtrain.pipeline.proof import Proof, loss_key
 from hvdtrain.pipeline.stage import Stage
+from hvdtrain.pipeline.trace.arguments import check_given
 from hvdtrain.pipeline.trace.fixed import Fixed
 from hvdtrain.pipeline.trace.segments import Segment
 from hvdtrain.pipeline.worker import Call, StageError
@@ -168,7 +169,7 @@ class Pipeline(nn.Module):
         """
         if not torch.is_grad_enabled():
             raise ConfigError("a step differentiates", "step() under torch.no_grad()", "call the pipeline: pipe(x)")
-        arguments = marked(flat(x, kwargs, self.names), self.chunk, self.names)
+        arguments = self._arguments(x, kwargs)
         batch = batch_size(arguments)
         sizes = micro_batch_sizes(batch, max(1, min(self.micro_batches, batch)))
         self._moving.check(self.remat, len(sizes) if self.batch_norm == "batch" else 1)
@@ -192,6 +193,11 @@ class Pipeline(nn.Module):
         counted = [loss * share for loss, share in zip(losses, head.weights, strict=False) if share]
         mean = torch.stack(counted).sum() if counted else torch.zeros((), device=self.devices[-1])
         return (mean, join(head.outputs, sizes)) if outputs else mean
+
+    def _arguments(self, x: Any, kwargs: Mapping[str, Any] | None) -> tuple[Any, ...]:
+        arguments = flat(x, kwargs, self.names)
+        check_given(self.module, self.names, self.segments[0].chain.program.given, arguments)
+        return marked(arguments, self.chunk, self.names)
 
     @staticmethod
     def _head(
@@ -222,7 +228,7 @@ class Pipeline(nn.Module):
                 "the pipeline was called in training mode, with gradients",
                 "loss = pipe.step(x, y, loss_fn); to look at outputs: with torch.no_grad(), or pipe.eval()",
             )
-        arguments = marked(map_tensors(torch.detach, flat(args, kwargs, self.names)), self.chunk, self.names)
+        arguments = self._arguments(*map_tensors(torch.detach, (args, kwargs)))
         batch = batch_size(arguments)
         sizes = micro_batch_sizes(batch, min(self.micro_batches, batch)) if batch else (0,)
         with self._alone():

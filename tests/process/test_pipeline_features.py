@@ -50,7 +50,10 @@ def test_keyword_arguments_and_what_of_them_is_cut(found: Found) -> None:
     assert max(received["by_name"], received["in_order"]) <= TOLERANCE
     assert received["tuned"][0] in (1, 2) and received["tuned"][1] > 0, "the unsplit model takes them as well"
     assert "chunk=" in received["blind"] and "kwargs={...}" in received["other_names"]
-    assert "'add' instead of 'none'" in received["other_value"]
+    assert "argument 4 (how): 'add' instead of 'none'" in received["other_value"]
+    assert "argument 1 (mask): a tensor [" in received["given_later"] and "instead of None" in received["given_later"]
+    for name, part in (("later", "1 (mask)"), ("called", "1 (mask)"), ("within", "2 (extra)['mask']")):
+        assert f"argument {part}: None instead of a value" in received[f"none_{name}"], received
     for name, part in (("bad_chunk", "masc"), ("bad_part", "tables"), ("bad_dimension", "'mask': 1")):
         assert received[name].startswith("chunk=[...] says") and part in received[name]
 

@@ -72,6 +72,9 @@ RARE = {
     "mask": "step 1: the weight of",
     "pad_later": "step 3: the weight of",
     "class_later": "step 3: the weight of",
+    "weights_later": "step 3: the weight of",
+    "weights_turned_later": "step 3: the weight of",
+    "count_later": "step 3: the weight of",
     "closure_later": "step 3: the loss of a batch",
     "setting_later": "step 3: the loss of a batch",
 }
@@ -99,3 +102,13 @@ def test_unusual_numbers_and_losses() -> None:
     said = found.pop("said")
     assert "one number that the model returns" in said and "weight=len" in said
     assert len(found) == 4 and max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("how", [(), pytest.param(("--all",), marks=pytest.mark.thorough)])
+def test_outputs_of_several_kinds(how: tuple[str, ...]) -> None:
+    """torchvision's models for segmentation and video, and with auxiliary outputs; lists of pictures are refused."""
+    result = run_ranks([PROGRAM.with_name("vision.py"), *how], 1, launcher="none", timeout_s=900).check()
+    *models, detection = map(json.loads, result.out.splitlines())
+    assert {model["output"] for model in models} >= {"OrderedDict", "GoogLeNetOutputs", "Tensor"}
+    assert len(models) == (7 if how else 4) and all(model["off"] <= TOLERANCE for model in models), models
+    assert "FasterRCNN.forward" in detection["said"] and "fix: " in detection["said"]

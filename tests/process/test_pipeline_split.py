@@ -173,7 +173,7 @@ def test_a_model_that_cannot_be_traced_is_cut_by_hand(options: Lines) -> None:
 def test_arguments_that_are_no_tensors_are_fixed(options: Lines) -> None:
     found = options["arguments in a tuple, fixed ones checked"]
     assert found["same"] == 0
-    assert "argument 1: False instead of True" in found["error"]
+    assert "argument 1 (double): False instead of True" in found["error"]
 
 
 def test_a_model_on_the_meta_device(options: Lines, limit: Limit) -> None:

@@ -16,6 +16,7 @@ ACCEPTED = {
     "validates_masked_labels": ("K2c", "validation of a loss that ignores labels, with a tail"),
     "stops_early_as_plain_keras": ("K2d", "EarlyStopping and ReduceLROnPlateau on val_loss, with a tail"),
     "evaluates_as_plain_keras": None,
+    "every_optimizer": None,
     "metrics_that_give_several_numbers": None,
     "weights_and_metrics_step_by_step": None,
     "parts_that_a_step_of_ones_own_calls": None,

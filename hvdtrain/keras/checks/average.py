@@ -83,7 +83,7 @@ def _not_averaged(model: keras.Model, off: Sequence[float], own: Sequence[float]
 # -------------------------------------------------------------------- trial updates
 def _update(optimizer: Any, variables: Sequence[Any], gradients: list[Any]) -> list[np.ndarray]:
     """Applies gradients as training would; returns the weights after it, and takes it back."""
-    touched = list({id(v): v for v in [*variables, *optimizer.variables]}.values())
+    touched = list({id(v): v for v in [*variables, *replicas.state_of(optimizer)]}.values())
     before = BACKEND.copies(touched)
     try:
         optimizer.apply(gradients, list(variables))

@@ -24,7 +24,19 @@ def _unique(variables: Sequence[Any]) -> list[Any]:
 
 def optimizer_variables(model: keras.Model) -> list[Any]:
     """Iteration counters, learning rates, slots, loss scales of all the model's optimizers."""
-    return _unique([variable for optimizer in optimizers_of(model) for variable in optimizer.variables])
+    return _unique([variable for optimizer in optimizers_of(model) for variable in state_of(optimizer)])
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    """An optimizer's variables, and those that it does not list."""
+    return [*optimizer.variables, *unlisted(optimizer)]
+
+
+def unlisted(optimizer: Any) -> list[Any]:
+    """Variables that an optimizer holds, and Keras neither lists nor saves: Nadam's within a `LossScaleOptimizer`."""
+    listed = {id(variable) for variable in optimizer.variables}
+    held = [v for leaf in leaves_of(optimizer) for v in vars(leaf).values() if isinstance(v, keras.Variable)]
+    return [variable for variable in held if id(variable) not in listed]
 
 
 def accumulators(model: keras.Model) -> list[Any]:

@@ -26,7 +26,7 @@ from hvdtrain.pipeline.trace.restore import all_training, attributes_of, changes
 from hvdtrain.pipeline.trace.tracer import Program, parted, trace
 
 Object = TypeVar("Object")
-_DULL = {"getitem", "getattr", "_check_fixed", "size", "OrderedDict"}  # names that do not tell where a segment is
+_DULL = {"getitem", "getattr", "check_fixed", "size", "OrderedDict"}  # names that do not tell where a segment is
 
 
 @dataclass

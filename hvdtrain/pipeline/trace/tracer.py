@@ -30,6 +30,7 @@ from torch.nn.modules import transformer
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline.microbatch import is_named, known_to_pytree
 from hvdtrain.pipeline.trace import recording
+from hvdtrain.pipeline.trace.arguments import check_fixed, name_of, places_given
 from hvdtrain.pipeline.trace.few import device_of
 from hvdtrain.pipeline.trace.modes import Call, dependent, differently_wired, key, opened, partners_of, skeleton
 from hvdtrain.pipeline.trace.proxy import Proxy
@@ -66,6 +67,7 @@ class Program:
         names: of its last arguments, which are given by keyword.
         odd: a model's decision is another one for one sample alone.
         read: attributes that forwards looked at, of their own module or another.
+        given: places in the example's arguments that held something, and not None.
     """
 
     model: nn.Module
@@ -78,6 +80,7 @@ class Program:
     names: tuple[str, ...] = ()
     odd: bool = False
     read: frozenset[tuple[nn.Module, str]] = frozenset()
+    given: frozenset[Any] = frozenset()
 
     def call(self, arguments: Sequence[Any]) -> Any:
         """The model itself."""
@@ -141,7 +144,8 @@ def trace(model: nn.Module, example: tuple[Any, ...], leaves: dict[str, str], na
         doubtful = {path for path in followed if not type(model.get_submodule(path)).__module__.startswith("torch.nn.")}
         odd = any(run.odd for run in runs.values())
         read = frozenset(runs[True].read | runs[False].read)
-        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""}, names, odd, read)
+        given = places_given(example)
+        return Program(model, graphs, partners, attributes, leaves, doubtful, followed | {""}, names, odd, read, given)
 
 
 def _refuse(model: nn.Module) -> None:
@@ -230,13 +234,12 @@ class _Tracer(fx.Tracer):
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         # only what the example gives: an argument left out keeps its default
-        given: list[Any] = []
-        for index, value in enumerate(self._example):
-            stand_in = self.create_proxy("placeholder", f"input_{index}", (), {})
-            fixed = value is None or isinstance(value, (bool, str))
-            if fixed:
-                self.create_proxy("call_function", _check_fixed, (stand_in, value, index), {})
-            given.append(value if fixed else stand_in)
+        given: list[Any] = [self.create_proxy("placeholder", f"input_{i}", (), {}) for i in range(len(self._example))]
+        for index, value in enumerate(self._example):  # after all of them: what stands between is in no segment
+            if value is None or isinstance(value, (bool, str)):
+                name = name_of(self.root, self._names, len(self._example), index)
+                self.create_proxy("call_function", check_fixed, (given[index], value, name), {})
+                given[index] = value
         own = vars(self.root).get("forward")  # put in the place of its class's: fx would not look at it
         positional, keywords = parted(given, self._names)
 
@@ -365,15 +368,6 @@ class _Run:
         self.calls = tracer.calls[0]
         self.attributes = tracer.attributes
         self.odd, self.read = tracer.shadow.odd, tracer.read
-
-
-def _check_fixed(value: Any, fixed: Any, index: int) -> None:
-    if value is not fixed and value != fixed:
-        raise ConfigError(
-            "arguments that are no tensors keep the value that they had when the model was split",
-            f"argument {index}: {value!r} instead of {fixed!r}",
-            "split the model with an example that has this value",
-        )
 
 
 def _is_open_encoder(module: nn.Module) -> bool:

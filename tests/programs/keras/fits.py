@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 from common import BACKEND, L, dense, numpy_of, weights_of
+from common import loss as crossentropy
 from jobs import RANK, SIZE, O, case, hvk, run_cases, world
 
 import hvdtrain
@@ -36,7 +37,7 @@ EXACT = 1e-10 if BACKEND == "tensorflow" else 1e-5
 def net(optimizer: Any = None, seed: int = 1, layers: Any = (), **compile: Any) -> keras.Model:
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([L.Input((5,)), dense(4, activation="tanh"), *layers, dense(3)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = compile.pop("loss", None) or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer or O.SGD(0.3), loss, jit_compile=False, **compile)
     return model
 
@@ -122,6 +123,45 @@ def evaluates_as_plain_keras() -> str:
             gaps.append(max(abs(here[name] - there[name]) for name in there))
     assert max(gaps) < EXACT, gaps
     return f"{max(gaps):.1e}"
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "nesterov": lambda: O.SGD(0.1, momentum=0.9, nesterov=True, clipvalue=0.02),
+    "rmsprop": lambda: O.RMSprop(1e-2, momentum=0.5, centered=True, gradient_accumulation_steps=3),
+    "amsgrad": lambda: O.Adam(1e-2, amsgrad=True, clipvalue=0.02),
+    "adamw": lambda: O.AdamW(1e-2, weight_decay=0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "adadelta": lambda: O.Adadelta(1.0, loss_scale_factor=8.0),
+    "adagrad": lambda: O.Adagrad(0.1, clipnorm=0.05),
+    "adamax": lambda: O.Adamax(1e-2, global_clipnorm=0.05),
+    "nadam": lambda: O.Nadam(O.schedules.CosineDecay(1e-2, 5)),
+    "ftrl": lambda: O.Ftrl(0.1, l1_regularization_strength=1e-3, l2_regularization_strength=1e-2),
+    "lion": lambda: O.Lion(1e-2, use_ema=True),
+    "lamb": lambda: O.Lamb(1e-2, gradient_accumulation_steps=3),
+    "adafactor": lambda: O.Adafactor(1e-2),
+    "scaled": lambda: O.LossScaleOptimizer(O.Nadam(1e-2), initial_scale=4.0, dynamic_growth_steps=3),
+}
+
+
+@case
+def every_optimizer() -> str:
+    """With the options that each takes, and a tail; the second epoch is another model's, from a checkpoint."""
+    gaps, first, second = {}, {"epochs": 1, "verbose": 0}, {"initial_epoch": 1, "epochs": 2, "verbose": 0}
+    x, y = X[: 8 * BATCH // 3], Y[: 8 * BATCH // 3]
+    for name, make in OPTIMIZERS.items():
+        model, new, plain = (net(make(), run_eagerly=True, loss=crossentropy()) for _ in range(3))
+        hvk.prepare(model).fit(deal(x, y), callbacks=hvk.callbacks(model), **first)
+        hvk.prepare(new)
+        with shared_folder() as folder:
+            checkpoints = hvdtrain.Checkpointer(folder, best=None)
+            checkpoints.save(hvk.model_state(model), progress=hvdtrain.Progress(1, 3, len(x), 0))
+            checkpoints.restore(hvk.model_state(new))
+        new.fit(deal(x, y), callbacks=hvk.callbacks(new), **second)
+        for epoch in (first, second):  # averages are written over the weights at the end of a fit
+            plain.fit(x, y, batch_size=BATCH, shuffle=False, **epoch)
+        kept = [[numpy_of(variable) for variable in one.optimizer.variables] for one in (new, plain)]
+        gaps[name] = max(apart(*kept), apart(weights_of(new), weights_of(plain)))
+    assert max(gaps.values()) < 1e-10, gaps
+    return f"{max(gaps.values()):.1e}"
 
 
 class Errors(keras.metrics.Metric):

@@ -195,6 +195,31 @@ class Keyed(nn.Module):
         return x + extra["shift"] + extra["table"][0] if how == "add" else x
 
 
+class Asking(nn.Module):
+    """Whether there is a mask; what is in it is for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None, extra: dict[str, Any]) -> Tensor:
+        x = self.a(x)
+        return self.b(x if mask is None and extra["mask"] is None else x * 2)
+
+
+def none_or_not() -> dict[str, Any]:
+    x = torch.randn(BATCH, WIDTH)
+    there, no, inside = {"mask": x, "extra": {"mask": 1}}, {"mask": None}, {"extra": {"mask": None}}
+    pipe, without = split(Asking(), x, kwargs=there), split(Asking(), x, kwargs=there | no)
+    found = {
+        "none_later": lambda: pipe.step(x, x, MSE, kwargs=there | no),
+        "none_within": lambda: pipe.step(x, x, MSE, kwargs=there | inside),
+        "none_called": lambda: pipe.eval()(x, **there | no),
+        "given_later": lambda: without.step(x, x, MSE, kwargs=there),
+    }
+    return {name: said(step) for name, step in found.items()}
+
+
 def keywords() -> dict[str, Any]:
     torch.manual_seed(2)
     x, mask = torch.randn(BATCH, BATCH, WIDTH), torch.randn(BATCH, BATCH)
@@ -212,7 +237,7 @@ def keywords() -> dict[str, Any]:
         pipe.step(x, y, MSE, kwargs=kwargs)
         found[name] = gap(gradients(model), whole)
     tuned = tune(pipe, x, y, MSE, kwargs=kwargs, candidates=[1, 2], budget_s=0.01)
-    return found | {
+    return found | none_or_not() | {
         "tuned": [tuned.best.micro_batches, len(tuned.unsplit_s)],
         "blind": said(lambda: split(Keyed(), x, kwargs=kwargs)),
         "other_names": said(lambda: pipe.step(x, y, MSE, kwargs={"mask": mask})),

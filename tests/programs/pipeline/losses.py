@@ -188,6 +188,11 @@ def rare() -> dict[str, str]:
     padded[3, 2:] = padded[27, 4:] = 0
     gaps[13, 1:] = math.nan
     mask[27, 1:] = 0
+    some, fewer = labels.clone(), labels.clone()  # left out: two of each sample, and all but two of one
+    turned = torch.stack([(torch.arange(TOKENS) / 7 + 0.3).roll(sample) for sample in range(40)]).double()
+    less = turned.clone()
+    less[13].clamp_(max=0.8)  # within what the others have: its sum alone tells
+    some[:, :2] = fewer[:, :2] = fewer[31, :3] = -100
 
     def present(out: Tensor, y: Tensor) -> Tensor:
         return (out - y)[~y.isnan()].square().mean()
@@ -201,6 +206,9 @@ def rare() -> dict[str, str]:
         "mask": [(masked, (values, mask))],
         "pad_later": [(pad, labels), (pad, labels), (pad, padded)],
         "class_later": [(weighted, labels), (weighted, labels), (weighted, padded)],
+        "weights_later": [(masked, (values, one)) for one in (mask * 0 + 1, mask * 0 + 2, mask * 0.5 + 0.5)],
+        "weights_turned_later": [(masked, (values, one)) for one in (turned, turned, less)],
+        "count_later": [(tokens(), one) for one in (some, some, fewer)],
         "closure_later": [(tokens(reduction=how), labels) for how in ("mean", "mean", "sum")],
         "setting_later": [(changed, labels)] * 3,
     }
