@@ -8,7 +8,9 @@ whatever the size.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ _ROW_BYTES = 1 << 12  # and of a long row so many bytes, spread over it
 # of each part of each record of a stream so many bytes are looked at whole; of longer ones both ends, and so many
 # between, of which each costs a line of the cache
 _GLANCE, _ENDS, _BETWEEN = 1 << 12, 1 << 10, 1 << 8
+_PIXELS = 32  # of a picture
 _PIECE = 1 << 14  # rows hashed at a time
 _SKETCH = 512  # row hashes of a rank that are compared to say what differs
 
@@ -78,7 +81,7 @@ def of_items(dataset: Any) -> Digest:
     with _fixed_generators():
         rows = []
         for index in chosen:
-            first, second = ([_bytes(leaf) for _, leaf in _leaves(dataset[index])] for _ in range(2))
+            first, second = ([_whole(leaf) for _, leaf in _leaves(dataset[index])] for _ in range(2))
             rows.append(b"|".join(a for a, b in zip(first, second, strict=False) if a == b))
     digest = hashlib.blake2b(b"\n".join(rows), digest_size=16).hexdigest()
 
@@ -147,7 +150,7 @@ def _of_ranks(texts: Iterable[str]) -> str:
 # -------------------------------------------------------------------- digests
 def _leaves(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(data, Mapping):
-        for key in data:
+        for key in sorted(data, key=repr):  # of a dict made of a set, another order in each process
             yield from _leaves(data[key], f"{name}[{key!r}]")
     elif isinstance(data, (list, tuple)):
         for index, item in enumerate(data):
@@ -157,18 +160,91 @@ def _leaves(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def glance(record: Any) -> Iterator[tuple[str, bytes]]:
-    """Yields the parts of a record by name, each with a little of it, cheaply enough for every record of a stream."""
-    for name, leaf in _leaves(record):
-        if isinstance(leaf, (bytes, bytearray, str)):
-            part = leaf
-            if len(leaf) > _GLANCE:
-                part = leaf[:_ENDS] + leaf[:: len(leaf) // _BETWEEN] + leaf[-_ENDS:]  # type: ignore[operator]
-            seen = f"{len(leaf)}".encode() + (part.encode(errors="replace") if isinstance(part, str) else bytes(part))
-        elif leaf is None or isinstance(leaf, (bool, int, float)) or hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-            seen = _bytes(leaf, _ENDS)
-        else:  # to look into it may cost what decoding does
-            seen = type(leaf).__name__.encode()
-        yield name, seen
+    """Yields the parts of a record by name, each with a little of it, cheaply enough for every record of a stream.
+
+    Of an object these are its attributes; of a picture its file's name, or some of its pixels. Objects that show
+    nothing of what they hold, such as those of a C library, count by their type alone.
+    """
+    return _parts(record, "", ())
+
+
+def _parts(data: Any, name: str, within: tuple[int, ...]) -> Iterator[tuple[str, bytes]]:
+    inner: Iterable[tuple[str, Any]] | None = None
+    if id(data) in within:
+        yield name, b"within itself"
+    elif isinstance(data, Mapping):
+        inner = ((f"[{key!r}]", data[key]) for key in sorted(data, key=repr))
+    elif isinstance(data, (list, tuple, deque)):
+        inner = ((f"[{index}]", item) for index, item in enumerate(data))
+    elif isinstance(data, (bytes, bytearray, str)):
+        yield name, _some_of(data)
+    elif data is None or isinstance(data, (bool, int, float, complex)):
+        yield name, repr(data).encode()
+    elif hasattr(data, "dtype") and hasattr(data, "shape"):
+        if getattr(data.dtype, "hasobject", False):
+            inner = ((f"[{index}]", item) for index, item in enumerate(_on_host(data).reshape(-1).tolist()))
+        else:
+            yield name, _bytes(data, _ENDS) + _bytes(getattr(data, "mask", None), _ENDS)
+    elif isinstance(data, (set, frozenset)):
+        yield name, _some_of(repr(sorted(map(repr, data))))
+    elif (held := _buffer(data)) is not None:
+        yield name, _some_of(held)
+    elif hasattr(data, "getpixel") and hasattr(data, "size"):
+        yield name, _of_picture(data)
+    elif not isinstance(data, type) and (attributes := _attributes(data)):
+        inner = ((f".{attribute}", value) for attribute, value in attributes.items())
+        yield name, type(data).__name__.encode()
+    else:
+        yield name, _some_of(_said(data))
+    for key, value in inner or ():
+        yield from _parts(value, f"{name}{key}", (*within, id(data)))
+
+
+def _some_of(text: bytes | bytearray | str) -> bytes:
+    part = text
+    if len(text) > _GLANCE:
+        part = text[:_ENDS] + text[:: len(text) // _BETWEEN] + text[-_ENDS:]  # type: ignore[operator]
+    return f"{len(text)}".encode() + (part.encode(errors="replace") if isinstance(part, str) else bytes(part))
+
+
+def _buffer(data: Any) -> bytes | None:
+    """What an array of the standard library or of ctypes holds, or a file in memory."""
+    try:
+        return memoryview(data.getbuffer() if hasattr(data, "getbuffer") else data).cast("B").tobytes()
+    except (TypeError, ValueError):  # holds no bytes, or none that lie together
+        return None
+
+
+def _of_picture(picture: Any) -> bytes:
+    """Of one that is read when it is needed, its file's name: to look at its pixels would be to decode it."""
+    wide, high = picture.size
+    file = os.path.basename(getattr(picture, "filename", ""))  # each host may have its folder
+    if file or not wide or not high:
+        return f"{file} {wide} {high}".encode()
+    places = [(wide * i // _PIXELS, high * (i * 7 % _PIXELS) // _PIXELS) for i in range(_PIXELS)]
+    return f"{wide} {high} {[picture.getpixel(place) for place in places]}".encode()
+
+
+def _attributes(data: Any) -> dict[str, Any]:
+    """An object's, by name; those that Python fills in are left out."""
+    slots = [name for kind in type(data).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+    if hasattr(data, "to_numpy"):  # a table
+        return {"columns": list(getattr(data, "columns", ())), "values": data.to_numpy()}
+    found = {name: getattr(data, name) for name in (*slots, "args") if hasattr(data, name)}  # of an exception, and such
+    found |= getattr(data, "__dict__", {})
+    return {name: found[name] for name in sorted(found) if not (name.startswith("__") and name.endswith("__"))}
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _said(data: Any) -> str:
+    """What an object says of itself, if that is more than its address."""
+    kind = type(data)
+    says = any("__repr__" in vars(base) for base in kind.__mro__[:-1])
+    text = repr(data) if says and kind.__module__ != "builtins" else getattr(data, "__qualname__", kind.__name__)
+    return kind.__name__ if " at 0x" in text else text
 
 
 def _positions(length: int, count: int) -> list[int]:
@@ -192,6 +268,14 @@ def _hash(leaf: Any, whole: bool) -> str:
     return digest.hexdigest()
 
 
+def _whole(leaf: Any) -> bytes:
+    """Contents of a picture, array, number or text; a glance at any other object."""
+    known = leaf is None or isinstance(leaf, (str, bytes, int, float)) or hasattr(leaf, "__array_interface__")
+    if known or (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
+        return _bytes(leaf)
+    return b"|".join(name.encode() + seen for name, seen in glance(leaf))
+
+
 def _bytes(value: Any, limit: int = 1 << 62) -> bytes:
     """Contents of an array, number, image or text; of a long one a spread sample."""
     import numpy as np
@@ -200,7 +284,7 @@ def _bytes(value: Any, limit: int = 1 << 62) -> bytes:
         return repr(value).encode()
     array = _on_host(value)
     if array.dtype.hasobject:
-        return repr(array.tolist()).encode()
+        return b"|".join(seen for _, seen in glance(array.tolist()))
     flat = array.reshape(-1)
     step = max(1, -(-array.nbytes // limit))
     return f"{array.dtype}{array.shape}".encode() + np.ascontiguousarray(flat[::step]).tobytes()

@@ -136,8 +136,9 @@ class Comparison:
             raise ConfigError(
                 "a micro-batch counts by what its mean loss divides by",
                 "the loss is made of one number that the model returns: what that divides by cannot be seen",
-                "step(..., weight=lambda y: (y != -100).sum()) for labels that are left out, weight=len for a mean\n"
-                "over samples; or outputs with an entry for each sample",
+                "step(..., weight=lambda y: (y != -100).sum()) for labels that are left out, (y[:, 1:] != -100).sum()\n"
+                "where the model shifts them (causal language models), weight=len for a mean over samples; or outputs\n"
+                "with an entry for each sample",
             )
         # such numbers have a gradient of 1, whatever they divide by
         kept = [at for at, tensor in enumerate(whole) if tensor.dim()]

@@ -226,7 +226,10 @@ def _settings(function: Any, depth: int = 3) -> Hashable:
     inner, key = inner_loss(function), loss_key(function)
     if isinstance(inner, nn.Module):
         plain = {name: value for name, value in vars(inner).items() if isinstance(value, (str, bool, type(None)))}
-        return key, repr(sorted(plain.items())), tuple(n for n, b in inner._buffers.items() if b is not None)
+        # class weights that are changed in place; a buffer of another module may change in every step
+        fixed = isinstance(inner, nn.modules.loss._Loss)
+        buffers = tuple((n, b._version if fixed else 0) for n, b in inner._buffers.items() if b is not None)
+        return key, repr(sorted(plain.items())), buffers
     held: list[Hashable] = []
     for cell in getattr(inner, "__closure__", None) or () if depth else ():
         try:

@@ -68,12 +68,13 @@ class Model(nn.Module):
             session.last_call, session.last_method = (args, kwargs), call
         if session.options.channels_last:
             args = tuple(map(channels_last, args))
-        seeing = session.proof.seeing_parts() if trains and not session.compiled else nullcontext()
+        batch = session.batches.now() if trains else None
+        seeing = session.proof.seeing_parts() if batch is not None and not session.compiled else nullcontext()
         with explained("forward pass", session.sizes), session.precision.autocast(), seeing:
             out = session.precision.outputs((call or session.engine_model.call)(*args, **kwargs))
         if trains:
             session.entered = True
-            session.proof.saw(out)
+            session.proof.saw(out, None if batch is session.gradients.batch else batch)
         return out
 
     forward = __call__

@@ -211,7 +211,7 @@ def _bind(
         precision=Precision(options.amp, engine.device),
         losses=Losses(world, engine.device, skips=options.amp == "fp16"),
         gradients=Gradients(model, engine.device, optimizer, staged=staged is not None),
-        proof=LossProof(world, pieces, verify=options.verify),
+        proof=LossProof(world, pieces, verify=options.verify, counted=data is not None),
         staged=staged,
         compiled=call is not None and staged is None,
         parted=cast(PartedEngineModel, bound) if options.zero else None,

@@ -21,6 +21,7 @@ ROWS = {  # row: what was tried, and how it ends
     "T11d": ("Python's and numpy's generators are equal on all ranks after `prepare`", "mended"),
     "T11e": ("preparing again does not take synchronised batch-norm off", "mended"),
     "T11f": ("`p.grad` kept without a clone is overwritten by the next update (Horovod)", "mended"),
+    "T12b": ("a validation pass without `no_grad` before the first update: each graph is held", "mended"),
     "T13a": ("a checkpoint of a loader that `prepare` was not given", "refused"),
     "T13b": ("a checkpoint before the first update loses a batch", "mended"),
     "T13c": ("a restart after epochs that were left by `break`: 10 updates instead of 8", "mended"),

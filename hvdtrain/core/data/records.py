@@ -154,7 +154,7 @@ class Noted:
         self.count += 1
         for name, seen in same_data.glance(record):
             if name not in self._unstable:
-                self.digest = zlib.crc32(seen, self.digest)
+                self.digest = zlib.crc32(name.encode() + seen, self.digest)
         return record
 
 
@@ -201,7 +201,7 @@ def head(begin: Callable[[], Iterator[Any]], count: int = HEAD, kind: Kind = STR
     digest = 0
     for record in seen[0]:
         for name, glance in record.items():
-            digest = zlib.crc32(glance, digest) if name not in unstable else digest
+            digest = zlib.crc32(name.encode() + glance, digest) if name not in unstable else digest
     return Head(kind, len(first), f"{digest:08x}", frozenset(unstable))
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdtrain.torch.checks.sample_flow import Way, layouts
+
 # what changes neither a number nor how many are added up
 _PASS = {
     "Neg", "Rsub", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "ToCopy",
@@ -32,9 +34,11 @@ _ACROSS = {
 _BY_ELEMENT = {"Mul", "Div", "Pow", "Sub", "Add", "Where"}
 _CHOICES = {"Topk", "Sort", "Kthvalue"}  # among the values of a vector
 _PRODUCTS = {"Dot", "Vdot", "Mv", "Mm", "Bmm"}  # sums, where they give one number
+_SCATTERS = {"IndexAdd", "ScatterAdd", "ScatterReduce", "IndexReduce", "SegmentReduce", "IndexPut"}
 _LAYOUTS = 8  # in which samples may lie in outputs
 # to type, where nothing says where it comes from
 UNNAMED = "weight=that number before any clamp(min=1) or epsilon, 0 where nothing counts"
+_TERMS = 8  # of a loop over samples, that are looked at
 _LOOKED_AT = 200  # nodes, until a term is taken to depend on data
 
 
@@ -50,7 +54,7 @@ class Term:
         reduced: numbers of several samples are added up in it.
         numbers: given in the loss, that divide it; of one that it is multiplied with, one by it.
         values: how many its sum adds up.
-        counted: of how many values it is a mean.
+        means: of how many values each mean is that was taken of it, the outermost first.
         element: it is one number of several that were stacked: a factor of it is its own, as one of a vector's is.
     """
 
@@ -61,13 +65,23 @@ class Term:
     reduced: bool = False
     numbers: tuple[float, ...] = ()
     values: int = 0
-    counted: float = 1.0
+    means: tuple[float, ...] = ()
     element: bool = False
 
-    def over(self, divisor: float | Tensor, what: str, weight: str, counted: float) -> Term:
-        counted *= self.counted
-        divisor = self.divisor * divisor
-        return replace(self, divisor=divisor, what=what, weight=weight, counted=counted, mean=True, reduced=True)
+    def over(self, divisor: float | Tensor, what: str, weight: str, values: float) -> Term:
+        means, divisor = (*self.means, values), self.divisor * divisor
+        return replace(self, divisor=divisor, what=what, weight=weight, means=means, mean=True, reduced=True)
+
+    def added_up(self, values: int, samples: int, *, over: bool = True) -> Term:
+        """Where samples were added up, a mean that is taken of the sums is none over samples.
+
+        Args:
+            values: how many.
+            samples: in the batch.
+            over: they are of all samples.
+        """
+        mean = self.mean and not (over and samples and self.means and not _is_multiple(math.prod(self.means), samples))
+        return replace(self, reduced=True, values=values, mean=mean)
 
     def by(self, number: Any) -> Term:
         """Divided by a number."""
@@ -82,7 +96,11 @@ class Term:
         the double. The number of one sample's values is none."""
         each = self.values / samples
         given = [number for number in self.numbers if number != each or each == samples]
-        return [number for number in (*given, self.counted) if _is_multiple(abs(number), samples)]
+        return [number for number in (*given, math.prod(self.means)) if _is_multiple(abs(number), samples)]
+
+    def is_part(self, samples: int) -> bool:
+        """Whether it may be one sample's part of a mean over them, with a divisor of its own."""
+        return samples == 1 or samples in self.numbers or samples in self.means[:-1]
 
 
 @dataclass(frozen=True)
@@ -94,6 +112,8 @@ class Reading:
         unknown: names of operations behind which nothing can be told.
         across: of those that no weight fits.
         one_by_one: of those that fit if each is of one sample: as many as there are samples.
+        parts: each term may be one sample's part of a mean over them.
+        nodes: the terms' operations.
         form: the paths to all of them: the same for the same code.
     """
 
@@ -101,6 +121,8 @@ class Reading:
     unknown: tuple[str, ...]
     across: tuple[str, ...]
     one_by_one: tuple[str, ...]
+    parts: bool
+    nodes: tuple[Any, ...]
     form: frozenset[str]
 
 
@@ -118,12 +140,16 @@ class Reader:
         single = samples > 0 and len(found.across) % samples == 0
         if single:
             found.terms += [term for _, term in found.across]
+        terms = found.terms
+        parts = bool(terms and samples) and len(terms) % samples == 0 and all(t.is_part(samples) for t in terms)
         across = tuple(dict.fromkeys(name for name, _ in found.across))
         return Reading(
             tuple(found.terms),
             tuple(dict.fromkeys(found.unknown)),
             () if single else across,
             across if single else (),
+            parts,
+            tuple(found.nodes),
             frozenset(found.paths),
         )
 
@@ -139,13 +165,16 @@ class Reader:
         if self._data_free(node, path):
             return
         found.paths.append(path)
+        found.nodes.append(node)
         dims = len(node._input_metadata[0].shape)  # of what the operation gave
         if hasattr(node, "_saved_reduction"):
-            found.terms.append(_of_loss(name, node, term))
+            found.terms.append(_of_loss(name, node, term, found.samples))
         elif _squares(name, node):
-            found.terms.append(replace(term, reduced=True, values=node.next_functions[0][0]._saved_self.numel()))
+            found.terms.append(term.added_up(node.next_functions[0][0]._saved_self.numel(), found.samples))
         elif name in _PRODUCTS and _numel(node) == 1:
             found.terms.append(replace(term, reduced=True))
+        elif found.samples == 1 and not dims and name in _ACROSS and not _adds_up(node):
+            found.terms.append(replace(term, reduced=True))  # the one value that there is
         elif (name in _ACROSS and not dims) or (name in _CHOICES and dims == 1):
             found.across.append((name, term))
         elif term.reduced:
@@ -161,8 +190,9 @@ class Reader:
             below = replace(term, element=True) if name in ("Stack", "Cat") and len(live) > 1 else term
             return [(child, below) for child in live]
         if name in ("Sum", "Nansum"):
-            sizes = node._saved_self_sym_sizes if name == "Sum" else node._saved_self.shape
-            return [(children[0], replace(term, reduced=True, values=math.prod(sizes)))]
+            sizes = list(node._saved_self_sym_sizes if name == "Sum" else node._saved_self.shape)
+            over = _numel(node) == 1 or (0 in _dims(node, sizes) and (sizes[0] == samples or samples not in sizes))
+            return [(children[0], term.added_up(math.prod(sizes), samples, over=over))]
         if name in _PRODUCTS and _numel(node) == 1:
             one = self._only(children, path)
             return None if one is None else [(children[one], replace(term, reduced=True))]
@@ -203,6 +233,7 @@ class _Found:
     unknown: list[str] = field(default_factory=list)
     across: list[tuple[str, Term]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+    nodes: list[Any] = field(default_factory=list)
 
 
 def _of_mean(node: Any, term: Term, samples: int) -> Term:
@@ -211,7 +242,7 @@ def _of_mean(node: Any, term: Term, samples: int) -> Term:
     what, weight = f"the {values:g} values of a mean", "weight=values.numel()"
     if _numel(node) == 1:
         return term.over(values, what, weight, values)
-    dims = {(dim - (1 << 64) * (dim >= 1 << 63)) % len(sizes) for dim in node._saved_dim}
+    dims = _dims(node, sizes)
     over = not samples or 0 in dims or (sizes[0] != samples and _any_of(sizes, dims, samples))
     # each sample's own mean: what divides their sum counts them
     return replace(
@@ -220,20 +251,26 @@ def _of_mean(node: Any, term: Term, samples: int) -> Term:
         what=f"{term.what}, times {what}" if term.weight else what,
         weight=term.weight or weight,
         mean=term.mean or over,
-        counted=term.counted * values if over else term.counted,
+        means=(*term.means, values) if over else term.means,
         reduced=True,
     )
+
+
+def _dims(node: Any, sizes: list[int]) -> set[int]:
+    """Those that a sum or mean was told; all, where it was told none."""
+    told = getattr(node, "_saved_dim", None) or range(len(sizes))
+    return {(dim - (1 << 64) * (dim >= 1 << 63)) % len(sizes) for dim in told}
 
 
 def _any_of(sizes: list[int], dims: set[int], samples: int) -> bool:
     return any(sizes[dim] and sizes[dim] % samples == 0 for dim in dims)
 
 
-def _of_loss(name: str, node: Any, term: Term) -> Term:
+def _of_loss(name: str, node: Any, term: Term, samples: int) -> Term:
     """The term of one of PyTorch's own losses."""
     values = getattr(node, "_saved_target", node._saved_self).numel()
     if node._saved_reduction != 1:
-        return replace(term, reduced=True, values=values)
+        return term.added_up(values, samples)
     if not name.startswith("NllLoss"):
         values = node._saved_self.numel()
         return term.over(values, f"the {values} values of its mean", "weight=y.numel()", values)
@@ -249,6 +286,20 @@ def _of_loss(name: str, node: Any, term: Term) -> Term:
 def _is_multiple(number: float, samples: int) -> bool:
     times = number / samples
     return math.isfinite(times) and math.isclose(times, max(round(times), 1))
+
+
+def _adds_up(node: Any) -> bool:
+    """Whether a sum or mean is among the operations on single values that it is made of."""
+    stack, seen = [node], {node}
+    while stack:
+        now = stack.pop()
+        if _name(now) in ("Sum", "Nansum", "Mean") or hasattr(now, "_saved_reduction") or len(seen) > _LOOKED_AT:
+            return True
+        if _name(now) in _PASS | _ACROSS:
+            new = {child for child, _ in now.next_functions if child is not None} - seen
+            seen |= new
+            stack += new
+    return False
 
 
 def _squares(name: str, node: Any) -> bool:
@@ -285,7 +336,7 @@ def _of_parameters_alone(node: Any) -> bool:
         if hasattr(now, "variable"):
             shapes.add(now.variable.shape)
         for tensor in _saved(now):
-            if not tensor.requires_grad and tensor.numel() > 1:
+            if not tensor.requires_grad and tensor.dim():  # of one sample, too
                 by_element = _name(now) in _BY_ELEMENT and tensor.shape == now._input_metadata[0].shape
                 if not (by_element and tensor.is_floating_point()):
                     return False
@@ -325,6 +376,24 @@ def _nodes(loss: Tensor, ends: Sequence[Tensor]) -> Iterator[Any]:
         stack += new
 
 
+def of_one_each(nodes: Sequence[Any], outputs: list[Tensor], samples: int) -> bool:
+    """Whether none of a loss's terms depends on more than one sample; of many, eight are looked at."""
+    placed = [(o, ways[0]) for o, ways in layouts(outputs, samples) if len(ways) == 1 or ways[0].dim == 0]
+    most = 0
+    for node in nodes[:: -(-len(nodes) // _TERMS)] if placed else ():
+        meta = node._input_metadata[0]
+        one = torch.ones(meta.shape, dtype=meta.dtype, device=meta.device)
+        edge = torch.autograd.graph.GradientEdge(node, 0)
+        found = torch.autograd.grad([edge], [o for o, _ in placed], [one], retain_graph=True, allow_unused=True)
+        on = [
+            way.samples[gradient.movedim(way.dim, 0).reshape(len(way.samples), -1).ne(0).any(1).cpu()].tolist()
+            for gradient, (_, way) in zip(found, placed, strict=True)
+            if gradient is not None
+        ]
+        most = max(most, len({sample for some in on for sample in some}))
+    return most == 1
+
+
 def couples(loss: Tensor, outputs: list[Tensor], samples: int) -> bool | None:
     """Whether the loss compares samples with each other, so that no weights can put it together of pieces.
 
@@ -342,20 +411,18 @@ def couples(loss: Tensor, outputs: list[Tensor], samples: int) -> bool | None:
     Raises:
         RuntimeError, NotImplementedError: of a loss that is differentiated once only.
     """
-    placed = [(output, halves) for output in outputs if (halves := _halves(output, samples))]
-    if not placed and len(outputs) % max(samples, 1) == 0:  # the model was called with one sample after the other
-        first_half = [index % samples < (samples + 1) // 2 for index in range(len(outputs))]
-        placed = [
-            (o, [torch.full_like(o, half, dtype=torch.bool)]) for o, half in zip(outputs, first_half, strict=True)
-        ]
-    if samples < 2 or not placed or any("BatchNorm" in _name(node) for node in _nodes(loss, [o for o, _ in placed])):
+    placed = [(o, [_half(o, way, samples) for way in ways]) for o, ways in layouts(outputs, samples)]
+    names = {_name(node) for node in _nodes(loss, [o for o, _ in placed])} if placed else set()
+    if samples < 2 or not placed or any("BatchNorm" in name for name in names):
         return None
+    if names & _SCATTERS and any(len(ways) > 1 for _, ways in placed):
+        return None  # rows of a graph's nodes, of which each sample has its own number
     first = torch.autograd.grad(loss, [o for o, _ in placed], create_graph=True, allow_unused=True)
     if all(gradient is None for gradient in first):
         return None
     # samples may lie along several dimensions; a flat one may hold them one after the other, or copies of the batch
-    layouts = islice(product(*(halves for _, halves in placed)), _LAYOUTS)
-    return all(_coupled(first, [o for o, _ in placed], layout) for layout in layouts)
+    choices = islice(product(*(halves for _, halves in placed)), _LAYOUTS)
+    return all(_coupled(first, [o for o, _ in placed], halves) for halves in choices)
 
 
 def _coupled(first: Any, outputs: list[Tensor], halves: Sequence[Tensor]) -> bool:
@@ -376,14 +443,7 @@ def _coupled(first: Any, outputs: list[Tensor], halves: Sequence[Tensor]) -> boo
     return other > 1e-5 * max(own, other) > 0
 
 
-def _halves(output: Tensor, samples: int) -> list[Tensor]:
-    """Masks of half the samples: one for each way in which samples may lie in the output."""
-    if not output.is_floating_point() or not output.requires_grad or not output.dim():
-        return []
-    layouts = [(dim, torch.arange(samples, device=output.device)) for dim, n in enumerate(output.shape) if n == samples]
-    copies, rest = divmod(output.shape[0], samples)
-    if copies > 1 and not rest:
-        places = torch.arange(output.shape[0], device=output.device)
-        layouts += [(0, places % samples), (0, places // copies)]
-    shaped = [own.view([-1 if index == dim else 1 for index in range(output.dim())]) for dim, own in layouts]
-    return [(own < (samples + 1) // 2).expand(output.shape) for own in shaped]
+def _half(output: Tensor, way: Way, samples: int) -> Tensor:
+    """The mask of half the samples."""
+    own = way.samples.to(output.device).view([-1 if dim == way.dim else 1 for dim in range(output.dim())])
+    return (own < (samples + 1) // 2).expand(output.shape)

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.world import World
-from hvdtrain.torch.checks.loss_graph import UNNAMED, Reader, Reading, Term, couples
+from hvdtrain.torch.checks.loss_graph import UNNAMED, Reader, Reading, Term, couples, of_one_each
 from hvdtrain.torch.checks.sample_flow import meetings
 from hvdtrain.torch.checks.tally import Number, Tally, refusal
 from hvdtrain.torch.data.nested import tensors_of
@@ -23,6 +23,7 @@ _COUPLED = (
     "samples are compared with each other: the loss is no sum over samples (contrastive, the hardest of the batch, a"
     " ratio or root of sums)"
 )
+_OUTPUTS = 256, 16  # that are held, of a loader's batch (a call for each sample), of calls that nobody counts
 _FORMS = 8  # of losses that are looked at: a second derivative each
 
 
@@ -33,6 +34,7 @@ class LossProof:
         world: the ranks.
         pieces: ranks x micro-batches of an update; with 1 there is nothing to prove.
         verify: look for losses that compare samples.
+        counted: batches come from a loader.
 
     Attributes:
         outputs: of the model in the batch at hand, while they are wanted.
@@ -40,8 +42,11 @@ class LossProof:
         suspicion: what the whole batch against its pieces has shown.
     """
 
-    def __init__(self, world: World, pieces: int, *, verify: bool) -> None:
+    def __init__(self, world: World, pieces: int, *, verify: bool, counted: bool = True) -> None:
         self._world = world
+        self._batch: Any = None  # that `outputs` are of
+        self._unseen = not verify
+        self._held = _OUTPUTS[not counted]
         self._reader = Reader()
         self.needed = pieces > 1
         self.outputs: list[Tensor] | None = [] if self.needed and verify else None
@@ -59,11 +64,12 @@ class LossProof:
         """No loss has been looked at."""
         return self.outputs is not None and not self._forms
 
-    def saw(self, out: Any) -> None:
-        """Takes note of what the model gave; of its last call alone, once a loss has been looked at: a graph is no
-        longer held than by a loop that names its outputs."""
+    def saw(self, out: Any, batch: Any = None) -> None:
+        """Takes note of what the model gave for a batch whose backward pass is due; of the last call alone where none
+        is (a validation pass with gradients), so that no graph is held for nothing."""
         if self.outputs is not None:
-            self.outputs = [*(self.outputs if self.is_first else []), *tensors_of(out)]
+            before = self.outputs[-self._held :] if batch is not None and batch is self._batch else []
+            self.outputs, self._batch = [*before, *tensors_of(out)], batch
 
     @contextmanager
     def seeing_parts(self) -> Iterator[None]:
@@ -86,22 +92,21 @@ class LossProof:
             and out.requires_grad
             and any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args)
         ):
-            self._inner.append((part, out))
+            self._inner = [*self._inner[-self._held :], (part, out)]
 
     def look(self, loss: Tensor, weight: Number, samples: int, tally: Tally) -> None:
         """Compares what the loss divides by with its weight, without asking a GPU for numbers; and on the first batch
         with two samples that counts, and of a loss of another form, whether it compares them, which waits for a GPU."""
-        if not self.needed:
+        if not self.needed or (self._unseen and tally.given):
             return
         reading = self._reader.read(loss, samples)
+        if self.outputs is not None:
+            if reading.form not in self._forms and samples > 1 and float(weight):
+                self._look_for_meetings(loss, samples, reading, tally)
+                self._forms.add(reading.form)
+            self._inner = []
+            self.outputs = [] if len(self._forms) < _FORMS else None
         self._read(reading, weight, samples, tally, loss)
-        if self.outputs is None:
-            return
-        if reading.form not in self._forms and samples > 1 and float(weight):
-            self._look_for_meetings(loss, samples, reading, tally)
-            self._forms.add(reading.form)
-        self._inner = []
-        self.outputs = [] if len(self._forms) < _FORMS else None
 
     def _read(self, reading: Reading, weight: Number, samples: int, tally: Tally, loss: Tensor) -> None:
         across = reading.across or (reading.one_by_one if samples == 1 and not self._in_a_loop else ())
@@ -115,14 +120,18 @@ class LossProof:
                     " count by their samples"
                 )
             return
-        tally.compare(reading.terms, weight, samples, loss)
-        types = list(dict.fromkeys(term.weight for term in reading.terms if term.weight))
+        terms = reading.terms
+        self._in_a_loop |= self._unseen and reading.parts and samples > 1
+        if self._in_a_loop and reading.parts:  # what divides a sample's own part is that sample's
+            terms = (Term(float(samples), "its samples", mean=True, reduced=True, means=(float(samples),)),)
+        tally.compare(terms, weight, samples, loss)
+        types = list(dict.fromkeys(term.weight for term in terms if term.weight))
         # label smoothing divides one part by labels, which can be named, and the other by their number
         self._types = [text for text in types if text != UNNAMED] or types
-        if any(term.reduced and not term.mean and not term.numbers for term in reading.terms):
+        if any(term.reduced and not term.mean and not term.numbers for term in terms):
             self.found("the loss is a sum that nothing divides", tally, weight)
         elif samples and not tally.given:
-            self._count(reading.terms, weight, samples, tally)
+            self._count(terms, weight, samples, tally)
 
     def _count(self, terms: tuple[Term, ...], weight: Number, samples: int, tally: Tally) -> None:
         """What divides a sum must be this piece's samples, or be made of their number."""
@@ -158,8 +167,9 @@ class LossProof:
         except (RuntimeError, NotImplementedError) as error:  # a loss that is differentiated once only
             said = str(error).splitlines()[0]
             self._note(f"whether the loss compares samples with each other cannot be told ({said})")
-        self._in_a_loop |= bool(reading.one_by_one) and told is False
-        met = meetings(loss, outputs, samples) or (reading.one_by_one if told is not False else ())
+        alone = bool(reading.one_by_one or reading.parts) and of_one_each(reading.nodes, outputs, samples)
+        self._in_a_loop |= alone
+        met = meetings(loss, outputs, samples) or (() if alone else reading.one_by_one)
         if met:
             self.found(f"{_COUPLED} ({', '.join(met)})", tally)
         elif told or self.suspicion:

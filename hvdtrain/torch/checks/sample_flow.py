@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 _STRAIGHT = {"Add", "Sub", "Rsub", "Neg", "Clone", "Alias", "ToCopy", "MaskedFill", "Where"}
@@ -48,6 +49,47 @@ class _Place:
 _ADDED_UP = _Place(None, ("all",), True)
 
 
+class Way(NamedTuple):
+    """A way in which samples may lie in an output: along `dim`, of each place the sample's number."""
+
+    dim: int
+    samples: Tensor
+
+
+def layouts(outputs: Sequence[Tensor], samples: int) -> list[tuple[Tensor, list[Way]]]:
+    """Returns the outputs that hold samples, each with the ways in which they may lie in it.
+
+    A model that is called once gives outputs whose first dimension is the batch, or another one of that length; a flat
+    one may hold samples one after the other, or copies of the batch. One that is called for parts of the batch gives
+    rows that come to the batch, or one output for each sample.
+    """
+    floats = [o for o in outputs if o.is_floating_point() and o.grad_fn is not None and o.dim()]
+    if samples < 2:
+        return [(output, ways) for output in floats if (ways := list(_ways(output.shape, samples)))]
+    parts = [output for output in floats if len(output) < samples]
+    called = sum(map(len, parts)) == samples and len(parts) > 1
+    whole = [output for output in floats if not called or len(output) >= samples]
+    found = [(output, ways) for output in whole if (ways := list(_ways(output.shape, samples)))]
+    if called:
+        starts = [sum(map(len, parts[:index])) for index in range(len(parts))]
+        found += [(o, [Way(0, torch.arange(at, at + len(o)))]) for o, at in zip(parts, starts, strict=True)]
+    exact = any(len(way.samples) == samples for _, ways in found for way in ways)
+    if floats and not exact and not called and (len(floats) == samples or not (found or len(floats) % samples)):
+        return [(o, [Way(0, torch.full((len(o),), index % samples))]) for index, o in enumerate(floats)]
+    return found
+
+
+def _ways(shape: Sequence[int], samples: int) -> Iterator[Way]:
+    exact = [dim for dim, size in enumerate(shape) if size == samples]
+    for dim in exact[:1] if len(shape) <= 2 and exact[:1] == [0] else exact:  # as many classes as samples
+        yield Way(dim, torch.arange(samples))
+    copies, rest = divmod(shape[0], samples) if samples else (0, 0)
+    if copies > 1 and not rest:
+        places = torch.arange(shape[0])
+        yield Way(0, places % samples)
+        yield Way(0, places // copies)
+
+
 def meetings(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> tuple[str, ...]:
     """Names of the operations in which one sample meets another, so that the loss is no sum over samples.
 
@@ -59,10 +101,11 @@ def meetings(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> tuple[str
     if samples < 2 or loss.grad_fn is None:
         return ()
     places: dict[tuple[Any, int], _Place | None] = {}
-    for output in outputs:
-        dims = [dim for dim, size in enumerate(output.shape) if size == samples or (not dim and size % samples == 0)]
-        if output.grad_fn is not None and len(dims) == 1 and output.shape[dims[0]] == samples:
-            places[output.grad_fn, output.output_nr] = _Place(dims[0])
+    for output, ways in layouts(outputs, samples):
+        if len(ways) == 1:
+            dim, own = ways[0]
+            part = () if len(own) == samples else ("call", int(own[0]))
+            places[output.grad_fn, output.output_nr] = _Place(dim if own[0] != own[-1] else None, part)
     if not places:
         return ()
     found: list[str] = []

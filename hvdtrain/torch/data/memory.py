@@ -68,7 +68,11 @@ class Memory:
         return of_arrays(self.tensors)
 
     def take(self, indices: np.ndarray) -> Any:
-        """Returns a batch of these samples."""
+        """Returns a batch of these samples; like PyTorch's, a sampler may count from the end."""
+        outside = indices[(indices < -self.samples) | (indices >= self.samples)]
+        if outside.size:
+            raise IndexError(f"sample {outside[0]} was asked for (by sampler=?), of {self.samples} that there are")
+        indices = np.where(indices < 0, indices + self.samples, indices)
         # a copy that is waited for would wait for all the GPU has to do before it
         chosen = torch.from_numpy(indices).to(self.tensors[0].device, non_blocking=True)
         parts = tuple(tensor.index_select(0, chosen) for tensor in self.tensors)

@@ -198,7 +198,7 @@ def rare() -> dict[str, str]:
         return (out - y)[~y.isnan()].square().mean()
 
     pad, weighted = Tokens(ignore_index=0), Tokens(weight=CLASS_WEIGHTS[[1, 0, 0]])
-    changed = Tokens()
+    changed, reweighed = Tokens(), Tokens(weight=torch.ones_like(CLASS_WEIGHTS))
     steps: dict[str, list[tuple[Any, Any]]] = {
         "pad": [(pad, padded)],
         "class": [(weighted, padded)],
@@ -211,6 +211,7 @@ def rare() -> dict[str, str]:
         "count_later": [(tokens(), one) for one in (some, some, fewer)],
         "closure_later": [(tokens(reduction=how), labels) for how in ("mean", "mean", "sum")],
         "setting_later": [(changed, labels)] * 3,
+        "class_weights_later": [(reweighed, labels)] * 3,
     }
     found = {}
     for name, those in steps.items():
@@ -218,6 +219,8 @@ def rare() -> dict[str, str]:
         for number, (loss, y) in enumerate(those, 1):
             if number == 3 and loss is changed:
                 changed.reduction = "sum"
+            if number == 3 and loss is reweighed:
+                reweighed.weight.copy_(CLASS_WEIGHTS)
             found[name] = f"step {number}: " + message(lambda pipe=pipe, y=y, loss=loss: pipe.step(x, y, loss))
     return found
 

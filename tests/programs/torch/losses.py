@@ -80,6 +80,17 @@ class FlatTokens(nn.Module):
         return self.only(x).view(-1, 12)
 
 
+class Wide(nn.Module):
+    """[n, WIDTH] to [n, 12]: as wide as a rank of two has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(WIDTH, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.only(x)
+
+
 class Attending(nn.Module):
     """Attention over a sequence, with a mask that is each sample's own."""
 
@@ -281,6 +292,23 @@ def advantages_one_by_one(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     return torch.stack([-chance[0] * (target[1] + target[2]) for chance, target in zip(chances, y, strict=True)]).mean()
 
 
+def own_divisors_one_by_one(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    """Each sentence by its own tokens."""
+    each: Any = [
+        F.cross_entropy(o, t, reduction="sum") / max(1, int(valid(t))) for o, t in zip(outputs, y, strict=True)
+    ]
+    return sum(each) / len(y)
+
+
+def heads(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
+    ways = zip(outputs.T, y.sigmoid().T, strict=True)
+    return torch.stack([F.binary_cross_entropy_with_logits(o, t, reduction="sum") for o, t in ways]).mean()
+
+
+def contrastive_in_chunks(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
+    return contrastive(torch.cat([model(part) for part in x.tensor_split(2)]))
+
+
 def halves_ranked(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     half = len(y) // 2
     return F.margin_ranking_loss(outputs[:half, 0], outputs[half : 2 * half, 0], torch.ones(half), margin=1.0)
@@ -373,6 +401,8 @@ CASES = {
     "nothing times a penalty": Case(lambda o, y, *_: CE(o, y) + 0.0 * o.square().sum()),
     "sum of means": refused(lambda o, y, *_: (o - y).square().mean(1).sum(), "a sum that nothing divides", REAL),
     "sum of means, one by one": refused(one_by_one_undivided, "losses of one sample each"),
+    "sums, then a mean": refused(lambda o, y, *_: (o - y).square().sum(0).mean(), "a sum that nothing divides", REAL),
+    "sums of heads, then a mean": refused(heads, "a sum that nothing divides", REAL),
     "sum of fifths": refused(lambda o, y, *_: (CE(o, y, reduction="none") / 5).sum(), "is divided by len(x)"),
     "sum by a number of values": refused(lambda o, y, *_: (o - y).square().sum() / 7, "is divided by len(x)", REAL),
     "sum, always by 12": refused(lambda o, y, *_: CE(o, y, reduction="sum") / 12, "12"),
@@ -413,6 +443,10 @@ CASES = {
     "two parts of a batch": Case(in_two_parts),
     "scalars, one by one": Case(scalars_one_by_one, REAL),
     "advantages, one by one": Case(advantages_one_by_one, REAL),
+    "divisors of their own, one by one": Case(own_divisors_one_by_one, TOKENS, Sequence),
+    "contrastive, of chunks": refused(contrastive_in_chunks, ADDED),
+    "batch-hard, as wide as the batch": refused(batch_hard, ADDED, Y, Wide),
+    "normalised over the batch, as wide as it": refused(lambda o, *_: o.softmax(0).square().mean(), ADDED, Y, Wide),
     "contrastive, later": refused(contrastive_later, ADDED, REAL),
     "triplet": Case(triplet),
     "batch-hard triplet": refused(batch_hard, ADDED),
@@ -511,7 +545,12 @@ def distance(first: tuple[list[Tensor], list[float]], second: tuple[list[Tensor]
 
 def ways(case: Case, name: str, everything: bool, engine: str) -> Iterator[tuple[str, int]]:
     yield "backward", 0
-    uses_model = case.loss in (triplet, cosine, penalised)  # which the pieces' first look calls with the whole input
+    uses_model = case.loss in (
+        triplet,
+        cosine,
+        penalised,
+        contrastive_in_chunks,
+    )  # which the pieces' first look calls with the whole input
     if (everything or case.verdict != "exact") and not uses_model:
         yield "forward_backward", 0
     if name in IN_STAGES and engine != "ddp":  # which trains no pipeline

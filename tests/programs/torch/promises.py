@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -100,6 +101,24 @@ def case_samples_left_out_do_not_weigh(world: hvdtrain.World) -> None:
         error = gap(model, wanted)
         assert error < 1e-10 < gap(model, unweighted), error
     shown(world, "T4", error)
+
+
+# -- passes with gradients that nothing is differentiated of --------------------------------------------------------
+def case_a_validation_pass_with_gradients_holds_no_graph(world: hvdtrain.World) -> None:
+    x, y = data(24)
+    train = hvt.loader((x, y), 8 // world.size, shuffle=False, workers=0)
+    model, optimizer = prepared(train)
+
+    def alive_after_ten() -> int:
+        held = [ref(model(x)) for _ in range(10)]
+        return sum(out() is not None for out in held)
+
+    before = alive_after_ten()
+    for rows in train:
+        update(model, optimizer, *rows)
+    after = alive_after_ten()
+    assert before == 0 and after <= 1, (before, after)
+    shown(world, "T12b", f"{before} and {after} outputs of ten are held, before the first update and after it")
 
 
 # -- one loader, two models ---------------------------------------------------------------------------------------
