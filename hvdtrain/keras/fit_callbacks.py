@@ -135,7 +135,9 @@ class Epoch(Callback):
             known.update({f"val_{name}": value for name, value in results.items()})
         own = {k: float(v) for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
         if own:  # what a user's train step returns beside the metrics: mean over samples
-            known.update(self.world.mean(own, weight=samples or 1.0))
+            data = self.session.fitted  # a train step may leave Keras' loss, which counts them, alone
+            mine = samples or (None if data is None else data.mine())
+            known.update(self.world.mean(own, weight=mine or 1.0))
         logs.update({key: known[key] for key in logs if key in known})
 
     def _trained(self, *, validates: bool) -> None:

@@ -219,6 +219,11 @@ class Adversaries(keras.Model):
         keras.utils.set_random_seed(1)
         self.maker = keras.Sequential([L.Input((3,)), dense(5)])
         self.judge = keras.Sequential([L.Input((5,)), dense(1)])
+        self.mean = keras.metrics.Mean("under another name", dtype="float64")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.mean]
 
     def call(self, noise: Any) -> Any:
         return self.maker(noise)
@@ -238,7 +243,8 @@ class Adversaries(keras.Model):
             loss.backward()
             gradients = [weight.value.grad for weight in self.trainable_weights]
         self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        return {"loss": loss}
+        self.mean.update_state(loss, sample_weight=keras.ops.shape(x)[0])
+        return {"loss": self.mean.result()}
 
 
 @case
@@ -248,10 +254,10 @@ def parts_that_a_step_of_ones_own_calls() -> str:
         its.compile(O.SGD(0.05), jit_compile=False)
         if BACKEND == "torch":  # on which plain Keras builds every model by its call()
             its(X[:1, :3])
-    data = hvk.loader(X[:48], BATCH // SIZE, shuffle=False)
-    hvk.prepare(model, data).fit(data, epochs=2, verbose=0, callbacks=hvk.callbacks(model))
-    plain.fit(X[:48], batch_size=BATCH, shuffle=False, epochs=2, verbose=0)
-    gap = apart(weights_of(model), weights_of(plain))
+    data = hvk.loader(X[:45], BATCH // SIZE, shuffle=False)
+    logged = hvk.prepare(model, data).fit(data, epochs=2, verbose=0, callbacks=hvk.callbacks(model)).history["loss"]
+    wanted = plain.fit(X[:45], batch_size=BATCH, shuffle=False, epochs=2, verbose=0).history["loss"]
+    gap = apart([*weights_of(model), np.array(logged)], [*weights_of(plain), np.array(wanted)])
     assert gap < EXACT, gap
     return f"{gap:.1e}"
 
