@@ -11,13 +11,9 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from hvdtrain.torch.checks.sample_flow import Way, layouts
 
 # what changes neither a number nor how many are added up
 _PASS = {
@@ -34,11 +30,8 @@ _ACROSS = {
 _BY_ELEMENT = {"Mul", "Div", "Pow", "Sub", "Add", "Where"}
 _CHOICES = {"Topk", "Sort", "Kthvalue"}  # among the values of a vector
 _PRODUCTS = {"Dot", "Vdot", "Mv", "Mm", "Bmm"}  # sums, where they give one number
-_SCATTERS = {"IndexAdd", "ScatterAdd", "ScatterReduce", "IndexReduce", "SegmentReduce", "IndexPut"}
-_LAYOUTS = 8  # in which samples may lie in outputs
 # to type, where nothing says where it comes from
 UNNAMED = "weight=that number before any clamp(min=1) or epsilon, 0 where nothing counts"
-_TERMS = 8  # of a loop over samples, that are looked at
 _LOOKED_AT = 200  # nodes, until a term is taken to depend on data
 
 
@@ -154,7 +147,7 @@ class Reader:
         )
 
     def _walk(self, node: Any, term: Term, path: str, found: _Found) -> None:
-        name = _name(node)
+        name = name_of(node)
         path = f"{path}/{name}"
         if len(path) < 2000 and not hasattr(node, "_saved_reduction"):
             below = self._below(name, node, term, path, found.samples)
@@ -293,9 +286,9 @@ def _adds_up(node: Any) -> bool:
     stack, seen = [node], {node}
     while stack:
         now = stack.pop()
-        if _name(now) in ("Sum", "Nansum", "Mean") or hasattr(now, "_saved_reduction") or len(seen) > _LOOKED_AT:
+        if name_of(now) in ("Sum", "Nansum", "Mean") or hasattr(now, "_saved_reduction") or len(seen) > _LOOKED_AT:
             return True
-        if _name(now) in _PASS | _ACROSS:
+        if name_of(now) in _PASS | _ACROSS:
             new = {child for child, _ in now.next_functions if child is not None} - seen
             seen |= new
             stack += new
@@ -307,10 +300,11 @@ def _squares(name: str, node: Any) -> bool:
     if name != "Pow" or node._saved_exponent != 2 or _numel(node) != 1:
         return False
     norm = node.next_functions[0][0]
-    return norm is not None and _name(norm) == "LinalgVectorNorm" and norm._saved_ord == 2
+    return norm is not None and name_of(norm) == "LinalgVectorNorm" and norm._saved_ord == 2
 
 
-def _name(node: Any) -> str:
+def name_of(node: Any) -> str:
+    """Returns the name of an operation, as in `_PASS`."""
     return re.sub(r"Backward\d*$", "", node.name())
 
 
@@ -337,7 +331,7 @@ def _of_parameters_alone(node: Any) -> bool:
             shapes.add(now.variable.shape)
         for tensor in _saved(now):
             if not tensor.requires_grad and tensor.dim():  # of one sample, too
-                by_element = _name(now) in _BY_ELEMENT and tensor.shape == now._input_metadata[0].shape
+                by_element = name_of(now) in _BY_ELEMENT and tensor.shape == now._input_metadata[0].shape
                 if not (by_element and tensor.is_floating_point()):
                     return False
                 factors.add(tensor.shape)
@@ -361,10 +355,10 @@ def _saved(node: Any) -> Iterator[Tensor]:
 def recomputes_reentrantly(loss: Tensor) -> bool:
     """Whether a part of the model is computed again within the backward pass, in a pass of its own
     (`torch.utils.checkpoint` with use_reentrant=True): autograd's graph does not show what is in it."""
-    return any(_name(node) == "CheckpointFunction" for node in _nodes(loss, ()))
+    return any(name_of(node) == "CheckpointFunction" for node in nodes_of(loss, ()))
 
 
-def _nodes(loss: Tensor, ends: Sequence[Tensor]) -> Iterator[Any]:
+def nodes_of(loss: Tensor, ends: Sequence[Tensor]) -> Iterator[Any]:
     """Yields the operations of a loss, down to those that gave `ends`."""
     stack = [loss.grad_fn] if loss.grad_fn is not None else []
     seen = {*stack, *(end.grad_fn for end in ends)}
@@ -374,76 +368,3 @@ def _nodes(loss: Tensor, ends: Sequence[Tensor]) -> Iterator[Any]:
         new = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= new
         stack += new
-
-
-def of_one_each(nodes: Sequence[Any], outputs: list[Tensor], samples: int) -> bool:
-    """Whether none of a loss's terms depends on more than one sample; of many, eight are looked at."""
-    placed = [(o, ways[0]) for o, ways in layouts(outputs, samples) if len(ways) == 1 or ways[0].dim == 0]
-    most = 0
-    for node in nodes[:: -(-len(nodes) // _TERMS)] if placed else ():
-        meta = node._input_metadata[0]
-        one = torch.ones(meta.shape, dtype=meta.dtype, device=meta.device)
-        edge = torch.autograd.graph.GradientEdge(node, 0)
-        found = torch.autograd.grad([edge], [o for o, _ in placed], [one], retain_graph=True, allow_unused=True)
-        on = [
-            way.samples[gradient.movedim(way.dim, 0).reshape(len(way.samples), -1).ne(0).any(1).cpu()].tolist()
-            for gradient, (_, way) in zip(found, placed, strict=True)
-            if gradient is not None
-        ]
-        most = max(most, len({sample for some in on for sample in some}))
-    return most == 1
-
-
-def couples(loss: Tensor, outputs: list[Tensor], samples: int) -> bool | None:
-    """Whether the loss compares samples with each other, so that no weights can put it together of pieces.
-
-    A loss that adds up over samples has second derivatives within each sample only; those of the model's outputs of one
-    half of the batch by the other half's are looked at. Nothing is added to any `.grad`, no random stream is used.
-
-    Args:
-        loss: a scalar, whose graph is kept.
-        outputs: of the model, in the batch; those without a dimension of `samples` are left out.
-        samples: in the batch.
-
-    Returns:
-        None where it cannot be told: behind batch normalisation (a discriminator's) samples meet, as they may.
-
-    Raises:
-        RuntimeError, NotImplementedError: of a loss that is differentiated once only.
-    """
-    placed = [(o, [_half(o, way, samples) for way in ways]) for o, ways in layouts(outputs, samples)]
-    names = {_name(node) for node in _nodes(loss, [o for o, _ in placed])} if placed else set()
-    if samples < 2 or not placed or any("BatchNorm" in name for name in names):
-        return None
-    if names & _SCATTERS and any(len(ways) > 1 for _, ways in placed):
-        return None  # rows of a graph's nodes, of which each sample has its own number
-    first = torch.autograd.grad(loss, [o for o, _ in placed], create_graph=True, allow_unused=True)
-    if all(gradient is None for gradient in first):
-        return None
-    # samples may lie along several dimensions; a flat one may hold them one after the other, or copies of the batch
-    choices = islice(product(*(halves for _, halves in placed)), _LAYOUTS)
-    return all(_coupled(first, [o for o, _ in placed], halves) for halves in choices)
-
-
-def _coupled(first: Any, outputs: list[Tensor], halves: Sequence[Tensor]) -> bool:
-    made = torch.Generator().manual_seed(1)
-    probe: Any = 0.0
-    for gradient, half in zip(first, halves, strict=True):
-        if gradient is not None and gradient.requires_grad:
-            noise = torch.randn(gradient.shape, generator=made, dtype=torch.float64).to(gradient)
-            probe = probe + (gradient * noise * half).sum()
-    if not isinstance(probe, Tensor):
-        return False  # linear in the outputs
-    second = torch.autograd.grad(probe, outputs, retain_graph=True, allow_unused=True)
-    pairs = [(s, half) for s, half in zip(second, halves, strict=True) if s is not None]
-    if not pairs:
-        return False
-    own = max(float((s * half).abs().max()) for s, half in pairs)
-    other = max(float((s * ~half).abs().max()) for s, half in pairs)
-    return other > 1e-5 * max(own, other) > 0
-
-
-def _half(output: Tensor, way: Way, samples: int) -> Tensor:
-    """The mask of half the samples."""
-    own = way.samples.to(output.device).view([-1 if dim == way.dim else 1 for dim in range(output.dim())])
-    return (own < (samples + 1) // 2).expand(output.shape)

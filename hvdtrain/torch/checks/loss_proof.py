@@ -14,7 +14,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.core.world import World
-from hvdtrain.torch.checks.loss_graph import UNNAMED, Reader, Reading, Term, couples, of_one_each
+from hvdtrain.torch.checks.coupling import couples, of_one_each
+from hvdtrain.torch.checks.loss_graph import UNNAMED, Reader, Reading, Term
 from hvdtrain.torch.checks.sample_flow import meetings
 from hvdtrain.torch.checks.tally import Number, Tally, refusal
 from hvdtrain.torch.data.nested import tensors_of

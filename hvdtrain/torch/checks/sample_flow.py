@@ -1,6 +1,6 @@
 """Follows samples through the graph of a loss: where one meets another on the way to the sum, other than in a sum.
 
-Second derivatives (`loss_graph.couples`) show that, too, but not where a loss is made of straight pieces (sorted
+Second derivatives (`coupling.couples`) show that, too, but not where a loss is made of straight pieces (sorted
 values, absolute differences, margins), which have none. What an operation does to the dimension of samples is known for
 the ones that losses are written with; behind any other nothing is said.
 """
