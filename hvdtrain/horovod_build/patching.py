@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "patches"
 ALWAYS = (
     "cxx17", "gcc13", "gcc13-gloo", "cmake4-gloo", "no-distutils", "no-xla-ops", "rpath", "torch-answers-first",
     "check-build-survives", "built-at-once", "gloo-stall-check", "gloo-interface", "gloo-address", "torch-wait-sleeps",
-    "idle-cycle", "zero-grad-set-to-none", "horovodrun-no-traceback", "keras3-warning", "unity-build",
+    "idle-cycle", "zero-grad-set-to-none", "horovodrun-no-traceback", "keras3-optimizer", "unity-build",
 )  # fmt: skip
 # Then, for one target only, and why not for the other. They are the last ones: line numbers above hold for both.
 BY_GPU = {
@@ -34,7 +34,9 @@ BY_GPU = {
     },
 }
 
-_FILE = re.compile(r"^diff --git a/(.+) b/\1\n--- a/\1\n\+\+\+ b/\1\n", re.MULTILINE)
+_FILE = re.compile(
+    r"^diff --git a/(.+) b/\1\n(?:new file mode \d+\n)?--- (?:a/\1|/dev/null)\n\+\+\+ b/\1\n", re.MULTILINE
+)
 _HUNK = re.compile(r"^@@ -(\d+).*\n", re.MULTILINE)
 
 
@@ -58,7 +60,8 @@ class Patch:
         return cls(name, reason.strip(), start + diff)
 
     def hunks(self) -> Iterable[tuple[str, int, list[str]]]:
-        """Yields the file, the number of its first line before this patch, and the lines, of every hunk."""
+        """Yields the file, the number of its first line before this patch (0: a new file), and the lines, of every
+        hunk."""
         _, *files = _FILE.split(self.diff)
         for file, text in zip(files[::2], files[1::2], strict=True):
             _, *hunks = _HUNK.split(text)
@@ -84,12 +87,12 @@ def apply(source: Path, patches: Iterable[Patch]) -> None:
         grown: dict[str, int] = {}  # lines that the hunks above added to the file
         for file, first, hunk in patch.hunks():
             if file not in texts:
-                if not (source / file).is_file():
-                    raise _refused(patch, file, "the file is missing")
-                texts[file] = (source / file).read_bytes().decode().split("\n")
+                if (source / file).is_file() != bool(first):
+                    raise _refused(patch, file, "the file is missing" if first else "the file is there")
+                texts[file] = (source / file).read_bytes().decode().split("\n") if first else [""]
             before = [line[1:] for line in hunk if line[:1] != "+"]
             after = [line[1:] for line in hunk if line[:1] != "-"]
-            start = first - 1 + grown.get(file, 0)
+            start = max(first - 1, 0) + grown.get(file, 0)
             found = texts[file][start : start + len(before)]
             if found != before:
                 at = next(n for n, line in enumerate(before) if found[n : n + 1] != [line])

@@ -244,10 +244,8 @@ def require_compiled(model: Any) -> None:
 
 
 def is_stock(optimizer: Any) -> bool:
-    """True for an optimizer made by `horovod.keras.DistributedOptimizer`: no Keras optimizer has that
-    method.
-    """
-    return hasattr(optimizer, "_allreduce_grads")
+    """True for an optimizer made by `horovod.keras.DistributedOptimizer`, of our wheel or of another."""
+    return hasattr(optimizer, "_horovod") or hasattr(optimizer, "_allreduce_grads")
 
 
 def missing_hook(model_name: str, optimizer: Any) -> ReplicaError:
@@ -255,9 +253,9 @@ def missing_hook(model_name: str, optimizer: Any) -> ReplicaError:
     kind = type(optimizer)
     if is_stock(optimizer):
         return ReplicaError(
-            "gradients must be averaged over ranks, and Horovod's own Keras wrapper does not do so under Keras 3",
-            f"{kind.__name__} from horovod.DistributedOptimizer: Keras 3 never calls the methods it overrides"
-            " (upstream's last release is older than Keras 3)",
+            "gradients are averaged by hvdtrain, and not by Horovod's own Keras wrapper beside it (which does not do so"
+            " under Keras 3, unless its wheel is of hvdtrain's recipe)",
+            f"{kind.__name__} from horovod.DistributedOptimizer",
             "give compile() the plain optimizer, then hvdtrain.keras.prepare(model)",
             shared=True,
         )

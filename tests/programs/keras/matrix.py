@@ -138,10 +138,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed_bfloat16": {"opt": O.Adam, "policy": "mixed_bfloat16", "micro": True},
     "bfloat16": {"opt": O.SGD, "policy": "bfloat16", "micro": True},
     "mixed_float16": {"opt": O.SGD, "policy": "mixed_float16", "micro": True},
-    # negative twins: the same job with the averaging switched off, and with Horovod's own wrapper, must
-    # differ
+    # negative twin: the same job with the averaging switched off must differ
     "off": {"opt": lambda: O.SGD(0.1), "off": True},
-    "stock": {"opt": lambda: O.SGD(0.1), "stock": True, "only": "tensorflow", "ranks_only": {"tensorflow": True}},
     # ranks agree, but BatchNorm sees each rank's own batch: not comparable with one process
     "batchnorm": {"opt": lambda: O.Adam(1e-2), "model": normalised},
 }
@@ -160,10 +158,6 @@ def build(case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.Model, Any]
     if case.get("optimizer_first"):
         optimizer = hvk.prepare(optimizer, world=world, **prepare)
     model = case.get("model", cnn)()
-    if case.get("stock") and world.size > 1:
-        import horovod.tensorflow.keras as stock
-
-        optimizer = stock.DistributedOptimizer(optimizer)
     options = dict(case.get("compile", {}))
     if "jit_compile" in options and world.size == 1:
         options.pop("jit_compile")
@@ -174,7 +168,7 @@ def build(case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.Model, Any]
         metrics=["accuracy", Rmse(name="rmse")] if case.get("metrics") else None,
         **options,
     )
-    if not (case.get("optimizer_first") or case.get("stock")):
+    if not case.get("optimizer_first"):
         hvk.prepare(model, world=world, **prepare, **({"verify": False} if case.get("off") else {}))
     return model, model.optimizer
 
@@ -197,13 +191,6 @@ def train(name: str, case: dict[str, Any], world: Any, hvk: Any) -> tuple[keras.
         cnn()  # a model more on one rank: names of layers and graphs differ from here on
     x, y = case.get("data", images)(case.get("samples", 64))
     model, optimizer = build(case, world, hvk)
-    if case.get("stock"):
-        per_rank = GLOBAL_BATCH // world.size
-        data = hvk.loader((x, y), per_rank, world=world, seed=3)
-        for variable in model.weights:  # fair: the stock job starts from equal replicas
-            variable.assign(world.broadcast(numpy_of(variable)))
-        history = model.fit(data, epochs=2, verbose=0)
-        return model, history.history
     if case.get("micro"):
         x, y = micro_batches(world, x.astype("float32"), y)
         callbacks = hvk.callbacks(model)
@@ -256,7 +243,7 @@ def main(out: str, wanted: list[str]) -> None:
     facts: dict[str, Any] = {}
     for name in wanted or list(CASES):
         case = CASES[name]
-        if case.get("only", BACKEND) != BACKEND or ("ranks_only" in case and not case["ranks_only"].get(BACKEND, True)):
+        if case.get("only", BACKEND) != BACKEND:
             continue
         keras.backend.clear_session()
         try:

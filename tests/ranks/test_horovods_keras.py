@@ -1,0 +1,59 @@
+"""Horovod's own Keras wrapper averages on Keras 3, as the recipe's wheel has it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import PROGRAMS, run_ranks
+
+EXACT = 1e-10
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.thorough)])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    ranks, folder = request.param, tmp_path_factory.mktemp("own")
+    program = PROGRAMS / "keras" / "horovods_own.py"
+    run_ranks(
+        [program, folder], ranks, launcher="horovodrun", env={"KERAS_BACKEND": "tensorflow"}, timeout_s=200
+    ).check()
+    return [json.loads(Path(folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_fits_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert len(one["optimizers"]) == 12 and max(one["optimizers"].values()) <= EXACT, one["optimizers"]
+        assert one["tape"] <= EXACT
+
+
+def test_without_the_wrapper_they_are_not(found: list[dict[str, Any]]) -> None:
+    assert all(one["alone"] > 1e-3 for one in found)
+
+
+def test_a_saved_model_is_plain_and_goes_on(found: list[dict[str, Any]]) -> None:
+    assert all(one["loaded"]["gap"] <= EXACT and one["loaded"]["plain"] for one in found)
+
+
+def test_callbacks_broadcast_and_set_rates(found: list[dict[str, Any]]) -> None:
+    size = len(found)
+    # lr(e) = 0.2 / size x (e (size - 1) / 3 + 1) at the end of epoch e, then 0.1 to the power of the epochs since
+    wanted = [round(0.2 / size * (epoch * (size - 1) / 3 + 1), 6) for epoch in (1, 2, 3)] + [0.2, 0.02, 0.002]
+    for one in found:
+        assert one["callbacks"]["rates"] == pytest.approx(wanted, abs=1e-6)
+        assert one["callbacks"]["apart"] == 0 and one["callbacks"]["told"] >= 1
+
+
+def test_local_layers_stay_each_ranks_own(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert min(one["local"][:2]) > 1e-4 and max(one["local"][2:]) <= EXACT, one["local"]
+
+
+def test_elastic_states(found: list[dict[str, Any]]) -> None:
+    assert all(one["elastic"] == {"synced": 1.0, "restored": 1.0, "batch": 20} for one in found)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert one["overflow"]["apart"] == 0 and one["overflow"]["scale"] < 2**15, one["overflow"]
