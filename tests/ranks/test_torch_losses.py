@@ -67,6 +67,8 @@ def test_a_loss_is_that_of_one_process_or_refused(name: str, found: Found) -> No
             assert one["error"] <= 1e-10, one
         else:
             assert one["refusal"].startswith("ConfigError") and "fix:" in one["refusal"], one
+            if VERDICTS[name] == "refused" and one["call"] == "backward":
+                assert one["says"] in one["refusal"], one
             # a pipeline names a weight for what it knows: class weights beside ignored labels it does not
             named = "model and loss" not in one["refusal"] and not (one["micro_batches"] and "weights, ignore" in name)
             if SAYS.get(name) and named:

@@ -28,6 +28,10 @@ _OUTPUTS = 256, 16  # that are held, of a loader's batch (a call for each sample
 _FORMS = 8  # of losses that are looked at: a second derivative each
 
 
+def _known(number: Number) -> float | None:
+    return None if isinstance(number, Tensor) and number.device.type != "cpu" else float(number)
+
+
 class LossProof:
     """Of one prepared model.
 
@@ -126,7 +130,9 @@ class LossProof:
         if self._in_a_loop and reading.parts:  # what divides a sample's own part is that sample's
             terms = (Term(float(samples), "its samples", mean=True, reduced=True, means=(float(samples),)),)
         tally.compare(terms, weight, samples, loss)
-        types = list(dict.fromkeys(term.weight for term in terms if term.weight))
+        # each with its number, where nothing waits for it: two of one name are two counts
+        counts = {(term.weight, _known(term.divisor)) for term in terms if term.weight}
+        types = sorted(weight for weight, _ in counts)
         # label smoothing divides one part by labels, which can be named, and the other by their number
         self._types = [text for text in types if text != UNNAMED] or types
         if any(term.reduced and not term.mean and not term.numbers for term in terms):

@@ -567,7 +567,7 @@ def look_at(name: str, world: hvdtrain.World, everything: bool) -> list[dict[str
                 received = on_ranks(case, world, accumulate, call, weight, micro_batches)
                 found.append({
                     "case": name, "call": call, "accumulate": accumulate, "micro_batches": micro_batches, "one": one,
-                    "weight": weight is not None, "refusal": received[2],
+                    "weight": weight is not None, "refusal": received[2], "says": case.says,
                     "error": None if received[2] else distance(received[:2], wanted),
                 })  # fmt: skip
     return found
