@@ -405,7 +405,7 @@ CASES = {
     "sums of heads, then a mean": refused(heads, "a sum that nothing divides", REAL),
     "sum of fifths": refused(lambda o, y, *_: (CE(o, y, reduction="none") / 5).sum(), "is divided by len(x)"),
     "sum by a number of values": refused(lambda o, y, *_: (o - y).square().sum() / 7, "is divided by len(x)", REAL),
-    "sum, always by 12": refused(lambda o, y, *_: CE(o, y, reduction="sum") / 12, "12"),
+    "sum, always by 12": refused(lambda o, y, *_: CE(o, y, reduction="sum") / 12, "samples is divided by 12"),
     "tokens": weighted(by_token, TOKENS, "weight=(y != -100).sum()", model=Sequence),
     "as many kinds as samples": Case(lambda o, y, *_: CE(o, y.clamp_min(0).flatten()), TOKENS, FlatTokens),
     "mask": weighted(masked, HOLES, "weight="),
