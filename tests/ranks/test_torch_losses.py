@@ -19,6 +19,7 @@ VERDICTS = {
     name: {"Case": "exact"}.get(kind, kind)
     for name, kind in re.findall(r'^    "([^"]+)": (Case|weighted|refused)\(', SOURCE, re.MULTILINE)
 }
+LATER = ("contrastive, later", "sum, always by 12")  # what shows in a later batch alone
 SAYS = dict(re.findall(r'^    "([^"]+)": weighted\([^"]*?"((?:weight=|\(y|class)[^"]*)"', SOURCE, re.MULTILINE))
 
 
@@ -69,6 +70,7 @@ def test_a_loss_is_that_of_one_process_or_refused(name: str, found: Found) -> No
             assert one["refusal"].startswith("ConfigError") and "fix:" in one["refusal"], one
             if VERDICTS[name] == "refused" and one["call"] == "backward":
                 assert one["says"] in one["refusal"], one
+                assert not one["updates"] or name in LATER, one
             # a pipeline names a weight for what it knows: class weights beside ignored labels it does not
             named = "model and loss" not in one["refusal"] and not (one["micro_batches"] and "weights, ignore" in name)
             if SAYS.get(name) and named:

@@ -45,7 +45,7 @@ class Term:
         weight: the argument to type, of the targets `y`.
         mean: it is a mean over samples, or divided by a number that a GPU computes.
         reduced: numbers of several samples are added up in it.
-        numbers: given in the loss, that divide it; of one that it is multiplied with, one by it.
+        numbers: given in the loss, that divide it; of one that it is multiplied with, one by it, if that is a count.
         values: how many its sum adds up.
         means: of how many values each mean is that was taken of it, the outermost first.
         element: it is one number of several that were stacked: a factor of it is its own, as one of a vector's is.
@@ -76,13 +76,15 @@ class Term:
         mean = self.mean and not (over and samples and self.means and not _is_multiple(math.prod(self.means), samples))
         return replace(self, reduced=True, values=values, mean=mean)
 
-    def by(self, number: Any) -> Term:
-        """Divided by a number."""
+    def by(self, number: Any, counts: tuple[float, ...] = ()) -> Term:
+        """Divided by a number; one that it is multiplied with (0.05 is no twentieth) is in `counts`, or a factor."""
         number = number.detach() if isinstance(number, Tensor) else number
         if isinstance(number, Tensor) and number.device.type != "cpu":
             return replace(self, divisor=self.divisor * number, mean=True)  # it may count anything; nothing waits
         value = float(number)
-        return replace(self, divisor=self.divisor * value, numbers=(*self.numbers, value))
+        known = next((count for count in counts if math.isclose(count, value)), None if counts else value)
+        numbers = self.numbers if known is None else (*self.numbers, known)
+        return replace(self, divisor=self.divisor * value, numbers=numbers)
 
     def counts(self, samples: int) -> list[float]:
         """What divides it that may be the number of its samples, or a multiple of it, such as that of their values or
@@ -202,7 +204,8 @@ class Reader:
                 return [(children[one], replace(term.by(other), what="the number that divides it", weight=UNNAMED))]
             if isinstance(other, Tensor) and other.device.type != "cpu":
                 return [(children[one], replace(term, divisor=term.divisor / other.detach()))]
-            return [(children[one], term.by(1 / float(other)))] if float(other) else []
+            counts = (float(samples), 2.0 * samples, float(_values(children[one])))
+            return [(children[one], term.by(1 / float(other), counts))] if float(other) else []
         return None
 
     def _only(self, children: list[Any], path: str) -> int | None:
@@ -293,6 +296,11 @@ def _adds_up(node: Any) -> bool:
             seen |= new
             stack += new
     return False
+
+
+def _values(node: Any) -> int:
+    """How many values a sum adds up; 0 where it is none."""
+    return math.prod(getattr(node, "_saved_self_sym_sizes", (0,)))
 
 
 def _squares(name: str, node: Any) -> bool:

@@ -147,7 +147,10 @@ class LossProof:
             self.found(f"it adds up {samples} losses of one sample each, and nothing divides them", tally, weight)
         totals = {part * samples for part in (self._world.size, self._pieces // self._world.size, self._pieces)}
         for term in terms:
-            if term.mean or not term.reduced or samples in term.numbers:
+            if term.mean or not term.reduced:
+                continue
+            if samples in term.numbers:
+                self._divided.setdefault(float(samples), samples)
                 continue
             counts = [number for number in term.counts(samples) if number in term.numbers]
             for number in counts:

@@ -397,7 +397,8 @@ CASES = {
     "half the squares, by samples": Case(lambda o, y, *_: 0.5 * (o - y).square().sum() / len(y), REAL),
     "half the squares, by the double": Case(lambda o, y, *_: (o - y).square().sum() / 2 / len(y), REAL),
     "squares of a norm": Case(lambda o, y, *_: (o - y).norm(2).pow(2) / float(len(y)), REAL),
-    "by labels and a number": Case(lambda o, y, *_: CE(o, y, reduction="sum") * (1 / (5 * len(y)))),
+    "by samples and a number": Case(lambda o, y, *_: CE(o, y, reduction="sum") / (5 * len(y))),
+    "times one by samples": Case(lambda o, y, *_: CE(o, y, reduction="sum") * (1 / len(y))),
     "nothing times a penalty": Case(lambda o, y, *_: CE(o, y) + 0.0 * o.square().sum()),
     "sum of means": refused(lambda o, y, *_: (o - y).square().mean(1).sum(), "a sum that nothing divides", REAL),
     "sum of means, one by one": refused(one_by_one_undivided, "losses of one sample each"),
@@ -568,6 +569,7 @@ def look_at(name: str, world: hvdtrain.World, everything: bool) -> list[dict[str
                 found.append({
                     "case": name, "call": call, "accumulate": accumulate, "micro_batches": micro_batches, "one": one,
                     "weight": weight is not None, "refusal": received[2], "says": case.says,
+                    "updates": len(received[1]),
                     "error": None if received[2] else distance(received[:2], wanted),
                 })  # fmt: skip
     return found
