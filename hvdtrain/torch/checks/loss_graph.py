@@ -255,7 +255,7 @@ def _of_mean(node: Any, term: Term, samples: int) -> Term:
 def _dims(node: Any, sizes: list[int]) -> set[int]:
     """Those that a sum or mean was told; all, where it was told none."""
     told = getattr(node, "_saved_dim", None) or range(len(sizes))
-    return {(dim - (1 << 64) * (dim >= 1 << 63)) % len(sizes) for dim in told}
+    return {signed(dim) % len(sizes) for dim in told}
 
 
 def _any_of(sizes: list[int], dims: set[int], samples: int) -> bool:
@@ -270,8 +270,7 @@ def _of_loss(name: str, node: Any, term: Term, samples: int) -> Term:
     if not name.startswith("NllLoss"):
         values = node._saved_self.numel()
         return term.over(values, f"the {values} values of its mean", "weight=y.numel()", values)
-    ignored = node._saved_ignore_index
-    ignored -= (1 << 64) * (ignored >= 1 << 63)
+    ignored = signed(node._saved_ignore_index)
     if node._saved_weight is not None:
         what, weight = "the class weights of its labels", f"weight=class_weights[y[y != {ignored}]].sum()"
     else:
@@ -309,6 +308,11 @@ def _squares(name: str, node: Any) -> bool:
         return False
     norm = node.next_functions[0][0]
     return norm is not None and name_of(norm) == "LinalgVectorNorm" and norm._saved_ord == 2
+
+
+def signed(number: int) -> int:
+    """Returns a number that an operation was told: autograd shows a negative one as if it had no sign."""
+    return number - (1 << 64) * (number >= 1 << 63)
 
 
 def name_of(node: Any) -> str:

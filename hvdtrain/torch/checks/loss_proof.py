@@ -157,11 +157,8 @@ class LossProof:
                 before = self._divided.setdefault(number, samples)
                 if number == term.values:
                     continue
-                if number in totals:
-                    said = "as if it were over those"
-                    self.found(f"a sum over {samples} samples is divided by {number:g}, {said}", tally, weight)
-                elif before != samples:
-                    said = f"and so was one over {before}"
+                if number in totals or before != samples:
+                    said = "as if it were over those" if number in totals else f"and so was one over {before}"
                     self.found(f"a sum over {samples} samples is divided by {number:g}, {said}", tally, weight)
             if not counts:  # the error says what to do with a number of unknown meaning
                 self.found("", tally, weight)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hvdtrain.torch.checks.loss_graph import name_of, signed
+
 _STRAIGHT = {"Add", "Sub", "Rsub", "Neg", "Clone", "Alias", "ToCopy", "MaskedFill", "Where"}
 _BENT = {
     "Abs", "Relu", "Clamp", "ClampMin", "ClampMax", "Exp", "Expm1", "Log", "Log1P", "Log2", "Sqrt", "Rsqrt", "Pow",
@@ -129,7 +131,7 @@ class _Step:
 
     def __init__(self, node: Any, nr: int, samples: int, found: list[str]) -> None:
         self.node, self.samples, self._found = node, samples, found
-        self.name = node.name().removesuffix("0").rstrip("123456789").removesuffix("Backward")
+        self.name = name_of(node)
         self._nr, self.shape = nr, node._input_metadata[nr].shape
 
     def place(self, operands: list[tuple[tuple[Any, int], _Place]]) -> _Place | None:
@@ -248,7 +250,7 @@ class _Step:
             value = getattr(self.node, f"_saved_{name}", None)
             for dim in value if isinstance(value, tuple) else (value,):
                 if dim is not None and count:
-                    yield (dim - (1 << 64) * (dim >= 1 << 63)) % count
+                    yield signed(dim) % count
 
 
 def _reshaped(place: _Place, before: Sequence[int], after: Sequence[int]) -> _Place | None:
