@@ -71,7 +71,9 @@ class Memory:
         """Returns a batch of these samples; like PyTorch's, a sampler may count from the end."""
         outside = indices[(indices < -self.samples) | (indices >= self.samples)]
         if outside.size:
-            raise IndexError(f"sample {outside[0]} was asked for (by sampler=?), of {self.samples} that there are")
+            raise IndexError(
+                f"sample {outside[0]} was asked for, of {self.samples} that there are: look at the sampler"
+            )
         indices = np.where(indices < 0, indices + self.samples, indices)
         # a copy that is waited for would wait for all the GPU has to do before it
         chosen = torch.from_numpy(indices).to(self.tensors[0].device, non_blocking=True)

@@ -91,6 +91,35 @@ class Wide(nn.Module):
         return self.only(x)
 
 
+class OneNumber(nn.Module):
+    """[n, WIDTH] to [n, 1], of one number: with one sample no tensor holds more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.only(x[:, :1])
+
+
+def nodes_of_samples(x: Tensor) -> Tensor:
+    """Whose each node is [nodes]: one sample in two has one, the other three, so that as a rule there are two each."""
+    places = (X[:, 0] == x[:, :1]).double().argmax(1)
+    return torch.arange(len(x)).repeat_interleave(1 + 2 * (places % 2))
+
+
+class Nodes(nn.Module):
+    """[n, WIDTH] to [nodes, 1]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sample = nodes_of_samples(x)
+        return torch.tanh(self.only(x[sample]))
+
+
 class Attending(nn.Module):
     """Attention over a sequence, with a mask that is each sample's own."""
 
@@ -309,6 +338,11 @@ def contrastive_in_chunks(outputs: Tensor, y: Tensor, model: nn.Module, x: Tenso
     return contrastive(torch.cat([model(part) for part in x.tensor_split(2)]))
 
 
+def by_graph(outputs: Tensor, y: Tensor, model: nn.Module, x: Tensor) -> Tensor:
+    """The nodes of each sample added up."""
+    return torch.zeros(len(x)).index_add(0, nodes_of_samples(x), outputs[:, 0]).square().mean()
+
+
 def halves_ranked(outputs: Tensor, y: Tensor, *_: Any) -> Tensor:
     half = len(y) // 2
     return F.margin_ranking_loss(outputs[:half, 0], outputs[half : 2 * half, 0], torch.ones(half), margin=1.0)
@@ -445,6 +479,8 @@ CASES = {
     "scalars, one by one": Case(scalars_one_by_one, REAL),
     "advantages, one by one": Case(advantages_one_by_one, REAL),
     "divisors of their own, one by one": Case(own_divisors_one_by_one, TOKENS, Sequence),
+    "one number": Case(lambda o, y, *_: F.mse_loss(o, y[:, :1]), REAL, OneNumber),
+    "nodes of graphs": Case(by_graph, REAL, Nodes),
     "contrastive, of chunks": refused(contrastive_in_chunks, ADDED),
     "batch-hard, as wide as the batch": refused(batch_hard, ADDED, Y, Wide),
     "normalised over the batch, as wide as it": refused(lambda o, *_: o.softmax(0).square().mean(), ADDED, Y, Wide),

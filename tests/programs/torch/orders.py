@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from loader_alone import Numbers, acted, refused
 from passing import run_all
+from torch.utils.data import DataLoader, TensorDataset
 
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError
@@ -157,6 +159,20 @@ def case_what_is_refused_of_a_sampler_speaks_of_it() -> None:
     said(lambda: next(iter(train)), "sampler=", f"ends after {RECORDS}")
     state = saved(loader_of(shuffled(3)), 2)
     said(lambda: make(sampler=list(range(RECORDS))[::-1]).load_state_dict(state), "sampler=", "digest")
+
+
+def case_a_sampler_counts_from_the_end_over_arrays_as_torchs_does() -> None:
+    values, order = torch.arange(23.0), [-1, -2, 3, 0, 22]
+    plain = DataLoader(TensorDataset(values), batch_size=3, sampler=order)
+    ours = hvt.loader((values,), 3, world=acted(0, 1), sampler=order, workers=0)
+    assert [x.tolist() for (x,) in ours] == [x.tolist() for (x,) in plain] == [[22, 21, 3], [0, 22]]
+    for wrong in (23, -24):
+        try:
+            list(hvt.loader((values,), 3, world=acted(0, 1), sampler=[0, wrong], workers=0))
+        except IndexError as error:
+            assert f"sample {wrong} " in str(error) and "of 23" in str(error), error
+        else:
+            raise AssertionError("not refused")
 
 
 if __name__ == "__main__":
