@@ -48,7 +48,7 @@ def net() -> nn.Module:
 
 def prepared(train: Any, **options: Any) -> tuple[Any, Any]:
     model = net()
-    return hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), train, verify=False, **options)
+    return hvt.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), train, **({"verify": False} | options))
 
 
 def update(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
@@ -107,7 +107,7 @@ def case_samples_left_out_do_not_weigh(world: hvdtrain.World) -> None:
 def case_a_validation_pass_with_gradients_holds_no_graph(world: hvdtrain.World) -> None:
     x, y = data(24)
     train = hvt.loader((x, y), 8 // world.size, shuffle=False, workers=0)
-    model, optimizer = prepared(train)
+    model, optimizer = prepared(train, verify=True)  # what looks at the loss holds outputs
 
     def alive_after_ten() -> int:
         held = [ref(model(x)) for _ in range(10)]
@@ -117,7 +117,7 @@ def case_a_validation_pass_with_gradients_holds_no_graph(world: hvdtrain.World) 
     for rows in train:
         update(model, optimizer, *rows)
     after = alive_after_ten()
-    assert before == 0 and after <= 1, (before, after)
+    assert before <= 1 and after <= 1, (before, after)  # that of the last call alone
     shown(world, "T12b", f"{before} and {after} outputs of ten are held, before the first update and after it")
 
 

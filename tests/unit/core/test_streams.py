@@ -39,6 +39,19 @@ def test_dealt_as_a_map_style_plan_deals(tail: Any) -> None:
                         assert [step.update(a) for a in (1, 2, 3, 4)] == [its.update(a) for a in (1, 2, 3, 4)]
 
 
+def test_a_records_parts_are_known_by_name() -> None:
+    """A resumed run compares what it walks past: a picture that has become the mask is another record."""
+
+    def digest(*records: Any) -> int:
+        noted = Noted(iter(records))
+        assert len(list(noted)) == len(records)
+        return noted.digest
+
+    one, two = {"picture": 1, "weight": 2}, {"mask": 1, "weight": 2}
+    assert digest(one, one) == digest(dict(one), one) != digest(one, two)
+    assert digest((1, 2)) != digest([[1], 2])
+
+
 def test_little_is_held_of_a_step() -> None:
     """A rank keeps what may become its own: of a step of 64 x 4 records never more than a quarter."""
     alive = most = 0
