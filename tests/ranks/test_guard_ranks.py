@@ -53,7 +53,7 @@ def guarded(folder: Path, lines: Sequence[str], *flags: str) -> tuple[Result, li
 
 @pytest.mark.parametrize("lines", [TORCH, KERAS], ids=["torch", "keras"])
 def test_clean_scripts(lines: tuple[str, ...], tmp_path: Path) -> None:
-    result, findings = guarded(tmp_path, lines)
+    result, findings = guarded(tmp_path, lines, "--every", "3")
     assert not findings
     [said] = [line for line in result.ranks_error[0].splitlines() if "hvdtrain guard" in line]
     assert "averaged, and the replicas equal" in said and "hvdtrain guard" not in result.ranks_error.get(1, "")
