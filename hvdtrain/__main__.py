@@ -16,6 +16,7 @@ from hvdtrain.core.errors import HvdtrainError
 COMMANDS = {
     "launch": ("hvdtrain.commands.launch", "run a command on N ranks of many hosts, and end them together"),
     "doctor": ("hvdtrain.commands.doctor", "say what is wrong with this machine or cluster, and the fix"),
+    "guard": ("hvdtrain.guard", "run your Horovod script, and name what in it would train wrong, with file and line"),
     "verify": ("hvdtrain.commands.verify", "train a toy on your cluster, and prove that it is trained right"),
     "build-horovod": (
         "hvdtrain.horovod_build",

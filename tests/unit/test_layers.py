@@ -1,6 +1,7 @@
 """Which folder may import which, read from the sources (imports inside functions and under TYPE_CHECKING count too).
 
-    core < runs, datasets, horovod_build < torch | keras | pipeline < vision | cluster < programs < bench < commands
+    core < runs, datasets, horovod_build < torch | keras | pipeline | guard < vision | cluster < programs < bench
+    < commands
 
 A folder imports what stands further left; those side by side between bars never import each other. The core knows the
 standard library, and inside functions numpy, tqdm, tensorboard, mpi4py and pynvml; an adapter its own framework.
@@ -21,7 +22,7 @@ PACKAGE = "hvdtrain"
 FLOORS = (
     {"core"},
     {"runs", "datasets", "horovod_build"},
-    {"torch", "keras", "pipeline"},
+    {"torch", "keras", "pipeline", "guard"},
     {"vision", "cluster"},
     {"keras_mnist", "torch_resnet", "torch_cifar10", "pipeline_resnet"},
     {"bench"},
@@ -39,6 +40,7 @@ OWN_FRAMEWORKS = {
     "torch": {"torch", "torchvision", "deepspeed", "horovod"},
     "keras": {"keras", "tensorflow", "torch", "horovod"},
     "pipeline": {"torch"},
+    "guard": {"torch"},
 }  # fmt: skip
 # what core and runs may use besides the standard library, but only inside functions
 LATE = {"numpy", "tqdm", "tensorboard", "mpi4py", "pynvml"}
@@ -145,6 +147,7 @@ def test_every_folder_has_its_floor() -> None:
         ("torch.loader", "import tensorflow as tf"),
         ("torch.loader", "def f():\n    import keras"),
         ("vision.recipes", "from hvdtrain.cluster import hosts"),
+        ("guard.session", "import hvdtrain.torch"),
         ("torch_resnet", "from hvdtrain import bench"),
         ("bench.train", "from hvdtrain import commands"),
     ],

@@ -77,9 +77,11 @@ class Tracker:
     Attributes:
         updates, meetings: completed so far; the same on every rank that is in step.
         watch: ends with `close`.
+        remedy: what to do when ranks are not in step, for programs that are not written with hvdtrain.
     """
 
     watch: Closes | None = None
+    remedy = ""
 
     def __init__(self, rank: int = 0, size: int = 1, *, on: bool = True) -> None:
         self.rank, self.size = rank, size
@@ -232,6 +234,15 @@ class Tracker:
         finally:
             self._update = before
 
+    @contextmanager
+    def waiting(self, place: Place) -> Iterator[None]:
+        """Notes that this rank waits in `place`, a meeting that is held by other means than `meeting`."""
+        self._meeting = place if self.on else None
+        try:
+            yield
+        finally:
+            self._meeting = None
+
     # -- what is said about it -------------------------------------------------------------------------------------
     def stuck(self, after_s: float) -> State | None:
         """Returns where this rank has waited for `after_s` or longer; None while it is anywhere else.
@@ -290,14 +301,15 @@ def _others_receive(states: Sequence[State]) -> bool:
     return all(state["receives"] or state["line"] == root["line"] for state in states)
 
 
-def out_of_step(states: Sequence[State]) -> ReplicaError:
-    """Returns the error that names where each rank is; pure."""
+def out_of_step(states: Sequence[State], remedy: str = "") -> ReplicaError:
+    """Returns the error that names where each rank is; pure. Without a remedy, that for programs of hvdtrain's."""
     return ReplicaError(
         "every rank must come to the same collective operation",
         by_rank(list(map(_described, states))),
-        "call what is collective (evaluate, save, gather ...) on every rank, in the same order, on the same line: not"
-        " under `if world.is_main:`;\nbreak and continue on every rank alike, and give every rank the same number of"
-        " batches, as hvdtrain's loaders do",
+        remedy
+        or "call what is collective (evaluate, save, gather ...) on every rank, in the same order, on the same line:"
+        " not under `if world.is_main:`;\nbreak and continue on every rank alike, and give every rank the same number"
+        " of batches, as hvdtrain's loaders do",
         shared=True,
     )
 

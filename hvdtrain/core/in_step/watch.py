@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdtrain.core.errors import OUT_OF_STEP_CODE, ReplicaError, describe
 from hvdtrain.core.in_step.arrival import listen_to_ranks, seconds_of
@@ -117,12 +117,12 @@ class Watch:
 
     # -- every rank but 0 ------------------------------------------------------------------------------------------
     def _speak(self) -> None:
-        link: _Link | None = None
+        link: Link | None = None
         sent: State | None = None
         while not self._closing.is_set():
             state = self._tracker.stuck(self._meeting.after_s)
             if link is None and state is not None:
-                link, sent = self._connect(), None
+                link, sent = connect(self._meeting, self._tracker.rank), None
             if link is None:
                 self._closing.wait(_TICK_S)
                 continue
@@ -132,7 +132,7 @@ class Watch:
                     sent = state
                 for message in link.receive(_TICK_S):
                     if "end" in message:
-                        _end(message["end"], self._tracker.rank, [link])
+                        end_all(message["end"], self._tracker.rank, [link])
                     sent = self._tracker.stuck(self._meeting.after_s)
                     link.send(at=sent, asked=message.get("ask"))
             except (OSError, ValueError):  # rank 0 is gone, which is the engine's to say
@@ -142,40 +142,10 @@ class Watch:
         if link is not None:
             link.close()
 
-    def _connect(self) -> _Link | None:
-        """Returns a link through the first of rank 0's addresses that answers as it does; None if none does in time.
-
-        All are tried at once: some lead nowhere from this host, or to another program.
-        """
-        words = _line(token=self._meeting.token, rank=self._tracker.rank)
-        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
-            for address in self._meeting.addresses:
-                tried = stack.enter_context(socket.socket())
-                tried.setblocking(False)
-                with contextlib.suppress(OSError):  # a name that does not resolve
-                    tried.connect_ex((address, self._meeting.port))
-                    selector.register(tried, selectors.EVENT_WRITE)
-            deadline = time.monotonic() + _CONNECT_S
-            while selector.get_map() and time.monotonic() < deadline:
-                for key, event in selector.select(_TICK_S):
-                    assert isinstance(key.fileobj, socket.socket)
-                    tried = key.fileobj
-                    try:
-                        if event & selectors.EVENT_WRITE:
-                            tried.sendall(words)
-                            selector.modify(tried, selectors.EVENT_READ)
-                        elif tried.recv(len(_WELCOME)) == _WELCOME:
-                            return _Link(socket.socket(fileno=tried.detach()))
-                        else:
-                            selector.unregister(tried)
-                    except OSError:  # refused, or out of reach
-                        selector.unregister(tried)
-        return None
-
     # -- rank 0 ----------------------------------------------------------------------------------------------------
     def _compare(self) -> None:
         assert self._listener is not None
-        links: dict[_Link, int] = {}  # rank; 0 until it has said who it is
+        links: dict[Link, int] = {}  # rank; 0 until it has said who it is
         reports: dict[int, Mapping[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ, None)
@@ -183,7 +153,7 @@ class Watch:
                 for key, _ in selector.select(_TICK_S):
                     if key.data is None:
                         with contextlib.suppress(OSError):
-                            link = _Link(self._listener.accept()[0])
+                            link = Link(self._listener.accept()[0])
                             links[link] = 0
                             selector.register(link.socket, selectors.EVENT_READ, link)
                     elif not self._take(key.data, links, reports):
@@ -197,7 +167,7 @@ class Watch:
             link.close()
         self._listener.close()
 
-    def _take(self, link: _Link, links: dict[_Link, int], reports: dict[int, Mapping[str, Any]]) -> bool:
+    def _take(self, link: Link, links: dict[Link, int], reports: dict[int, Mapping[str, Any]]) -> bool:
         """Takes what a rank says; returns whether the link is to be kept."""
         try:
             for message in link.receive(0):
@@ -205,14 +175,14 @@ class Watch:
                     reports[links[link]] = message
                 elif hmac.compare_digest(str(message["token"]), self._meeting.token):
                     links[link] = int(message["rank"])
-                    link.socket.sendall(_WELCOME)
+                    link.socket.sendall(WELCOME)
                 else:
                     return False
         except (OSError, ValueError, KeyError, TypeError):
             return False
         return True
 
-    def _judge(self, links: list[_Link], reports: Mapping[int, Mapping[str, Any]]) -> None:
+    def _judge(self, links: list[Link], reports: Mapping[int, Mapping[str, Any]]) -> None:
         """Ends the job when all ranks wait for one another, and have said so when they were asked."""
         mine = self._tracker.stuck(self._meeting.after_s)
         states = [mine, *(reports.get(rank, {}).get("at") for rank in range(1, self._tracker.size))]
@@ -229,8 +199,8 @@ class Watch:
                 with contextlib.suppress(OSError):
                     link.send(ask=self._question)
         elif all(report.get("asked") == self._question for report in reports.values()):
-            error = out_of_step(stuck)
-            _end([error.rule, error.received, error.remedy], 0, links)
+            error = out_of_step(stuck, self._tracker.remedy)
+            end_all([error.rule, error.received, error.remedy], 0, links)
 
     def _note(self, absent: list[int]) -> None:
         """Tells once a place whom rank 0 waits for: a rank that is stopped cannot say so."""
@@ -244,10 +214,10 @@ def _line(**message: Any) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-_WELCOME = _line(welcome=True)
+WELCOME = _line(welcome=True)
 
 
-class _Link:
+class Link:
     """JSON objects, a line each, over a socket."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -274,7 +244,40 @@ class _Link:
         self.socket.close()
 
 
-def _end(error: list[str], rank: int, links: Sequence[_Link]) -> None:
+def connect(meeting: Meeting, rank: int) -> Link | None:
+    """Returns a link through the first of rank 0's addresses that answers as it does; None if none does in time.
+
+    All are tried at once: some lead nowhere from this host, or to another program.
+    """
+    words = _line(token=meeting.token, rank=rank)
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for address in meeting.addresses:
+            tried = stack.enter_context(socket.socket())
+            tried.setblocking(False)
+            with contextlib.suppress(OSError):  # a name that does not resolve
+                tried.connect_ex((address, meeting.port))
+                selector.register(tried, selectors.EVENT_WRITE)
+        deadline = time.monotonic() + _CONNECT_S
+        while selector.get_map() and time.monotonic() < deadline:
+            for key, event in selector.select(_TICK_S):
+                assert isinstance(key.fileobj, socket.socket)
+                tried = key.fileobj
+                try:
+                    if event & selectors.EVENT_WRITE:
+                        tried.sendall(words)
+                        selector.modify(tried, selectors.EVENT_READ)
+                    elif tried.recv(len(WELCOME)) == WELCOME:
+                        return Link(socket.socket(fileno=tried.detach()))
+                    else:
+                        selector.unregister(tried)
+                except OSError:  # refused, or out of reach
+                    selector.unregister(tried)
+    return None
+
+
+def end_all(
+    error: list[str], rank: int, links: Sequence[Link], program: str = "hvdtrain", code: int = OUT_OF_STEP_CODE
+) -> NoReturn:
     """Prints the error and ends this process, whose main thread is blocked.
 
     Rank 0 tells the others first, and waits until they have printed it: a launcher that sees one rank gone ends all.
@@ -283,22 +286,24 @@ def _end(error: list[str], rank: int, links: Sequence[_Link]) -> None:
         error: rule, what came, and remedy.
         rank: this one.
         links: of rank 0, to all others; of the others, to rank 0.
+        program: that says so.
+        code: that the process ends with.
     """
     rule, received, remedy = error
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    print(describe("hvdtrain", ReplicaError(rule, received, remedy, shared=True), rank), file=sys.stderr, flush=True)
+    print(describe(program, ReplicaError(rule, received, remedy, shared=True), rank), file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):  # the engine breaks as soon as one rank is gone: no more need be said
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for link in links:
         with contextlib.suppress(OSError):
             if rank == 0:
                 link.send(end=error)
-            else:
-                link.close()
+            else:  # this says that it is printed; the engine of rank 0 would abort if this rank were gone first
+                link.socket.shutdown(socket.SHUT_WR)
     deadline = time.monotonic() + _LAST_WORDS_S
-    for link in links if rank == 0 else ():
+    for link in links:
         with contextlib.suppress(OSError, ValueError):
             while time.monotonic() < deadline:
                 link.receive(0.1)
-    os._exit(OUT_OF_STEP_CODE)
+    os._exit(code)

@@ -108,7 +108,7 @@ class Pair:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, also: Sequence[str] = ()) -> None:
         self.ended: dict[int, list[str]] = {}
         self.over = threading.Event()
-        monkeypatch.setattr(watch, "_end", self._end)
+        monkeypatch.setattr(watch, "end_all", self._end)
         monkeypatch.setattr(watch, "_TICK_S", 0.02)
         detected = Detected("mpirun", 0, 2, 0, 2, 0, None)
         listener, self.where = watch.listen(detected, {watch.AFTER_VARIABLE: "0.2"})

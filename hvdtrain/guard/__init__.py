@@ -1,0 +1,61 @@
+"""`hvdtrain guard`: runs an unmodified Horovod script, and names what would train wrong, with file and line.
+
+Every rank runs its script through it: `horovodrun -np 4 hvdtrain guard train.py --epochs 3`. Only what the script
+imports is watched. What is found ends the job on all ranks with exit code 77 (ranks that wait for one another: 76).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+EPILOG = """\
+examples:
+  horovodrun -np 4 hvdtrain guard train.py --epochs 3
+  hvdtrain launch -np 4 -- hvdtrain guard --warn --report guard.json train.py
+  horovodrun -np 4 python -m hvdtrain.guard -m package.train --epochs 3
+
+exit code: the script's own; 77 if training was found to be wrong, 76 if ranks wait for one another in vain
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hvdtrain guard`."""
+    parser.description, parser.epilog = __doc__, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "hvdtrain guard [--warn] [--report FILE] [--every N] (SCRIPT | -m MODULE) ..."
+    add = parser.add_argument
+    # fmt: off
+    add("--warn", action="store_true", help="tell each finding once, and go on")
+    add("--report", type=Path, metavar="FILE", help="rank 0 writes there, as JSON, what was found and what was proven")
+    add("--every", type=int, default=100, metavar="N",
+        help="compare the replicas after every N updates, beside the first two (default: %(default)s)")
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    add("script", metavar="SCRIPT", help="what each rank runs")
+    add("argv", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    # fmt: on
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the script under watch; returns the exit code."""
+    from hvdtrain.core.errors import ConfigError
+    from hvdtrain.guard import script
+
+    if args.every < 1:
+        raise ConfigError("--every is a number of updates, 1 or more", str(args.every))
+    return script.run(args.script, args.argv, args.module, warn=args.warn, report=args.report, every=args.every)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m hvdtrain.guard`."""
+    parser = argparse.ArgumentParser(prog="hvdtrain guard")
+    add_arguments(parser)
+    from hvdtrain.core.errors import HvdtrainError
+
+    try:
+        return run(parser.parse_args(argv))
+    except HvdtrainError as error:
+        print(f"hvdtrain guard: {error}", file=sys.stderr)
+        return 2

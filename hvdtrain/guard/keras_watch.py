@@ -1,0 +1,225 @@
+"""What is watched of a script that trains with horovod.tensorflow or Keras: `fit`, or a loop with a tape.
+
+A step is a call of a compiled function in which an optimizer's `apply` was traced, or an eager `apply`. Horovod's own
+examples broadcast after the first step, so that the optimizer has its variables: the replicas are compared before and
+after the second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from types import ModuleType
+from typing import Any
+
+from hvdtrain.core.in_step.meeting import user_line
+from hvdtrain.guard.hooks import Hook, wrap
+from hvdtrain.guard.session import Session
+
+_COLLECTIVE = (
+    "allreduce", "grouped_allreduce", "allgather", "broadcast", "broadcast_variables", "broadcast_object",
+    "allgather_object", "alltoall", "reducescatter", "barrier",
+)  # fmt: skip
+_BATCHES = (2, 3)  # steps whose inputs are compared
+
+
+def hooks(session: Session) -> dict[str, Hook]:
+    """Returns what is to be done to each module when it is imported."""
+    watch = KerasWatch(session)
+    return {
+        "keras.src.optimizers.base_optimizer": watch.optimizers,
+        "tensorflow.python.eager.polymorphic_function.polymorphic_function": watch.functions,
+        "horovod.tensorflow": watch.horovod,
+        "horovod.tensorflow.keras": watch.front,
+        "horovod.keras": watch.front,
+    }
+
+
+class KerasWatch:
+    """Reports a model's weights around the updates of its optimizers.
+
+    Args:
+        session: takes the reports.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._made: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._numbers: dict[int, int] = {}  # by id: Keras compares optimizers' variables, not optimizers
+        self._steps: dict[int, int] = {}
+        self._variables: dict[int, tuple[Any, list[Any]]] = {}  # the optimizer, and what it updates
+        self._in_function: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        self._traced: list[int] | None = None
+        self._applying = 0
+        self._tape = False
+
+    # -- Keras and TensorFlow --------------------------------------------------------------------------------------
+    def optimizers(self, module: ModuleType) -> None:
+        def made(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            optimizer.__dict__["_guard_line"] = user_line()
+            return original(optimizer, *args, **kwargs)
+
+        def applied(original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            if self._applying or not self._session.on:
+                return original(optimizer, grads, trainable_variables)
+            variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+            number = self._number(optimizer, variables)
+            self._applying += 1
+            try:
+                if self._traced is not None:
+                    self._traced.append(number)
+                    return original(optimizer, grads, variables)
+                self._before([number])
+                result = original(optimizer, grads, variables)
+                self._after([number])
+                return result
+            finally:
+                self._applying -= 1
+
+        wrap(module.BaseOptimizer, "__init__", made)
+        wrap(module.BaseOptimizer, "apply", applied)
+
+    def functions(self, module: ModuleType) -> None:
+        def called(original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._traced is not None or not self._session.on:
+                return original(function, *args, **kwargs)
+            known = self._in_function.get(function, [])
+            self._traced = []
+            try:
+                if not known:
+                    result = original(function, *args, **kwargs)
+                else:
+                    self._before(known)
+                    self._of_data(known[0], args)
+                    with self._session.collective("a training step"):
+                        result = original(function, *args, **kwargs)
+                traced = sorted({*known, *self._traced})
+            finally:
+                self._traced = None
+            if traced:
+                self._in_function[function] = traced
+                self._after(traced)
+            return result
+
+        wrap(module.Function, "__call__", called)
+
+    # -- Horovod ---------------------------------------------------------------------------------------------------
+    def horovod(self, module: ModuleType) -> None:
+        session = self._session
+
+        def join(original: Any, *args: Any, **kwargs: Any) -> Any:
+            with session.collective("join"):
+                result = original(*args, **kwargs)
+            session.joined()
+            return result
+
+        def tape(original: Any, *args: Any, **kwargs: Any) -> Any:
+            self._tape = True
+            return original(*args, **kwargs)
+
+        self._broadcast_object = module.broadcast_object
+        for name in _COLLECTIVE:
+            wrap(module, name, self._collective)
+        wrap(module, "join", join)
+        wrap(module, "DistributedGradientTape", tape)
+        self._init(module)
+
+    def front(self, module: ModuleType) -> None:
+        """The Keras front doors: their functions call those of horovod.tensorflow, but for `init`."""
+        if module.init.__module__.startswith("horovod.common"):
+            self._init(module)
+
+        def distributed(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            passes, average = kwargs.get("backward_passes_per_step", 1), kwargs.get("average_aggregated_gradients")
+            if passes > 1 and not average:
+                self._session.find(
+                    "summed-passes", f"gradients of backward_passes_per_step={passes} passes are summed, not averaged",
+                    "average_aggregated_gradients is not set", "average_aggregated_gradients=True",
+                    note=True,
+                )  # fmt: skip
+            wrapped = original(optimizer, *args, **kwargs)
+            if hasattr(wrapped, "__dict__"):
+                wrapped.__dict__["_guard_line"] = user_line()
+            return wrapped
+
+        wrap(module, "DistributedOptimizer", distributed)
+
+    def _init(self, module: ModuleType) -> None:
+        def init(original: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._session.meet(
+                module.rank(), module.size(), lambda x: self._broadcast_object(x, 0, name="hvdtrain.guard")
+            )
+            return result
+
+        if "_guard" not in vars(module):
+            wrap(module, "init", init)
+            module.__dict__["_guard"] = True
+
+    def _collective(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._traced is not None:
+            return original(*args, **kwargs)
+        return self._session.wrapped_collective(original, *args, **kwargs)
+
+    # -- each step -------------------------------------------------------------------------------------------------
+    def _number(self, optimizer: Any, variables: list[Any]) -> int:
+        number = self._numbers.setdefault(id(optimizer), len(self._numbers))
+        self._variables[number] = (optimizer, variables)  # kept, so that its id stays its own
+        return number
+
+    def _before(self, numbers: list[int]) -> None:
+        for number in numbers:
+            if self._steps.get(number) == 1:
+                self._report(number, 2, "before")
+
+    def _after(self, numbers: list[int]) -> None:
+        session = self._session
+        for number in numbers:
+            steps = self._steps[number] = self._steps.get(number, 0) + 1
+            session.steps[f"Keras optimizer {number}"] = steps
+            if steps == 2 or steps % session.every == 0:
+                self._report(number, steps, "after")
+
+    def _report(self, number: int, step: int, when: str) -> None:
+        session = self._session
+        optimizer, variables = self._variables[number]
+        own = getattr(optimizer, "_horovod", None)
+        local = getattr(own, "_local", ())  # these are each rank's own
+        shared = [value for value in map(_native, variables) if value.ref() not in local]
+        process_set = getattr(own, "_process_set", None)
+        ranks = getattr(process_set, "ranks", None) or range(session.size)
+        session.report(
+            kind="weights", ranks=sorted(ranks), key=[f"keras {number}", session.joins, step, when],
+            value=_fingerprint(shared), state="", settings="", line=user_line(),
+            made=optimizer.__dict__.get("_guard_line", "?"), averaged=own is not None or self._tape,
+            framework="tensorflow",
+        )  # fmt: skip
+
+    def _of_data(self, number: int, inputs: tuple[Any, ...]) -> None:
+        step = self._steps.get(number, 0) + 1
+        arrays = [value.numpy() for value in inputs if hasattr(value, "numpy") and hasattr(value, "shape")]
+        if step not in _BATCHES or not any(array.ndim for array in arrays):
+            return
+        digest = hashlib.blake2b(digest_size=8)
+        for array in arrays:
+            if array.ndim:
+                digest.update(array.tobytes()[: 1 << 16])
+        session = self._session
+        key = [f"keras {number}", step - 1]
+        session.report(
+            kind="data", ranks=list(range(session.size)), key=key, value=digest.hexdigest(), line=user_line()
+        )
+
+
+def _native(variable: Any) -> Any:
+    """TensorFlow's variable of a Keras one."""
+    return getattr(variable, "value", variable) if hasattr(variable, "_value") else variable
+
+
+def _fingerprint(variables: list[Any]) -> str:
+    import numpy as np
+
+    kinds = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+    arrays = [np.ascontiguousarray(variable.numpy()).reshape(-1) for variable in variables]
+    sums = [int(array.view(kinds[array.itemsize]).sum(dtype=np.uint64)) for array in arrays]
+    return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()

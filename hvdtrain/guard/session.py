@@ -1,0 +1,274 @@
+"""One rank's part in the guard: what it reports, and how the ranks end together.
+
+Reports go to rank 0 over a connection of their own, so that they never stand among the script's collective operations:
+a rank may have joined, or be in one that others skip, and is still heard. Where ranks wait for one another is found as
+for hvdtrain's own programs (`core.in_step`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.core import launchers
+from hvdtrain.core.in_step import watch
+from hvdtrain.core.in_step.meeting import END, OFF, Place, user_line
+from hvdtrain.guard import rates
+from hvdtrain.guard.judge import Finding, Judge, as_json
+
+GUARD_CODE = 77  # of a job whose training was found to be wrong
+PROGRAM = "hvdtrain guard"
+_TICK_S = 0.1
+_OUT_OF_STEP = (
+    "call what is collective on every rank, in the same order: not under `if hvd.rank() == 0:`;\nbreak and continue on"
+    " every rank alike, and give every rank the same number of batches (DistributedSampler, drop_last), or hvd.join()"
+)
+
+
+class Session:
+    """A rank, from the script's `hvd.init()` on.
+
+    Args:
+        warn: findings are told, and the job goes on.
+        report: rank 0's file, or None.
+        every: updates from one comparison of the replicas to the next.
+
+    Attributes:
+        rank, size: this process, and how many there are; 0 and 1 before Horovod has started.
+        on: ranks are watched.
+        tracker: where this rank is.
+        joins: how often the ranks have joined: each begins to count its updates anew.
+        steps: updates done, by optimizer.
+    """
+
+    def __init__(self, *, warn: bool, report: Path | None, every: int) -> None:
+        self._warn, self._report, self.every = warn, report, every
+        self.rank, self.size, self.on = 0, 1, False
+        self.tracker = OFF
+        self.joins = 0
+        self.steps: dict[str, int] = {}
+        self._met = False
+        self._pid = os.getpid()
+        self._links: dict[int, watch.Link] = {}
+        self._lock, self._over = threading.RLock(), threading.Event()
+        self._done: set[int] = set()
+        self._depth = threading.local()
+        self._told: set[tuple[str, str]] = set()
+
+    # -- the beginning ---------------------------------------------------------------------------------------------
+    def meet(self, rank: int, size: int, broadcast: Callable[[Any], Any]) -> None:
+        """Connects the ranks, the first time; collective.
+
+        Args:
+            rank, size: as Horovod says.
+            broadcast: gives every rank rank 0's object.
+        """
+        if self._met or size < 2:
+            self._rates()
+            return
+        self._met, self.rank, self.size = True, rank, size
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            if rank == 0:
+                print(f"{PROGRAM}: not watched: an elastic job's ranks come and go", file=sys.stderr, flush=True)
+            return
+        found = launchers.detect(os.environ)
+        listener, meeting = watch.listen(found, os.environ) if rank == 0 else (None, None)
+        door, where = watch.listen(found, {}) if rank == 0 else (None, None)
+        meeting, where = broadcast((meeting, where))
+        self.tracker = watch.start(rank, size, meeting, listener)
+        self.tracker.remedy = _OUT_OF_STEP
+        self._judge = Judge(size)
+        if not where.addresses:
+            return
+        if rank == 0:
+            assert door is not None
+            self._welcome(door, where.token)
+            broadcast(None)
+        else:
+            link = watch.connect(where, rank)
+            broadcast(None)
+            if link is None:
+                print(f"{PROGRAM}: rank {rank} cannot reach rank 0, and is not watched", file=sys.stderr, flush=True)
+                return
+            self._links[0] = link
+        self.on = True
+        threading.Thread(target=self._listen, name=PROGRAM, daemon=True).start()
+        self._rates()
+
+    def _welcome(self, door: socket.socket, token: str) -> None:
+        """Takes the other ranks' connections, on a thread: some may not come."""
+
+        def take() -> None:
+            while len(self._links) < self.size - 1 and not self._over.is_set():
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    link = watch.Link(door.accept()[0])
+                    for message in link.receive(_TICK_S * 20):
+                        if hmac.compare_digest(str(message["token"]), token):
+                            link.socket.sendall(watch.WELCOME)
+                            self._links[int(message["rank"])] = link
+            door.close()
+
+        door.setblocking(True)
+        threading.Thread(target=take, name=PROGRAM, daemon=True).start()
+
+    def _rates(self) -> None:
+        if not self.on:
+            return
+        path = getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0]
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            source = Path(path).read_text(encoding="utf-8")
+            for number in rates.scaled_twice(source):
+                self.find(
+                    "rate-scaled-twice", "a learning rate must be multiplied by the number of ranks once",
+                    f"hvd.size() = {self.size} is in it twice", "lr=base * hvd.size(), in one place",
+                    line=f"{os.path.basename(path)}:{number}: {source.splitlines()[number - 1].strip()}",
+                )  # fmt: skip
+
+    # -- what is reported ------------------------------------------------------------------------------------------
+    def report(self, **report: Any) -> None:
+        """Gives rank 0 a report; this rank goes on."""
+        if not self.on or os.getpid() != self._pid:
+            return
+        if self.rank == 0:
+            self._take(0, report)
+            return
+        try:
+            self._links[0].send(**report)
+        except OSError:  # rank 0 is gone, which the engine says
+            self.on = False
+
+    def find(
+        self, name: str, rule: str, received: str, remedy: str, *, line: str | None = None, note: bool = False
+    ) -> None:
+        """Tells what this rank has found by itself, once a line; does not return where that ends the job."""
+        line = line or user_line()
+        if not self.on or (name, line) in self._told or os.getpid() != self._pid:
+            return
+        self._told.add((name, line))
+        self.report(kind="finding", name=name, line=line, rule=rule, received=received, remedy=remedy, note=note)
+        if not (note or self._warn) and self.rank:
+            self._over.wait(60)  # until rank 0 ends all
+
+    @contextlib.contextmanager
+    def collective(self, key: str) -> Iterator[None]:
+        """Notes that this rank is in an operation that needs all others; within another one it is part of it."""
+        depth = getattr(self._depth, "value", 0)
+        if depth or not self.tracker.on or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._depth.value = 1
+        try:
+            with self.tracker.update(f"in {key}"):
+                yield
+        finally:
+            self._depth.value = 0
+
+    def wrapped_collective(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls what all ranks must call; of a process set's operations the others know nothing."""
+        if kwargs.get("process_set") is not None:
+            return original(*args, **kwargs)
+        name = kwargs.get("name")
+        with self.collective(original.__name__ + (f" of {name!r}" if name else "")):
+            return original(*args, **kwargs)
+
+    def joined(self) -> None:
+        """All ranks have joined: each has done updates of its own number, and counts anew."""
+        self.joins += 1
+        self.tracker.updates = self.joins << 32
+
+    # -- rank 0, and what the others hear of it --------------------------------------------------------------------
+    def _listen(self) -> None:
+        while not self._over.is_set():
+            links = dict(self._links)
+            if not links:
+                self._over.wait(_TICK_S)
+            for rank, link in links.items():
+                try:
+                    for message in link.receive(_TICK_S / len(links)):
+                        if self.rank == 0:
+                            self._take(rank, message)
+                        elif "end" in message:
+                            watch.end_all(message["end"], self.rank, [link], PROGRAM, GUARD_CODE)
+                        else:
+                            self._over.set()
+                except (OSError, ValueError):
+                    self._links.pop(rank, None)
+                    if self.rank:
+                        self._over.set()
+
+    def _take(self, rank: int, report: Any) -> None:
+        with self._lock:
+            if report["kind"] == "done":
+                self._done.add(rank)
+                return
+            finding = self._judge.take(rank, report)
+            if finding is None:
+                return
+            if finding.note or self._warn:
+                print(f"{PROGRAM}: {_described(finding)}", file=sys.stderr, flush=True)
+                return
+            self._write()
+            error = [finding.text, finding.received, finding.remedy]
+            watch.end_all(error, 0, list(self._links.values()), PROGRAM, GUARD_CODE)
+
+    def _write(self) -> None:
+        if self._report is not None:
+            self._report.write_text(json.dumps(as_json(self._judge, self.steps), indent=1) + "\n", encoding="utf-8")
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+    def finish(self) -> None:
+        """Ends with the other ranks, when all scripts have; then rank 0 says what was proven."""
+        if self.on:
+            place = Place(END, self.tracker.meetings + 1, "", f"at the end of {os.path.basename(sys.argv[0])}")
+            with self.tracker.waiting(place):
+                if self.rank == 0:
+                    self._done.add(0)
+                    while not self._done.issuperset({0, *self._links}):
+                        self._over.wait(_TICK_S / 4)
+                    self._say()
+                    for link in list(self._links.values()):
+                        with contextlib.suppress(OSError):
+                            link.send(bye=True)
+                else:
+                    self.report(kind="done")
+                    self._over.wait()
+        elif self._met is False and self.rank == 0:
+            print(f"{PROGRAM}: nothing to compare: one rank, or a script without hvd.init()", file=sys.stderr)
+        self.close()
+
+    def _say(self) -> None:
+        with self._lock:
+            judge = self._judge
+            self._write()
+            wrong = [finding for finding in judge.findings if not finding.note]
+            updates = sum(self.steps.values())
+            said = f"{updates} update(s) of {len(self.steps)} optimizer(s) on {self.size} ranks"
+            if wrong:
+                said += f"; {len(wrong)} finding(s) above"
+            elif judge.averaged:
+                said += f": averaged, and the replicas equal in all {judge.compared} comparisons"
+            else:
+                said += ": nothing was compared"
+            print(f"{PROGRAM}: {said}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Ends the threads and connections."""
+        self._over.set()
+        self.on = False
+        self.tracker.close()
+        for link in list(self._links.values()):
+            link.close()
+
+
+def _described(finding: Finding) -> str:
+    received = finding.received.replace("\n", "\n            ")
+    word = "note: " if finding.note else ""
+    return f"{word}{finding.text}\n  received: {received}\n  fix: {finding.remedy}"

@@ -1,0 +1,117 @@
+"""`hvdtrain guard` says nothing of twenty clean scripts, and names each of their mutants with its line."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import PROGRAMS, Result, run_ranks
+from horovod_scripts import FOLDER, KERAS, TORCH, run_in_turn
+
+MUTANTS = tomllib.loads((FOLDER / "mutants.toml").read_text())["mutant"]
+QUIET = [mutant for mutant in MUTANTS if mutant["kind"] != "hangs"]
+GUARD = ("-m", "hvdtrain.guard")
+ENV = {"KERAS_BACKEND": "tensorflow"}
+
+
+def mutated(mutant: dict[str, Any], folder: Path) -> Path:
+    text = (FOLDER / mutant["script"]).read_text()
+    for old, new in mutant["change"]:
+        assert text.count(old) == 1, (mutant["name"], old)
+        text = text.replace(old, new)
+    path = folder / f"{mutant['name']}.py"
+    path.write_text(text)
+    return path
+
+
+def place(path: Path, piece: str) -> str:
+    """The line that an error must name."""
+    [number] = [number for number, line in enumerate(path.read_text().splitlines(), 1) if piece in line]
+    return f"{path.name}:{number}: "
+
+
+def guarded(folder: Path, lines: Sequence[str], *flags: str) -> tuple[Result, list[dict[str, Any]]]:
+    """Runs scripts in turn under the guard; returns what came, and the findings of its report."""
+    report = folder / "report.json"
+    program: list[str | Path] = [
+        *GUARD,
+        *flags,
+        "--report",
+        report,
+        PROGRAMS / "horovod" / "in_turn.py",
+        folder,
+        *lines,
+    ]
+    result = run_ranks(program, 2, launcher="horovodrun", env=ENV, timeout_s=120).check()
+    return result, json.loads(report.read_text())["findings"]
+
+
+@pytest.mark.parametrize("lines", [TORCH, KERAS], ids=["torch", "keras"])
+def test_clean_scripts(lines: tuple[str, ...], tmp_path: Path) -> None:
+    result, findings = guarded(tmp_path, lines, "--every", "3")
+    assert not findings
+    [said] = [line for line in result.ranks_error[0].splitlines() if "hvdtrain guard" in line]
+    assert "averaged, and the replicas equal" in said and "hvdtrain guard" not in result.ranks_error.get(1, "")
+
+
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_mutants_are_named(framework: str, tmp_path: Path) -> None:
+    chosen = [mutant for mutant in QUIET if mutant["script"].startswith("torch") == (framework == "torch")]
+    paths = {mutant["name"]: mutated(mutant, tmp_path) for mutant in chosen}
+    lines = [f"{paths[mutant['name']]} {its}" for mutant in chosen for its in mutant.get("runs", [""])]
+    result, findings = guarded(tmp_path, lines, "--warn")
+    found = sorted((finding["kind"], finding["line"].partition(": ")[0] + ": ") for finding in findings)
+    wanted = sorted(
+        (kind, place(paths[mutant["name"]], piece))
+        for mutant in chosen
+        for kind, piece in [(mutant["kind"], mutant["line"]), *mutant.get("also", ())]
+    )
+    assert found == wanted, result.text
+    for finding in findings:
+        assert (
+            finding["remedy"] and len(re.findall(rf"guard: (?:note: )?{re.escape(finding['line'])}\n", result.err)) == 1
+        ), finding
+
+
+def test_without_the_guard_they_run_to_their_end(tmp_path: Path) -> None:
+    chosen = [mutant for mutant in QUIET if mutant["script"].startswith("torch")]
+    runs = {mutant["name"]: f"{mutated(mutant, tmp_path)} {mutant.get('runs', [''])[-1]}" for mutant in chosen}
+    first, second = run_in_turn(list(runs.values()), tmp_path, launcher="horovodrun")
+    for name in ("optimizer_not_wrapped", "second_optimizer_not_wrapped", "broadcast_forgotten"):
+        assert first[runs[name]]["weights"] != second[runs[name]]["weights"], name
+
+
+@pytest.mark.parametrize("mutant", [one for one in MUTANTS if one["kind"] == "hangs"], ids=lambda one: one["name"])
+def test_ranks_that_wait_are_named(mutant: dict[str, Any], tmp_path: Path) -> None:
+    path = mutated(mutant, tmp_path)
+    result = run_ranks([*GUARD, path], 2, launcher="horovodrun", timeout_s=60)
+    assert "code: 76" in result.err and place(path, mutant["line"]) in result.ranks_error[0], result.text
+    assert "ended with rank 0" in result.ranks_error[1] and result.seconds < 30
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("mpirun", marks=pytest.mark.thorough)])
+def test_a_finding_ends_all_ranks(launcher: str, tmp_path: Path) -> None:
+    path = mutated(MUTANTS[0], tmp_path)
+    result = run_ranks([*GUARD, path, "--epochs", "1"], 2, launcher=launcher, timeout_s=60)
+    assert result.returncode != 0 and "77" in result.err, result.text
+    assert place(path, MUTANTS[0]["line"]) in result.ranks_error[0]
+    assert "fix: optimizer = hvd.DistributedOptimizer" in result.ranks_error[0]
+    assert "ended with rank 0" in result.ranks_error[1]
+
+
+def test_a_script_is_run_as_python_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("X = 3\n")
+    path = tmp_path / "train.py"
+    path.write_text("import sys, beside\nprint(__name__, sys.argv[1:], beside.X)\nsys.exit(int(sys.argv[1]))\n")
+    for code in (0, 5):
+        result = run_ranks([*GUARD, path, str(code)], 1, launcher="none")
+        assert result.returncode == code and result.out == f"__main__ ['{code}'] 3\n", result.text
+    path.write_text("def f():\n    raise KeyError('x')\nf()\n")
+    result = run_ranks([*GUARD, path], 1, launcher="none")
+    assert result.returncode == 1 and "hvdtrain" not in result.err and "KeyError" in result.err, result.text
+    assert run_ranks([*GUARD, tmp_path / "none.py"], 1, launcher="none").returncode == 2
