@@ -57,3 +57,9 @@ def test_elastic_states(found: list[dict[str, Any]]) -> None:
 def test_an_overflow_on_one_rank_skips_the_step_on_all(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert one["overflow"]["apart"] == 0 and one["overflow"]["scale"] < 2**15, one["overflow"]
+
+
+def test_sync_batch_norm_is_that_of_all_samples(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        gaps = dict(one["batch norm"])
+        assert gaps.pop("alone") > 1e-4 and len(gaps) == 3 and max(gaps.values()) <= EXACT, one["batch norm"]

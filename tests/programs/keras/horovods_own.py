@@ -113,6 +113,32 @@ def tape() -> float:
     return apart(found, whole.gradient(loss, model.trainable_variables))
 
 
+def sync_batch_norm() -> dict[str, float]:
+    """Ranks with more and fewer samples, masked and not: statistics and gradients of one process with all of them."""
+    rows, steps = np.arange(SAMPLES), RNG.normal(size=(SAMPLES, 3, 5))
+    masked = {"mask": rows[:, None] % 4 > np.arange(3)}
+    own = rows % (hvd.size() + 1) == hvd.rank()
+    if hvd.rank() == 0:
+        own |= rows % (hvd.size() + 1) == hvd.size()
+
+    def found(layer: Any, x: np.ndarray, some: np.ndarray, mask: dict[str, np.ndarray]) -> tuple[Any, list[Any]]:
+        layer.build((None, *x.shape[1:]))
+        with tf.GradientTape() as tape:
+            y = layer(x[some], training=True, **{name: value[some] for name, value in mask.items()})
+            loss = tf.reduce_sum(y**3 * x[some])
+        return tape.gradient(loss, [v.value for v in layer.trainable_variables]), layer.get_weights()
+
+    gaps = {}
+    for name, x, mask in [("rows", X, {}), ("steps", steps, {}), ("masked", steps, masked)]:
+        ours, all_of_them = hvd_tf.SyncBatchNormalization(), rows >= 0
+        gradients, weights = found(ours, x, own, mask)
+        total = [hvd_tf.allreduce(one, op=hvd_tf.Sum) for one in gradients]
+        wanted, plain_weights = found(L.BatchNormalization(), x, all_of_them, mask)
+        gaps[name] = apart([*total, *weights], [*wanted, *plain_weights])
+    _, alone = found(L.BatchNormalization(), X, own, {})
+    return gaps | {"alone": apart(alone[2:], found(L.BatchNormalization(), X, rows >= 0, {})[1][2:])}
+
+
 class Rates(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +208,8 @@ def main(folder: Path) -> None:
     keras.config.set_floatx("float64")
     hvd.init()
     found = {"optimizers": optimizers(), "loaded": loaded(folder), "tape": tape(), "callbacks": callbacks()}
-    found |= {"local": local_layer(), "elastic": elastic(), "alone": alone(), "overflow": overflow_on_one_rank()}
+    found |= {"local": local_layer(), "elastic": elastic(), "alone": alone(), "batch norm": sync_batch_norm()}
+    found |= {"overflow": overflow_on_one_rank()}
     (folder / f"{hvd.rank()}.json").write_text(json.dumps(found))
 
 
