@@ -3,8 +3,8 @@
 usage: suite.py FOLDER FILE [TEST ...]
 
 What became of each test, but for those that are named, goes to FOLDER/RANK.json: passed, failed or skipped, and why.
-A failure is no exit code: the launcher would end the other ranks for it. Horovod is started once: to end it and start it again over Gloo, as some
-suites do after each test, can abort the process.
+A failure is no exit code: the launcher would end the other ranks for it.
+Horovod is started once: to end and start it again over Gloo, as some suites do after each test, can abort it.
 """
 
 from __future__ import annotations
