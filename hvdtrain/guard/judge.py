@@ -74,6 +74,11 @@ class Judge:
             return None
         return self._of_data(key, reports) if report["kind"] == "data" else self._of_weights(key, reports)
 
+    def alone(self) -> list[str]:
+        """Returns where optimizers were made whose weights some of their ranks never reported."""
+        reports = [next(iter(group.values())) for (kind, *_), group in self._open.items() if kind == "weights"]
+        return sorted({report["made"] for report in reports if report["key"][0] not in self.averaged})
+
     def _new(self, finding: Finding | None) -> Finding | None:
         if finding is None or any((known.kind, known.line) == (finding.kind, finding.line) for known in self.findings):
             return None
@@ -140,7 +145,7 @@ class Judge:
 
 
 def _not_averaged(report: Report, step: int, shown: str) -> Finding:
-    when = "first update" if step <= 2 else f"update {step}"
+    when = "the first update" if step <= 2 else f"update {step}"
     if report["averaged"]:
         why = "Horovod's optimizer is there, and something else changes the weights, or the gradients after it"
         remedy = (
@@ -153,7 +158,7 @@ def _not_averaged(report: Report, step: int, shown: str) -> Finding:
             "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters());"
             " Keras: compile(optimizer=hvd.DistributedOptimizer(optimizer)); a tape: hvd.DistributedGradientTape(tape)"
         )
-    rule = f"gradients must be averaged over all ranks: after the {when} their weights differ"
+    rule = f"gradients must be averaged over all ranks: after {when} their weights differ"
     return Finding("not-averaged", report["made"], rule, f"{why}; weights after update {step}:\n{shown}", remedy)
 
 

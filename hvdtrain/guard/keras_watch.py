@@ -12,6 +12,7 @@ import weakref
 from types import ModuleType
 from typing import Any
 
+from hvdtrain.core import same_data
 from hvdtrain.core.in_step.meeting import user_line
 from hvdtrain.guard.hooks import Hook, wrap
 from hvdtrain.guard.session import Session
@@ -52,6 +53,8 @@ class KerasWatch:
         self._traced: list[int] | None = None
         self._applying = 0
         self._tape = False
+        self._compared: dict[int, int] = {}  # steps of each optimizer that ended with a comparison
+        session.at_end.append(self._last)
 
     # -- Keras and TensorFlow --------------------------------------------------------------------------------------
     def optimizers(self, module: ModuleType) -> None:
@@ -178,6 +181,13 @@ class KerasWatch:
             steps = self._steps[number] = self._steps.get(number, 0) + 1
             session.steps[f"Keras optimizer {number}"] = steps
             if steps == 2 or steps % session.every == 0:
+                self._compared[number] = steps
+                self._report(number, steps, "after")
+
+    def _last(self) -> None:
+        """Compares what has been updated since the last time."""
+        for number, steps in self._steps.items():
+            if steps > max(self._compared.get(number, 0), 1):
                 self._report(number, steps, "after")
 
     def _report(self, number: int, step: int, when: str) -> None:
@@ -197,13 +207,13 @@ class KerasWatch:
 
     def _of_data(self, number: int, inputs: tuple[Any, ...]) -> None:
         step = self._steps.get(number, 0) + 1
-        arrays = [value.numpy() for value in inputs if hasattr(value, "numpy") and hasattr(value, "shape")]
-        if step not in _BATCHES or not any(array.ndim for array in arrays):
+        if step not in _BATCHES:
             return
-        digest = hashlib.blake2b(digest_size=8)
-        for array in arrays:
-            if array.ndim:
-                digest.update(array.tobytes()[: 1 << 16])
+        arrays = [value.numpy() for value in inputs if hasattr(value, "numpy") and hasattr(value, "shape")]
+        arrays = [array for array in arrays if array.ndim]
+        if not arrays:
+            return
+        digest = hashlib.blake2b(str(same_data.of_arrays(arrays).card).encode(), digest_size=8)
         session = self._session
         key = [f"keras {number}", step - 1]
         session.report(

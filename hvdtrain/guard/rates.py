@@ -102,6 +102,10 @@ class _Reader:
             if keyword.arg in _RATES:
                 self._rate(keyword.value, self._power(keyword.value, powers), powers)
         name = ast.unparse(call.func).rpartition(".")[2]
+        for scheduled in (
+            [node.body for node in call.args if isinstance(node, ast.Lambda)] if name == "LambdaLR" else ()
+        ):
+            self._rate(scheduled, self._power(scheduled, powers) + powers.get(_SUBSCRIPT, 0), powers)  # a factor of it
         if name[:1].isupper() and call.args and ("optim" in ast.unparse(call.func)):  # Keras takes the rate first
             self._rate(call.args[0], self._power(call.args[0], powers), powers)
 

@@ -46,9 +46,15 @@ def run(what: str, argv: Sequence[str], module: bool, *, warn: bool, report: Pat
 
 
 def _print_as_python_would(error: BaseException) -> None:
-    """Without the frames of what ran the script."""
+    """Without the frames of what ran the script, and of what its calls went through."""
+    frames = []
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+    while trace is not None:
+        name = trace.tb_frame.f_globals.get("__name__", "")
+        if name != "runpy" and not name.startswith("hvdtrain.guard"):
+            frames.append(trace)
         trace = trace.tb_next
+    for outer, inner in zip(frames, [*frames[1:], None], strict=True):
+        outer.tb_next = inner
     sys.stdout.flush()
-    traceback.print_exception(type(error), error, trace or error.__traceback__)
+    traceback.print_exception(type(error), error, frames[0] if frames else error.__traceback__)

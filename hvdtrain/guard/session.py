@@ -29,7 +29,8 @@ PROGRAM = "hvdtrain guard"
 _TICK_S = 0.1
 _OUT_OF_STEP = (
     "call what is collective on every rank, in the same order: not under `if hvd.rank() == 0:`;\nbreak and continue on"
-    " every rank alike, and give every rank the same number of batches (DistributedSampler, drop_last), or hvd.join()"
+    " every rank alike, and give every rank the same number of batches (DistributedSampler, drop_last), or hvd.join();"
+    "\nbroadcast_object without name= is called after its object's type, which must then be the same on every rank"
 )
 
 
@@ -47,6 +48,7 @@ class Session:
         tracker: where this rank is.
         joins: how often the ranks have joined: each begins to count its updates anew.
         steps: updates done, by optimizer.
+        at_end: report what has changed since the last comparison.
     """
 
     def __init__(self, *, warn: bool, report: Path | None, every: int) -> None:
@@ -55,6 +57,7 @@ class Session:
         self.tracker = OFF
         self.joins = 0
         self.steps: dict[str, int] = {}
+        self.at_end: list[Callable[[], None]] = []
         self._met = False
         self._pid = os.getpid()
         self._links: dict[int, watch.Link] = {}
@@ -176,6 +179,8 @@ class Session:
         if kwargs.get("process_set") is not None:
             return original(*args, **kwargs)
         name = kwargs.get("name")
+        if name is None and args and original.__name__ == "broadcast_object":
+            name = args[2] if len(args) > 2 else type(args[0]).__name__  # as Horovod calls it
         with self.collective(original.__name__ + (f" of {name!r}" if name else "")):
             return original(*args, **kwargs)
 
@@ -226,6 +231,8 @@ class Session:
     # -- the end ---------------------------------------------------------------------------------------------------
     def finish(self) -> None:
         """Ends with the other ranks, when all scripts have; then rank 0 says what was proven."""
+        for report in self.at_end:
+            report()
         if self.on:
             place = Place(END, self.tracker.meetings + 1, "", f"at the end of {os.path.basename(sys.argv[0])}")
             with self.tracker.waiting(place):
@@ -257,6 +264,8 @@ class Session:
                 said += f": averaged, and the replicas equal in all {judge.compared} comparisons"
             else:
                 said += ": nothing was compared"
+            if alone := judge.alone():
+                said += f"; not on all ranks, and not compared: {', '.join(alone)}"
             print(f"{PROGRAM}: {said}", file=sys.stderr, flush=True)
 
     def close(self) -> None:

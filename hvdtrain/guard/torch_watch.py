@@ -11,12 +11,12 @@ from typing import Any
 from hvdtrain.core.in_step.meeting import user_line
 from hvdtrain.guard.hooks import Hook, wrap
 from hvdtrain.guard.session import Session
+from hvdtrain.guard.torch_batches import BatchWatch, ranks_of
 
 _COLLECTIVE = (
     "allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_", "allgather", "grouped_allgather", "broadcast",
     "broadcast_", "alltoall", "reducescatter", "barrier", "synchronize",
 )  # fmt: skip
-_BATCHES = 2  # whose contents are compared
 _MEANS = ("Nll", "Mse", "Mean", "BinaryCrossEntropy", "SmoothL1", "Huber", "KlDiv", "L1Loss", "SoftMarginLoss")
 
 
@@ -26,8 +26,8 @@ def hooks(session: Session) -> dict[str, Hook]:
     return {
         "torch.optim.optimizer": watch.optimizers,
         "torch.nn.utils.clip_grad": watch.clipping,
-        "torch.utils.data.dataloader": watch.loaders,
-        "torch.utils.data.distributed": watch.samplers,
+        "torch.utils.data.dataloader": watch.batches.loaders,
+        "torch.utils.data.distributed": watch.batches.samplers,
         "horovod.torch.functions": watch.functions,
         "horovod.torch.optimizer": watch.wrapped,
         "horovod.torch": watch.horovod,
@@ -35,10 +35,13 @@ def hooks(session: Session) -> dict[str, Hook]:
 
 
 class TorchWatch:
-    """Reports an optimizer's weights before and after its updates, and what the batches before them were.
+    """Reports an optimizer's weights before and after its updates.
 
     Args:
         session: takes the reports.
+
+    Attributes:
+        batches: what the updates are made of.
     """
 
     def __init__(self, session: Session) -> None:
@@ -49,10 +52,9 @@ class TorchWatch:
         self._reached: weakref.WeakSet[Any] = weakref.WeakSet()  # whose gradients were looked at
         self._steps: dict[int, tuple[int, int]] = {}  # joins, and updates since
         self._count = self._depth = 0
-        self._loader: Any = None
-        self._batches: dict[int, int] = {}  # of each optimizer, so far
-        self._inputs: list[tuple[str, str]] = []  # since the last update: what, and where the model was called
-        self._looking: Any = None
+        self._compared: dict[int, tuple[int, int]] = {}  # `_steps` at each optimizer's last comparison
+        self.batches = BatchWatch(session)
+        session.at_end.append(self._last)
 
     # -- PyTorch ---------------------------------------------------------------------------------------------------
     def optimizers(self, module: ModuleType) -> None:
@@ -87,48 +89,13 @@ class TorchWatch:
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             wrap(module, name, clipped)
 
-    def loaders(self, module: ModuleType) -> None:
-        def made(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-            loader.__dict__["_guard_line"] = user_line()
-            return original(loader, *args, **kwargs)
-
-        def iterated(original: Any, loader: Any) -> Any:
-            iterator = original(loader)
-            iterator._guard_loader = weakref.ref(loader)
-            return iterator
-
-        def advanced(original: Any, iterator: Any) -> Any:
-            self._loader = getattr(iterator, "_guard_loader", None)
-            return original(iterator)
-
-        wrap(module.DataLoader, "__init__", made)
-        wrap(module.DataLoader, "__iter__", iterated)
-        wrap(module._BaseDataLoaderIter, "__next__", advanced)
-
-    def samplers(self, module: ModuleType) -> None:
-        def made(original: Any, sampler: Any, *args: Any, **kwargs: Any) -> Any:
-            sampler._guard_line = user_line()
-            return original(sampler, *args, **kwargs)
-
-        def iterated(original: Any, sampler: Any) -> Any:
-            # epochs of the passes in which the weights were updated; this pass's, and its line
-            trained = sampler.__dict__.setdefault("_guard_trained", set())
-            before = getattr(sampler, "_guard_pass", None)
-            if before is not None and before[2]:
-                trained.add(before[0])
-            sampler._guard_pass = [sampler.epoch, user_line(), False]
-            return original(sampler)
-
-        wrap(module.DistributedSampler, "__init__", made)
-        wrap(module.DistributedSampler, "__iter__", iterated)
-
     # -- Horovod ---------------------------------------------------------------------------------------------------
     def wrapped(self, module: ModuleType) -> None:
         session = self._session
 
         def synchronized(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._look_at_gradients(optimizer)
-            if _ranks(optimizer, session.size) != list(range(session.size)):
+            if ranks_of(optimizer, session.size) != list(range(session.size)):
                 return original(optimizer, *args, **kwargs)
             with session.collective("optimizer.synchronize()"):
                 return original(optimizer, *args, **kwargs)
@@ -155,7 +122,7 @@ class TorchWatch:
         def init(original: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             session.meet(module.rank(), module.size(), lambda x: broadcast_object(x, 0, name="hvdtrain.guard"))
-            self._look()
+            self.batches.look()
             return result
 
         def join(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -193,22 +160,6 @@ class TorchWatch:
         return result
 
     # -- each update -----------------------------------------------------------------------------------------------
-    def _look(self) -> None:
-        """Notes what models are called with, until it is known of two updates of each optimizer."""
-        if self._looking is not None or not self._session.on:
-            return
-        from torch.nn.modules.module import register_module_forward_pre_hook
-
-        def called(module: Any, inputs: Any) -> None:
-            import torch
-
-            if torch.is_grad_enabled() and module.training and len(self._inputs) < 64:
-                seen = [_digest(each) for each in inputs if isinstance(each, torch.Tensor)]
-                if seen:
-                    self._inputs.append(("".join(seen), user_line()))
-
-        self._looking = register_module_forward_pre_hook(called)
-
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
         session = self._session
@@ -224,9 +175,7 @@ class TorchWatch:
         self._steps[number] = (joins, steps)
         if steps == 0:
             self._report(optimizer, number, 1, "before", user_line())
-            self._look()
-            self._batches[number] = 0
-        self._of_data(optimizer, number)
+        self.batches.of_update(optimizer, number, steps)
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -240,7 +189,17 @@ class TorchWatch:
         name = f"optimizer {number}"
         session.steps[name] = session.steps.get(name, 0) + 1
         if steps <= 2 or steps % session.every == 0:
-            self._report(optimizer, number, steps, "after", user_line())
+            self._compare(optimizer, number)
+
+    def _compare(self, optimizer: Any, number: int, line: str = "") -> None:
+        self._compared[number] = self._steps[number]
+        self._report(optimizer, number, self._steps[number][1], "after", line or user_line())
+
+    def _last(self) -> None:
+        """Compares what has been updated since the last time."""
+        for optimizer, number in list(self._numbers.items()):
+            if self._steps[number][0] == self._session.joins and self._steps[number] != self._compared.get(number):
+                self._compare(optimizer, number, "at the end")
 
     def _look_at_gradients(self, optimizer: Any) -> None:
         """Before Horovod, which makes zeros of gradients that there are none of, first has them."""
@@ -258,54 +217,11 @@ class TorchWatch:
     def _report(self, optimizer: Any, number: int, step: int, when: str, line: str) -> None:
         first = when == "before"
         self._session.report(
-            kind="weights", ranks=_ranks(optimizer, self._session.size),
+            kind="weights", ranks=ranks_of(optimizer, self._session.size),
             key=[number, self._session.joins, step, when], value=_fingerprint(_weights(optimizer)),
             state=_fingerprint(_state(optimizer)) if first else "", settings=_settings(optimizer) if first else "",
             line=line, made=self._made.get(optimizer, "?"), averaged=optimizer in self._distributed, framework="torch",
         )  # fmt: skip
-
-    def _of_data(self, optimizer: Any, number: int) -> None:
-        """What the update is made of: whose samples, in which order, and are they other ranks' too."""
-        loader = self._loader() if self._loader is not None else None
-        sampler = getattr(loader, "sampler", None)
-        now = getattr(sampler, "_guard_pass", None)
-        if now is not None and not now[2]:
-            now[2] = True
-            self._of_sampler(optimizer, sampler, now)
-        inputs, self._inputs = self._inputs, []
-        if self._looking is None or not inputs or self._batches[number] == _BATCHES:
-            return
-        self._batches[number] += 1
-        line = getattr(loader, "_guard_line", None) or inputs[0][1]
-        value = hashlib.blake2b("".join(seen for seen, _ in inputs).encode(), digest_size=8).hexdigest()
-        ranks = _ranks(optimizer, self._session.size)
-        self._session.report(kind="data", ranks=ranks, key=[number, self._batches[number]], value=value, line=line)
-        if min(self._batches.values()) == _BATCHES:
-            self._looking.remove()
-            self._looking = None
-
-    def _of_sampler(self, optimizer: Any, sampler: Any, now: list[Any]) -> None:
-        session = self._session
-        ranks = _ranks(optimizer, session.size)
-        wanted = {(session.size, session.rank), (len(ranks), ranks.index(session.rank) if session.rank in ranks else 0)}
-        if (sampler.num_replicas, sampler.rank) not in wanted:
-            session.find(
-                "sampler", f"DistributedSampler must deal to {session.size} ranks, and know which this one is",
-                f"num_replicas={sampler.num_replicas}, rank={sampler.rank} on rank {session.rank}",
-                "DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())", line=sampler._guard_line,
-            )  # fmt: skip
-        if sampler.shuffle and now[0] in sampler._guard_trained:
-            session.find(
-                "set-epoch", "each epoch must have an order of its own",
-                f"the sampler's second pass in the order of epoch {now[0]}",
-                "sampler.set_epoch(epoch) before the loader is iterated", line=now[1],
-            )  # fmt: skip
-
-
-def _ranks(optimizer: Any, size: int) -> list[int]:
-    """The ranks that hold replicas of what this optimizer updates."""
-    ranks = getattr(getattr(optimizer, "process_set", None), "ranks", None)
-    return sorted(ranks) if ranks else list(range(size))
 
 
 def _weights(optimizer: Any) -> list[Any]:
@@ -346,9 +262,3 @@ def _fingerprint(tensors: list[Any]) -> str:
         sums.append(bits.sum(dtype=torch.int64))
     values = [value for device in {s.device for s in sums} for value in torch.stack([s for s in sums if s.device == device]).tolist()]  # fmt: skip # noqa: E501
     return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
-
-
-def _digest(tensor: Any) -> str:
-    """Of a batch's first and last numbers."""
-    flat = tensor.detach().reshape(-1)
-    return f"{tuple(tensor.shape)}{flat[:64].tolist()}{flat[-64:].tolist()}"

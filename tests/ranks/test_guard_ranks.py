@@ -13,7 +13,8 @@ import pytest
 from harness import PROGRAMS, Result, run_ranks
 from horovod_scripts import FOLDER, KERAS, TORCH, run_in_turn
 
-MUTANTS = tomllib.loads((FOLDER / "mutants.toml").read_text())["mutant"]
+CHANGES = tomllib.loads((FOLDER / "mutants.toml").read_text())
+MUTANTS = CHANGES["mutant"]
 QUIET = [mutant for mutant in MUTANTS if mutant["kind"] != "hangs"]
 GUARD = ("-m", "hvdtrain.guard")
 ENV = {"KERAS_BACKEND": "tensorflow"}
@@ -53,8 +54,9 @@ def guarded(folder: Path, lines: Sequence[str], *flags: str) -> tuple[Result, li
 
 @pytest.mark.parametrize("lines", [TORCH, KERAS], ids=["torch", "keras"])
 def test_clean_scripts(lines: tuple[str, ...], tmp_path: Path) -> None:
-    result, findings = guarded(tmp_path, lines, "--every", "3")
-    assert not findings
+    variants = [str(mutated(clean, tmp_path)) for clean in CHANGES["clean"]] if lines is TORCH else []
+    result, findings = guarded(tmp_path, [*lines, *variants], "--every", "3")
+    assert not findings and "global hooks" not in result.err, result.err
     [said] = [line for line in result.ranks_error[0].splitlines() if "hvdtrain guard" in line]
     assert "averaged, and the replicas equal" in said and "hvdtrain guard" not in result.ranks_error.get(1, "")
 

@@ -58,8 +58,14 @@ def replaced(suites: Path, folder: Path, suite: dict[str, Any]) -> Path:
     return file
 
 
-@pytest.mark.parametrize("controller", LAUNCHERS)
-@pytest.mark.parametrize("suite", TABLE["suite"], ids=[suite["name"] for suite in TABLE["suite"]])
+@pytest.mark.parametrize(
+    ("suite", "controller"),
+    [
+        pytest.param(suite, controller, id=f"{suite['name']}, {controller}")
+        for suite in TABLE["suite"]
+        for controller in suite.get("controllers", LAUNCHERS)
+    ],
+)
 def test_suite(suite: dict[str, Any], controller: str, suites: Path, tmp_path: Path) -> None:
     legacy = suite.get("legacy", False)
     if legacy and importlib.util.find_spec("tf_keras") is None:

@@ -26,6 +26,8 @@ HEAD = "import horovod.torch as hvd\nfrom horovod.tensorflow import size\n"
         ("lr = hvd.size()\ndef make(lr):\n    return SGD(p, lr=lr * hvd.size())", []),
         ("keras.optimizers.SGD(hvd.size() ** 0.5 * hvd.size())", []),
         ("keras.optimizers.SGD(hvd.size() * hvd.size())", [3]),
+        ("o = SGD(p, lr=hvd.size())\nLambdaLR(o, lambda e: hvd.size() * 0.9**e)", [4]),
+        ("o = SGD(p, lr=0.1)\nLambdaLR(o, lambda e: hvd.size() * 0.9**e)", []),
         ("no python", []),
     ],
 )
