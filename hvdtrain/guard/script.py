@@ -54,7 +54,9 @@ def _print_as_python_would(error: BaseException) -> None:
         if name != "runpy" and not name.startswith("hvdtrain.guard"):
             frames.append(trace)
         trace = trace.tb_next
-    for outer, inner in zip(frames, [*frames[1:], None], strict=True):
+    for outer, inner in zip(frames, frames[1:], strict=False):
         outer.tb_next = inner
+    if frames:
+        frames[-1].tb_next = None
     sys.stdout.flush()
-    traceback.print_exception(type(error), error, frames[0] if frames else error.__traceback__)
+    traceback.print_exception(type(error), error, frames[0] if frames else None)  # None: it does not compile

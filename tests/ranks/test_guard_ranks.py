@@ -107,7 +107,9 @@ def test_a_finding_ends_all_ranks(launcher: str, tmp_path: Path) -> None:
 
 
 def test_a_script_is_run_as_python_runs_it(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("X = 3\n")
+    (tmp_path / "beside.py").write_text(
+        "import sys\nX = 3\nif __name__ == '__main__':\n    print(__name__, sys.argv[1:])\n"
+    )
     path = tmp_path / "train.py"
     path.write_text("import sys, beside\nprint(__name__, sys.argv[1:], beside.X)\nsys.exit(int(sys.argv[1]))\n")
     for code in (0, 5):
@@ -116,4 +118,10 @@ def test_a_script_is_run_as_python_runs_it(tmp_path: Path) -> None:
     path.write_text("def f():\n    raise KeyError('x')\nf()\n")
     result = run_ranks([*GUARD, path], 1, launcher="none")
     assert result.returncode == 1 and "hvdtrain" not in result.err and "KeyError" in result.err, result.text
+    path.write_text("x = (\n")
+    result = run_ranks([*GUARD, path], 1, launcher="none")
+    assert result.returncode == 1 and result.err.count("Error") == 1 and "SyntaxError" in result.err, result.text
+    assert "Traceback" not in result.err and "runpy" not in result.err, result.text
+    result = run_ranks([*GUARD, "-m", "beside", "x"], 1, launcher="none", cwd=tmp_path)
+    assert result.returncode == 0 and result.out == "__main__ ['x']\n", result.text
     assert run_ranks([*GUARD, tmp_path / "none.py"], 1, launcher="none").returncode == 2
