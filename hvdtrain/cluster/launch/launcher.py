@@ -90,8 +90,8 @@ def run(
 
     Args:
         job: what to run.
-        on_line: gets each line a rank writes: rank, "stdout", "stderr" or "result" (`Job.given`), line. Called in a thread of its own; when it
-            waits, so do the ranks. What it raises ends the job, and is raised here.
+        on_line: gets each line a rank writes: rank, "stdout", "stderr" or "result" (`Job.given`), line. Called in a
+            thread of its own; when it waits, so do the ranks. What it raises ends the job, and is raised here.
         on_plan: gets the plan before the ranks start.
         on_interrupt: gets the signal that ends the job, when it does, and every further one.
 
@@ -243,7 +243,7 @@ class _Running:
             own = plan.chosen[its.host.name].address
             env = plan.variables(its.host, port, master_port)
             inherits = not its.local or len(plan.hosts) == 1
-            for piece in _pieces(self._job.given):
+            for piece in _pieces(self._job.given) if self._job.given is not None else ():
                 its.send("input", data=piece)
             its.send(
                 "start", argv=list(self._job.argv), cwd=self._job.cwd, defaults=plan.defaults(its.host), env=env,
@@ -365,9 +365,9 @@ class _Running:
             raise _Interrupted
 
 
-def _pieces(given: bytes | None) -> Iterator[str]:
+def _pieces(given: bytes) -> Iterator[str]:
     """What ranks are given, in base64; an empty input is one piece as well."""
-    for start in range(0, max(len(given), 1), _PIECE_BYTES) if given is not None else ():
+    for start in range(0, max(len(given), 1), _PIECE_BYTES):
         yield base64.b64encode(given[start : start + _PIECE_BYTES]).decode()
 
 

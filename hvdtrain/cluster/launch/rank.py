@@ -77,7 +77,7 @@ class Rank:
     def __init__(
         self, rank: int, argv: Sequence[str], cwd: str, env: Mapping[str, str], given: int | None = None
     ) -> None:
-        """Starts it; `given`: a file whose bytes it reads from its standard input, in which case it may give a result."""
+        """Starts it; `given`: a file that is its standard input, in which case it may give a result."""
         self.rank = rank
         self.code: int | None = None
         self.ended_s = 0.0
@@ -90,11 +90,12 @@ class Rank:
             descriptor, inner[stream] = os.pipe()
             self._streams[descriptor] = stream, LineSplitter()
         results = [inner["result"]] if given is not None else []
+        env = {**env, **({RESULT: str(results[0])} if results else {})}
         # opened anew, so that each rank reads from the start
         inner["stdin"] = os.open(os.devnull if given is None else f"/proc/self/fd/{given}", os.O_RDONLY)
         try:
             self._process = subprocess.Popen(
-                argv, cwd=cwd, env={**env, **{RESULT: str(its) for its in results}}, stdin=inner["stdin"],
+                argv, cwd=cwd, env=env, stdin=inner["stdin"],
                 stdout=inner["stdout"], stderr=inner["stderr"], pass_fds=results, start_new_session=True,
                 preexec_fn=_END_WITH_THE_AGENT,
             )  # fmt: skip
