@@ -1,4 +1,4 @@
-"""Horovod's own runners for Ray and Spark, with today's releases of both, and hvdtrain in the function that they call."""
+"""Horovod's own runners for Ray and Spark, with today's releases of both, and hvdtrain in their functions."""
 
 from __future__ import annotations
 
