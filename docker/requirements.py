@@ -18,8 +18,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 DEFAULTS = {"cpu": "keras", "cuda": "torch,keras,gpu"}
-# Keras computes on PyTorch in a CUDA image: TensorFlow's build for CPUs would be of no use there, and a process that
-# imports it and then PyTorch 2.12's Triton ends with a segmentation fault.
+# Keras computes on PyTorch in a CUDA image: TensorFlow's build for CPUs would be of no use there, and the CUDA 12
+# libraries of its build for GPUs would take the places of PyTorch's (nvidia/cudnn/lib, nvidia/nccl/lib).
 NOT_FOR_CUDA = "tensorflow"
 
 

@@ -197,8 +197,10 @@ def _check(job: Job) -> None:
     from hvdtrain.cluster.doctor import examine, findings, software
 
     found = examine.examined(job, fast=True).findings
-    stops = {software.WITHOUT_GLOO: "error"}  # this launcher; under others it is a warning
-    found = [dataclasses.replace(finding, severity=stops.get(finding.id, finding.severity)) for finding in found]
+    found = [  # an error of this launcher; under others it is a warning
+        dataclasses.replace(finding, severity="error") if finding.id == software.WITHOUT_GLOO else finding
+        for finding in found
+    ]
     errors = [finding for finding in found if finding.severity == "error"]
     warnings = [finding for finding in found if finding.severity == "warning"]
     if warnings:

@@ -24,6 +24,7 @@ from hvdtrain.core.errors import (
 from hvdtrain.core.in_step.meeting import END, Tracker
 from hvdtrain.core.in_step.watch import after_s, listen, start
 from hvdtrain.core.launchers import Detected, detect
+from hvdtrain.core.startup import load_triton_apart
 from hvdtrain.core.version import __version__
 from hvdtrain.core.world import World, current, per_rank, set_current
 
@@ -84,6 +85,7 @@ def init(
         comm = attach(detected, engine=chosen, device=device, gpus_per_rank=gpus_per_rank, seed=seed)
     except ImportError as error:
         raise _import_error(error, framework) from error
+    load_triton_apart()
     _check_engine(detected, comm)
     if earlier is not None:
         earlier.tracker.close()

@@ -164,6 +164,25 @@ def import_modules(needed: Mapping[str, str]) -> None:
             gc.enable()
 
 
+def load_triton_apart() -> None:
+    """Loads PyTorch's Triton where TensorFlow is imported as well, so that it keeps to its own LLVM.
+
+    TensorFlow opens its libraries for the whole process (RTLD_GLOBAL), with an LLVM of another version in them: some
+    14,000 of the functions that Triton's library has of its own would be TensorFlow's, and `torch.compile` a
+    segmentation fault. Where Triton is there first, or looks in itself first as here, both keep what they came with.
+    """
+    if not {"tensorflow", "torch"} <= set(sys.modules) or "triton" in sys.modules:
+        return
+    if importlib.util.find_spec("triton") is None:  # PyTorch's builds for CPUs come without
+        return
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(flags | os.RTLD_DEEPBIND)
+    try:
+        importlib.import_module("triton")
+    finally:
+        sys.setdlopenflags(flags)
+
+
 def _import(name: str, command: str) -> None:
     try:
         importlib.import_module(name)

@@ -28,7 +28,7 @@ ALWAYS = (
 BY_GPU = {
     "none": {"no-cuda": "with NCCL the compiler must be found, and PyTorch's CUDA used"},
     "nccl": {
-        "tensorflow-without-cuda": "without NCCL there is no CUDA that TensorFlow's target could get",
+        "tensorflow-late-nccl": "without NCCL there is nothing to look up",
         "cuda-cxx17": "without NCCL nothing compiles CUDA kernels",
         "cuda-one-abi": "without NCCL nothing compiles CUDA kernels",
         "libcuda-so-1": "without NCCL nothing loads the driver",

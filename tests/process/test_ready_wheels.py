@@ -10,6 +10,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import pip
 import pytest
 from harness import REPOSITORY
 from tiny_wheels import tiny_wheel
@@ -41,14 +42,15 @@ def place(tmp_path) -> SimpleNamespace:
     own = tmp_path / "packages"
     own.mkdir()
 
-    def pip(*words: str) -> subprocess.CompletedProcess:
+    def install(*words: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "pip", "--python", str(tmp_path / "env"), "--isolated", "install", *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     def have(name: str, version: str) -> None:
-        pip("--no-index", str(tiny_wheel(own, name, version, HEAD))).check_returncode()
+        install("--no-index", str(tiny_wheel(own, name, version, HEAD))).check_returncode()
 
-    return SimpleNamespace(pip=pip, have=have, python=str(tmp_path / "env" / "bin" / "python"))
+    (site,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
+    return SimpleNamespace(pip=install, have=have, site=site, python=str(tmp_path / "env" / "bin" / "python"))
 
 
 @pytest.mark.parametrize("torch", ["2.11.0", "2.12.1", "2.13.0"])
@@ -117,13 +119,24 @@ def recipe(*arguments: str, python: str = sys.executable) -> subprocess.Complete
     )  # fmt: skip
 
 
-def test_where_no_ready_wheel_fits_nothing_is_changed(tmp_path):
-    """The whole version is asked for: a wheel for CPUs would load beside a CUDA build of PyTorch, without NCCL."""
-    dist.write_index(tmp_path)
-    done = recipe("--ready", str(tmp_path))
-    assert done.returncode == 2 and "of version 0.28.1+torch2." in done.stderr, done.stderr
-    assert f"pip finds none at {tmp_path}" in done.stderr and "build-horovod --install" in done.stderr
-    assert subprocess.run([sys.executable, "-c", "import horovod"]).returncode == 0
+CUDA_BUILD = """\
+from types import SimpleNamespace
+__version__, version = "2.12.1+cu130", SimpleNamespace(cuda="13.0", hip=None)
+compiled_with_cxx11_abi = lambda: True
+"""
+
+
+def test_a_wheel_without_nccl_is_none_for_a_cuda_build(wheels, place, tmp_path):
+    """The whole version is asked for: pip alone takes one for CPUs, which loads beside it, without NCCL."""
+    place.have("torch", "2.12.1")
+    (place.site / "torch" / "__init__.py").write_text(CUDA_BUILD)
+    (place.site / "pip").symlink_to(Path(pip.__file__).parent)
+    done = recipe("--ready", str(wheels), python=place.python)
+    assert done.returncode == 2 and "of version 0.28.1+torch2.12cu130" in done.stderr, done.stderr
+    assert f"pip finds none at {wheels}" in done.stderr and "build-horovod --install" in done.stderr
+    assert not (place.site / "horovod").exists()
+    assert place.pip("--no-index", "--find-links", str(wheels), dist.NAME).returncode == 0  # the twin
+    assert (place.site / "horovod").exists()
 
 
 def test_a_ready_wheel_needs_the_frameworks_first(place, wheels):

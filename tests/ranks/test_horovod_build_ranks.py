@@ -169,6 +169,36 @@ def test_extensions_carry_no_folder_of_the_build_machine():
         )  # an empty part means the current folder
 
 
+def symbols(library: Path | str, which: str) -> set[str]:
+    command = ["nm", "-D", which, str(library)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = [line.split()[-2:] for line in listed.splitlines()]
+    return {name.partition("@")[0] for kind, name in found if kind not in "wv"}
+
+
+def libraries(file: Path) -> dict[str, Path]:
+    """What the loader finds for an extension, by name; every one is there."""
+    listed = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=True).stdout
+    assert "not found" not in listed
+    return {Path(place).name: Path(place) for place in re.findall(r"^\s*(?:\S+ => )?(/\S+)", listed, re.MULTILINE)}
+
+
+def test_tensorflows_extension_needs_nothing_that_tensorflow_cpu_lacks():
+    """With NCCL too: it is looked up when it is called. The twins: without TensorFlow's library symbols are missing;
+    PyTorch's extension is linked with NCCL."""
+    file = extension("tensorflow")
+    needed = symbols(file, "--undefined-only")
+    loaded = libraries(file)
+    there = {name: symbols(path, "--defined-only") for name, path in loaded.items()}
+    assert needed - set().union(*there.values()) == set()
+    without = set().union(*(names for library, names in there.items() if "tensorflow" not in library))
+    assert len(needed - without) > 50
+    assert not [name for name in (*needed, *loaded) if name.startswith(("nccl", "libnccl", "cuda", "libcuda", "cu"))]
+    if b"NCCLAllreduce" in extension("torch").read_bytes():
+        assert b"NCCLAllreduce" in file.read_bytes(), "TensorFlow's extension has NCCL where PyTorch's has"
+        assert "ncclAllReduce" in symbols(extension("torch"), "--undefined-only")
+
+
 def test_messages_carry_no_folder_of_the_build_machine():
     text = extension("torch").read_bytes()
     assert b"horovod/common/stall_inspector.cc" in text and b"hvdtrain-horovod-" not in text

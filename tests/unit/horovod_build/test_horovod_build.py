@@ -72,7 +72,7 @@ def source(pristine, tmp_path) -> Path:
 def test_cuda_patches_depend_on_the_target():
     names = {gpu: {patch.name for patch in patching.needed(gpu)} for gpu in ("none", "nccl")}
     assert "no-cuda" in names["none"] - names["nccl"]
-    assert "tensorflow-without-cuda" in names["nccl"] - names["none"]
+    assert "tensorflow-late-nccl" in names["nccl"] - names["none"]
     assert "gloo-stall-check" in names["none"] & names["nccl"]
 
 
