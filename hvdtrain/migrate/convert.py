@@ -97,6 +97,7 @@ def _move_passes(plan: Plan, optimizers: training.Optimizers) -> None:
     if optimizers.prepared:
         for call in passes:
             training.move_backward(plan, optimizers, call)
+        training.note_closures(plan, optimizers)
         wrapping.move_synchronize(plan, optimizers)
     elif passes and not (plan.refused or torch_calls.averages_by_hand(source)):
         plan.note(

@@ -150,6 +150,12 @@ def _is_detached(source: Source, call: cst.Call) -> bool:
     given = code(call.args[0].value) if call.args else ""
     if any(mark in given for mark in (".detach()", ".item()", "torch.tensor(", ".data", ".grad")):
         return True
+    names = [one for one in walk(call.args[0].value) if isinstance(one, cst.Name)] if call.args else []
+    made = [
+        assignments(source, name.value, call)[:1] for name in names if not source.qualified(name).startswith("torch")
+    ]
+    if any(made) and all(not one or code(one[0]).endswith(".detach()") for one in made):
+        return True
     around: list[cst.CSTNode] = []
     for one in source.above(call):
         around += one.items if isinstance(one, cst.With) else one.decorators if isinstance(one, cst.FunctionDef) else []
@@ -240,14 +246,17 @@ def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> Non
         return
     plan.needs.add("hvt")
     last = "" if op == "mean" else f', "{op}"'
-    detached = ".detach()" if _was_differentiated(plan.source, call) else ""
+    detached = _was_differentiated(plan.source, call) or _is_a_number(plan.source, call)
 
     def written(updated: cst.Call) -> str:
-        tensor = code((bind(updated, name) or {})["tensors" if name.startswith("grouped") else "tensor"])
+        given = (bind(updated, name) or {})["tensors" if name.startswith("grouped") else "tensor"]
+        tensor = code(given)
         if name.startswith("grouped"):
             one = "tensor.copy_(hvt.reduce(tensor{0}))" if name.endswith("_") else "hvt.reduce(tensor{0})"
             return f"[{one.format(last)} for tensor in {tensor}]"
-        reduced = f"hvt.reduce({tensor}{detached}{last})"
+        whole = isinstance(given, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
+        alone = f"{tensor if whole else f'({tensor})'}.detach()" if detached else tensor
+        reduced = f"hvt.reduce({alone}{last})"
         return f"{tensor}.copy_({reduced})" if name.endswith("_") else reduced
 
     plan.replace(call, written)
@@ -270,6 +279,12 @@ def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
     if found is None:
         plan.refuse(call, f"op={code(op)}: hvt.reduce makes a mean, a sum, the smallest or the largest")
     return found
+
+
+def _is_a_number(source: Source, call: cst.Call) -> bool:
+    """Whether only a number is made of what it returns, `hvd.allreduce(x).item()`, and a gradient may hang on it."""
+    outer = source.parent(call)
+    return isinstance(outer, cst.Attribute) and tail(outer) == "item" and not _is_detached(source, call)
 
 
 def _was_differentiated(source: Source, call: cst.Call) -> bool:

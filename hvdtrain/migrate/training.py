@@ -182,6 +182,16 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
     return None
 
 
+def note_closures(plan: Plan, optimizers: Optimizers) -> None:
+    """Horovod's step(closure) averages nothing that the closure differentiates."""
+    for call in calls(plan.source.module):
+        owner = call.func.value if isinstance(call.func, cst.Attribute) and tail(call.func) == "step" else None
+        if owner is not None and call.args and tail(owner) in optimizers.prepared:
+            plan.note(
+                call, "step(closure): Horovod averages before the closure runs, and its ranks part; hvdtrain within it"
+            )
+
+
 def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpression | None:
     """The one optimizer there is, where the function of a backward pass can name it."""
     function = plan.source.function(call)
@@ -190,6 +200,8 @@ def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpress
         for node in walk(function)
         if isinstance(node, (cst.Name, cst.Attribute)) and is_chain(node) and tail(node) in optimizers.prepared
     }
+    if not found:
+        found = {code(node): node for node in _reachable(plan, optimizers, call)}
     if len(found) == 1:
         return next(iter(found.values()))
     plan.refuse(
@@ -198,6 +210,18 @@ def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpress
         " write optimizer.backward(loss) with the optimizer that hvt.prepare returns",
     )
     return None
+
+
+def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.BaseExpression]:
+    """Prepared optimizers that a method has as attributes of its object, or a function as names of the module."""
+    source = plan.source
+    owner = next((one for one in source.above(call) if isinstance(one, cst.ClassDef)), None)
+    if owner is not None:
+        attributes = [node for node in walk(owner) if isinstance(node, cst.Attribute) and code(node.value) == "self"]
+        return [node for node in attributes if tail(node) in optimizers.prepared]
+    lines = [line for line in source.module.body if isinstance(line, cst.SimpleStatementLine)]
+    targets = [target for target, _ in map(target_of, lines) if target is not None]
+    return [target for target in targets if isinstance(target, cst.Name) and target.value in optimizers.prepared]
 
 
 def _more(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step], optimizer: str) -> str | None:

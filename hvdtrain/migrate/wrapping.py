@@ -15,6 +15,7 @@ from hvdtrain.migrate.training import Optimizers, trainers, trains
 _WRAPPER = "horovod.torch.DistributedOptimizer"
 _NORM = "horovod.torch.SyncBatchNorm"
 _BROADCASTS = ("horovod.torch.broadcast_parameters", "horovod.torch.broadcast_optimizer_state")
+_ENDS = 'if {}:\n    raise SystemExit("hvdtrain averages gradients, and has no Adasum")'
 # how gradients travel, which changes nothing but the time it takes
 _OF_NO_MATTER = ("num_groups", "groups", "gradient_predivide_factor", "named_parameters", "sparse_as_dense")
 
@@ -30,6 +31,8 @@ class Wrap:
         model: of whose parameters it is, as text.
         optimizer: what is wrapped.
         arguments: of the call.
+        adasum: when it asks for Adasum, as text; "" for never.
+        extra: arguments of `hvt.prepare` that the call has not.
     """
 
     call: cst.Call
@@ -38,6 +41,7 @@ class Wrap:
     model: str
     optimizer: cst.BaseExpression
     arguments: dict[str, cst.BaseExpression]
+    adasum: str = ""
     extra: list[str] = field(default_factory=list)
 
 
@@ -111,7 +115,30 @@ def _read(plan: Plan, call: cst.Call) -> Wrap | None:
             call, "of which model these are the parameters cannot be told: named_parameters=model.named_parameters()"
         )
         return None
-    return Wrap(call, statement, target, model, arguments["optimizer"], arguments)
+    if target is not None and _is_parameter(source, call, model):
+        plan.note(
+            call,
+            f"{model} is prepared in a function, whose caller keeps the plain one: right on Horovod; to train on other"
+            f" engines too, return {model}, and call what is returned",
+        )
+    op = arguments.get("op")
+    adasum = None if op is None else _adasum_test(source, op)
+    return Wrap(call, statement, target, model, arguments["optimizer"], arguments, adasum or "")
+
+
+def _is_parameter(source: Source, node: cst.CSTNode, name: str) -> bool:
+    function = source.function(node)
+    return isinstance(function, cst.FunctionDef) and any(
+        isinstance(one, cst.Param) and one.name.value == name for one in walk(function.params)
+    )
+
+
+def _adasum_test(source: Source, op: cst.BaseExpression) -> str | None:
+    """When `hvd.Adasum if ... else hvd.Average` is Adasum, as text; None of anything else."""
+    if not isinstance(op, cst.IfExp) or "horovod." in "".join(map(source.qualified, walk(op.test))):
+        return None
+    names = tuple(source.qualified(one).removeprefix("horovod.torch.") for one in (op.body, op.orelse))
+    return {("Adasum", "Average"): code(op.test), ("Average", "Adasum"): f"not ({code(op.test)})"}.get(names)
 
 
 def _names() -> list[str]:
@@ -124,7 +151,9 @@ def _check_arguments(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseEx
     op = arguments.get("op")
     if op is not None:
         plan.settle(op)
-        if plan.source.qualified(op) != "horovod.torch.Average":
+        if _adasum_test(plan.source, op) is not None:
+            plan.note(op, "where Adasum is asked for, the new script ends: hvdtrain averages gradients")
+        elif plan.source.qualified(op) != "horovod.torch.Average":
             what = "Adasum" if "Adasum" in code(op) else code(op)
             plan.refuse(op, f"op={what}: hvt.prepare averages gradients over ranks, and does nothing else")
             right = False
@@ -161,12 +190,14 @@ def _owner(node: cst.BaseExpression, method: str) -> str | None:
     """`model` of `model.parameters()`, also within list(...)."""
     if isinstance(node, cst.Call) and code(node.func) in ("list", "iter", "tuple") and len(node.args) == 1:
         node = node.args[0].value
-    if isinstance(node, cst.Call) and not node.args and isinstance(node.func, cst.Attribute):
+    if not isinstance(node, cst.Call) or any(literal(arg.keyword) != "prefix" for arg in node.args):
+        return None
+    if isinstance(node.func, cst.Attribute):
         owner = node.func.value
-        named = owner
-        while isinstance(named, cst.Subscript):
-            named = named.value
-        if node.func.attr.value == method and is_chain(named):
+        inner = owner
+        while isinstance(inner, cst.Subscript):
+            inner = inner.value
+        if node.func.attr.value == method and is_chain(inner):
             return code(owner)
     return None
 
@@ -196,8 +227,8 @@ def _place(plan: Plan, wrap: Wrap) -> None:
         return
 
     def stays(updated: Any) -> Sequence[str]:
-        _prepare(wrap, updated, parts)
-        return [] if parts["optimizer"] == code(target) else [f"{code(target)} = {parts['optimizer']}"]
+        ends = _prepare(wrap, updated, parts)[:-1]
+        return ends if parts["optimizer"] == code(target) else [*ends, f"{code(target)} = {parts['optimizer']}"]
 
     plan.rewrite(wrap.statement, stays)
     moved = block[last]
@@ -248,10 +279,11 @@ def _prepare(wrap: Wrap, updated: Any, parts: dict[str, Any]) -> Sequence[str]:
     if "compression" in arguments and code(arguments["compression"]) != "None":
         extra.append(f"compression={code(arguments['compression'])}")
     parts.update(optimizer=code(arguments["optimizer"]), extra=extra)
+    ends = [_ENDS.format(wrap.adasum)] if wrap.adasum else []
     if wrap.target is not None:
-        return [_written(wrap.model, code(wrap.target), parts["optimizer"], extra)]
+        return [*ends, _written(wrap.model, code(wrap.target), parts["optimizer"], extra)]
     optimizer = parts["optimizer"] if is_chain(wrap.optimizer) else "optimizer"
-    return [_written(wrap.model, optimizer, parts["optimizer"], extra), f"return {optimizer}"]
+    return [*ends, _written(wrap.model, optimizer, parts["optimizer"], extra), f"return {optimizer}"]
 
 
 def _written(model: str, target: str, optimizer: str, extra: Sequence[str]) -> str:
