@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import sys
+import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if not script.is_file():
         raise ConfigError("the script must be a file", str(script), "hvdtrain migrate train.py")
     out = _out(args)
-    text = script.read_text()
+    text, encoding = _read(script)
     found = convert(text)
     _print(script, "note: ", found.notes)
     if found.refused:
@@ -90,9 +92,16 @@ def run(args: argparse.Namespace) -> int:
     if out is not None:
         if args.in_place:
             script.with_name(script.name + ".orig").write_bytes(script.read_bytes())
-        out.write_text(found.text)
+        out.write_bytes(found.text.encode(encoding))
         print(f"hvdtrain migrate: wrote {out}", file=sys.stderr)
     return 0
+
+
+def _read(script: Path) -> tuple[str, str]:
+    """A script's text, with the line ends that it has, and its encoding."""
+    data = script.read_bytes()
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    return data.decode(encoding), encoding
 
 
 def _out(args: argparse.Namespace) -> Path | None:

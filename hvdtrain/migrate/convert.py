@@ -52,6 +52,8 @@ def _convert(text: str) -> Conversion:
     torch_calls.refuse_in_losses(plan)
     _move_passes(plan, optimizers)
     torch_calls.move_rest(plan)
+    for name in sorted({"hvt", "hvdtrain"} & plan.needs & source.names()):
+        plan.refuse(imports[0], f"the script has a name {name} of its own")
     if plan.refused:
         return Conversion(text, tuple(sorted(plan.refused)), tuple(sorted(plan.notes)))
     torch_calls.move_imports(plan, imports)
@@ -78,7 +80,7 @@ def _imports(plan: Plan) -> list[cst.SimpleStatementLine]:
         statement = plan.source.statement(node)
         if any(name not in (_MODULE, "horovod") for name in theirs):
             other = next(name for name in theirs if name != _MODULE)
-            plan.refuse(node, f"{other}: scripts of {_MODULE} are moved")
+            plan.refuse(node, f"{other}: what is imported from {_MODULE} is moved, and nothing else")
         elif not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) > 1 or len(names) > 1:
             plan.refuse(node, "Horovod is imported on a line of its own where it is moved")
         else:

@@ -91,12 +91,12 @@ def prove(script: Path, new: str, argv: Sequence[str], *, updates: int = 20, tim
     Raises:
         HvdtrainError: one of them failed, made no update, or they made unlike numbers of them.
     """
-    old = run(script, script.read_text(), argv, updates=updates, timeout_s=timeout_s, which="old")
+    old = run(script, None, argv, updates=updates, timeout_s=timeout_s, which="old")
     return compare(old, run(script, new, argv, updates=updates, timeout_s=timeout_s, which="new"))
 
 
-def run(script: Path, text: str, argv: Sequence[str], *, updates: int, timeout_s: float, which: str) -> Run:
-    """Runs `text` on two ranks as if it were the script, up to so many updates.
+def run(script: Path, text: str | None, argv: Sequence[str], *, updates: int, timeout_s: float, which: str) -> Run:
+    """Runs `text` on two ranks as if it were the script, which is what runs without it, up to so many updates.
 
     Raises:
         HvdtrainError: it failed, or took too long.
@@ -107,7 +107,7 @@ def run(script: Path, text: str, argv: Sequence[str], *, updates: int, timeout_s
         raise ConfigError("a proof runs both scripts on Horovod", "no horovodrun", build_horovod_command())
     with tempfile.TemporaryDirectory(prefix="hvdtrain-migrate-") as name:
         folder = Path(name)
-        (folder / "text.py").write_text(text)
+        (folder / "text.py").write_bytes(script.read_bytes() if text is None else text.encode())
         _start(horovodrun, which, script.resolve(), folder, argv, updates, timeout_s)
         return _read(folder)
 

@@ -150,18 +150,15 @@ def _alike_in_horovod(watch: _Watch) -> None:
 def main() -> None:
     text, script, folder, updates, *args = sys.argv[1:]
     watch = _Watch(int(updates))
-    code = Path(text).read_text()
-    if "horovod.torch" in code or "from horovod" in code:
-        _alike_in_horovod(watch)
-    if "hvdtrain" in code:
-        _alike_in_hvdtrain()
+    _alike_in_horovod(watch)
+    _alike_in_hvdtrain()
     sys.argv, sys.path[0] = [script, *args], os.path.dirname(script)
     module = types.ModuleType("__main__")
     module.__file__ = script
     sys.modules["__main__"] = module
     _seed()
     try:
-        exec(compile(code, script, "exec"), vars(module))
+        exec(compile(Path(text).read_bytes(), script, "exec"), vars(module))
     except _Enough:
         pass
     except SystemExit as ended:

@@ -75,12 +75,16 @@ class Source:
 
     def qualified(self, node: cst.CSTNode) -> str:
         """What a name stands for, `horovod.torch.rank`, whatever it was imported as; "" where that is not known."""
+        found = self.meanings(node)
+        return next(iter(found)) if len(found) == 1 else ""
+
+    def meanings(self, node: cst.CSTNode) -> set[str]:
+        """All that a name may stand for: several, where it is assigned in several places."""
         if not is_chain(node):
-            return ""
+            return set()
         known: Any = self._names.get(node)
         known = known() if callable(known) else known
-        found = {name.name for name in known or () if name.source.name != "BUILTIN"}
-        return found.pop() if len(found) == 1 else ""
+        return {name.name for name in known or () if name.source.name != "BUILTIN"}
 
     def scope(self, node: cst.CSTNode) -> metadata.Scope | None:
         """The scope that the node is in."""

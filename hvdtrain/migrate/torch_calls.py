@@ -53,9 +53,6 @@ def move_init(plan: Plan) -> None:
             )
         if "world" not in source.names():
             plan.world_scope = source.scope(call)
-        for name in ("hvt", "hvdtrain"):
-            if name in source.names():
-                plan.refuse(call, f"the script has a name {name} of its own")
         plan.needs.add("hvdtrain")
         plan.rewrite(
             statement,
@@ -175,14 +172,17 @@ def move_rest(plan: Plan) -> None:
     """Moves every use of Horovod that is left, or refuses it."""
     source = plan.source
     for node in list(walk(source.module)):
-        name = source.qualified(node) if isinstance(node, (cst.Name, cst.Attribute)) else ""
-        if not name.startswith("horovod") or plan.is_settled(node):
+        meanings = source.meanings(node) if isinstance(node, (cst.Name, cst.Attribute)) else set()
+        if not any(name.startswith("horovod") for name in meanings) or plan.is_settled(node):
             continue
         outer = source.parent(node)
         if isinstance(outer, cst.AsName) or (isinstance(outer, cst.Attribute) and outer.attr is node):
             continue
         plan.settle(node)
-        short = name.removeprefix(_PREFIX)
+        if len(meanings) > 1:
+            plan.refuse(node, f"{code(node)} is not Horovod's only: whether it is here cannot be told")
+            continue
+        short = meanings.pop().removeprefix(_PREFIX)
         if isinstance(outer, cst.Call) and outer.func is node and short in SIGNATURES:
             _move_call(plan, outer, short)
         elif short in ("Compression.fp16", "Compression.none"):

@@ -172,6 +172,8 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
     more = _more(plan, optimizers, call, steps, code(optimizer))
     if more is None:
         return None
+    if steps:
+        _note_clipping(plan, call, steps[0])
 
     def written(updated: cst.Call) -> str:
         assert isinstance(updated.func, cst.Attribute)
@@ -180,6 +182,20 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
 
     plan.replace(call, written)
     return None
+
+
+def _note_clipping(plan: Plan, backward: cst.Call, step: Step) -> None:
+    """Gradients that Horovod still has on their way are clipped there; here they are averaged."""
+    source = plan.source
+    clips, waits = False, False
+    for call in calls(source.function(backward)):
+        if source.line(backward) < source.line(call) <= source.line(step.call):
+            waits |= tail(call.func) == "synchronize" and code(step.optimizer) in code(call.func)
+            if tail(call.func).startswith("clip_grad_") and not waits and not clips:
+                clips = True
+                plan.note(
+                    call, "clipped before Horovod has averaged; hvdtrain's backward() has: another, right, result"
+                )
 
 
 def note_closures(plan: Plan, optimizers: Optimizers) -> None:

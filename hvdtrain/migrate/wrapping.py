@@ -94,7 +94,8 @@ def _read(plan: Plan, call: cst.Call) -> Wrap | None:
     source = plan.source
     statement = source.statement(call)
     target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
-    if value is not call or not isinstance(statement, cst.SimpleStatementLine):
+    named = target is None or is_chain(target)
+    if value is not call or not named or not isinstance(statement, cst.SimpleStatementLine):
         plan.refuse(call, "DistributedOptimizer is moved where it is assigned to one name, or returned")
         return None
     if (above := condition_above(source, call)) is not None:

@@ -40,7 +40,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @functools.cache
 def as_it_is(name: str) -> Run:
     script = FOLDER / name
-    return run(script, script.read_text(), [], updates=20, timeout_s=200, which="old")
+    return run(script, None, [], updates=20, timeout_s=200, which="old")
 
 
 def proof_of(name: str, *changes: tuple[str, str]) -> Proof:

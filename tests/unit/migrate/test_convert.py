@@ -258,6 +258,9 @@ for x in data:
         ("hvd.allreduce(x.detach())", "hvt.reduce(x.detach())"),
         ("hvd.allreduce(x.detach(), average=False)", 'hvt.reduce(x.detach(), "sum")'),
         ("hvd.allreduce(x.detach(), op=hvd.Max, name='m')", 'hvt.reduce(x.detach(), "max")'),
+        ("hvd.allreduce(a + b).item()", "hvt.reduce((a + b).detach()).item()"),
+        ("hvd.allreduce(torch.tensor(3)).item()", "hvt.reduce(torch.tensor(3)).item()"),
+        ("f'{hvd.rank()} of {hvd.size():>3}'", "f'{world.rank} of {world.size:>3}'"),
         ("hvd.allreduce_(x)", "x.copy_(hvt.reduce(x))"),
         ("hvd.grouped_allreduce([a, b])", "[hvt.reduce(tensor) for tensor in [a, b]]"),
         ("hvd.allgather(x)", "hvt.gather(x)"),
@@ -335,15 +338,17 @@ def test_a_constant_of_all_ranks_within_a_loss_is_moved(loss: str) -> None:
         ("f(hvd.DistributedOptimizer(optimizer))", "assigned to one name, or returned"),
         ("if d: o = hvd.DistributedOptimizer(optimizer)", "assigned to one name, or returned"),
         ("if d:\n    o = hvd.DistributedOptimizer(optimizer)", "within `if`"),
-        ("import horovod.tensorflow as tfhvd", "scripts of horovod.torch are moved"),
+        ("import horovod.tensorflow as tfhvd", "what is imported from horovod.torch is moved"),
         ("from horovod.torch import *", "import *"),
-        ("hvt = 3", "a name hvt of its own"),
+        ("hvt = hvd.allreduce(t.detach())", "a name hvt of its own"),
+        ("d['o'] = hvd.DistributedOptimizer(optimizer)", "assigned to one name, or returned"),
+        ("from horovod.torch.mpi_ops import allgather", "horovod.torch.mpi_ops: what is imported from horovod.torch"),
     ],
 )
 def test_what_cannot_be_moved_is_told_with_its_line(line: str, reason: str) -> None:
     text = MODEL + line + "\n"
     found = refused(text)
-    wanted = 4 if "of its own" in reason and "hvt" in line else 7 + line.count("\n")
+    wanted = 1 if "of its own" in reason and "hvt" in line else 7 + line.count("\n")
     assert any(at == wanted and reason in said for at, said in found), found
 
 
@@ -351,7 +356,10 @@ def test_what_cannot_be_moved_is_told_with_its_line(line: str, reason: str) -> N
     "loop, reason",
     [
         ("loss.backward(create_graph=True)\noptimizer.step()\n", "create_graph"),
-        ("def f(loss):\n    loss.backward()\n", "no step() of a wrapped optimizer"),
+        (
+            "b = hvd.DistributedOptimizer(optimizer, model.named_parameters())\n\n\ndef f(loss):\n    loss.backward()\n",
+            "no step() of a wrapped optimizer",
+        ),
     ],
 )
 def test_passes_that_cannot_be_moved(loop: str, reason: str) -> None:
@@ -387,9 +395,50 @@ def test_notes() -> None:
     assert note.line == 3 and "no optimizer is wrapped" in note.text
 
 
+def test_horovod_that_may_be_absent_is_refused() -> None:
+    text = (
+        "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    hvd = None\nrank = hvd.rank() if hvd else 0\n"
+    )
+    assert {line for line, reason in refused(text) if "is not Horovod's only" in reason} >= {5}
+
+
+def test_notes_on_what_trains_otherwise() -> None:
+    clip = "loss.backward()\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1)\noptimizer.step()\n"
+    [note] = convert(WRAP + clip).notes
+    assert note.line == 9 and "clipped before" in note.text
+    assert not convert(WRAP + clip.replace("()\ntorch", "()\noptimizer.synchronize()\ntorch")).notes
+    closure = "def again():\n    loss.backward()\n\n\noptimizer.step(again)\n"
+    [note] = convert(WRAP + closure).notes
+    assert note.line == 12 and "step(closure)" in note.text
+    [note] = convert(
+        "def build(model):\n    " + WRAP.replace("\n", "\n    ").replace("    model = torch.nn.Linear(2, 1)\n", "")
+    ).notes
+    assert "whose caller keeps the plain one" in note.text
+
+
+@pytest.mark.parametrize(
+    "op, test",
+    [("hvd.Adasum if args.a else hvd.Average", "args.a"), ("hvd.Average if args.a else hvd.Adasum", "not (args.a)")],
+)
+def test_where_adasum_is_asked_for_the_new_script_ends(op: str, test: str) -> None:
+    text = WRAP.replace("named_parameters())", f"named_parameters(), op={op})")
+    guard = f'if {test}:\n    raise SystemExit("hvdtrain averages gradients, and has no Adasum")\n'
+    assert guard + "model, optimizer = hvt.prepare(model, optimizer)\n" in moved(text)
+
+
+def test_batch_norm_over_all_ranks_under_a_condition() -> None:
+    text = WRAP.replace("model =", "Norm = hvd.SyncBatchNorm if gpu else torch.nn.BatchNorm1d\nmodel =")
+    new = moved(text)
+    assert "\nNorm = torch.nn.BatchNorm1d\n" in new and "hvt.prepare(model, optimizer, sync_batchnorm=gpu)" in new
+
+
+def test_a_helper_differentiates_for_the_one_optimizer() -> None:
+    text = WRAP + "def back(loss):\n    loss.backward()\n\n\nfor x in data:\n    back(f(x))\n    optimizer.step()\n"
+    assert "def back(loss):\n    optimizer.backward(loss)\n" in moved(text)
+
+
 # -- the scripts of tests/horovod_scripts -------------------------------------------------------------------------
 REFUSED = {
-    "torch_adasum.py": [35],
     "torch_elastic.py": [13, 26, 43],
     "torch_join.py": [27],
     "torch_process_sets.py": [9, 12, 13, 26, 28],
