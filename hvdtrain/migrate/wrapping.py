@@ -119,8 +119,8 @@ def _read(plan: Plan, call: cst.Call) -> Wrap | None:
     if target is not None and _is_parameter(source, call, model):
         plan.note(
             call,
-            f"{model} is prepared in a function, whose caller keeps the plain one: right on Horovod; to train on other"
-            f" engines too, return {model}, and call what is returned",
+            f"{model} is prepared in a function, whose caller keeps the plain one, which is trained all the same; but"
+            f" hvdtrain sees less of its loss: return {model}, and call what is returned",
         )
     op = arguments.get("op")
     adasum = None if op is None else _adasum_test(source, op)

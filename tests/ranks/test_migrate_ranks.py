@@ -20,7 +20,7 @@ from hvdtrain.migrate.prove import Proof, Run, compare, run
 
 TRAINER = "torch_trainer_class.py"
 OTHERS = (
-    "torch_accumulation.py", "torch_batchnorm.py", "torch_fp16_compression.py", "torch_gan.py",
+    "torch_accumulation.py", "torch_adasum.py", "torch_batchnorm.py", "torch_fp16_compression.py", "torch_gan.py",
     "torch_gather_predictions.py", "torch_grouped_allreduce.py", "torch_mnist.py --epochs 3",
     "torch_resume.py --epochs 4", "torch_warmup.py",
 )  # fmt: skip

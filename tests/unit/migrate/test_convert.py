@@ -357,7 +357,7 @@ def test_what_cannot_be_moved_is_told_with_its_line(line: str, reason: str) -> N
     [
         ("loss.backward(create_graph=True)\noptimizer.step()\n", "create_graph"),
         (
-            "b = hvd.DistributedOptimizer(optimizer, model.named_parameters())\n\n\ndef f(loss):\n    loss.backward()\n",
+            "b = hvd.DistributedOptimizer(optimizer, model.named_parameters())\n\n\ndef f(a):\n    a.backward()\n",
             "no step() of a wrapped optimizer",
         ),
     ],
