@@ -52,6 +52,9 @@ def _convert(text: str) -> Conversion:
     torch_calls.refuse_in_losses(plan)
     _move_passes(plan, optimizers)
     torch_calls.move_rest(plan)
+    for node in walk(source.module):
+        if isinstance(node, cst.SimpleString) and node.evaluated_value == "horovod":
+            plan.refuse(node, "a name of Horovod as text: a library that trains on it by itself (Lightning's strategy)")
     for name in sorted({"hvt", "hvdtrain"} & plan.needs & source.names()):
         plan.refuse(imports[0], f"the script has a name {name} of its own")
     if plan.refused:

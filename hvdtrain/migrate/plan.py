@@ -73,7 +73,7 @@ class Plan:
             ]
             if made:
                 kept: dict[str, Any] = {"leading_lines": updated.leading_lines}
-                if len(made) == 1 and isinstance(updated, cst.SimpleStatementLine):
+                if len(made) == 1 and all(isinstance(one, cst.SimpleStatementLine) for one in (updated, made[0])):
                     kept["trailing_whitespace"] = updated.trailing_whitespace
                 made[0] = made[0].with_changes(**kept)
             return made
@@ -110,14 +110,19 @@ class _Rewriter(cst.CSTTransformer):
             change = self._plan.statements.get(before)
             made = [after] if change is None else list(change(after))
             if not made:  # what is said above it stays, unless it is about Horovod
-                waiting = [*waiting, *(line for line in after.leading_lines if line.comment)]
-                waiting = [line for line in waiting if "horovod" not in code(line).lower()]
+                waiting = [*waiting, *(line for line in after.leading_lines if "horovod" not in code(line).lower())]
                 continue
+            while waiting and not waiting[-1].comment and (len(waiting) > 1 or _begins_blank(made[0])):
+                waiting.pop()
             if waiting:
                 made[0] = made[0].with_changes(leading_lines=[*waiting, *made[0].leading_lines])
                 waiting = []
             body += made
         return updated.with_changes(body=body)
+
+
+def _begins_blank(statement: Any) -> bool:
+    return bool(statement.leading_lines) and not statement.leading_lines[0].comment
 
 
 def statement_of(plan: Plan, call: cst.CSTNode, what: str) -> cst.SimpleStatementLine | None:

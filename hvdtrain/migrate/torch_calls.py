@@ -26,6 +26,7 @@ _REASONS = {
     "remove_process_set": "process sets: hvdtrain trains one model on all ranks",
     "ProcessSet": "process sets: hvdtrain trains one model on all ranks",
     "global_process_set": "process sets: hvdtrain trains one model on all ranks",
+    "horovod.run": "it starts ranks from Python: start the script with horovodrun, or hvdtrain launch",
     "synchronize": "handles of operations under way have no counterpart: take the call that waits",
     "poll": "handles of operations under way have no counterpart: take the call that waits",
     "": "has no counterpart in hvdtrain",
@@ -196,7 +197,7 @@ def _reason(name: str, text: str) -> str:
         return _REASONS["synchronize"]
     if name in ("horovod.torch", "horovod"):
         return f"{text} itself as a value: what is done with it cannot be told"
-    found = next(reason for begin, reason in _REASONS.items() if name.split(".")[0].startswith(begin))
+    found = next(reason for begin, reason in _REASONS.items() if name.startswith(begin))
     return found if found != _REASONS[""] else f"{text} {found}"
 
 

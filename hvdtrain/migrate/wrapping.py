@@ -63,8 +63,20 @@ def move_wraps(plan: Plan) -> Optimizers:
             optimizers.prepared[tail(wrap.target)] = literal(passes)
         elif isinstance(function := source.function(call), cst.FunctionDef):
             optimizers.makers[function.name.value] = {-1: literal(passes)}
+        if wrap.adasum:
+            _move_questions(plan, wrap.adasum)
         _place(plan, wrap)
     return optimizers
+
+
+def _move_questions(plan: Plan, adasum: str) -> None:
+    """`if args.use_adasum and hvd.nccl_built()`, as Horovod's examples have it, asks for Adasum alone."""
+    for node in walk(plan.source.module):
+        if isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.And):
+            asked = isinstance(node.right, cst.Call) and plan.source.qualified(node.right.func)
+            if code(node.left) == adasum and asked == "horovod.torch.nccl_built":
+                plan.settle(node.right)
+                plan.replace(node, adasum)
 
 
 def _norms(plan: Plan) -> tuple[cst.IfExp, bool] | None:

@@ -84,6 +84,7 @@ def test_a_whole_script_keeps_its_form() -> None:
             model = Net()  # plain
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1*world.size,
                                         momentum=0.9)
+
             # kept: it is the user's
             # Horovod: wrap optimizer with DistributedOptimizer.
             model, optimizer = hvt.prepare(model, optimizer, compression="fp16")  # wrapped
@@ -321,6 +322,8 @@ def test_a_constant_of_all_ranks_within_a_loss_is_moved(loss: str) -> None:
         ("hvd.synchronize(h)", "the call that waits"),
         ("a = hvd.alltoall(t)", "hvd.alltoall has no counterpart"),
         ("f(hvd)", "hvd itself as a value"),
+        ("Trainer(strategy='horovod')", "a library that trains on it by itself"),
+        ("import horovod\nhorovod.run(f)", "starts ranks from Python"),
         ("g = hvd.allreduce", "hvd.allreduce has no counterpart"),
         ("hvd.allreduce(*args)", "the arguments of hvd.allreduce cannot be told"),
         ("hvd.allreduce(t, prescale_factor=2.0)", "prescale_factor"),
@@ -414,6 +417,14 @@ def test_notes_on_what_trains_otherwise() -> None:
         "def build(model):\n    " + WRAP.replace("\n", "\n    ").replace("    model = torch.nn.Linear(2, 1)\n", "")
     ).notes
     assert "whose caller keeps the plain one" in note.text
+
+
+def test_what_asks_for_adasum_need_not_ask_for_nccl() -> None:
+    wrap = WRAP.replace("named_parameters())", "named_parameters(), op=hvd.Adasum if args.a else hvd.Average)")
+    assert "if args.a:\n    s = world.local_size\n" in moved(
+        wrap + "if args.a and hvd.nccl_built():\n    s = hvd.local_size()\n"
+    )
+    assert "hvd.nccl_built has no counterpart" in refused(wrap + "if args.b and hvd.nccl_built():\n    pass\n")[0][1]
 
 
 @pytest.mark.parametrize(
