@@ -211,7 +211,7 @@ def note_closures(plan: Plan, optimizers: Optimizers) -> None:
 def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpression | None:
     """The one optimizer there is, where the function of a backward pass can name it."""
     function = plan.source.function(call)
-    found = {
+    found: dict[str, cst.BaseExpression] = {
         code(node): node
         for node in walk(function)
         if isinstance(node, (cst.Name, cst.Attribute)) and is_chain(node) and tail(node) in optimizers.prepared

@@ -150,8 +150,8 @@ def _adasum_test(source: Source, op: cst.BaseExpression) -> str | None:
     """When `hvd.Adasum if ... else hvd.Average` is Adasum, as text; None of anything else."""
     if not isinstance(op, cst.IfExp) or "horovod." in "".join(map(source.qualified, walk(op.test))):
         return None
-    names = tuple(source.qualified(one).removeprefix("horovod.torch.") for one in (op.body, op.orelse))
-    return {("Adasum", "Average"): code(op.test), ("Average", "Adasum"): f"not ({code(op.test)})"}.get(names)
+    one, other = (source.qualified(part).removeprefix("horovod.torch.") for part in (op.body, op.orelse))
+    return {("Adasum", "Average"): code(op.test), ("Average", "Adasum"): f"not ({code(op.test)})"}.get((one, other))
 
 
 def _names() -> list[str]:
