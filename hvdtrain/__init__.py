@@ -12,6 +12,7 @@ from hvdtrain.core.lazy import public
 from hvdtrain.core.version import __version__ as __version__
 
 __getattr__, __dir__, __all__ = public(__name__, {
+    "cluster.function": "run",
     "core.errors": "CheckpointError ConfigError HvdtrainError LauncherError MainRankError NonFiniteError ReplicaError "
         "exit_with",
     "core.join": "init",
@@ -27,6 +28,7 @@ __getattr__, __dir__, __all__ = public(__name__, {
 __all__ += ["__version__"]
 
 if TYPE_CHECKING:
+    from hvdtrain.cluster.function import run as run
     from hvdtrain.core.errors import CheckpointError as CheckpointError
     from hvdtrain.core.errors import ConfigError as ConfigError
     from hvdtrain.core.errors import HvdtrainError as HvdtrainError

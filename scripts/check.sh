@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What to run before each commit: ruff, its formatter, mypy, the floors of the package, then the quick tests.
 #   scripts/check.sh --lint   without the tests
-. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+HVDTRAIN_SETUP=dev . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 started=$SECONDS
 ruff check -q hvdtrain tests scripts
 ruff format --check -q hvdtrain tests scripts

@@ -1,6 +1,9 @@
 # Makes this checkout ready to run: system packages, .venv with the pinned frameworks, and a Horovod built for them.
-# Sourced by train.sh and test.sh. Does only what is missing; when nothing is, it costs well under a second.
+# Sourced by train.sh, test.sh and check.sh. Does only what is missing; when nothing is, it costs well under a second.
 #
+#   HVDTRAIN_SETUP    train: what training needs; dev: the developers' tools as well, as test.sh asks   (default: train)
+#   HVDTRAIN_WHEELS   a folder of ready wheels of Horovod, or a page of links (docs/horovod.md): to train, one of them is
+#                     taken when it fits, and nothing is compiled
 #   PYTHON            interpreter for a new .venv   (default: the first of python3.12, python3.11, python3 that fits)
 #   HVDTRAIN_VENV     where the environment lives   (default: .venv in the checkout)
 #   HVDTRAIN_CACHE    where Horovod wheels are kept (default: ~/.cache/hvdtrain)
@@ -36,16 +39,26 @@ find_python() {
   die "Python 3.11 or 3.12 is needed; found: $(python3 --version 2>&1 || echo none). Install one, or set PYTHON=/path/to/python3.12"
 }
 
-system_packages() {
+# Debian splits the venv module and the headers from the interpreter.
+to_make_venv() {
+  local missing=() python=$1
+  "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
+  system_packages "${missing[@]}"
+}
+
+to_compile() {
   local missing=() python=$1
   command -v g++ >/dev/null || missing+=(g++)
   command -v make >/dev/null || missing+=(make)
   command -v cmake >/dev/null || missing+=(cmake)
   command -v mpicxx >/dev/null || missing+=(libopenmpi-dev)
   command -v mpirun >/dev/null || missing+=(openmpi-bin)
-  # Debian splits the venv module and the headers from the interpreter
-  "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
   [ -e "$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" ] || missing+=(python3-dev)
+  system_packages "${missing[@]}"
+}
+
+system_packages() {
+  local missing=("$@")
   [ ${#missing[@]} -gt 0 ] || return 0
   command -v apt-get >/dev/null || die "missing: ${missing[*]}. Install them with this system's package manager"
   [ "$(id -u)" = 0 ] || die "missing system packages. Run: sudo apt-get install -y ${missing[*]}"
@@ -78,20 +91,29 @@ fingerprint() {
 }
 
 set_up() {
-  local ready=$VENV/.ready wanted python
+  local ready=$VENV/.ready wanted python extras=torch,keras,build,tensorboard,mpi what=${HVDTRAIN_SETUP:-train}
   wanted=$(fingerprint)
-  [ -e "$ready" ] && [ "$(cat "$ready")" = "$wanted" ] && return 0
+  case $(cat "$ready" 2>/dev/null || true) in "$wanted $what" | "$wanted dev") return 0 ;; esac
   python=$(find_python)
-  system_packages "$python"
   if [ ! -x "$VENV/bin/python" ]; then
+    to_make_venv "$python"
     step "making $VENV with $("$python" --version) (about 5 s)" "$python" -m venv "$VENV"
   fi
+  [ "$what" = train ] || extras+=,dev
   step "installing PyTorch, TensorFlow and Keras as pinned in setup.cfg (6.5 GB, about 2 minutes)" \
-    "$VENV/bin/python" -m pip install -q --disable-pip-version-check -e '.[torch,keras,build,tensorboard,mpi,dev]'
-  say "building Horovod unless its wheel is cached (about 4 minutes on 2 cores, once a machine) ..."
-  "$VENV/bin/python" -m hvdtrain build-horovod --install >&2 || die "Horovod could not be built: read the lines above"
-  printf '%s\n' "$wanted" >"$ready"
+    "$VENV/bin/python" -m pip install -q --disable-pip-version-check -e ".[$extras]"
+  if [ "$what" = dev ] || ! ready_wheel; then
+    to_compile "$python"
+    say "building Horovod unless its wheel is cached (about 4 minutes on 2 cores, once a machine) ..."
+    "$VENV/bin/python" -m hvdtrain build-horovod --install >&2 || die "Horovod could not be built: read the lines above"
+  fi
+  printf '%s\n' "$wanted $what" >"$ready"
   say "ready"
+}
+
+ready_wheel() {
+  [ -n "${HVDTRAIN_WHEELS:-}" ] || return 1
+  "$VENV/bin/python" -m hvdtrain build-horovod --ready "$HVDTRAIN_WHEELS" >&2
 }
 
 set_up

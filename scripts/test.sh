@@ -3,7 +3,7 @@
 #   scripts/test.sh --quick             tests/unit: what starts no process
 #   scripts/test.sh tests/ranks -x      what pytest is given, without the checks of the sources
 # Two files at a time: tests of ranks wait as long as they work. -n 0 for one after the other, in one process.
-. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+HVDTRAIN_SETUP=dev . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 started=$SECONDS
 test_packages
 if [ "${1:-}" = --quick ]; then

@@ -143,8 +143,8 @@ def mount() -> Iterator[Callable[[str, Path, str], None]]:
 @pytest.fixture(scope="session")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Horovod's real source distribution: from the set-up's cache, else from PyPI."""
-    from hvdtrain.horovod_build import build
+    from hvdtrain.horovod_build import build, steps
 
     cache = build.cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
-    return build.fetch_sdist(cache, build.Steps(tmp_path_factory.mktemp("log") / "log", print))
+    return build.fetch_sdist(cache, steps.Steps(tmp_path_factory.mktemp("log") / "log", print))

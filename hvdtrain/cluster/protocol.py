@@ -6,6 +6,7 @@ object whose "type" is one of these.
 To the agent:
   settings    start_s lost_s stopped_s grace_s        how long silence and a stop are borne, and ranks have to end
   rendezvous  address places                          serve Horovod's rendezvous there (first host only)
+  input       data                                    a piece, in base64, of every rank's standard input
   start       argv cwd env defaults without ranks     `env` wins over the agent's own environment (less `without`),
               token own peer                          which wins over `defaults`; ranks: [{rank, env}]; `token` marks
                                                       their environment; `peer` is to be reached from `own`, or null
@@ -19,7 +20,8 @@ From the agent:
                                                       digest}, what ranks here would inherit
   rendezvous  port
   failed      rank what                               it could not be started (rank null: the rendezvous)
-  out         rank stream lines                       "stdout" or "stderr"; at most WINDOW that are not taken
+  out         rank stream lines                       "stdout", "stderr", or "result" of ranks with an input; at most
+                                                      WINDOW that are not taken
   exit        rank code ago_s                         code as `subprocess` has it: negative for a signal
   stopped     rank for_s                              by SIGSTOP; told once
   cut         for_s                                   `peer` is not reached any more; told once

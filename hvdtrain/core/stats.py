@@ -152,12 +152,17 @@ def machine() -> dict[str, Any]:
     }
 
 
+# other distributions of the same module: a ready wheel
+_ALSO = {"horovod": ("hvdtrain-horovod",)}
+
+
 def versions(*packages: str) -> dict[str, str]:
     """Versions of the packages that are installed."""
-    found = {}
+    found: dict[str, str] = {}
     for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+        for name in (package, *_ALSO.get(package, ())):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found.setdefault(package, importlib.metadata.version(name))
     return found
 
 

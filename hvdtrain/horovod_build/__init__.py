@@ -1,7 +1,8 @@
 """`hvdtrain build-horovod`: the one recipe for a Horovod wheel that works with the frameworks installed here.
 
 `support` holds the table of versions, `patches` what is changed in Horovod's sources, `patching` applies it,
-`environment` looks around, `cuda` finds a CUDA compiler, `build` compiles, proves and caches.
+`environment` looks around, `cuda` finds a CUDA compiler, `build` compiles and caches, `proof` proves; `dist` makes
+wheels for other machines, `ready` installs one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ EXAMPLES = """\
 examples:
   hvdtrain build-horovod --install              build (or take from the cache) and install here
   hvdtrain build-horovod --output wheels/       leave a copy of the wheel in wheels/
+  hvdtrain build-horovod --dist wheels/         for other machines: manylinux, chosen by pip, and an index
+  hvdtrain build-horovod --ready wheels/        install such a wheel, if one fits: no compiler is needed
   hvdtrain build-horovod --sdist horovod-0.28.1.tar.gz --gpu none
   hvdtrain build-horovod --edits                what is changed in Horovod's sources, and why
 """
@@ -48,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to do with it").add_argument
     add("--install", action="store_true", help="install the wheel into this environment")
     add("--output", type=Path, metavar="DIR", help="copy the wheel to DIR")
+    add("--dist", type=Path, metavar="DIR", help="make a wheel of hvdtrain-horovod in DIR, and the index of DIR")
+    add("--ready", metavar="DIR|URL", help="build nothing: install the wheel of hvdtrain-horovod there that fits")
+    add("--index", type=Path, metavar="DIR", help="build nothing: list the wheels of hvdtrain-horovod in DIR again")
     add("--cache", type=Path, metavar="DIR", help="keep wheels in DIR (default: $HVDTRAIN_CACHE or ~/.cache/hvdtrain)")
     add("--rebuild", action="store_true", help="build even if the cache has a wheel")
     add("--jobs", type=int, metavar="N", help="compiler processes at once (default: by cores and memory)")
@@ -58,10 +64,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.horovod_build import build, environment, patching, support
+    from hvdtrain.horovod_build import build, dist, environment, patching, proof, ready, steps, support
 
     if args.edits:
         print(patching.table())
+        return 0
+    if args.index:
+        dist.write_index(args.index)
+        return 0
+    if args.ready:
+        _say(f"installed and proven: {dist.NAME} {ready.install(args.ready, _say)}")
         return 0
     if args.sdist is not None and not args.sdist.is_file():
         raise HvdtrainError(
@@ -83,8 +95,12 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
         wheel = Path(shutil.copy2(wheel, args.output))
+    if args.dist:
+        made = dist.make(wheel, found, args.dist, steps.Steps(cache / "dist.log", _say))
+        _say(f"ready: {made}, listed in {args.dist / 'simple'}; {dist.needs(made)}")
     if args.install:
-        command = build.install_command(wheel, "--force-reinstall")  # over whatever Horovod is installed
+        ready.remove(dist.NAME)
+        command = proof.install_command(wheel, "--force-reinstall")  # over whatever Horovod is installed
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             remedy = f"try it by hand: {' '.join(command)}"

@@ -7,14 +7,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,11 +20,9 @@ from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build import cuda as cuda_toolchain
 from hvdtrain.horovod_build import patching
 from hvdtrain.horovod_build.environment import Environment, mpi_rpath
+from hvdtrain.horovod_build.proof import prove
+from hvdtrain.horovod_build.steps import Say, Steps
 from hvdtrain.horovod_build.support import HOROVOD_VERSION, SDIST_SHA256
-
-Say = Callable[[str], None]
-LOG_TAIL_LINES = 30
-PROOF_TIMEOUT_S = 120
 
 
 def cache_folder() -> Path:
@@ -110,72 +105,6 @@ def build(
             "seconds": round(time.monotonic() - started, 1),
         }
         return _store(wheel, cache / key, record)
-
-
-class Steps:
-    """Runs commands one after another: a line each on the terminal, everything in one log, its end on failure."""
-
-    def __init__(self, log: Path, say: Say) -> None:
-        self.log, self.say = log, say
-        log.write_text("")
-
-    def __call__(self, what: str, command: list[str], **options: Any) -> str:
-        """Runs `command`; returns what it printed. Options: env, cwd, progress (function of a line), timeout_s."""
-        self.say(what)
-        progress = options.pop("progress", None)
-        printed: list[str] = []
-        with self.log.open("a") as log, _process(command, **options) as process:
-            log.write(f"$ {' '.join(command)}\n")
-            for line in process.stdout or ():
-                log.write(line)
-                printed.append(line)
-                if progress:
-                    progress(line)
-            code = process.wait()
-        if code:
-            raise HvdtrainError(
-                rule=f"{what}: failed with exit code {code}",
-                received="the last lines of its log:\n    " + "    ".join(printed[-LOG_TAIL_LINES:]).rstrip(),
-                remedy=f"the whole log is {self.log}",
-            )
-        return "".join(printed)
-
-
-@contextmanager
-def _process(
-    command: list[str], timeout_s: float = threading.TIMEOUT_MAX, **options: Any
-) -> Iterator[subprocess.Popen[str]]:
-    """A child in its own session whose whole tree is gone when the block ends, and after that time."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        **options,
-    )
-    deadline = threading.Timer(timeout_s, _kill_tree, [process])
-    try:
-        deadline.start()
-        yield process
-    finally:
-        deadline.cancel()
-        if process.poll() is None:
-            _kill_tree(process)
-            process.wait()
-
-
-def _kill_tree(process: subprocess.Popen[str]) -> None:
-    import psutil  # one of the build modules the environment check asks for
-
-    try:
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
 
 
 def fetch_sdist(cache: Path, run: Steps) -> Path:
@@ -291,78 +220,6 @@ def _percent(say: Say) -> Callable[[str], None]:
             say(f"  {done:3d} %  {time.monotonic() - started:4.0f} s")
 
     return progress
-
-
-def prove(wheel: Path, environment: Environment, run: Steps) -> list[str]:
-    """Two ranks of every framework over every controller; returns their lines.
-
-    Raises:
-        HvdtrainError: a run failed, timed out, or not every rank printed its proof.
-    """
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-proof-") as scratch:
-        site, elsewhere = Path(scratch) / "site", Path(scratch) / "run"
-        elsewhere.mkdir()
-        install = install_command(wheel, "--target", str(site))
-        run("proving the wheel: check-build, then 2 ranks of each framework over each controller", install)
-        variables = proof_environment(site)
-        built = run("  check-build", [*_HOROVODRUN, "--check-build"], env=variables, cwd=elsewhere)
-        lines = [_require_built(built, environment)]
-        for framework in environment.frameworks():
-            for name, launcher in _launchers(environment).items():
-                module = [sys.executable, "-m", "hvdtrain.horovod_build.prove_rank", framework]
-                what = f"  {framework} over {name}"
-                printed = run(what, launcher + module, env=variables, cwd=elsewhere, timeout_s=PROOF_TIMEOUT_S)
-                found = re.findall(rf"{framework} rank \d of 2 over \w+ \(built with [^)]*\): proven", printed)
-                if len(found) != 2 or any(f"over {name}" not in line for line in found):
-                    raise HvdtrainError(
-                        rule=f"2 ranks of {framework} over {name} must each prove the collectives",
-                        received=f"{len(found)} did: {'; '.join(found) or 'none'}",
-                        remedy=f"read {run.log}",
-                    )
-                lines += sorted(found)
-        return lines
-
-
-def install_command(wheel: Path, *options: str) -> list[str]:
-    """The command that installs a wheel, and nothing besides."""
-    return [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *options, str(wheel)]
-
-
-_HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
-
-
-def _launchers(environment: Environment) -> dict[str, list[str]]:
-    launchers = {"Gloo": [*_HOROVODRUN, "--gloo", "-np", "2"]}
-    if environment.mpi:
-        mpirun = ["mpirun", "-np", "2"]
-        if "Open MPI" in environment.mpi or "open-mpi" in environment.mpi.lower():
-            mpirun += ["--oversubscribe", "--bind-to", "none"]
-        launchers["MPI"] = mpirun
-    return launchers
-
-
-def proof_environment(site: Path) -> dict[str, str]:
-    """The caller's environment, with the new wheel first and this package importable."""
-    package_parent = Path(__file__).resolve().parents[2]
-    variables = dict(os.environ)
-    variables["PYTHONPATH"] = f"{site}:{package_parent}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-    variables |= {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if os.geteuid() == 0:  # Open MPI refuses root unless told twice; the proof starts only our own program
-        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return variables
-
-
-def _require_built(printed: str, environment: Environment) -> str:
-    wanted = {"PyTorch": environment.torch, "TensorFlow": environment.tensorflow, "Gloo": True}
-    wanted |= {"MPI": environment.mpi, "NCCL": environment.gpu == "nccl"}
-    missing = [name for name, needed in wanted.items() if needed and f"[X] {name}" not in printed]
-    if missing:
-        raise HvdtrainError(
-            rule="check-build must list everything this build was asked for",
-            received=f"missing {', '.join(missing)} in:\n{printed}",
-            remedy="read the build log",
-        )
-    return "check-build: " + ", ".join(name for name, needed in wanted.items() if needed)
 
 
 def _store(wheel: Path, folder: Path, record: dict[str, Any]) -> Path:

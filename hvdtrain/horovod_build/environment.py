@@ -74,8 +74,8 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
         HvdtrainError: something is missing or outside the supported ranges; lists every finding at once.
     """
     problems: list[str] = []
-    torch = _torch(problems)
-    tensorflow = _distribution_version("tensorflow", "tensorflow-cpu")
+    torch = torch_here(problems)
+    tensorflow = distribution_version("tensorflow", "tensorflow-cpu")
     cmake, gcc = _tool_version("cmake", problems), _tool_version("c++", problems)
     versions = {"Python": platform.python_version(), "cmake": cmake, "gcc": gcc}
     versions |= {"torch": torch.get("version"), "tensorflow": tensorflow}
@@ -108,11 +108,11 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
         gcc=gcc or "",
         mpi=mpi_version,
         gpu="nccl" if use_nccl else "none",
-        nccl=(_distribution_version("nvidia-nccl-cu13", "nvidia-nccl-cu12") or "of the system") if use_nccl else None,
+        nccl=(distribution_version("nvidia-nccl-cu13", "nvidia-nccl-cu12") or "of the system") if use_nccl else None,
     )
 
 
-def _torch(problems: list[str]) -> dict[str, Any]:
+def torch_here(problems: list[str]) -> dict[str, Any]:
     """PyTorch's version and build, asked in a child so that this process stays small; {}: it is not there."""
     if importlib.util.find_spec("torch") is None:
         return {}
@@ -123,7 +123,7 @@ def _torch(problems: list[str]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _distribution_version(*names: str) -> str | None:
+def distribution_version(*names: str) -> str | None:
     for name in names:
         try:
             return importlib.metadata.version(name)

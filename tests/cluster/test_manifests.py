@@ -1,4 +1,4 @@
-"""The job files for OpenPAI and the MPI Operator: what the systems accept, and what their commands do in them."""
+"""The job files for OpenPAI, the MPI Operator and Kubeflow Trainer: what these accept, and what the commands do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import jsonschema
 import pytest
 import yaml
 from harness import REPOSITORY, clean_environment
-from manifest_schemas import MPIJOB, OPENPAI
+from manifest_schemas import MPIJOB, OPENPAI, TRAINING_RUNTIME, TRAINJOB
 
 from hvdtrain import keras_mnist, torch_resnet
 from hvdtrain.core.launchers import detect, job_of, restarts
@@ -38,8 +38,8 @@ with hvdtrain.init("torch") as world:
 """
 
 
-def load(name: str) -> Job:
-    return yaml.safe_load((REPOSITORY / "scripts" / name).read_text())
+def load(name: str, document: int = 0) -> Job:
+    return list(yaml.safe_load_all((REPOSITORY / "scripts" / name).read_text()))[document]
 
 
 @pytest.fixture
@@ -52,17 +52,31 @@ def mpijob() -> Job:
     return load("mpijob.yaml")
 
 
+@pytest.fixture
+def trainjob() -> tuple[Job, Job]:
+    """The runtime, and the job on it."""
+    return load("trainjob.yaml", 0), load("trainjob.yaml", 1)
+
+
 # ---- what the systems accept
 
 
-def test_both_are_valid(openpai: Job, mpijob: Job) -> None:
-    for schema, job in ((OPENPAI, openpai), (MPIJOB, mpijob)):
+def test_all_are_valid(openpai: Job, mpijob: Job, trainjob: tuple[Job, Job]) -> None:
+    runtime, job_on_it = trainjob
+    files = ((OPENPAI, openpai), (MPIJOB, mpijob), (TRAINING_RUNTIME, runtime), (TRAINJOB, job_on_it))
+    for schema, job in files:
         jsonschema.Draft202012Validator.check_schema(schema)
         jsonschema.validate(job, schema)
 
 
 def worker(job: Job) -> Job:
     return job["taskRoles"]["worker"]
+
+
+def pod(runtime: Job, which: str) -> Job:
+    """The pods' specification of a replicated job of Kubeflow Trainer's runtime."""
+    jobs = {each["name"]: each for each in runtime["spec"]["template"]["spec"]["replicatedJobs"]}
+    return jobs[which]["template"]["spec"]["template"]["spec"]
 
 
 def replicas(job: Job, which: str) -> Job:
@@ -90,10 +104,17 @@ def container(job: Job, which: str) -> Job:
         (MPIJOB, "mpijob.yaml", lambda job: replicas(job, "Launcher").update(replicas=2)),
         (MPIJOB, "mpijob.yaml", lambda job: container(job, "Worker").update(cmd=["x"])),
         (MPIJOB, "mpijob.yaml", lambda job: container(job, "Launcher")["args"].append(2)),
+        (TRAINING_RUNTIME, "trainjob.yaml", lambda job: job.update(kind="TrainJob")),
+        (TRAINING_RUNTIME, "trainjob.yaml", lambda job: job["spec"]["mlPolicy"]["mpi"].update(numProcPerNode="two")),
+        (TRAINING_RUNTIME, "trainjob.yaml", lambda job: pod(job, "node")["containers"][0].update(command=["x"])),
+        (TRAINING_RUNTIME, "trainjob.yaml", lambda job: pod(job, "launcher").update(restartPolicy="Always")),
+        (TRAINJOB, "trainjob.yaml#1", lambda job: job["spec"].pop("runtimeRef")),
+        (TRAINJOB, "trainjob.yaml#1", lambda job: job["spec"]["trainer"].update(command=["mpirun"])),
     ],
 )
 def test_negative_twin(schema: Job, name: str, spoil: Callable[[Job], object]) -> None:
-    job = copy.deepcopy(load(name))
+    file, _, document = name.partition("#")
+    job = copy.deepcopy(load(file, int(document or 0)))
     spoil(job)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(job, schema)
@@ -141,6 +162,29 @@ def test_mpijob_runs_without_root_and_keeps_the_images_entry_point(mpijob: Job) 
         assert env["HVDTRAIN_SSH_KEY"] == f"{mount}/id_rsa"  # the operator's name for it
     assert container(mpijob, "Worker")["args"] == ["hvdtrain-ssh-host"]
     assert f".{mpijob['metadata']['name']}." in env["HVDTRAIN_SSH_NAMES"]
+
+
+def test_trainjob_agrees_with_its_runtime_and_with_the_mpijob(trainjob: tuple[Job, Job], mpijob: Job) -> None:
+    runtime, job = trainjob
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    trainer, mpi = job["spec"]["trainer"], runtime["spec"]["mlPolicy"]["mpi"]
+    assert not mpi["runLauncherAsNode"]
+    assert int(trainer["args"][trainer["args"].index("-np") + 1]) == trainer["numNodes"] * trainer["numProcPerNode"]
+    assert trainer["args"] == container(mpijob, "Launcher")["args"]
+    for which, twin in (("launcher", "Launcher"), ("node", "Worker")):
+        (its,), as_mpijob = pod(runtime, which)["containers"], container(mpijob, twin)
+        assert its["name"] == "node"  # whom the Trainer gives key, host file and, in the launcher, the job's args
+        assert its.get("args") == (as_mpijob["args"] if which == "node" else None)
+        for field in ("image", "securityContext", "resources", "volumeMounts", "ports", "readinessProbe"):
+            assert its.get(field) == as_mpijob.get(field), field
+        its_pod, its_twin = pod(runtime, which), replicas(mpijob, twin)
+        assert its_pod["restartPolicy"] == its_twin["restartPolicy"]
+        for field in ("securityContext", "volumes"):
+            assert its_pod.get(field) == its_twin["template"]["spec"].get(field)
+        env = {each["name"]: each.get("value") for each in its["env"]}
+        assert env["HVDTRAIN_SSH_KEY"] == f"{mpi['sshAuthMountPath']}/id_rsa"  # the Trainer's name for it
+    launcher = {each["name"] for each in pod(runtime, "launcher")["containers"][0]["env"]}
+    assert launcher == {each["name"] for each in container(mpijob, "Launcher")["env"]}
 
 
 # ---- their environments
@@ -211,16 +255,30 @@ def operator_environment(slots: int) -> dict[str, str]:
     }
 
 
-def test_mpijob_command_trains_over_two_pods(mpijob: Job, tmp_path: Path) -> None:
+def trainer_environment(slots: int) -> dict[str, str]:
+    """What Kubeflow Trainer adds to it (EnforceMLPolicy in its pkg/runtime/framework/plugins/mpi/mpi.go)."""
+    there_too = ("orte_keep_fqdn_hostnames", "orte_default_hostfile", "plm_rsh_args", "orte_set_default_slots")
+    variables = operator_environment(slots)
+    return {name: value for name, value in variables.items() if name.removeprefix("OMPI_MCA_") in there_too}
+
+
+@pytest.mark.parametrize(
+    ("file", "document", "environment"),
+    [("mpijob.yaml", 0, operator_environment), ("trainjob.yaml", 1, trainer_environment)],
+)
+def test_its_command_trains_over_two_pods(
+    file: str, document: int, environment: Callable[[int], dict[str, str]], tmp_path: Path
+) -> None:
     """The file's own command in a launcher that is no rank, with the operator's environment and host file; two hosts
     with an sshd each. Ranks come through ssh, which drops the pod's variables: they are an MPIJob's all the same."""
     (tmp_path / "rank_program.py").write_text(RANK)
-    args = container(mpijob, "Launcher")["args"]
+    job = load(file, document)
+    args = job["spec"]["trainer"]["args"] if document else container(job, "Launcher")["args"]
     program = args.index("hvdtrain.keras_mnist")
     # by its path: in the image, sshd gives PATH to what it starts
     command = [*args[: program - 2], sys.executable, str(tmp_path / "rank_program.py"), *args[program + 1 :]]
     command[command.index("-np") + 1] = "2"
-    env = operator_environment(slots=1) | {"HVDTRAIN_RESTART": "1", "HVDTRAIN_JOB": "a-uid"}
+    env = environment(1) | {"HVDTRAIN_RESTART": "1", "HVDTRAIN_JOB": "a-uid"}
     with ExitStack() as stack:
         c = stack.enter_context(cluster_hosts.cluster(3))
         (c.etc("host1") / "mpi").mkdir(mode=0o755)

@@ -144,7 +144,7 @@ def run_ranks(
         try:
             process.wait(timeout_s)
             seconds = time.monotonic() - start
-            left = _outlive(token, grace_s)
+            left = outlive(token, grace_s)
             stacks = _stacks(left) if left else ""
         except subprocess.TimeoutExpired:
             stacks, seconds, left = _stacks(processes_of(token)), -1.0, []
@@ -234,7 +234,7 @@ def _belongs(process: psutil.Process, token: str) -> bool:
         return False  # gone meanwhile, or another user's: not ours
 
 
-def _outlive(token: str, grace_s: float) -> list[psutil.Process]:
+def outlive(token: str, grace_s: float) -> list[psutil.Process]:
     """Return the processes still there after the grace; returns at once when there are none."""
     deadline = time.monotonic() + grace_s
     while left := processes_of(token):

@@ -2,8 +2,9 @@
 
 OpenPAI: microsoft/openpai-protocol, schemas/v2/schema.yaml (v2.0.0-alpha), commit 8cdfc26b336b (2021-02-04).
 MPIJob: kubeflow/mpi-operator, deploy/v2beta1/mpi-operator.yaml (CRD mpijobs.kubeflow.org, v2beta1) and
-pkg/apis/kubeflow/validation/validation.go, commit caa3c47fc42e (2026-07-02). Both are open where these are closed: a
-field that is not listed is more likely misspelt than meant.
+pkg/apis/kubeflow/validation/validation.go, commit caa3c47fc42e (2026-07-02). TrainJob and TrainingRuntime:
+kubeflow/trainer, manifests/base/crds (v1alpha1), commit 0f13bb7a0197, and the JobSet (v1alpha2) inside. All are open
+where these are closed: a field that is not listed is more likely misspelt than meant.
 """
 
 from __future__ import annotations
@@ -102,25 +103,23 @@ _CONTAINER = record(
     },
     "name", "image",
 )  # fmt: skip
-_POD = record(
-    {
-        "containers": each(_CONTAINER, 1),
-        "securityContext": record(
-            {"runAsNonRoot": YES, "runAsUser": whole(1), "runAsGroup": whole(1), "fsGroup": whole(1)}
-        ),
-        "volumes": each(
-            record(
-                {
-                    "name": TEXT,
-                    "persistentVolumeClaim": record({"claimName": TEXT}, "claimName"),
-                    "emptyDir": record({"medium": one_of("", "Memory"), "sizeLimit": TEXT}),
-                },
-                "name",
-            )
-        ),
-    },
-    "containers",
-)
+_POD_FIELDS: dict[str, Any] = {
+    "containers": each(_CONTAINER, 1),
+    "securityContext": record(
+        {"runAsNonRoot": YES, "runAsUser": whole(1), "runAsGroup": whole(1), "fsGroup": whole(1)}
+    ),
+    "volumes": each(
+        record(
+            {
+                "name": TEXT,
+                "persistentVolumeClaim": record({"claimName": TEXT}, "claimName"),
+                "emptyDir": record({"medium": one_of("", "Memory"), "sizeLimit": TEXT}),
+            },
+            "name",
+        )
+    ),
+}
+_POD = record(_POD_FIELDS, "containers")
 
 
 def _replicas(number: Schema) -> Schema:
@@ -154,6 +153,88 @@ MPIJOB = record(
                 ),
             },
             "mpiReplicaSpecs",
+        ),
+    },
+    "apiVersion", "kind", "metadata", "spec",
+)  # fmt: skip
+
+# ---- Kubeflow Trainer v2
+
+_LABELS: Schema = {"type": "object", "additionalProperties": TEXT}
+_DNS_LABEL: Schema = {"type": "string", "pattern": r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"}
+_TRAINER = "trainer.kubeflow.org"
+_JOB = record(
+    {
+        "backoffLimit": whole(0),
+        "template": record(
+            {"spec": record(_POD_FIELDS | {"restartPolicy": one_of("Never", "OnFailure")}, "containers")}, "spec"
+        ),
+    },
+    "template",
+)
+_REPLICATED_JOB = record(
+    {
+        "name": one_of("launcher", "node"),  # by which the MPI plugin knows them
+        "dependsOn": each(record({"name": TEXT, "status": one_of("Ready", "Complete")}, "name", "status"), 1),
+        "template": record({"metadata": record({"labels": _LABELS}), "spec": _JOB}, "spec"),
+    },
+    "name", "template",
+)  # fmt: skip
+_JOB_SET = record(
+    {
+        "network": record({"publishNotReadyAddresses": YES}),
+        "successPolicy": record({"operator": one_of("All", "Any"), "targetReplicatedJobs": each(TEXT)}, "operator"),
+        "replicatedJobs": each(_REPLICATED_JOB, 1),
+    },
+    "replicatedJobs",
+)
+
+TRAINING_RUNTIME = record(
+    {
+        "apiVersion": one_of(f"{_TRAINER}/v1alpha1"),
+        "kind": one_of("TrainingRuntime"),
+        "metadata": record({"name": _DNS_LABEL, "labels": _LABELS}, "name"),
+        "spec": record(
+            {
+                "mlPolicy": record(
+                    {
+                        "numNodes": whole(1),
+                        "mpi": record(
+                            {
+                                "mpiImplementation": one_of("OpenMPI"),
+                                "numProcPerNode": whole(1),
+                                "runLauncherAsNode": YES,
+                                "sshAuthMountPath": {"type": "string", "minLength": 1},
+                            }
+                        ),
+                    }
+                ),
+                "template": record({"spec": _JOB_SET}, "spec"),
+            },
+            "template",
+        ),
+    },
+    "apiVersion", "kind", "metadata", "spec",
+)  # fmt: skip
+
+TRAINJOB = record(
+    {
+        "apiVersion": one_of(f"{_TRAINER}/v1alpha1"),
+        "kind": one_of("TrainJob"),
+        "metadata": record({"name": _DNS_LABEL}, "name"),
+        "spec": record(
+            {
+                "runtimeRef": record(
+                    {
+                        "apiGroup": one_of(_TRAINER),
+                        "kind": one_of("TrainingRuntime", "ClusterTrainingRuntime"),
+                        "name": TEXT,
+                    },
+                    "name",
+                ),
+                "trainer": record({"numNodes": whole(1), "numProcPerNode": whole(1), "args": each(TEXT, 1)}),
+            },
+            "runtimeRef",
         ),
     },
     "apiVersion", "kind", "metadata", "spec",

@@ -79,6 +79,7 @@ def _packages() -> "dict[str, str]":
     """Versions by package, from the names of the metadata folders: the first on the path counts, as for import."""
     pattern = re.compile(r"^(.+?)-([^-]+?)(?:-py[\d.]+)?\.(?:dist-info|egg-info)$")
     found: dict[str, str] = {}
+    also = {"hvdtrain-horovod": "horovod"}  # the same module, as a ready wheel
     for folder in sys.path:
         try:
             names = os.listdir(folder or ".")
@@ -86,6 +87,7 @@ def _packages() -> "dict[str, str]":
             continue
         for match in filter(None, map(pattern.match, names)):
             name = re.sub(r"[-_.]+", "-", match.group(1)).lower()
+            name = also.get(name, name)
             if name in PACKAGES:
                 found.setdefault(name, match.group(2))
     for name in ("hvdtrain", "horovod", "torch"):

@@ -96,6 +96,8 @@ def _same_packages(cluster: ClusterFacts) -> Iterator[Finding]:
         versions = {host: found.get(name, "missing") for host, found in packages.items()}
         if name in ("hvdtrain", "horovod"):  # missing: told already
             versions = {host: version for host, version in versions.items() if version != "missing"}
+        if name == "horovod":  # a ready wheel's +torch2.12cpu... says what it was built for, which _fits looks at
+            versions = {host: version.partition("+")[0] for host, version in versions.items()}
         usual, others = odd_ones(versions)
         if not others:
             continue
@@ -166,9 +168,15 @@ def _fits(host: str, facts: Facts, horovod: Facts, fix: str) -> Iterator[Finding
             )  # fmt: skip
             continue
         built = horovod["built_for"].get(framework)
-        if built and built != installed and built.partition("+")[0] != installed:
+        if built and not _loads_beside(built, installed):
             what = f"Horovod was built for {framework} {built}, installed is {installed}"
             yield Finding("horovod-other-" + framework, "error", (host,), what, why, fix)
+
+
+def _loads_beside(built: str, installed: str) -> bool:
+    """Whether an extension fits: mending releases keep the binary interface, other builds (+cpu, +cu130) may not."""
+    (built, its), (installed, own) = built.partition("+")[::2], installed.partition("+")[::2]
+    return built.split(".")[:2] == installed.split(".")[:2] and (its == own or not own)
 
 
 def _libraries(host: str, horovod: Facts, fix: str) -> Iterator[Finding]:

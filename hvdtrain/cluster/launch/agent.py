@@ -11,6 +11,7 @@ output back but not the signs of life.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -48,6 +49,7 @@ class Agent:
         self._out = bytearray()
         self._ranks: dict[int, Rank] = {}  # by process id
         self._rendezvous: subprocess.Popen[bytes] | None = None
+        self._given: int | None = None  # a file in memory: what every rank reads
         self._settings: dict[str, float] = {"lost_s": 15.0, "stopped_s": 15.0, "grace_s": 5.0}
         self._untaken = 0  # messages of output that the launcher has not shown yet
         self._data_path: DataPath | None = None
@@ -130,6 +132,10 @@ class Agent:
             self._rendezvous = rendezvous_process(message["address"], message["places"])
             assert self._rendezvous.stdout is not None
             self._selector.register(self._rendezvous.stdout, selectors.EVENT_READ, self._rendezvous_answers)
+        elif kind == "input":
+            if self._given is None:
+                self._given = os.memfd_create("input")
+            os.write(self._given, base64.b64decode(message["data"]))
         elif kind == "start" and not self._ending:
             self._start(message)
         elif kind == "taken":
@@ -159,11 +165,14 @@ class Agent:
             self._data_path = DataPath(message["own"], message["peer"], time.monotonic())
         for wanted in message["ranks"]:
             try:
-                rank = Rank(wanted["rank"], message["argv"], message["cwd"], {**environment, **wanted["env"]})
+                env = {**environment, **wanted["env"]}
+                rank = Rank(wanted["rank"], message["argv"], message["cwd"], env, self._given)
             except StartError as error:
                 self._send("failed", rank=wanted["rank"], what=str(error))
                 continue
             self._ranks[rank.pid] = rank
+        if self._given is not None:
+            os.close(self._given)
         self._listen_to_ranks()
 
     def _listen_to_ranks(self) -> None:

@@ -85,9 +85,10 @@ class Connection(Channel):
             )  # fmt: skip
 
 
-OnLine = Callable[[int, str, str], None]  # rank, "stdout" or "stderr", line
+OnLine = Callable[[int, str, str], None]  # rank, "stdout", "stderr" or "result", line
 Event = tuple[Connection | None, Message | None]  # None, None: nobody reads the output any more
 TAIL_LINES = 40  # of each rank, kept for when it fails
+_FLUSH_S = 0.002  # between two looks at whether an agent takes more of what it is sent
 
 
 class Agents:
@@ -142,8 +143,8 @@ class Agents:
         if now - self._beaten_s >= BEAT_S:
             self._beaten_s = now
             self.send("beat")
-        for its in self.connections:
-            its.flush()
+        if not all([its.flush() for its in self.connections]):
+            timeout_s = min(timeout_s, _FLUSH_S)
         try:
             connection, message = self._events.get(timeout=timeout_s)
         except queue.Empty:
@@ -208,8 +209,9 @@ class Agents:
             return
         # kept here and not where lines are passed on, which may be far behind
         rank, lines = message["rank"], message["lines"]
-        self.tails[rank].extend(lines)
-        self.tracebacks.note(rank, lines, time.monotonic())
+        if message["stream"] != "result":
+            self.tails[rank].extend(lines)
+            self.tracebacks.note(rank, lines, time.monotonic())
         self._lines.put((connection, message))
 
     def _pass_lines_on(self) -> None:

@@ -62,6 +62,8 @@ class Job:
         network: "10.0.0.0/24", or an address, to talk through; None: chosen.
         horovod: whether the ranks use Horovod: then its rendezvous is served, and Horovod must be on the first host.
         timeouts: see there.
+        given: what every rank reads from its standard input; then each may also write lines to the descriptor that
+            `rank.RESULT` names, which come as stream "result". None: nothing.
     """
 
     argv: Sequence[str]
@@ -74,6 +76,7 @@ class Job:
     network: str | None = None
     horovod: bool = True
     timeouts: Timeouts = field(default_factory=Timeouts)
+    given: bytes | None = field(default=None, repr=False)
 
     @functools.cached_property
     def slots(self) -> list[Slot]:

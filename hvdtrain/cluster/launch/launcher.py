@@ -6,6 +6,7 @@ far as hosts can still be reached; what cannot be reached ends itself (hvdtrain.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -42,6 +43,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _IGNORED = signal.SIGTSTP  # Ctrl-Z: hosts would take a launcher that is suspended for dead
 _CUTS_S = 5.0  # that other hosts have to say so, too, once one is cut off the ranks' network
+_PIECE_BYTES = 3 << 16  # of a rank's input in one message
 _NOT_STARTED = 127  # as a shell says it of a command that is not there
 
 
@@ -88,8 +90,8 @@ def run(
 
     Args:
         job: what to run.
-        on_line: gets each line a rank writes: rank, "stdout" or "stderr", line. Called in a thread of its own; when it
-            waits, so do the ranks. What it raises ends the job, and is raised here.
+        on_line: gets each line a rank writes: rank, "stdout", "stderr" or "result" (`Job.given`), line. Called in a
+            thread of its own; when it waits, so do the ranks. What it raises ends the job, and is raised here.
         on_plan: gets the plan before the ranks start.
         on_interrupt: gets the signal that ends the job, when it does, and every further one.
 
@@ -241,6 +243,8 @@ class _Running:
             own = plan.chosen[its.host.name].address
             env = plan.variables(its.host, port, master_port)
             inherits = not its.local or len(plan.hosts) == 1
+            for piece in _pieces(self._job.given) if self._job.given is not None else ():
+                its.send("input", data=piece)
             its.send(
                 "start", argv=list(self._job.argv), cwd=self._job.cwd, defaults=plan.defaults(its.host), env=env,
                 without=[] if inherits else environment.withheld(os.environ, env),
@@ -359,6 +363,12 @@ class _Running:
         if ending:
             self.outcome.interrupted = ending[0]
             raise _Interrupted
+
+
+def _pieces(given: bytes) -> Iterator[str]:
+    """What ranks are given, in base64; an empty input is one piece as well."""
+    for start in range(0, max(len(given), 1), _PIECE_BYTES):
+        yield base64.b64encode(given[start : start + _PIECE_BYTES]).decode()
 
 
 @contextlib.contextmanager

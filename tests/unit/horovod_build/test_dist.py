@@ -1,0 +1,163 @@
+"""Ready wheels: their names, what they ask pip for, the index beside them, and the workflow that makes them."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import dataclasses
+import hashlib
+import itertools
+import re
+import zipfile
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import yaml
+from harness import REPOSITORY
+from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
+from packaging.version import Version
+from test_horovod_build import HERE
+from tiny_wheels import tiny_wheel
+
+from hvdtrain.horovod_build import dist, support
+
+
+@pytest.mark.parametrize(
+    ("frameworks", "local"),
+    [
+        (("2.12.1", None, "2.21.0", None), "torch2.12cpu.tf2.21"),
+        (("2.12.1+cu130", "13.0", "2.21.0", "mpirun (Open MPI) 4.1.4"), "torch2.12cu130.tf2.21.openmpi"),
+        (("2.13.0+cpu", None, None, "HYDRA build details:"), "torch2.13cpu.mpi"),
+        ((None, None, "2.21.0", None), "tf2.21"),
+    ],
+)
+def test_the_version_names_what_the_wheel_is_for(frameworks, local):
+    version = Version(dist.version_for(*frameworks))  # refuses what PEP 440 does not take
+    assert (version.public, version.local) == (support.HOROVOD_VERSION, local)
+
+
+def wants(**changed: object) -> dict[str, Requirement]:
+    lines = dist.requirements(dataclasses.replace(HERE, **changed))
+    return {requirement.name: requirement for requirement in map(Requirement, lines)}
+
+
+def test_pip_is_told_which_frameworks_fit():
+    wanted = wants()
+    fits = wanted["torch"].specifier.contains
+    assert fits("2.12.0") and fits("2.12.1+cu130") and not fits("2.11.0") and not fits("2.13.0")
+    assert wanted["torch"].marker is None and "nvidia-nccl-cu13" in wanted
+    for name in ("tensorflow", "tensorflow-cpu"):  # either may be there: pip can ask for none of the two
+        marker = wanted[name].marker
+        assert marker and not marker.evaluate({"extra": ""}) and marker.evaluate({"extra": name})
+        assert wanted[name].specifier.contains("2.21.1") and not wanted[name].specifier.contains("2.22.0")
+    # the twins
+    assert "nvidia-nccl-cu13" not in wants(gpu="none") and "nvidia-nccl-cu13" not in wants(nccl="of the system")
+    assert set(wants(torch=None, gpu="none")) == {"tensorflow", "tensorflow-cpu"}
+    assert set(wants(tensorflow=None, gpu="none")) == {"torch"}
+
+
+def test_a_renamed_wheel_has_the_same_files_under_its_own_name(tmp_path):
+    (tmp_path / "out").mkdir()
+    before = tiny_wheel(tmp_path)
+    after = dist.rename(before, tmp_path / "out", "0.28.1+torch2.12cpu", ["torch==2.12.*"])
+    name, version, _, tags = parse_wheel_filename(after.name)
+    assert (name, str(version), {str(tag) for tag in tags}) == (dist.NAME, "0.28.1+torch2.12cpu", {"py3-none-any"})
+    info = "hvdtrain_horovod-0.28.1+torch2.12cpu.dist-info"
+    with zipfile.ZipFile(before) as old, zipfile.ZipFile(after) as new:
+        assert {name.replace(info, "horovod-0.28.1.dist-info") for name in new.namelist()} == set(old.namelist())
+        assert new.read("horovod/__init__.py") == old.read("horovod/__init__.py")
+        assert new.getinfo("horovod/run.sh").external_attr == old.getinfo("horovod/run.sh").external_attr
+        rows = list(csv.reader(new.read(f"{info}/RECORD").decode().splitlines()))
+        assert {row[0] for row in rows} == set(new.namelist())
+        for file, digest, size in rows[:-1]:
+            data = new.read(file)
+            assert digest == "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            assert int(size) == len(data)
+        lines = new.read(f"{info}/METADATA").decode().split("\n\n")[0].splitlines()
+    asked = [line for line in lines if line.startswith(("Name", "Version", "Requires-Dist", "Provides-Extra"))]
+    assert asked == [
+        "Name: hvdtrain-horovod", "Version: 0.28.1+torch2.12cpu", "Requires-Dist: cloudpickle",
+        "Requires-Dist: torch==2.12.*",
+    ]  # fmt: skip
+
+
+def ready(folder: Path, *torches: str) -> list[Path]:
+    base = tiny_wheel(folder)
+    made = [
+        dist.rename(base, folder, dist.version_for(torch, None, None, None), [f"torch=={torch}.*"]) for torch in torches
+    ]
+    base.unlink()
+    return made
+
+
+def test_the_index_has_each_wheel_with_its_checksums(tmp_path):
+    wheels = ready(tmp_path, "2.12", "2.13")
+    dist.write_index(tmp_path)
+    page = tmp_path / "simple" / dist.NAME / "index.html"
+    found = re.findall(
+        r'<a href="([^"#]+)#sha256=(\w+)" data-core-metadata="sha256=(\w+)"[^>]*>([^<]+)</a>', page.read_text()
+    )
+    assert [text for *_, text in found] == [wheel.name for wheel in wheels]
+    for (address, digest, of_metadata, _), wheel in zip(found, wheels, strict=True):
+        assert (page.parent / unquote(address)).resolve() == wheel.resolve() and "+" not in address
+        assert digest == hashlib.sha256(wheel.read_bytes()).hexdigest()
+        metadata = wheel.with_name(wheel.name + ".metadata").read_bytes()
+        assert of_metadata == hashlib.sha256(metadata).hexdigest() and b"Name: hvdtrain-horovod" in metadata
+    assert f'<a href="{dist.NAME}/">' in (tmp_path / "simple" / "index.html").read_text()
+    wheels[0].unlink()  # the twin: what is gone is not listed
+    dist.write_index(tmp_path)
+    assert wheels[0].name not in page.read_text() and wheels[1].name in page.read_text()
+
+
+def test_where_a_wheel_runs_is_said_as_it_is():
+    assert "glibc 2.35 or newer; built in the manylinux_2_28 image" in dist.needs(
+        Path("a-1-cp311-cp311-manylinux_2_35_x86_64.whl")
+    )
+    name = Path("a-1-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl")
+    assert dist.needs(name).endswith("glibc 2.27 or newer")
+
+
+# --- the release
+
+
+def combinations() -> tuple[list[dict[str, str]], dict]:
+    workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "wheels.yml").read_text())
+    job = workflow["jobs"]["wheels"]
+    matrix = job["strategy"]["matrix"]
+    axes = {name: values for name, values in matrix.items() if name not in ("include", "exclude")}
+    all_of = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    for extra in matrix.get("include", []):  # as GitHub: what adds to a combination, here to those of one torch
+        for combination in all_of:
+            if all(combination.get(name, value) == value for name, value in extra.items() if name in axes):
+                combination |= extra
+    return all_of, job
+
+
+def test_the_release_builds_what_the_recipe_supports():
+    """Every Python and every release of PyTorch within support.py, for CPUs and for each CUDA that has a compiler."""
+    found, _ = combinations()
+
+    def minors(name: str) -> list[str]:
+        first, last = (
+            support.parse(version) for version in (support.SUPPORTED[name].first, support.SUPPORTED[name].last)
+        )
+        return [f"{first[0]}.{minor}" for minor in range(first[1], last[1])]
+
+    cudas = ["cpu", *(f"cu{version.replace('.', '')}" for version in support.CUDA_WHEELS)]
+    wanted = set(itertools.product(minors("Python"), minors("torch"), cudas))
+    assert {(one["python"], ".".join(one["torch"].split(".")[:2]), one["gpu"]) for one in found} == wanted
+    assert len(found) == len(wanted)
+    for one in found:
+        assert support.refuse_unsupported("torch", one["torch"]) is None
+        assert support.refuse_unsupported("tensorflow", one["tensorflow"]) is None
+
+
+def test_the_release_is_built_where_old_machines_are_served():
+    _, job = combinations()
+    assert "manylinux_2_28" in job["container"]
+    commands = "\n".join(step.get("run", "") for step in job["steps"])
+    assert "build-horovod --dist" in commands and "manylinux_2_28" in commands
+    for name in ("python", "torch", "gpu", "tensorflow"):
+        assert f"matrix.{name} }}}}" in commands, name
