@@ -26,7 +26,7 @@ _REASONS = {
     "remove_process_set": "process sets: hvdtrain trains one model on all ranks",
     "ProcessSet": "process sets: hvdtrain trains one model on all ranks",
     "global_process_set": "process sets: hvdtrain trains one model on all ranks",
-    "horovod.run": "it starts ranks from Python: start the script with horovodrun, or hvdtrain launch",
+    "horovod.run": "horovod.run is moved where it is called, with args=, kwargs=, np=, hosts= and hostfile=",
     "synchronize": "handles of operations under way have no counterpart: take the call that waits",
     "poll": "handles of operations under way have no counterpart: take the call that waits",
     "": "has no counterpart in hvdtrain",
@@ -186,6 +186,8 @@ def move_rest(plan: Plan) -> None:
         short = meanings.pop().removeprefix(_PREFIX)
         if isinstance(outer, cst.Call) and outer.func is node and short in SIGNATURES:
             _move_call(plan, outer, short)
+        elif isinstance(outer, cst.Call) and outer.func is node and short == "horovod.run":
+            _move_run(plan, outer)
         elif short in ("Compression.fp16", "Compression.none"):
             plan.replace(node, '"fp16"' if short.endswith("fp16") else "None")
         else:
@@ -357,6 +359,24 @@ def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
     )
 
 
+def _move_run(plan: Plan, call: cst.Call) -> None:
+    """`horovod.run(f, args=(...), np=2)` starts ranks from Python; hvdtrain's have Gloo between them."""
+    names = ["func", "args", "kwargs", "np"][: len(call.args)]
+    names = [names[i] if arg.keyword is None else arg.keyword.value for i, arg in enumerate(call.args)]
+    if any(arg.star for arg in call.args) or set(names) - {*_RUN, *_RUN_DROPPED}:
+        plan.refuse(call, _REASONS["horovod.run"])
+        return
+    plan.needs.add("hvdtrain")
+
+    def written(updated: cst.Call) -> str:
+        kept = [(name, code(arg.value)) for name, arg in zip(names, updated.args, strict=True) if name in _RUN]
+        return f"hvdtrain.run({', '.join(text if name == 'func' else f'{name}={text}' for name, text in kept)})"
+
+    plan.replace(call, written)
+
+
+_RUN = ("func", "args", "kwargs", "np", "hosts", "hostfile")
+_RUN_DROPPED = ("use_gloo", "use_mpi", "verbose")
 _HANDLERS: dict[str, Callable[[Plan, cst.Call, str, Arguments], None]] = {
     **dict.fromkeys(("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_"), _reduced),
     "allgather": _gathered,

@@ -323,7 +323,8 @@ def test_a_constant_of_all_ranks_within_a_loss_is_moved(loss: str) -> None:
         ("a = hvd.alltoall(t)", "hvd.alltoall has no counterpart"),
         ("f(hvd)", "hvd itself as a value"),
         ("Trainer(strategy='horovod')", "a library that trains on it by itself"),
-        ("import horovod\nhorovod.run(f)", "starts ranks from Python"),
+        ("import horovod\nhorovod.run(f, min_np=2)", "horovod.run is moved where"),
+        ("import horovod\ng = horovod.run", "horovod.run is moved where"),
         ("g = hvd.allreduce", "hvd.allreduce has no counterpart"),
         ("hvd.allreduce(*args)", "the arguments of hvd.allreduce cannot be told"),
         ("hvd.allreduce(t, prescale_factor=2.0)", "prescale_factor"),
@@ -417,6 +418,11 @@ def test_notes_on_what_trains_otherwise() -> None:
         "def build(model):\n    " + WRAP.replace("\n", "\n    ").replace("    model = torch.nn.Linear(2, 1)\n", "")
     ).notes
     assert "whose caller keeps the plain one" in note.text
+
+
+def test_ranks_started_from_python() -> None:
+    text = "import horovod\nimport horovod.torch as hvd\nhorovod.run(f, (1,), np=2, hosts=h, use_gloo=True)\n"
+    assert moved(text) == "import hvdtrain\nhvdtrain.run(f, args=(1,), np=2, hosts=h)\n"
 
 
 def test_what_asks_for_adasum_need_not_ask_for_nccl() -> None:
