@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from hvdtrain.migrate import torch_calls, training, wrapping
+from hvdtrain.migrate import draws, torch_calls, training, wrapping
 from hvdtrain.migrate.plan import Plan
 from hvdtrain.migrate.source import Finding, Source, calls, children, code, is_chain, tail, walk
 
@@ -50,6 +50,7 @@ def _convert(text: str) -> Conversion:
     optimizers = wrapping.move_wraps(plan)
     optimizers.spread(source)
     torch_calls.refuse_in_losses(plan)
+    draws.refuse_shared_orders(plan, wrapping.wraps_of(source))
     _move_passes(plan, optimizers)
     torch_calls.move_rest(plan)
     for node in walk(source.module):

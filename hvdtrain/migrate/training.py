@@ -9,6 +9,8 @@ import libcst as cst
 from hvdtrain.migrate.plan import Plan, own_nodes, target_of
 from hvdtrain.migrate.source import Source, calls, code, is_chain, literal, runs_later, tail, walk
 
+_PURE = ("len", "int", "float", "max", "min", "ceil", "floor", "size", "numel")
+
 
 def trainers(source: Source) -> set[str]:
     """Names of the script's functions that train, or call one that does."""
@@ -255,11 +257,11 @@ def _more(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step],
         return ", more=True" if later else ""
     if len(loops) == 1 and not tests and not later:
         bounds = _range(loops[0])
-        if bounds is not None and not _stores(source, loops[0], bounds):
+        if bounds is not None and _asks_only(loops[0]) and not _stores(source, loops[0], bounds):
             return f", more={bounds}"
     if not loops and len(tests) == 1 and not later and tests[0].orelse is None:
         names = {node.value for node in walk(tests[0].test) if isinstance(node, cst.Name)}
-        if not names & _stored_between(source, call, tests[0]):
+        if _asks_only(tests[0].test) and not names & _stored_between(source, call, tests[0]):
             return f", more={_negated(tests[0].test)}"
     plan.refuse(
         call,
@@ -267,6 +269,16 @@ def _more(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step],
         " `for i in range(...)` before the step, and where an `if` of the same block holds the step",
     )
     return None
+
+
+def _asks_only(node: cst.CSTNode) -> bool:
+    """Whether a condition, or the bounds of a loop, can be computed twice: what they call changes nothing."""
+    node = node.iter if isinstance(node, cst.For) else node
+    inner = list(walk(node))[1 if isinstance(node, cst.Call) and code(node.func) == "range" else 0 :]
+    return not any(
+        isinstance(one, (cst.NamedExpr, cst.Await)) or (isinstance(one, cst.Call) and tail(one.func) not in _PURE)
+        for one in inner
+    )
 
 
 def _later_passes(source: Source, call: cst.Call, step: Step) -> bool:

@@ -45,13 +45,16 @@ class Wrap:
     extra: list[str] = field(default_factory=list)
 
 
+def wraps_of(source: Source) -> list[cst.Call]:
+    """Every call of DistributedOptimizer."""
+    return [call for call in calls(source.module) if source.qualified(call.func) == _WRAPPER]
+
+
 def move_wraps(plan: Plan) -> Optimizers:
     """Moves every wrapped optimizer of a script; returns what is known of its optimizers."""
     source, optimizers = plan.source, Optimizers()
     norms = _norms(plan)
-    for call in list(calls(source.module)):
-        if source.qualified(call.func) != _WRAPPER:
-            continue
+    for call in wraps_of(source):
         plan.settle(call.func)
         wrap = _read(plan, call)
         if wrap is None:
@@ -83,7 +86,7 @@ def _norms(plan: Plan) -> tuple[cst.IfExp, bool] | None:
     """`hvd.SyncBatchNorm if ... else nn.BatchNorm2d`, where it is all that a script has of Horovod's; and whether the
     first is Horovod's."""
     source = plan.source
-    wraps = [call for call in calls(source.module) if source.qualified(call.func) == _WRAPPER]
+    wraps = wraps_of(source)
     uses = [node for node in walk(source.module) if is_chain(node) and source.qualified(node) == _NORM]
     if len(wraps) != 1 or len(uses) != 1:
         return None

@@ -219,6 +219,8 @@ def test_passes_of_an_update(loop: str, wanted: str) -> None:
         "for part in parts:\n    f(part).backward()\noptimizer.step()\n",
         "for i in range(4):\n    f(i).backward()\n    i += 1\noptimizer.step()\n",
         "for i in range(4):\n    if i == 2:\n        break\n    f(i).backward()\noptimizer.step()\n",
+        "for x in d:\n    f(x).backward()\n    if done():\n        optimizer.step()\n",
+        "for i in range(next(n)):\n    f(i).backward()\noptimizer.step()\n",
         "for x in d:\n    f(x).backward()\n    n += 1\n    if n % 2 == 0:\n        optimizer.step()\n",
     ],
 )
@@ -418,6 +420,26 @@ def test_notes_on_what_trains_otherwise() -> None:
         "def build(model):\n    " + WRAP.replace("\n", "\n    ").replace("    model = torch.nn.Linear(2, 1)\n", "")
     ).notes
     assert "whose caller keeps the plain one" in note.text
+
+
+@pytest.mark.parametrize("draw", ["torch.randperm(len(x))", "random.shuffle(rows)", "np.random.permutation(9)"])
+def test_an_order_that_ranks_draw_alike_and_share_out(draw: str) -> None:
+    head = "import random\nimport numpy as np\n" + WRAP
+    loop = f"for epoch in range(2):\n    rows = {draw}\n    mine = rows[hvd.rank() :: hvd.size()]\n"
+    [(line, reason)] = refused(head + loop)
+    assert line == 11 and "each rank draws its own" in reason
+    moved(head + loop.replace("[hvd.rank() :: hvd.size()]", ""))  # each rank's own part
+    if "torch" in draw:
+        moved(head + loop.replace("len(x))", "len(x), generator=g)"))
+    lines = WRAP.splitlines(True)
+    moved("".join(["import random\nimport numpy as np\n", *lines[:4], f"rows = {draw}[hvd.rank() :: 2]\n", *lines[4:]]))
+
+
+def test_a_split_of_each_ranks_own_is_noted() -> None:
+    text = WRAP + "def data(x):\n    return torch.utils.data.random_split(x, [2, 1])\n"
+    [note] = convert(text).notes
+    assert note.line == 9 and "give it a generator" in note.text
+    assert not convert(text.replace("[2, 1]", "[2, 1], generator=g")).notes
 
 
 def test_ranks_started_from_python() -> None:
