@@ -22,6 +22,7 @@ RANKS = 2
 # of a type's own precision, for each update: sums over ranks may be taken in another order
 _EPS_PER_UPDATE = 8
 _TAIL_LINES = 30
+_GRACE_S = 20
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,22 @@ def _start(
     try:
         said, _ = process.communicate(timeout=timeout_s)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
+        said = _end(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         raise HvdtrainError(f"the {which} script made no {updates} updates in {timeout_s:g} s", _last(said)) from error
     if process.returncode:
         raise HvdtrainError(f"the {which} script failed, with exit code {process.returncode}", _last(said))
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """horovodrun ends its ranks, which are in sessions of their own, when it is asked to; returns what was printed."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=_GRACE_S)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
 
 
 def _last(said: str) -> str:
