@@ -194,9 +194,11 @@ def _check(job: Job) -> None:
     Raises:
         LauncherError: what would keep the job from starting, or make it wrong.
     """
-    from hvdtrain.cluster.doctor import examine, findings
+    from hvdtrain.cluster.doctor import examine, findings, software
 
     found = examine.examined(job, fast=True).findings
+    stops = {software.WITHOUT_GLOO: "error"}  # this launcher; under others it is a warning
+    found = [dataclasses.replace(finding, severity=stops.get(finding.id, finding.severity)) for finding in found]
     errors = [finding for finding in found if finding.severity == "error"]
     warnings = [finding for finding in found if finding.severity == "warning"]
     if warnings:

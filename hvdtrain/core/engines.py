@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
-from hvdtrain.core.errors import ConfigError, LauncherError, install_command
+from hvdtrain.core.errors import ConfigError, LauncherError, build_horovod_command, install_command
 from hvdtrain.core.in_step.arrival import start_horovod
 from hvdtrain.core.launchers import Detected
 
@@ -175,6 +175,14 @@ class HorovodCollectives(HostCollectives):
                 "hvdtrain.init after the world was left",
                 "leave the world once, at the end; or let the program hold MPI: import mpi4py.MPI before the first"
                 " hvdtrain.init; horovodrun --gloo can begin again",
+            )
+        if detected.size > 1 and not (hvd.mpi_built() if by_mpi else hvd.gloo_built()):
+            needed = "MPI" if by_mpi else "Gloo"
+            other = "horovodrun --gloo, hvdtrain launch" if by_mpi else "mpirun, srun --mpi=pmix"
+            raise LauncherError(
+                f"the ranks of this job meet over {needed}, which Horovod must be built with",
+                f"{detected.launcher} started {detected.size} ranks; this Horovod has no {needed}",
+                f"{other}, or {build_horovod_command()}",
             )
         start_horovod(hvd.init, detected, os.environ)
         return cls(

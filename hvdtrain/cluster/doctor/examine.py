@@ -100,7 +100,8 @@ def examined(job: Job, run_dir: Path | None = None, *, fast: bool = False, with_
         everything += [findings.of_ssh(host, problem) for host, problem in sessions.lost.items()]
         everything += _noise(sessions)
     found.findings = findings.worst_first(everything)
-    if with_live and not fast and cluster.facts and findings.exit_code(found.findings) < 2:
+    startable = findings.exit_code(found.findings) < 2 and all(its.id != software.WITHOUT_GLOO for its in everything)
+    if with_live and not fast and cluster.facts and startable:
         before = time.monotonic()
         found.live = live.all_reduce(job, cluster)
         found.spent["live"] = time.monotonic() - before

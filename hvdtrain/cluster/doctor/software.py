@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from hvdtrain.cluster.doctor.findings import ClusterFacts, Facts, Finding, Severity, known, listed, odd_ones
 from hvdtrain.horovod_build.support import SUPPORTED
 
+WITHOUT_GLOO = "horovod-without-gloo"  # then the launcher starts nothing
 _TENSORFLOW = ("tensorflow", "tensorflow-cpu")
 # what every rank must have in the same version; the others only matter to programs that use them
 _SAME = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
@@ -193,6 +194,10 @@ def _libraries(host: str, horovod: Facts, fix: str) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def _has(cluster: ClusterFacts, host: str, operation: str) -> bool:
+    return any(extension[operation] for extension in cluster.of("horovod")[host]["extensions"].values())
+
+
 def _operations(cluster: ClusterFacts) -> Iterator[Finding]:
     """What Horovod was built with is the same on all hosts."""
     reason: dict[str, tuple[Severity, str]] = {
@@ -201,9 +206,7 @@ def _operations(cluster: ClusterFacts) -> Iterator[Finding]:
     }
     for operation, (severity, why) in reason.items():
         has = {
-            host: any(extension[operation] for extension in found["extensions"].values())
-            for host, found in cluster.of("horovod").items()
-            if found["extensions"]
+            host: _has(cluster, host, operation) for host, found in cluster.of("horovod").items() if found["extensions"]
         }
         without = [host for host, there in has.items() if not there]
         if not without:
@@ -211,6 +214,12 @@ def _operations(cluster: ClusterFacts) -> Iterator[Finding]:
         everywhere = len(without) == len(has)
         if everywhere and operation == "mpi":
             severity = "note"
+        if operation == "gloo" and all(_has(cluster, host, "mpi") for host in without):
+            severity = "warning"
+            why = (
+                "mpirun and horovodrun --mpi start ranks there; hvdtrain launch and hvdtrain.run cannot."
+                " conda-forge's Horovod is built so, and lacks what hvdtrain's mends (docs/horovod.md)"
+            )
         name = operation.upper() if operation == "mpi" else operation.capitalize()
         others = "" if everywhere else f"; {_of_the_others(cluster, dict.fromkeys(without, ''))} it"
         flags, tools = [], ""
@@ -218,6 +227,6 @@ def _operations(cluster: ClusterFacts) -> Iterator[Finding]:
             flags, tools = ["--mpi", "on"], "there: apt-get install openmpi-bin libopenmpi-dev\n"
         builds = [cluster.build_on(host, *flags) for host in without[:3]]
         yield Finding(
-            f"horovod-without-{operation}", severity, tuple(without),
+            WITHOUT_GLOO if operation == "gloo" else "horovod-without-mpi", severity, tuple(without),
             f"Horovod was built without {name}{others}", why, tools + "\n".join(builds),
         )  # fmt: skip

@@ -169,6 +169,16 @@ def test_horovod_without_gloo_or_mpi_anywhere() -> None:
     }  # fmt: skip
 
 
+def test_horovod_with_mpi_alone_is_taken() -> None:
+    """As conda-forge builds it: mpirun starts ranks there; one host of several that has no MPI either is an error."""
+    alone = dict.fromkeys(("torch", "tensorflow"), EXTENSION | {"mpi": True, "gloo": False})
+    (found,) = everything(cluster(host(1, horovod__extensions=alone), host(2, horovod__extensions=alone)))
+    assert (found.id, found.severity) == ("horovod-without-gloo", "warning") and "mpirun" in found.why
+    bare = dict.fromkeys(("torch", "tensorflow"), EXTENSION | {"mpi": False, "gloo": False})
+    found_of_both = everything(cluster(host(1, horovod__extensions=alone), host(2, horovod__extensions=bare)))
+    assert ("horovod-without-gloo", "error") in {(its.id, its.severity) for its in found_of_both}
+
+
 def test_a_build_of_the_same_release_fits() -> None:
     """Metadata of an older build says 2.12.1, the package 2.12.1+cu130, or the other way round: both load."""
     same = host(1, packages__torch="2.12.1", horovod__built_for__torch="2.12.1+cu130")

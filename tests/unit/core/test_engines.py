@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from launcher_variables import HOROVODRUN, MPIJOB, OPEN_MPI, OPENPAI, SRUN, TORCHRUN
 
-from hvdtrain.core.engines import ENGINES, choose_engine
+from hvdtrain.core.engines import ENGINES, HorovodCollectives, choose_engine
 from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.launchers import LAUNCHERS, Detected, detect
 
@@ -57,3 +59,18 @@ def test_engines_the_framework_does_not_have(engine: str, framework: str) -> Non
 
 def test_the_table_knows_only_launchers_there_are() -> None:
     assert {launcher for kind in ENGINES.values() for launcher in kind.launchers} <= set(LAUNCHERS)
+
+
+@pytest.mark.parametrize(
+    ("environ", "has", "lacks", "remedy"),
+    [(HOROVODRUN, "mpi", "Gloo", "mpirun"), (OPEN_MPI, "gloo", "MPI", "horovodrun --gloo")],
+)
+def test_a_horovod_built_without_what_the_launcher_needs(
+    environ: dict[str, str], has: str, lacks: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """conda-forge's has no Gloo: started over it, its extension ends in a segmentation fault."""
+    hvd = SimpleNamespace(mpi_built=lambda: has == "mpi", gloo_built=lambda: has == "gloo", init=None)
+    monkeypatch.setattr("hvdtrain.core.engines.start_horovod", lambda *_: pytest.fail("started"))
+    with pytest.raises(LauncherError, match=f"this Horovod has no {lacks}") as caught:
+        HorovodCollectives.join(hvd, detect(environ), ())
+    assert remedy in caught.value.remedy and "build-horovod" in caught.value.remedy
