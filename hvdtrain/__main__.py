@@ -17,6 +17,10 @@ COMMANDS = {
     "launch": ("hvdtrain.commands.launch", "run a command on N ranks of many hosts, and end them together"),
     "doctor": ("hvdtrain.commands.doctor", "say what is wrong with this machine or cluster, and the fix"),
     "guard": ("hvdtrain.guard", "run your Horovod script, and name what in it would train wrong, with file and line"),
+    "migrate": (
+        "hvdtrain.migrate",
+        "turn your Horovod script into one on hvdtrain, and prove that both train the same",
+    ),
     "verify": ("hvdtrain.commands.verify", "train a toy on your cluster, and prove that it is trained right"),
     "build-horovod": (
         "hvdtrain.horovod_build",

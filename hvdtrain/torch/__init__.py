@@ -29,6 +29,7 @@ __getattr__, __dir__, __all__ = public(__name__, {
     "checks.averaging": "Proof verify",
     "checks.pieces": "Check check",
     "checks.replicas": "fingerprint",
+    "collectives": "broadcast gather reduce",
     "data.augment": "CIFAR10_MEAN CIFAR10_STD IMAGENET_MEAN IMAGENET_STD crop_flip normalise",
     "data.create": "loader",
     "gathered": "gather_in_order",
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from hvdtrain.torch.checks.pieces import Check as Check
     from hvdtrain.torch.checks.pieces import check as check
     from hvdtrain.torch.checks.replicas import fingerprint as fingerprint
+    from hvdtrain.torch.collectives import broadcast as broadcast
+    from hvdtrain.torch.collectives import gather as gather
+    from hvdtrain.torch.collectives import reduce as reduce
     from hvdtrain.torch.data.augment import CIFAR10_MEAN as CIFAR10_MEAN
     from hvdtrain.torch.data.augment import CIFAR10_STD as CIFAR10_STD
     from hvdtrain.torch.data.augment import IMAGENET_MEAN as IMAGENET_MEAN

@@ -1,7 +1,7 @@
 """Which folder may import which, read from the sources (imports inside functions and under TYPE_CHECKING count too).
 
-    core < runs, datasets, horovod_build < torch | keras | pipeline | guard < vision | cluster < programs < bench
-    < commands
+    core < runs, datasets, horovod_build < torch | keras | pipeline | guard < vision | cluster | migrate < programs
+    < bench < commands
 
 A folder imports what stands further left; those side by side between bars never import each other. The core knows the
 standard library, and inside functions numpy, tqdm, tensorboard, mpi4py and pynvml; an adapter its own framework.
@@ -23,7 +23,7 @@ FLOORS = (
     {"core"},
     {"runs", "datasets", "horovod_build"},
     {"torch", "keras", "pipeline", "guard"},
-    {"vision", "cluster"},
+    {"vision", "cluster", "migrate"},
     {"keras_mnist", "torch_resnet", "torch_cifar10", "pipeline_resnet"},
     {"bench"},
     {"commands"},

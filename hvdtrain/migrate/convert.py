@@ -1,0 +1,120 @@
+"""A Horovod script in, the same script on hvdtrain out; or the lines that cannot be moved, each with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import libcst as cst
+
+from hvdtrain.migrate import draws, torch_calls, training, wrapping
+from hvdtrain.migrate.plan import Plan
+from hvdtrain.migrate.source import Finding, Source, calls, children, code, is_chain, tail, walk
+
+_MODULE = "horovod.torch"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What became of a script.
+
+    Attributes:
+        text: the new script; the old one where lines of it are refused.
+        refused: what cannot be moved, by line.
+        notes: what was moved, and should be known.
+    """
+
+    text: str
+    refused: tuple[Finding, ...] = ()
+    notes: tuple[Finding, ...] = ()
+
+
+def convert(text: str) -> Conversion:
+    """Moves a script from `horovod.torch` to `hvdtrain.torch`."""
+    try:
+        return _convert(text)
+    finally:
+        children.cache_clear()
+
+
+def _convert(text: str) -> Conversion:
+    try:
+        source = Source(text)
+    except cst.ParserSyntaxError as error:
+        said = str(error.message).splitlines()[0]
+        return Conversion(text, (Finding(error.raw_line, f"the script does not compile: {said}"),))
+    plan = Plan(source)
+    imports = _imports(plan)
+    if not imports and not plan.refused:
+        return Conversion(text, (Finding(1, "nothing here imports horovod.torch"),))
+    torch_calls.move_init(plan)
+    optimizers = wrapping.move_wraps(plan)
+    optimizers.spread(source)
+    torch_calls.refuse_in_losses(plan)
+    draws.refuse_shared_orders(plan, wrapping.wraps_of(source))
+    _move_passes(plan, optimizers)
+    torch_calls.move_rest(plan)
+    for node in walk(source.module):
+        if isinstance(node, cst.SimpleString) and node.evaluated_value == "horovod":
+            plan.refuse(node, "a name of Horovod as text: a library that trains on it by itself (Lightning's strategy)")
+    for name in sorted({"hvt", "hvdtrain"} & plan.needs & source.names()):
+        plan.refuse(imports[0], f"the script has a name {name} of its own")
+    if plan.refused:
+        return Conversion(text, tuple(sorted(plan.refused)), tuple(sorted(plan.notes)))
+    torch_calls.move_imports(plan, imports)
+    return Conversion(plan.apply(), (), tuple(sorted(plan.notes)))
+
+
+def _imports(plan: Plan) -> list[cst.SimpleStatementLine]:
+    """The statements that import Horovod; those of another framework's are refused."""
+    found = []
+    for node in walk(plan.source.module):
+        names: list[str] = []
+        if isinstance(node, cst.Import):
+            names = [code(alias.name) for alias in node.names]
+        elif isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
+            names = [code(node.module)]
+            if isinstance(node.names, cst.ImportStar):
+                if names[0].startswith("horovod"):
+                    plan.refuse(node, f"from {names[0]} import *: which names are Horovod's cannot be told")
+            elif names[0] == "horovod":
+                names = [f"horovod.{code(alias.name)}" for alias in node.names]
+        theirs = [name for name in names if name.split(".")[0] == "horovod"]
+        if not theirs:
+            continue
+        statement = plan.source.statement(node)
+        if any(name not in (_MODULE, "horovod") for name in theirs):
+            other = next(name for name in theirs if name != _MODULE)
+            plan.refuse(node, f"{other}: what is imported from {_MODULE} is moved, and nothing else")
+        elif not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) > 1 or len(names) > 1:
+            plan.refuse(node, "Horovod is imported on a line of its own where it is moved")
+        else:
+            found.append(statement)
+        plan.settle(node)
+    return found
+
+
+def _move_passes(plan: Plan, optimizers: training.Optimizers) -> None:
+    source = plan.source
+    passes = [
+        call
+        for call in calls(source.module)
+        if isinstance(call.func, cst.Attribute) and tail(call.func) == "backward" and not _is_a_module_s(source, call)
+    ]
+    if optimizers.prepared:
+        for call in passes:
+            training.move_backward(plan, optimizers, call)
+        training.note_closures(plan, optimizers)
+        wrapping.move_synchronize(plan, optimizers)
+    elif passes and not (plan.refused or torch_calls.averages_by_hand(source)):
+        plan.note(
+            passes[0],
+            "no optimizer is wrapped in this file, and backward() is left as it is; where another file prepares it,"
+            " write optimizer.backward(loss)",
+        )
+
+
+def _is_a_module_s(source: Source, call: cst.Call) -> bool:
+    """torch.autograd.backward and the like, which are no method of a loss; and super().backward()."""
+    assert isinstance(call.func, cst.Attribute)
+    owner = call.func.value
+    return (is_chain(owner) and source.qualified(owner).startswith("torch.")) or code(owner).startswith("super(")

@@ -1,0 +1,178 @@
+"""What becomes of each node of a script: decided by the modules beside this one, and carried out here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import libcst as cst
+from libcst import metadata
+
+from hvdtrain.migrate.source import Finding, Source, Statement, children, code, is_chain, walk
+
+Expression = Callable[[Any], cst.BaseExpression]
+Statements = Callable[[Any], Sequence[Any]]
+
+
+@dataclass
+class Plan:
+    """The changes of one script.
+
+    Attributes:
+        source: the script.
+        expressions: what takes a node's place, of the node with the changes within it.
+        statements: the same of a statement of a block; several, or none.
+        refused: what cannot be moved.
+        notes: what is moved, and should be known.
+        needs: what the new script uses, by its name there: modules of hvdtrain's, the world.
+        world_scope: where `world` is assigned; None: nowhere.
+    """
+
+    source: Source
+    expressions: dict[cst.CSTNode, Expression] = field(default_factory=dict)
+    statements: dict[cst.CSTNode, Statements] = field(default_factory=dict)
+    refused: set[Finding] = field(default_factory=set)
+    notes: set[Finding] = field(default_factory=set)
+    needs: set[str] = field(default_factory=set)
+    world_scope: metadata.Scope | None = None
+    _settled: set[cst.CSTNode] = field(default_factory=set)
+
+    def refuse(self, node: cst.CSTNode, reason: str) -> None:
+        self.refused.add(Finding(self.source.line(node), reason))
+
+    def note(self, node: cst.CSTNode, text: str) -> None:
+        self.notes.add(Finding(self.source.line(node), text))
+
+    def settle(self, node: cst.CSTNode | None) -> None:
+        """Nothing else need be said of the names in a node."""
+        if node is not None:
+            self._settled.add(node)
+            for child in children(node):
+                self.settle(child)
+
+    def is_settled(self, node: cst.CSTNode) -> bool:
+        return node in self._settled
+
+    def replace(self, node: cst.CSTNode, text: str | Callable[[Any], str]) -> None:
+        """Puts an expression in a node's place: its text, or what gives it of the node with its changes."""
+
+        def written(updated: Any) -> cst.BaseExpression:
+            found = cst.parse_expression(text if isinstance(text, str) else text(updated))
+            parentheses = {name: getattr(updated, name) for name in ("lpar", "rpar") if getattr(updated, name, ())}
+            return found.with_changes(**parentheses) if parentheses and not getattr(found, "lpar", ()) else found
+
+        self.expressions[node] = written
+
+    def rewrite(self, statement: Statement, texts: Callable[[Any], Sequence[str]]) -> None:
+        """Puts statements in one's place, given as text; none of them: it goes."""
+
+        def written(updated: Any) -> Sequence[Any]:
+            made: list[Any] = [
+                cst.parse_statement(text, self.source.module.config_for_parsing) for text in texts(updated)
+            ]
+            if made:
+                kept: dict[str, Any] = {"leading_lines": updated.leading_lines}
+                if len(made) == 1 and all(isinstance(one, cst.SimpleStatementLine) for one in (updated, made[0])):
+                    kept["trailing_whitespace"] = updated.trailing_whitespace
+                made[0] = made[0].with_changes(**kept)
+            return made
+
+        self.statements[statement] = written
+
+    def remove(self, statement: Statement) -> None:
+        self.rewrite(statement, lambda _: [])
+
+    def apply(self) -> str:
+        """Returns the new script."""
+        changed = self.source.module.visit(_Rewriter(self))
+        assert isinstance(changed, cst.Module)
+        return changed.code
+
+
+class _Rewriter(cst.CSTTransformer):
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        change = self._plan.expressions.get(original_node)
+        if change is not None:
+            return change(updated_node)
+        if isinstance(original_node, (cst.Module, cst.IndentedBlock)):
+            return self._block(original_node, updated_node)
+        return updated_node
+
+    def _block(self, original: Any, updated: Any) -> Any:
+        body: list[Any] = []
+        waiting: list[cst.EmptyLine] = []
+        for before, after in zip(original.body, updated.body, strict=True):
+            change = self._plan.statements.get(before)
+            made = [after] if change is None else list(change(after))
+            if not made:  # what is said above it stays, unless it is about Horovod
+                waiting = [*waiting, *(line for line in after.leading_lines if "horovod" not in code(line).lower())]
+                continue
+            while waiting and not waiting[-1].comment and (len(waiting) > 1 or _begins_blank(made[0])):
+                waiting.pop()
+            if waiting:
+                made[0] = made[0].with_changes(leading_lines=[*waiting, *made[0].leading_lines])
+                waiting = []
+            body += made
+        return updated.with_changes(body=body)
+
+
+def _begins_blank(statement: Any) -> bool:
+    return bool(statement.leading_lines) and not statement.leading_lines[0].comment
+
+
+def statement_of(plan: Plan, call: cst.CSTNode, what: str) -> cst.SimpleStatementLine | None:
+    """The line of its own that a call is; None, and refused, where it is a part of something else."""
+    source = plan.source
+    found = source.statement(call)
+    parent = source.parent(call)
+    if isinstance(found, cst.SimpleStatementLine) and len(found.body) == 1 and isinstance(parent, cst.Expr):
+        return found
+    plan.refuse(call, f"{what} is moved where it is a line of its own, and nothing is made of what it returns")
+    return None
+
+
+def condition_above(source: Source, node: cst.CSTNode) -> cst.CSTNode | None:
+    """What may keep a statement from running once, within its function: an `if`, a loop, a `try`."""
+    for one in source.above(node):
+        if isinstance(one, (cst.FunctionDef, cst.ClassDef)):
+            return None
+        if isinstance(one, (cst.For, cst.While, cst.Try)):
+            return one
+        if isinstance(one, cst.If) and "__name__" not in code(one.test):
+            return one
+    return None
+
+
+def target_of(statement: cst.SimpleStatementLine) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
+    """(what is assigned to, what is assigned) of `name = value`; (None, value) of `return value`."""
+    [small] = statement.body if len(statement.body) == 1 else [None]
+    if isinstance(small, cst.Assign) and len(small.targets) == 1:
+        return small.targets[0].target, small.value
+    if isinstance(small, (cst.AnnAssign, cst.AugAssign)):
+        return small.target, small.value
+    if isinstance(small, cst.Return):
+        return None, small.value
+    return None, None
+
+
+def assignments(source: Source, name: str, before: cst.CSTNode) -> list[cst.BaseExpression]:
+    """What is assigned to a name, in the same function, above a node; the nearest first."""
+    function, line = source.function(before), source.line(before)
+    found = []
+    for node in own_nodes(function):
+        if isinstance(node, cst.SimpleStatementLine) and source.line(node) < line and len(node.body) == 1:
+            target, value = target_of(node)
+            if target is not None and value is not None and is_chain(target) and code(target) == name:
+                found.append(value)
+    return found[::-1]
+
+
+def own_nodes(function: cst.CSTNode) -> list[cst.CSTNode]:
+    """The nodes of a function, without those of functions within it."""
+    inner = (cst.FunctionDef, cst.Lambda)
+    return list(walk(function, lambda node: node is function or not isinstance(node, inner)))[1:]

@@ -1,0 +1,201 @@
+"""Old and new script, each for some updates on two ranks: do they come to the same weights?"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.core.errors import ConfigError, HvdtrainError, build_horovod_command
+
+RANKS = 2
+# of a type's own precision, for each update: sums over ranks may be taken in another order
+_EPS_PER_UPDATE = 8
+_TAIL_LINES = 30
+_GRACE_S = 20
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How far two scripts have come apart.
+
+    Attributes:
+        updates: that each made.
+        tensors: how many were compared, of each rank: parameters and buffers.
+        name: of the tensor that differs most, for its size.
+        rank: where.
+        difference: the largest of its elements' differences, divided by the largest of its values.
+        tolerance: of its type, for so many updates.
+        left_out: updates with gradients of zero that Horovod makes by itself, and that were undone in the old run.
+    """
+
+    updates: int
+    tensors: int
+    name: str
+    rank: int
+    difference: float
+    tolerance: float
+    left_out: int
+
+    @property
+    def holds(self) -> bool:
+        return self.difference <= self.tolerance
+
+    def __str__(self) -> str:
+        where = f"{self.difference:.3g} of its largest value in {self.name!r} on rank {self.rank}"
+        apart = "" if self.holds else "NOT PROVEN: "
+        lines = [
+            f"{apart}after {self.updates} updates on {RANKS} ranks the {self.tensors} tensors of the old and the new"
+            f" script differ by at most {where} (tolerance {self.tolerance:.2g})",
+            "made alike: both begin with seed 0 for Python, numpy and PyTorch on every rank, and draw on as the script"
+            " has it: that hvdtrain gives each rank random numbers of its own was undone",
+        ]
+        if self.left_out:
+            lines.append(
+                "and: the update with gradients of zero, which Horovod's broadcast_optimizer_state makes before the"
+                " first one (Adam counts it; weight decay shrinks weights), was undone in the old run: hvdtrain makes"
+                " none"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a script came to.
+
+    Attributes:
+        updates: of each rank.
+        left_out: as of `Proof`.
+        eps: the precision of each tensor's type, by its name.
+        tensors: of each rank, by name.
+    """
+
+    updates: list[int]
+    left_out: int
+    eps: list[dict[str, float]]
+    tensors: list[dict[str, np.ndarray]]
+
+
+def prove(script: Path, new: str, argv: Sequence[str], *, updates: int = 20, timeout_s: float = 600) -> Proof:
+    """Runs a script as it is and as `new`, and compares.
+
+    Raises:
+        HvdtrainError: one of them failed, made no update, or they made unlike numbers of them.
+    """
+    old = run(script, None, argv, updates=updates, timeout_s=timeout_s, which="old")
+    return compare(old, run(script, new, argv, updates=updates, timeout_s=timeout_s, which="new"))
+
+
+def run(script: Path, text: str | None, argv: Sequence[str], *, updates: int, timeout_s: float, which: str) -> Run:
+    """Runs `text` on two ranks as if it were the script, which is what runs without it, up to so many updates.
+
+    Raises:
+        HvdtrainError: it failed, or took too long.
+    """
+    beside = Path(sys.executable).with_name("horovodrun")
+    horovodrun = str(beside) if beside.is_file() else shutil.which("horovodrun")
+    if horovodrun is None:
+        raise ConfigError("a proof runs both scripts on Horovod", "no horovodrun", build_horovod_command())
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-migrate-") as name:
+        folder = Path(name)
+        (folder / "text.py").write_bytes(script.read_bytes() if text is None else text.encode())
+        _start(horovodrun, which, script.resolve(), folder, argv, updates, timeout_s)
+        return _read(folder)
+
+
+def _start(
+    horovodrun: str, which: str, script: Path, folder: Path, argv: Sequence[str], updates: int, timeout_s: float
+) -> None:
+    """Starts the ranks, in a folder where what they write meets nobody; all of the current one is linked there."""
+    work = folder / "work"
+    work.mkdir()
+    for path in Path.cwd().iterdir():
+        (work / path.name).symlink_to(path)
+    command = [
+        horovodrun, "--gloo", "-np", str(RANKS), sys.executable, "-m", "hvdtrain.migrate.rank",
+        str(folder / "text.py"), str(script), str(folder), str(updates), *argv,
+    ]  # fmt: skip
+    package = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
+    process = subprocess.Popen(
+        command, cwd=work, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=timeout_s)
+    except BaseException as error:
+        said = _end(process)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise HvdtrainError(f"the {which} script made no {updates} updates in {timeout_s:g} s", _last(said)) from error
+    if process.returncode:
+        raise HvdtrainError(f"the {which} script failed, with exit code {process.returncode}", _last(said))
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """horovodrun ends its ranks, which are in sessions of their own, when it is asked to; returns what was printed."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=_GRACE_S)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
+
+
+def _last(said: str) -> str:
+    return "\n".join(said.rstrip().splitlines()[-_TAIL_LINES:])
+
+
+def _read(folder: Path) -> Run:
+    records = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    tensors = []
+    for rank, record in enumerate(records):
+        with np.load(folder / f"{rank}.npz") as arrays:
+            tensors.append(dict(zip(record["eps"], (arrays[name] for name in arrays.files), strict=True)))
+    left_out = max(record["left_out"] for record in records)
+    return Run([record["updates"] for record in records], left_out, [record["eps"] for record in records], tensors)
+
+
+def compare(old: Run, new: Run) -> Proof:
+    """Compares each rank's tensors with the same rank's of the other run.
+
+    Raises:
+        HvdtrainError: no update, unlike numbers of them, or other models.
+    """
+    if old.updates != new.updates or not min(old.updates):
+        raise HvdtrainError(
+            "both scripts make as many updates, one or more",
+            f"by rank: the old one {old.updates}, the new one {new.updates}",
+        )
+    names = [list(tensors) for tensors in (*old.tensors, *new.tensors)]
+    if any(one != names[0] for one in names) or not names[0]:
+        unlike = sorted(set(names[0]) ^ set(names[RANKS]))[:3]
+        raise HvdtrainError("both scripts have the same models", f"only in one: {', '.join(unlike) or 'another order'}")
+    found = [
+        (_gap(before, new.tensors[rank][name]), _EPS_PER_UPDATE * max(old.updates) * old.eps[rank][name], name, rank)
+        for rank in range(RANKS)
+        for name, before in old.tensors[rank].items()
+    ]
+    gap, tolerance, name, rank = max(found, key=lambda one: one[0] / one[1])
+    return Proof(max(old.updates), len(names[0]), name, rank, gap, tolerance, old.left_out)
+
+
+def _gap(before: np.ndarray, after: np.ndarray) -> float:
+    """The largest difference, for the size of the largest value; infinite where the shapes differ, or one is NaN."""
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return math.inf
+    if np.array_equal(before, after):
+        return 0.0
+    wide = [array.astype(complex if np.iscomplexobj(array) else float) for array in (before, after)]
+    gap = float(np.abs(wide[1] - wide[0]).max()) / (float(np.abs(wide[0]).max()) or 1.0)
+    return gap if math.isfinite(gap) else math.inf

@@ -1,0 +1,178 @@
+"""A script as LibCST reads it: what each name means, where it stands, and which statements follow one another."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import libcst as cst
+from libcst import metadata
+
+Statement: TypeAlias = "cst.SimpleStatementLine | cst.BaseCompoundStatement"
+_BLANK = cst.Module([])
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """What is said of a line: a reason why it is not moved, or a note on what was."""
+
+    line: int
+    text: str
+
+
+def code(node: cst.CSTNode) -> str:
+    """The node as it is written."""
+    return _BLANK.code_for_node(node)
+
+
+def tail(node: cst.CSTNode) -> str:
+    """The last identifier of a name: `optimizer` of `self.optimizer`; "" of what is no name."""
+    if isinstance(node, cst.Attribute):
+        return node.attr.value
+    return node.value if isinstance(node, cst.Name) else ""
+
+
+def is_chain(node: cst.CSTNode) -> bool:
+    """Whether it is a name with attributes, and no call among them."""
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return isinstance(node, cst.Name)
+
+
+def literal(node: cst.CSTNode | None) -> str:
+    return "" if node is None else code(node).strip()
+
+
+class Source:
+    """One script.
+
+    Attributes:
+        module: its syntax tree; the nodes that all else speaks of are of this one.
+    """
+
+    def __init__(self, text: str) -> None:
+        wrapper = metadata.MetadataWrapper(cst.parse_module(text))
+        self.module = wrapper.module
+        self._positions = wrapper.resolve(metadata.PositionProvider)
+        self._parents = wrapper.resolve(metadata.ParentNodeProvider)
+        self._names = wrapper.resolve(metadata.QualifiedNameProvider)
+        self._scopes = wrapper.resolve(metadata.ScopeProvider)
+
+    def line(self, node: cst.CSTNode) -> int:
+        return self._positions[node].start.line
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        return self._parents.get(node)
+
+    def above(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yields what the node is in, the nearest first."""
+        found = self._parents.get(node)
+        while found is not None:
+            yield found
+            found = self._parents.get(found)
+
+    def qualified(self, node: cst.CSTNode) -> str:
+        """What a name stands for, `horovod.torch.rank`, whatever it was imported as; "" where that is not known."""
+        found = self.meanings(node)
+        return next(iter(found)) if len(found) == 1 else ""
+
+    def meanings(self, node: cst.CSTNode) -> set[str]:
+        """All that a name may stand for: several, where it is assigned in several places."""
+        if not is_chain(node):
+            return set()
+        known: Any = self._names.get(node)
+        known = known() if callable(known) else known
+        return {name.name for name in known or () if name.source.name != "BUILTIN"}
+
+    def scope(self, node: cst.CSTNode) -> metadata.Scope | None:
+        """The scope that the node is in."""
+        for one in (node, *self.above(node)):
+            if isinstance(found := self._scopes.get(one), metadata.Scope):
+                return found
+        return None
+
+    def statement(self, node: cst.CSTNode) -> Statement | None:
+        """The statement, in a block of lines, that the node is in; None in `if x: y()` on one line."""
+        for one in (node, *self.above(node)):
+            if isinstance(self._parents.get(one), (cst.IndentedBlock, cst.Module)) and isinstance(
+                one, (cst.SimpleStatementLine, cst.BaseCompoundStatement)
+            ):
+                return one
+            if isinstance(one, cst.SimpleStatementSuite):
+                return None
+        return None
+
+    def block(self, statement: cst.CSTNode) -> list[Any]:
+        """The statements among which one stands."""
+        found = self._parents.get(statement)
+        return list(found.body) if isinstance(found, (cst.IndentedBlock, cst.Module)) else []
+
+    def function(self, node: cst.CSTNode) -> cst.FunctionDef | cst.Module:
+        """The function that the node is in, or the module."""
+        return next(one for one in self.above(node) if isinstance(one, (cst.FunctionDef, cst.Module)))
+
+    def names(self) -> set[str]:
+        """Every identifier of the script."""
+        return {node.value for node in walk(self.module) if isinstance(node, cst.Name)}
+
+
+@functools.cache
+def children(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+    """A node's own; LibCST visits it anew each time that it is asked. `convert` empties the cache."""
+    return node.children
+
+
+def walk(node: cst.CSTNode, into: Callable[[cst.CSTNode], bool] = lambda node: True) -> Iterator[cst.CSTNode]:
+    """Yields a node and all below it, as written; not what is below nodes that `into` refuses."""
+    yield node
+    if into(node):
+        for child in children(node):
+            yield from walk(child, into)
+
+
+def runs_later(node: cst.CSTNode) -> bool:
+    """Whether what is in it does not run where it stands."""
+    return isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.Lambda))
+
+
+def calls(node: cst.CSTNode, *, now: bool = False) -> Iterator[cst.Call]:
+    """Yields the calls in a node; with `now` those only that run where it stands."""
+    keep = (lambda one: not runs_later(one)) if now else (lambda one: True)
+    yield from (one for one in walk(node, keep) if isinstance(one, cst.Call))
+
+
+# The parameters of Horovod's functions (0.28.1), in their order.
+_REDUCE = "average name compression op prescale_factor postscale_factor process_set"
+_REDUCE_IN_PLACE = "average name op prescale_factor postscale_factor process_set"
+SIGNATURES = {
+    "allreduce": f"tensor {_REDUCE}",
+    "allreduce_": f"tensor {_REDUCE_IN_PLACE}",
+    "grouped_allreduce": f"tensors {_REDUCE}",
+    "grouped_allreduce_": f"tensors {_REDUCE_IN_PLACE}",
+    "allgather": "tensor name process_set",
+    "broadcast": "tensor root_rank name process_set",
+    "broadcast_": "tensor root_rank name process_set",
+    "broadcast_parameters": "params root_rank process_set",
+    "broadcast_optimizer_state": "optimizer root_rank model process_set",
+    "broadcast_object": "obj root_rank name process_set",
+    "allgather_object": "obj name process_set",
+    "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op"
+    " gradient_predivide_factor num_groups groups sparse_as_dense process_set",
+    "init": "comm process_sets",
+    "barrier": "process_set",
+}
+for _none in ("rank", "size", "local_rank", "local_size", "shutdown", "is_initialized"):
+    SIGNATURES[_none] = ""
+
+
+def bind(call: cst.Call, function: str) -> dict[str, cst.BaseExpression] | None:
+    """Returns a call's arguments by the name of their parameter; None where they cannot be told (`*args`)."""
+    parameters = SIGNATURES[function].split()
+    found: dict[str, cst.BaseExpression] = {}
+    for place, arg in enumerate(call.args):
+        if arg.star or (arg.keyword is None and place >= len(parameters)):
+            return None
+        found[parameters[place] if arg.keyword is None else arg.keyword.value] = arg.value
+    return found

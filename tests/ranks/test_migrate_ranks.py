@@ -1,0 +1,126 @@
+"""`hvdtrain migrate --prove`: old and new script come to the same weights on two ranks; a wrong new one does not."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import clean_environment
+from horovod_scripts import FOLDER
+
+from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.migrate.convert import convert
+from hvdtrain.migrate.prove import Proof, Run, compare, run
+
+TRAINER = "torch_trainer_class.py"
+OTHERS = (
+    "torch_accumulation.py", "torch_adasum.py", "torch_batchnorm.py", "torch_fp16_compression.py", "torch_gan.py",
+    "torch_gather_predictions.py", "torch_grouped_allreduce.py", "torch_mnist.py --epochs 3",
+    "torch_resume.py --epochs 4", "torch_warmup.py",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The proof's ranks see no launcher's variables, and an empty folder."""
+    environment = clean_environment({})
+    for name in set(os.environ) - set(environment):
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+
+@functools.cache
+def as_it_is(name: str) -> Run:
+    script = FOLDER / name
+    return run(script, None, [], updates=20, timeout_s=200, which="old")
+
+
+def proof_of(name: str, *changes: tuple[str, str]) -> Proof:
+    """Of a script and what it becomes, with mistakes put into that."""
+    script = FOLDER / name
+    new = convert(script.read_text()).text
+    for old, wrong in changes:
+        assert new.count(old) == 1, old
+        new = new.replace(old, wrong)
+    return compare(as_it_is(name), run(script, new, [], updates=20, timeout_s=200, which="new"))
+
+
+def migrate(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hvdtrain", "migrate", *map(str, argv)], capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("line", [TRAINER, *(pytest.param(one, marks=pytest.mark.thorough) for one in OTHERS)])
+def test_the_scripts_are_proven(line: str) -> None:
+    name, *argv = line.split()
+    result = migrate("--prove", FOLDER / name, *argv)
+    assert result.returncode == 0, result.stderr
+    said = re.search(r"after (\d+) updates on 2 ranks .* by at most (\S+) of", result.stderr)
+    assert said is not None and int(said[1]) >= 16 and float(said[2]) < 1e-6, result.stderr
+
+
+LOOP = "optimizer.backward(loss)"
+PREPARE = "model, optimizer = hvt.prepare(model, optimizer)\n"
+
+
+def test_a_script_that_clips() -> None:
+    proof = proof_of("torch_clipping.py")
+    assert proof.holds and proof.difference < 1e-6 and proof.updates == 16 and proof.tensors == 4
+    assert proof.left_out == 1 and "broadcast_optimizer_state" in str(proof)  # Adam
+
+
+# What goes wrong in a new script shows in its weights: the negative twins.
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [(PREPARE, ""), (LOOP, "loss.backward()")],
+        pytest.param(
+            [(LOOP, "optimizer.backward(2 * loss)"), ("max_norm=0.5", "max_norm=1e9")], marks=pytest.mark.thorough
+        ),
+        [("num_replicas=world.size, rank=world.rank", "num_replicas=1, rank=0")],
+        [(f"{LOOP}\n        torch", "torch"), ("max_norm=0.5)", f"max_norm=0.5)\n        {LOOP}")],
+    ],
+    ids=["no average", "another loss", "the same data", "clipped before"],
+)
+def test_a_wrong_new_script_is_not_proven(changes: list[tuple[str, str]]) -> None:
+    try:
+        proof = proof_of("torch_clipping.py", *changes)
+    except HvdtrainError as error:
+        assert "as many updates" in str(error)
+    else:
+        assert not proof.holds and proof.difference > 1e-3 and "NOT PROVEN" in str(proof)
+
+
+@pytest.mark.thorough
+def test_weights_that_rank_0_alone_has_are_sent() -> None:
+    """The broadcast that `prepare` makes: without it the seeds of the ranks show."""
+    name, prepare = (
+        "torch_fp16_compression.py",
+        "net, optimizer = hvt.prepare(net, optimizer, compression=compression)\n",
+    )
+    apart = f"{prepare}with torch.no_grad():\n    net[0].weight.add_(world.rank * 1e-3)\n"
+    with pytest.raises(HvdtrainError, match="the new script failed"):
+        proof_of(name, (prepare, apart))
+
+
+def test_a_script_that_fails_shows_its_end() -> None:
+    with pytest.raises(HvdtrainError, match="the new script failed(.|\n)*no such thing"):
+        script = FOLDER / "torch_clipping.py"
+        run(script, "raise SystemExit('no such thing')", [], updates=1, timeout_s=200, which="new")
+
+
+def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
+    mark = f"hangs {tmp_path.name}"
+    with pytest.raises(HvdtrainError, match="the new script made no 3 updates in 8 s"):
+        script = FOLDER / "torch_clipping.py"
+        run(script, "import threading\nthreading.Event().wait()", [mark], updates=3, timeout_s=8, which="new")
+    assert not [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or ())]

@@ -1,0 +1,68 @@
+"""`hvdtrain migrate`: what it prints and writes, and with which exit code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.__main__ import main
+
+SCRIPT = "# -*- coding: latin-1 -*-\r\nimport horovod.torch as hvd\r\nhvd.init()\r\nprint('\xe9', hvd.rank())\r\n"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_bytes(SCRIPT.encode("latin-1"))
+    return path
+
+
+def migrate(*argv: str | Path) -> int:
+    return main(["migrate", *map(str, argv)])
+
+
+def test_line_ends_and_encoding_stay(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert migrate("-o", tmp_path / "new.py", script) == 0
+    new = (tmp_path / "new.py").read_bytes()
+    assert b"\r\nworld = hvdtrain.init(\"torch\")\r\nprint('\xe9', world.rank)\r\n" in new and b"\n" not in new.replace(
+        b"\r\n", b""
+    )
+    assert f"--- {script}\n+++ {tmp_path / 'new.py'}\n" in capsys.readouterr().out
+    assert script.read_bytes() == SCRIPT.encode("latin-1")
+
+
+def test_in_place_keeps_what_was_there(script: Path) -> None:
+    assert migrate("--in-place", script) == 0
+    assert script.with_name("train.py.orig").read_bytes() == SCRIPT.encode("latin-1")
+    assert b"hvdtrain" in script.read_bytes()
+
+
+def test_nothing_is_written_over(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "new.py").write_text("mine")
+    assert migrate("-o", tmp_path / "new.py", script) == 2
+    assert (tmp_path / "new.py").read_text() == "mine" and "nothing is written over" in capsys.readouterr().err
+
+
+def test_refusals_have_file_and_line(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text("import horovod.torch as hvd\nhvd.join()\n")
+    assert migrate("-o", tmp_path / "new.py", script) == 1
+    said = capsys.readouterr()
+    assert f"{script}:2: ranks with unequal" in said.err and not said.out and not (tmp_path / "new.py").exists()
+
+
+def test_no_script_and_no_updates(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert migrate(script.with_name("none.py")) == 2
+    assert migrate("--updates", "0", script) == 2
+    assert "--updates is 1 or more" in capsys.readouterr().err
+
+
+def test_without_libcst_it_says_what_to_install(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("hvdtrain.migrate.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    assert migrate(script) == 2
+    assert "pip install 'hvdtrain[migrate]'" in capsys.readouterr().err

@@ -1,0 +1,61 @@
+"""What is made of the weights that two scripts came to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.migrate.prove import Run, compare
+
+
+def run_of(*values: float, updates: int = 20, left_out: int = 0, dtype: str = "float32") -> Run:
+    """Two ranks' weights: each value is one of a tensor of two."""
+    tensors = [{f"w{i}": np.array([2.0, value], dtype) for i, value in enumerate(values)} for _ in range(2)]
+    eps = [dict.fromkeys(tensors[0], float(np.finfo(dtype).eps)) for _ in range(2)]
+    return Run([updates, updates], left_out, eps, tensors)
+
+
+def test_the_tensor_that_differs_most_is_named() -> None:
+    old, new = run_of(1, 1, 1), run_of(1, 1, 1)
+    new.tensors[1]["w1"][1] += 0.5
+    proof = compare(old, new)
+    assert (proof.name, proof.rank, proof.difference, proof.holds) == ("w1", 1, 0.25, False)
+    assert str(proof).startswith("NOT PROVEN: after 20 updates on 2 ranks the 3 tensors") and "'w1' on rank 1" in str(
+        proof
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype, off, holds", [("float32", 1e-5, True), ("float32", 1e-4, False), ("float64", 1e-13, False)]
+)
+def test_the_tolerance_is_the_types(dtype: str, off: float, holds: bool) -> None:
+    assert compare(run_of(1, dtype=dtype), run_of(1 + off, dtype=dtype)).holds is holds
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_is_not_proven(value: float) -> None:
+    proof = compare(run_of(1, 1), run_of(1, value))
+    assert not proof.holds and proof.name == "w1"
+    assert not compare(run_of(value), run_of(1)).holds
+
+
+def test_other_shapes_models_or_updates_are_told() -> None:
+    other = run_of(1)
+    other.tensors[0]["w0"] = np.ones((1, 2), "float32")
+    assert not compare(run_of(1), other).holds
+    with pytest.raises(HvdtrainError, match="only in one: w1"):
+        compare(run_of(1), run_of(1, 1))
+    with pytest.raises(HvdtrainError, match=r"the old one \[20, 20\], the new one \[19, 19\]"):
+        compare(run_of(1), run_of(1, updates=19))
+    with pytest.raises(HvdtrainError, match="one or more"):
+        compare(run_of(1, updates=0), run_of(1, updates=0))
+
+
+def test_what_was_made_alike_is_told() -> None:
+    proof = compare(run_of(1), run_of(1))
+    assert "seed 0" in str(proof) and "broadcast_optimizer_state" not in str(proof)
+    assert "undone in the old run" in str(replace(proof, left_out=1))
