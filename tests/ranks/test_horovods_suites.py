@@ -5,23 +5,19 @@ tests are replaced, since Keras, TensorFlow or NumPy no longer have what stands 
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
-import os
 import shutil
-import subprocess
-import tarfile
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import PROGRAMS, REPOSITORY, run_ranks
+from horovods_repository import taken
 
 pytestmark = pytest.mark.thorough
 
 TABLE = tomllib.loads((REPOSITORY / "tests" / "horovod_suites.toml").read_text(encoding="utf-8"))
-VARIABLE = "HVDTRAIN_HOROVOD_SOURCE"
 LAUNCHERS = {"gloo": "horovodrun", "mpi": "horovodrun --mpi"}
 LEGACY = {"TF_USE_LEGACY_KERAS": "1"}
 
@@ -29,19 +25,10 @@ LEGACY = {"TF_USE_LEGACY_KERAS": "1"}
 @pytest.fixture(scope="module")
 def suites(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tests as they are."""
-    given = os.environ.get(VARIABLE)
-    if given is None:
-        pytest.skip(f"{VARIABLE} does not say where Horovod's repository is")
+    folder = taken("test", tmp_path_factory)
     missing = [name for name in ("mock", "parameterized") if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"Horovod's tests need these: pip install {' '.join(missing)}")
-    folder = tmp_path_factory.mktemp("horovod")
-    if (Path(given) / "test").is_dir():
-        shutil.copytree(Path(given) / "test", folder / "test")
-    else:
-        found = subprocess.run(["git", "-C", given, "archive", "v0.28.1", "test"], stdout=subprocess.PIPE, check=True)
-        with tarfile.open(fileobj=io.BytesIO(found.stdout)) as archive:
-            archive.extractall(folder, filter="data")
     return folder
 
 
