@@ -104,5 +104,6 @@ def _callbacks(size: int) -> Any:
         Callback=base,
         BroadcastGlobalVariablesCallback=lambda *_, **__: base(),
         MetricAverageCallback=base,
+        LearningRateScheduleCallback=lambda *_, **__: base(),  # no run comes to the epochs in which it acts
         LearningRateWarmupCallback=WarmUp,
     )
