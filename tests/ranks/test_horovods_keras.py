@@ -17,14 +17,14 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     ranks, folder = request.param, tmp_path_factory.mktemp("own")
     program = PROGRAMS / "keras" / "horovods_own.py"
     run_ranks(
-        [program, folder], ranks, launcher="horovodrun", env={"KERAS_BACKEND": "tensorflow"}, timeout_s=200
+        [program, folder], ranks, launcher="horovodrun", env={"KERAS_BACKEND": "tensorflow"}, timeout_s=400
     ).check()
     return [json.loads(Path(folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def test_fits_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
     for one in found:
-        assert len(one["optimizers"]) == 12 and max(one["optimizers"].values()) <= EXACT, one["optimizers"]
+        assert len(one["optimizers"]) == 13 and max(one["optimizers"].values()) <= EXACT, one["optimizers"]
         assert one["tape"] <= EXACT
 
 
@@ -47,7 +47,26 @@ def test_callbacks_broadcast_and_set_rates(found: list[dict[str, Any]]) -> None:
 
 def test_local_layers_stay_each_ranks_own(found: list[dict[str, Any]]) -> None:
     for one in found:
-        assert min(one["local"][:2]) > 1e-4 and max(one["local"][2:]) <= EXACT, one["local"]
+        gaps = dict(one["local"])
+        assert gaps.pop("all averaged") > 1e-4 and len(gaps) == 4 and max(gaps.values()) <= EXACT, one["local"]
+
+
+def test_gradients_travel_in_16_bits(found: list[dict[str, Any]]) -> None:
+    assert all(1e-8 < one["fp16"] < 1e-3 for one in found), [one["fp16"] for one in found]
+
+
+def test_the_best_models_checkpoint(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        of_the_best, of_the_last = one["best"]
+        assert of_the_best == 0 and of_the_last > 1e-3
+
+
+def test_adasum_over_mpi(tmp_path: Path) -> None:
+    program = [str(PROGRAMS / "keras" / "horovods_own.py"), str(tmp_path), "adasum"]
+    run_ranks(program, 2, launcher="horovodrun --mpi", env={"KERAS_BACKEND": "tensorflow"}, timeout_s=400).check()
+    for rank in (0, 1):
+        one = json.loads((tmp_path / f"{rank}.json").read_text())["adasum"]
+        assert one["gap"] <= EXACT and one["mean"] > 1e-4, one
 
 
 def test_elastic_states(found: list[dict[str, Any]]) -> None:

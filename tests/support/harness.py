@@ -117,7 +117,8 @@ def run_ranks(
         what: a module name, or the interpreter's arguments (["script.py", "--flag"] or ["-m", "module",
             "--flag"]).
         np: how many ranks.
-        launcher: "horovodrun", "horovodrun --mpi", "mpirun", "torchrun", or "none" (one process, np must be 1).
+        launcher: "horovodrun", "horovodrun --mpi", "horovodrun --min-np" (an elastic job), "mpirun", "torchrun", or
+            "none" (one process, np must be 1).
         env: added to a clean environment (this process's, less every launcher's variables, threads pinned to
             one).
         timeout_s: then every rank's stack is printed, the whole tree killed, and the test failed.
@@ -204,10 +205,14 @@ def _launch(launcher: str, np: int, interpreter: str, logs: str) -> list[str]:
     if launcher == "torchrun":  # what goes through its log files is tagged by rank
         options = ["--standalone", "--nproc-per-node", str(np), "--redirects", "3", "--tee", "3", "--log-dir", logs]
         return [interpreter, "-m", "torch.distributed.run", *options, "--no-python", interpreter]
-    if launcher in ("horovodrun", "horovodrun --mpi"):
+    if launcher in ("horovodrun", "horovodrun --mpi", "horovodrun --min-np"):
         # --gloo: a Horovod built with both would start mpirun
-        carrier = "--mpi" if launcher.endswith("--mpi") else "--gloo"
-        return [tool("horovodrun", interpreter), carrier, "-np", str(np), "-H", f"localhost:{np}", interpreter]
+        carrier = ["--mpi"] if launcher.endswith("--mpi") else ["--gloo"]
+        hosts, elastic = f"localhost:{np}", []
+        if launcher.endswith("--min-np"):  # which takes two hosts at least
+            hosts, elastic = f"localhost:{np - 1},127.0.0.1:1", ["--min-np", str(np)]
+        options = [*carrier, *elastic, "-np", str(np), "-H", hosts]
+        return [tool("horovodrun", interpreter), *options, interpreter]
     if launcher == "mpirun":
         return [
             tool("mpirun", interpreter),

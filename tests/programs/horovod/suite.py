@@ -1,4 +1,4 @@
-"""Runs a file of Horovod's own tests in this rank.
+"""Runs a file of Horovod's own tests in this rank; those of test/integration start ranks themselves.
 
 usage: suite.py FOLDER FILE [TEST ...]
 
@@ -31,7 +31,10 @@ class Outcomes:
     def pytest_runtest_logreport(self, report: Any) -> None:
         name = report.nodeid.rpartition("::")[2]
         if report.failed:
-            self.found[name] = ("failed", str(report.longrepr)[-2000:])
+            self.found[name] = (
+                "failed",
+                f"{str(report.longrepr)[-2000:]}\n{report.capstdout[-4000:]}{report.capstderr[-2000:]}",
+            )
         elif report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
             self.found.setdefault(name, ("skipped", str(reason)))
@@ -41,14 +44,24 @@ class Outcomes:
 
 def main(folder: Path, file: Path, left_out: list[str]) -> None:
     os.chdir(file.parent)
-    if "torch" in file.name:
+    if "torch" in file.name and file.parent.name == "parallel":
         import horovod.torch as hvd
 
         hvd.shutdown = lambda: None
     outcomes = Outcomes(left_out)
-    arguments = ["-q", "--no-header", "--rootdir=.", "-p", "no:cacheprovider", "-o", "addopts=", file.name]
+    arguments = [
+        "-q",
+        "--no-header",
+        "--rootdir=.",
+        "--confcutdir=..",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        file.name,
+    ]
     pytest.main(arguments, plugins=[outcomes])
-    rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+    rank = os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
     (folder / f"{rank}.json").write_text(json.dumps(outcomes.found))
     sys.stdout.flush()
 

@@ -1,7 +1,9 @@
 """Horovod's own Keras wrapper, as the recipe's wheel has it, on Keras 3's TensorFlow backend against plain Keras of one
 process, in float64.
 
-usage: horovods_own.py FOLDER
+usage: horovods_own.py FOLDER [adasum]
+
+With `adasum`, that alone, which needs MPI.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ def optimizers() -> dict[str, float]:
         "sum": gap(ours(O.SGD(0.1), op=hvd.Sum), O.SGD(0.1 * hvd.size())),
         "predivided": gap(ours(O.SGD(0.1), gradient_predivide_factor=2.0), O.SGD(0.1)),
         "two groups": gap(ours(O.SGD(0.1), groups=2), O.SGD(0.1)),
+        "two groups, by their old name": gap(ours(O.SGD(0.1), num_groups=2), O.SGD(0.1)),
         "groups of variables": gap(groups, O.SGD(0.1)),
         "sparse": gap(ours(O.SGD(0.1)), O.SGD(0.1), words, WORDS),
         "sparse, in a group": gap(ours(O.SGD(0.1), groups=1), O.SGD(0.1), words, WORDS),
@@ -103,14 +106,35 @@ def loaded(folder: Path) -> dict[str, Any]:
     return {"gap": apart(ours.get_weights(), plain.get_weights()), "plain": kept}
 
 
+def gradients(model: Any, x: np.ndarray, y: np.ndarray, wrap: Any = None) -> list[np.ndarray]:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    found = (wrap(tape) if wrap else tape).gradient(loss, model.trainable_variables)
+    return [gradient.numpy() for gradient in found]
+
+
 def tape() -> float:
     model = dense()
+    return apart(gradients(model, mine(X), mine(Y), hvd_tf.DistributedGradientTape), gradients(model, X, Y))
+
+
+def fp16() -> float:
+    """Gradients that travel in 16 bits: near those of one process, and not the same."""
+    return gap(hvd.DistributedOptimizer(O.SGD(0.1), compression=hvd.Compression.fp16), O.SGD(0.1))
+
+
+def adasum() -> dict[str, float]:
+    """Of two ranks' gradients, variable by variable: equation 3 of Maleki et al., "Scaling Distributed Training with
+    Adaptive Summation" (2021). Horovod's DistributedOptimizer for Keras takes no such operation."""
+    model, x, y = dense(), X.reshape(2, -1, 5), Y.reshape(2, -1, 2)
+    one, other = (gradients(model, x[rank], y[rank]) for rank in (0, 1))
     with tf.GradientTape() as inner:
-        loss = tf.reduce_mean((model(mine(X)) - mine(Y)) ** 2)
-    found = hvd_tf.DistributedGradientTape(inner).gradient(loss, model.trainable_variables)
-    with tf.GradientTape() as whole:
-        loss = tf.reduce_mean((model(X) - Y) ** 2)
-    return apart(found, whole.gradient(loss, model.trainable_variables))
+        loss = tf.reduce_mean((model(x[hvd.rank()]) - y[hvd.rank()]) ** 2)
+    wrapped = hvd_tf.DistributedGradientTape(inner, op=hvd_tf.Adasum)
+    found = wrapped.gradient(loss, model.trainable_variables)
+    pairs = [(a, b, float((a * b).sum())) for a, b in zip(one, other, strict=True)]
+    wanted = [(1 - ab / (2 * (a * a).sum())) * a + (1 - ab / (2 * (b * b).sum())) * b for a, b, ab in pairs]
+    return {"gap": apart(found, wanted), "mean": apart(found, [(a + b) / 2 for a, b, _ in pairs])}
 
 
 def sync_batch_norm() -> dict[str, float]:
@@ -164,12 +188,44 @@ def callbacks() -> dict[str, Any]:
     return {"rates": rates.seen, "apart": apart([every[0]], [every[-1]]), "told": told}
 
 
-def local_layer() -> list[float]:
-    model = dense()
-    optimizer = hvd.PartialDistributedOptimizer(O.SGD(0.1), local_layers=[model.layers[0]])
-    model.compile(optimizer, "mse", jit_compile=False)
-    model.train_on_batch(mine(X), mine(Y))
-    return [float(np.ptp(hvd_tf.allgather(tf.constant(w[None])).numpy(), 0).max()) for w in model.get_weights()]
+def local_layer() -> dict[str, float]:
+    """One step with a layer of each rank's own, whose gradients are divided by the number of ranks, or not."""
+    found, rate = {}, 0.1
+    for name, scaled in {"scaled": True, "not scaled": False}.items():
+        model = dense()
+        start, own, every = model.get_weights(), gradients(model, mine(X), mine(Y)), gradients(model, X, Y)
+        own = [gradient / (hvd.size() if scaled else 1) for gradient in own]
+        wanted = [w - rate * g for w, g in zip(start, [*own[:2], *every[2:]], strict=True)]
+
+        def partial(tape: Any, local: Any = model.layers[0], scaled: bool = scaled) -> Any:
+            return hvd_tf.PartialDistributedGradientTape(tape, local_layers=local, scale_local_gradients=scaled)
+
+        by_tape = gradients(model, mine(X), mine(Y), partial)
+        found[f"tape, {name}"] = apart(by_tape, [*own[:2], *every[2:]])
+        optimizer = hvd.PartialDistributedOptimizer(
+            O.SGD(rate), local_layers=[model.layers[0]], scale_local_gradients=scaled
+        )
+        model.compile(optimizer, "mse", jit_compile=False)
+        model.train_on_batch(mine(X), mine(Y))
+        found[name] = apart(model.get_weights(), wanted)
+        all_averaged = [w - rate * g for w, g in zip(start, every, strict=True)]
+        found["all averaged"] = apart(model.get_weights(), all_averaged)
+    return found
+
+
+def best_checkpoint(folder: Path) -> list[float]:
+    """What rank 0 kept: the weights of the best epoch, which is not the last."""
+    model, best = dense(), hvd.callbacks.BestModelCheckpoint(monitor="loss")
+    best.filepath = str(folder / "best.keras")
+    worse = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 if epoch < 2 else 1e3)
+    model.compile(O.SGD(0.1), "mse", jit_compile=False)
+    kept: list[Any] = []
+    keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: kept.append(model.get_weights()))
+    callbacks = [worse, keep, *([best] if hvd.rank() == 0 else [])]
+    model.fit(X, Y, batch_size=BATCH, shuffle=False, epochs=3, verbose=0, callbacks=callbacks)
+    hvd.allreduce(np.zeros(1), name="kept")
+    weights = keras.models.load_model(best.filepath).get_weights()
+    return [apart(weights, one) for one in kept[1:]]
 
 
 def elastic() -> dict[str, Any]:
@@ -204,14 +260,17 @@ def alone() -> float:
     return gap(O.SGD(0.1, momentum=0.9), O.SGD(0.1, momentum=0.9))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *only: str) -> None:
     keras.config.set_floatx("float64")
     hvd.init()
-    found = {"optimizers": optimizers(), "loaded": loaded(folder), "tape": tape(), "callbacks": callbacks()}
-    found |= {"local": local_layer(), "elastic": elastic(), "alone": alone(), "batch norm": sync_batch_norm()}
-    found |= {"overflow": overflow_on_one_rank()}
+    if only:
+        found: dict[str, Any] = {"adasum": adasum()}
+    else:
+        found = {"optimizers": optimizers(), "loaded": loaded(folder), "tape": tape(), "callbacks": callbacks()}
+        found |= {"local": local_layer(), "elastic": elastic(), "alone": alone(), "batch norm": sync_batch_norm()}
+        found |= {"fp16": fp16(), "best": best_checkpoint(folder), "overflow": overflow_on_one_rank()}
     (folder / f"{hvd.rank()}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
