@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 from hvdtrain.cluster.function_rank import BOOT
 from hvdtrain.cluster.hosts import Host, asked_for
@@ -53,19 +53,33 @@ def run(
         np: how many ranks; None: one a slot of the hosts, which then must be given.
         hosts: "host1:4,host2:4"; None: those of the Slurm job around, else this machine.
         hostfile: a file with lines like "host1 slots=4", in place of `hosts`.
-        env: variables for the ranks, besides those of this process (less what looks secret).
+        env: variables for the ranks, besides those of this process (on other hosts less what looks secret).
         output: what ranks write is shown here: of "all" with the rank in front, of rank 0 ("main"), or of "none".
         network, python, ssh_port, identity: as the flags of `hvdtrain launch`.
         timeouts: when the job is ended; see there.
 
     Raises:
-        ConfigError: this process is itself a rank; no number of ranks; the function cannot be pickled.
+        ConfigError: this process is itself a rank; an argument is wrong; the function cannot be pickled.
         LauncherError: the job could not be started, or a rank failed: it says which first, and its last lines. What
             that rank raised is its `__cause__`, where it can be pickled.
         KeyboardInterrupt: the user ended the job. No rank is left in any case.
     """
     cloudpickle = _cloudpickle()
     _refuse_within_a_job()
+    wrong = [
+        what
+        for holds, what in (
+            (callable(function), f"function={function!r}: what every rank calls"),
+            (np is None or (type(np) is int and np > 0), f"np={np!r}: a whole number, at least 1"),
+            (isinstance(args, (list, tuple)), f"args={args!r}: a list or tuple"),
+            (hosts is None or isinstance(hosts, str), f'hosts={hosts!r}: "host1:4,host2:4"'),
+            (output in get_args(Output), f"output={output!r}: one of {', '.join(get_args(Output))}"),
+            (all(isinstance(text, str) for pair in (env or {}).items() for text in pair), f"env={env!r}: strings"),
+        )
+        if not holds
+    ]
+    if wrong:
+        raise ConfigError("hvdtrain.run was called with what it does not take", "\n".join(wrong))
     job_hosts = asked_for(hosts, Path(hostfile) if hostfile is not None else None, os.environ)
     if job_hosts is None and np is None:
         raise ConfigError("hvdtrain.run needs the number of ranks", "neither np nor hosts", "hvdtrain.run(train, np=2)")

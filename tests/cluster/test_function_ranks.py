@@ -214,6 +214,13 @@ def test_hosts_and_variables(tmp_path):
     ("call", "rule"),
     [
         ("hvdtrain.run(print)", "needs the number of ranks"),
+        ("hvdtrain.run(print, np=0)", "np=0: a whole number, at least 1"),
+        ("hvdtrain.run(print, np='2')", "np='2'"),
+        ("hvdtrain.run(None, np=2)", "function=None"),
+        ("hvdtrain.run(abs, 3, np=2)", "args=3: a list or tuple"),
+        ("hvdtrain.run(print, np=2, hosts=['a:2'])", "hosts=['a:2']"),
+        ("hvdtrain.run(print, np=2, output='quiet')", "one of all, main, none"),
+        ("hvdtrain.run(print, np=2, env={'A': 1})", "env={'A': 1}: strings"),
         ("hvdtrain.run(print, np=3, hosts='localhost:2')", "a slot for each"),
         ("hvdtrain.run(print, (__import__('threading').Lock(),), np=2)", "must be picklable"),
     ],
