@@ -85,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
         from hvdtrain.migrate.prove import prove
 
         argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
-        proof = prove(script, found.text, argv, updates=args.updates, timeout_s=args.timeout_s)
+        proof = prove(
+            script, found.text, argv, updates=args.updates, timeout_s=args.timeout_s, framework=found.framework
+        )
         print(f"hvdtrain migrate: {proof}", file=sys.stderr)
         if not proof.holds:
             return 1

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from hvdtrain.migrate import draws, torch_calls, training, wrapping
+from hvdtrain.migrate import draws, keras_calls, keras_wrapping, ranks, torch_calls, training, wrapping
 from hvdtrain.migrate.plan import Plan
 from hvdtrain.migrate.source import Finding, Source, calls, children, code, is_chain, tail, walk
 
-_MODULE = "horovod.torch"
+_MODULES = ("horovod.torch", "horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow")
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,17 @@ class Conversion:
         text: the new script; the old one where lines of it are refused.
         refused: what cannot be moved, by line.
         notes: what was moved, and should be known.
+        framework: of the script: torch, keras.
     """
 
     text: str
     refused: tuple[Finding, ...] = ()
     notes: tuple[Finding, ...] = ()
+    framework: str = "torch"
 
 
 def convert(text: str) -> Conversion:
-    """Moves a script from `horovod.torch` to `hvdtrain.torch`."""
+    """Moves a script from `horovod.torch` to `hvdtrain.torch`, or from Horovod's Keras to `hvdtrain.keras`."""
     try:
         return _convert(text)
     finally:
@@ -42,50 +44,74 @@ def _convert(text: str) -> Conversion:
     except cst.ParserSyntaxError as error:
         said = str(error.message).splitlines()[0]
         return Conversion(text, (Finding(error.raw_line, f"the script does not compile: {said}"),))
-    plan = Plan(source)
+    plan = Plan(source, _module(source))
     imports = _imports(plan)
     if not imports and not plan.refused:
-        return Conversion(text, (Finding(1, "nothing here imports horovod.torch"),))
-    torch_calls.move_init(plan)
-    optimizers = wrapping.move_wraps(plan)
-    optimizers.spread(source)
-    torch_calls.refuse_in_losses(plan)
-    draws.refuse_shared_orders(plan, wrapping.wraps_of(source))
-    _move_passes(plan, optimizers)
-    torch_calls.move_rest(plan)
+        return Conversion(text, (Finding(1, "nothing here imports horovod.torch, or Horovod's Keras"),))
+    ranks.move_init(plan)
+    if plan.framework == "torch":
+        _move_torch(plan)
+    else:
+        keras_wrapping.move_wraps(plan)
+        keras_calls.move_rest(plan)
     for node in walk(source.module):
         if isinstance(node, cst.SimpleString) and node.evaluated_value == "horovod":
             plan.refuse(node, "a name of Horovod as text: a library that trains on it by itself (Lightning's strategy)")
-    for name in sorted({"hvt", "hvdtrain"} & plan.needs & source.names()):
+    for name in sorted({"hvt", "hvk", "hvdtrain"} & plan.needs & source.names()):
         plan.refuse(imports[0], f"the script has a name {name} of its own")
+    notes = tuple(sorted(plan.notes))
     if plan.refused:
-        return Conversion(text, tuple(sorted(plan.refused)), tuple(sorted(plan.notes)))
-    torch_calls.move_imports(plan, imports)
-    return Conversion(plan.apply(), (), tuple(sorted(plan.notes)))
+        return Conversion(text, tuple(sorted(plan.refused)), notes, plan.framework)
+    ranks.move_imports(plan, imports, **keras_calls.kept_imports(plan))
+    return Conversion(plan.apply(), (), notes, plan.framework)
+
+
+def _move_torch(plan: Plan) -> None:
+    optimizers = wrapping.move_wraps(plan)
+    optimizers.spread(plan.source)
+    torch_calls.refuse_in_losses(plan)
+    draws.refuse_shared_orders(plan, wrapping.wraps_of(plan.source))
+    _move_passes(plan, optimizers)
+    torch_calls.move_rest(plan)
+
+
+def _imported(node: cst.CSTNode) -> list[str]:
+    """The modules of Horovod that a statement imports, whole or in part."""
+    names: list[str] = []
+    if isinstance(node, cst.Import):
+        names = [code(alias.name) for alias in node.names]
+    elif isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
+        names = [code(node.module)]
+        if not isinstance(node.names, cst.ImportStar):
+            whole = [f"{names[0]}.{code(alias.name)}" for alias in node.names]
+            if names[0] == "horovod" or set(whole) & set(_MODULES):
+                names = whole
+    return [name for name in names if name.split(".")[0] == "horovod"]
+
+
+def _module(source: Source) -> str:
+    """Which of Horovod's modules the script trains with."""
+    found = [name.removesuffix(".callbacks") for node in walk(source.module) for name in _imported(node)]
+    return next((module for module in _MODULES if module in found), _MODULES[0])
 
 
 def _imports(plan: Plan) -> list[cst.SimpleStatementLine]:
     """The statements that import Horovod; those of another framework's are refused."""
     found = []
     for node in walk(plan.source.module):
-        names: list[str] = []
-        if isinstance(node, cst.Import):
-            names = [code(alias.name) for alias in node.names]
-        elif isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
-            names = [code(node.module)]
-            if isinstance(node.names, cst.ImportStar):
-                if names[0].startswith("horovod"):
-                    plan.refuse(node, f"from {names[0]} import *: which names are Horovod's cannot be told")
-            elif names[0] == "horovod":
-                names = [f"horovod.{code(alias.name)}" for alias in node.names]
-        theirs = [name for name in names if name.split(".")[0] == "horovod"]
+        theirs = _imported(node)
         if not theirs:
             continue
+        if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
+            plan.refuse(node, f"from {theirs[0]} import *: which names are Horovod's cannot be told")
+        assert isinstance(node, (cst.Import, cst.ImportFrom))
+        alone = isinstance(node, cst.ImportFrom) or len(node.names) == 1
         statement = plan.source.statement(node)
-        if any(name not in (_MODULE, "horovod") for name in theirs):
-            other = next(name for name in theirs if name != _MODULE)
-            plan.refuse(node, f"{other}: what is imported from {_MODULE} is moved, and nothing else")
-        elif not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) > 1 or len(names) > 1:
+        moved = {plan.module, "horovod", *([f"{plan.module}.callbacks"] if plan.framework == "keras" else [])}
+        if set(theirs) - moved:
+            other = next(name for name in theirs if name not in moved)
+            plan.refuse(node, f"{other}: what is imported from {plan.module} is moved, and nothing else")
+        elif not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) > 1 or not alone:
             plan.refuse(node, "Horovod is imported on a line of its own where it is moved")
         else:
             found.append(statement)

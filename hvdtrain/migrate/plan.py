@@ -21,6 +21,7 @@ class Plan:
 
     Attributes:
         source: the script.
+        module: of Horovod, that the script trains with.
         expressions: what takes a node's place, of the node with the changes within it.
         statements: the same of a statement of a block; several, or none.
         refused: what cannot be moved.
@@ -30,6 +31,7 @@ class Plan:
     """
 
     source: Source
+    module: str = "horovod.torch"
     expressions: dict[cst.CSTNode, Expression] = field(default_factory=dict)
     statements: dict[cst.CSTNode, Statements] = field(default_factory=dict)
     refused: set[Finding] = field(default_factory=set)
@@ -37,6 +39,15 @@ class Plan:
     needs: set[str] = field(default_factory=set)
     world_scope: metadata.Scope | None = None
     _settled: set[cst.CSTNode] = field(default_factory=set)
+
+    @property
+    def prefix(self) -> str:
+        """How Horovod's names begin, in this script."""
+        return f"{self.module}."
+
+    @property
+    def framework(self) -> str:
+        return "torch" if self.module == "horovod.torch" else "keras"
 
     def refuse(self, node: cst.CSTNode, reason: str) -> None:
         self.refused.add(Finding(self.source.line(node), reason))

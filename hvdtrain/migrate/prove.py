@@ -23,6 +23,9 @@ RANKS = 2
 _EPS_PER_UPDATE = 8
 _TAIL_LINES = 30
 _GRACE_S = 20
+_RANK = (sys.executable, "-m", "hvdtrain.migrate.rank")
+_UNITS = {"torch": "updates", "keras": "batches of fit"}
+_NAMES = {"torch": "PyTorch", "keras": "Keras"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Proof:
         difference: the largest of its elements' differences, divided by the largest of its values.
         tolerance: of its type, for so many updates.
         left_out: updates with gradients of zero that Horovod makes by itself, and that were undone in the old run.
+        framework: of the scripts: torch, keras.
     """
 
     updates: int
@@ -46,6 +50,7 @@ class Proof:
     difference: float
     tolerance: float
     left_out: int
+    framework: str = "torch"
 
     @property
     def holds(self) -> bool:
@@ -55,10 +60,10 @@ class Proof:
         where = f"{self.difference:.3g} of its largest value in {self.name!r} on rank {self.rank}"
         apart = "" if self.holds else "NOT PROVEN: "
         lines = [
-            f"{apart}after {self.updates} updates on {RANKS} ranks the {self.tensors} tensors of the old and the new"
-            f" script differ by at most {where} (tolerance {self.tolerance:.2g})",
-            "made alike: both begin with seed 0 for Python, numpy and PyTorch on every rank, and draw on as the script"
-            " has it: that hvdtrain gives each rank random numbers of its own was undone",
+            f"{apart}after {self.updates} {_UNITS[self.framework]} on {RANKS} ranks the {self.tensors} tensors of the"
+            f" old and the new script differ by at most {where} (tolerance {self.tolerance:.2g})",
+            f"made alike: both begin with seed 0 for Python, numpy and {_NAMES[self.framework]} on every rank, and draw"
+            " on as the script has it: that hvdtrain gives each rank random numbers of its own was undone",
         ]
         if self.left_out:
             lines.append(
@@ -78,25 +83,32 @@ class Run:
         left_out: as of `Proof`.
         eps: the precision of each tensor's type, by its name.
         tensors: of each rank, by name.
+        framework: as of `Proof`.
     """
 
     updates: list[int]
     left_out: int
     eps: list[dict[str, float]]
     tensors: list[dict[str, np.ndarray]]
+    framework: str = "torch"
 
 
-def prove(script: Path, new: str, argv: Sequence[str], *, updates: int = 20, timeout_s: float = 600) -> Proof:
+def prove(
+    script: Path, new: str, argv: Sequence[str], *, updates: int = 20, timeout_s: float = 600, framework: str = "torch"
+) -> Proof:
     """Runs a script as it is and as `new`, and compares.
 
     Raises:
         HvdtrainError: one of them failed, made no update, or they made unlike numbers of them.
     """
-    old = run(script, None, argv, updates=updates, timeout_s=timeout_s, which="old")
-    return compare(old, run(script, new, argv, updates=updates, timeout_s=timeout_s, which="new"))
+    old = run(script, None, argv, updates=updates, timeout_s=timeout_s, which="old", framework=framework)
+    return compare(old, run(script, new, argv, updates=updates, timeout_s=timeout_s, which="new", framework=framework))
 
 
-def run(script: Path, text: str | None, argv: Sequence[str], *, updates: int, timeout_s: float, which: str) -> Run:
+def run(
+    script: Path, text: str | None, argv: Sequence[str], *,
+    updates: int, timeout_s: float, which: str, framework: str = "torch",
+) -> Run:  # fmt: skip
     """Runs `text` on two ranks as if it were the script, which is what runs without it, up to so many updates.
 
     Raises:
@@ -109,22 +121,17 @@ def run(script: Path, text: str | None, argv: Sequence[str], *, updates: int, ti
     with tempfile.TemporaryDirectory(prefix="hvdtrain-migrate-") as name:
         folder = Path(name)
         (folder / "text.py").write_bytes(script.read_bytes() if text is None else text.encode())
-        _start(horovodrun, which, script.resolve(), folder, argv, updates, timeout_s)
-        return _read(folder)
+        ranks = [framework, str(folder / "text.py"), str(script.resolve()), str(folder), str(updates), *argv]
+        _start([horovodrun, "--gloo", "-np", str(RANKS), *_RANK, *ranks], which, folder, updates, timeout_s)
+        return _read(folder, framework)
 
 
-def _start(
-    horovodrun: str, which: str, script: Path, folder: Path, argv: Sequence[str], updates: int, timeout_s: float
-) -> None:
+def _start(command: Sequence[str], which: str, folder: Path, updates: int, timeout_s: float) -> None:
     """Starts the ranks, in a folder where what they write meets nobody; all of the current one is linked there."""
     work = folder / "work"
     work.mkdir()
     for path in Path.cwd().iterdir():
         (work / path.name).symlink_to(path)
-    command = [
-        horovodrun, "--gloo", "-np", str(RANKS), sys.executable, "-m", "hvdtrain.migrate.rank",
-        str(folder / "text.py"), str(script), str(folder), str(updates), *argv,
-    ]  # fmt: skip
     package = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
     process = subprocess.Popen(
@@ -156,14 +163,15 @@ def _last(said: str) -> str:
     return "\n".join(said.rstrip().splitlines()[-_TAIL_LINES:])
 
 
-def _read(folder: Path) -> Run:
+def _read(folder: Path, framework: str) -> Run:
     records = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     tensors = []
     for rank, record in enumerate(records):
         with np.load(folder / f"{rank}.npz") as arrays:
             tensors.append(dict(zip(record["eps"], (arrays[name] for name in arrays.files), strict=True)))
     left_out = max(record["left_out"] for record in records)
-    return Run([record["updates"] for record in records], left_out, [record["eps"] for record in records], tensors)
+    eps = [record["eps"] for record in records]
+    return Run([record["updates"] for record in records], left_out, eps, tensors, framework)
 
 
 def compare(old: Run, new: Run) -> Proof:
@@ -187,7 +195,7 @@ def compare(old: Run, new: Run) -> Proof:
         for name, before in old.tensors[rank].items()
     ]
     gap, tolerance, name, rank = max(found, key=lambda one: one[0] / one[1])
-    return Proof(max(old.updates), len(names[0]), name, rank, gap, tolerance, old.left_out)
+    return Proof(max(old.updates), len(names[0]), name, rank, gap, tolerance, old.left_out, old.framework)
 
 
 def _gap(before: np.ndarray, after: np.ndarray) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -163,13 +163,28 @@ SIGNATURES = {
     "init": "comm process_sets",
     "barrier": "process_set",
 }
-for _none in ("rank", "size", "local_rank", "local_size", "shutdown", "is_initialized"):
-    SIGNATURES[_none] = ""
+_WITHOUT = ("rank", "size", "local_rank", "local_size", "shutdown", "is_initialized")
+SIGNATURES |= dict.fromkeys(_WITHOUT, "")
 
 
-def bind(call: cst.Call, function: str) -> dict[str, cst.BaseExpression] | None:
+# The same of Horovod's Keras; `*`: what follows is of the newer versions of one of the two modules, by name only.
+KERAS_SIGNATURES = {
+    "DistributedOptimizer": "optimizer name device_dense device_sparse compression sparse_as_dense"
+    " gradient_predivide_factor op * backward_passes_per_step average_aggregated_gradients num_groups groups"
+    " process_set scale_local_gradients",
+    "load_model": "filepath custom_optimizers custom_objects compression * legacy_opts",
+    "allreduce": "value name average prescale_factor postscale_factor op compression",
+    "callbacks.BroadcastGlobalVariablesCallback": "root_rank device local_variables",
+    "callbacks.MetricAverageCallback": "device",
+    **{name: SIGNATURES[name] for name in ("init", "barrier", "broadcast_object", "allgather_object", *_WITHOUT)},
+}
+
+
+def bind(
+    call: cst.Call, function: str, signatures: Mapping[str, str] = SIGNATURES
+) -> dict[str, cst.BaseExpression] | None:
     """Returns a call's arguments by the name of their parameter; None where they cannot be told (`*args`)."""
-    parameters = SIGNATURES[function].split()
+    parameters = signatures[function].split(" *")[0].split()
     found: dict[str, cst.BaseExpression] = {}
     for place, arg in enumerate(call.args):
         if arg.star or (arg.keyword is None and place >= len(parameters)):

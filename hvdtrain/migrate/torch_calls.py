@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import libcst as cst
-from libcst import metadata
 
-from hvdtrain.migrate.plan import Plan, assignments, condition_above, statement_of
+from hvdtrain.migrate.plan import Plan, assignments, statement_of
+from hvdtrain.migrate.ranks import (
+    RUN_REASON,
+    Arguments,
+    attribute,
+    initialized,
+    method,
+    move_run,
+    object_of,
+    ranks,
+    root_of,
+    shutdown,
+)
 from hvdtrain.migrate.source import SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
 
 _PREFIX = "horovod.torch."
@@ -26,78 +36,11 @@ _REASONS = {
     "remove_process_set": "process sets: hvdtrain trains one model on all ranks",
     "ProcessSet": "process sets: hvdtrain trains one model on all ranks",
     "global_process_set": "process sets: hvdtrain trains one model on all ranks",
-    "horovod.run": "horovod.run is moved where it is called, with args=, kwargs=, np=, hosts= and hostfile=",
+    "horovod.run": RUN_REASON,
     "synchronize": "handles of operations under way have no counterpart: take the call that waits",
     "poll": "handles of operations under way have no counterpart: take the call that waits",
     "": "has no counterpart in hvdtrain",
 }
-
-
-# -- the ranks ---------------------------------------------------------------------------------------------------
-def move_init(plan: Plan) -> None:
-    """`hvd.init()` becomes `world = hvdtrain.init("torch")`, which is who knows of the ranks."""
-    source = plan.source
-    found = [call for call in calls(source.module) if source.qualified(call.func) == _PREFIX + "init"]
-    for call in found:
-        plan.settle(call)
-        if call is not found[0]:
-            plan.refuse(call, "a second hvd.init(): hvdtrain.init is called once")
-            continue
-        statement = statement_of(plan, call, "hvd.init()")
-        if statement is None:
-            continue
-        if call.args:
-            plan.refuse(call, "hvd.init with arguments: hvdtrain takes all ranks, and the devices that it finds")
-        elif condition_above(source, call) is not None:
-            plan.refuse(
-                call, "hvd.init() under a condition: hvdtrain.init is always called, and one process is a world of one"
-            )
-        if "world" not in source.names():
-            plan.world_scope = source.scope(call)
-        plan.needs.add("hvdtrain")
-        plan.rewrite(
-            statement,
-            lambda _: ['world = hvdtrain.init("torch")' if "world" in plan.needs else 'hvdtrain.init("torch")'],
-        )
-        _note_seeds(plan, call)
-
-
-def _note_seeds(plan: Plan, init: cst.Call) -> None:
-    """hvdtrain.init seeds: what was seeded before it is seeded anew."""
-    source = plan.source
-    for call in calls(source.module):
-        above = source.line(call) < source.line(init) and source.function(call) is source.function(init)
-        if above and source.qualified(call.func) in ("torch.manual_seed", "numpy.random.seed", "random.seed"):
-            plan.note(call, "hvdtrain.init seeds Python, numpy and PyTorch anew: give it seed=, or seed after it")
-
-
-def ranks(plan: Plan, node: cst.CSTNode) -> str:
-    """The world, as a node can name it."""
-    plan.needs.add("hvdtrain")
-    scope = plan.source.scope(node)
-    while plan.world_scope is not None and scope is not None:
-        if scope is plan.world_scope:
-            plan.needs.add("world")
-            return "world"
-        if isinstance(scope, metadata.GlobalScope):
-            break
-        scope = scope.parent
-    return "hvdtrain.current()"
-
-
-def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
-    """The first import of Horovod in each scope becomes those of hvdtrain that are needed."""
-    lines = {"hvdtrain": "import hvdtrain", "hvt": "import hvdtrain.torch as hvt"}
-    seen: list[Any] = []
-    for statement in imports:
-        scope = plan.source.scope(statement)
-        texts = [line for name, line in lines.items() if name in plan.needs] if scope not in seen else []
-        seen.append(scope)
-        plan.rewrite(statement, _constantly(texts))
-
-
-def _constantly(texts: Sequence[str]) -> Callable[[Any], Sequence[str]]:
-    return lambda _: texts
 
 
 # -- losses ------------------------------------------------------------------------------------------------------
@@ -187,7 +130,7 @@ def move_rest(plan: Plan) -> None:
         if isinstance(outer, cst.Call) and outer.func is node and short in SIGNATURES:
             _move_call(plan, outer, short)
         elif isinstance(outer, cst.Call) and outer.func is node and short == "horovod.run":
-            _move_run(plan, outer)
+            move_run(plan, outer)
         elif short in ("Compression.fp16", "Compression.none"):
             plan.replace(node, '"fp16"' if short.endswith("fp16") else "None")
         else:
@@ -218,29 +161,7 @@ def _move_call(plan: Plan, call: cst.Call, name: str) -> None:
         return
     for dropped in ("name", "compression", "model"):
         plan.settle(arguments.get(dropped))
-    _HANDLERS.get(name, _attribute)(plan, call, name, arguments)
-
-
-Arguments = dict[str, cst.BaseExpression]
-
-
-def _attribute(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    plan.replace(call, f"{ranks(plan, call)}.{name}")
-
-
-def _method(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    plan.replace(call, f"{ranks(plan, call)}.{name}()")
-
-
-def _initialized(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    plan.needs.add("hvdtrain")
-    plan.replace(call, "(hvdtrain.current() is not None)")
-
-
-def _shutdown(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    statement = statement_of(plan, call, "hvd.shutdown()")
-    if statement is not None:
-        plan.remove(statement)  # a world is left at the program's end
+    _HANDLERS[name](plan, call, name, arguments)
 
 
 def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
@@ -310,28 +231,13 @@ def _gathered(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> No
     plan.replace(call, lambda updated: f"hvt.gather({code((bind(updated, name) or {})['tensor'])})")
 
 
-def _root(arguments: Arguments) -> str:
-    root = literal(arguments.get("root_rank"))
-    return "" if root in ("", "0") else f", {root}"
-
-
 def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
     plan.needs.add("hvt")
 
     def written(updated: cst.Call) -> str:
         found = bind(updated, name) or {}
-        given = f"hvt.broadcast({code(found['tensor'])}{_root(found)})"
+        given = f"hvt.broadcast({code(found['tensor'])}{root_of(found)})"
         return f"{code(found['tensor'])}.copy_({given})" if name.endswith("_") else given
-
-    plan.replace(call, written)
-
-
-def _object(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    world, does = ranks(plan, call), "broadcast" if name == "broadcast_object" else "gather"
-
-    def written(updated: cst.Call) -> str:
-        found = bind(updated, name) or {}
-        return f"{world}.{does}({code(found['obj'])}{_root(found)})"
 
     plan.replace(call, written)
 
@@ -354,39 +260,22 @@ def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
     plan.replace(
         call,
         lambda updated: (
-            f"{owner}.load_state_dict({world}.broadcast({owner}.state_dict(){_root(bind(updated, name) or {})}))"
+            f"{owner}.load_state_dict({world}.broadcast({owner}.state_dict(){root_of(bind(updated, name) or {})}))"
         ),
     )
 
 
-def _move_run(plan: Plan, call: cst.Call) -> None:
-    """`horovod.run(f, args=(...), np=2)` starts ranks from Python; hvdtrain's have Gloo between them."""
-    names = ["func", "args", "kwargs", "np"][: len(call.args)]
-    names = [names[i] if arg.keyword is None else arg.keyword.value for i, arg in enumerate(call.args)]
-    if any(arg.star for arg in call.args) or set(names) - {*_RUN, *_RUN_DROPPED}:
-        plan.refuse(call, _REASONS["horovod.run"])
-        return
-    plan.needs.add("hvdtrain")
-
-    def written(updated: cst.Call) -> str:
-        kept = [(name, code(arg.value)) for name, arg in zip(names, updated.args, strict=True) if name in _RUN]
-        return f"hvdtrain.run({', '.join(text if name == 'func' else f'{name}={text}' for name, text in kept)})"
-
-    plan.replace(call, written)
-
-
-_RUN = ("func", "args", "kwargs", "np", "hosts", "hostfile")
-_RUN_DROPPED = ("use_gloo", "use_mpi", "verbose")
 _HANDLERS: dict[str, Callable[[Plan, cst.Call, str, Arguments], None]] = {
     **dict.fromkeys(("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_"), _reduced),
     "allgather": _gathered,
     "broadcast": _broadcast,
     "broadcast_": _broadcast,
-    "broadcast_object": _object,
-    "allgather_object": _object,
+    "broadcast_object": object_of,
+    "allgather_object": object_of,
     "broadcast_parameters": _state,
     "broadcast_optimizer_state": _state,
-    "barrier": _method,
-    "shutdown": _shutdown,
-    "is_initialized": _initialized,
+    "barrier": method,
+    "shutdown": shutdown,
+    "is_initialized": initialized,
+    **dict.fromkeys(("rank", "size", "local_rank", "local_size"), attribute),
 }

@@ -1,0 +1,287 @@
+"""`hvd.DistributedOptimizer` and `hvd.load_model` of Horovod's Keras: a plain optimizer, and `hvk.prepare(model)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import libcst as cst
+
+from hvdtrain.migrate.plan import Plan, assignments, statement_of, target_of
+from hvdtrain.migrate.source import KERAS_SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
+
+_OF_NO_MATTER = ("name", "device_dense", "device_sparse", "gradient_predivide_factor", "num_groups", "groups")
+_ACCUMULATES = (
+    "Horovod counts passes as iterations, by which Adam and schedules go, Keras counts updates: those two train"
+    " otherwise than before"
+)
+
+
+def arguments_of(plan: Plan, call: cst.Call, name: str) -> dict[str, cst.BaseExpression] | None:
+    """A call's arguments; None, and refused, where they cannot be told."""
+    found = bind(call, name, KERAS_SIGNATURES)
+    if found is None or set(found) - set(KERAS_SIGNATURES[name].split()):
+        plan.refuse(call, f"the arguments of hvd.{name} cannot be told")
+        return None
+    for other in found.values():
+        if plan.source.qualified(other) == plan.prefix + "global_process_set":
+            plan.settle(other)
+    return found
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------
+def move_wraps(plan: Plan) -> None:
+    """Takes the wrapper off every optimizer, and prepares the models that are compiled with them, or loaded."""
+    source = plan.source
+    _move_pinning(plan)
+    accumulates = False
+    for call in calls(source.module):
+        if source.qualified(call.func) == plan.prefix + "DistributedOptimizer" and plan.module != "horovod.tensorflow":
+            plan.settle(call.func)
+            arguments = arguments_of(plan, call, "DistributedOptimizer")
+            if arguments is not None and _check(plan, call, arguments):
+                accumulates |= _accumulate(plan, call, arguments)
+                _take_off(plan, call, arguments)
+    for call in calls(source.module):
+        if source.qualified(call.func) == plan.prefix + "load_model":
+            plan.settle(call.func)
+            _move_load(plan, call, accumulates=accumulates)
+
+
+def _check(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
+    """Whether each of them is kept, or is of no matter."""
+    op, sets = arguments.get("op"), arguments.get("process_set")
+    for node in (op, sets, *(arguments.get(name) for name in _OF_NO_MATTER)):
+        plan.settle(node)
+    if "optimizer" not in arguments:
+        plan.refuse(call, "the arguments of hvd.DistributedOptimizer cannot be told")
+    elif op is not None and plan.source.qualified(op) != plan.prefix + "Average":
+        plan.refuse(op, f"op={code(op)}: hvk.prepare averages gradients over ranks, and does nothing else")
+    elif sets is not None and plan.source.qualified(sets) != plan.prefix + "global_process_set":
+        plan.refuse(sets, "a process set: hvdtrain trains one model on all ranks")
+    elif not is_chain(arguments["optimizer"]) and not isinstance(arguments["optimizer"], cst.Call):
+        plan.refuse(call, "DistributedOptimizer is moved where it is given a name, or an optimizer that is made there")
+    else:
+        return True
+    return False
+
+
+def _accumulate(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
+    """`backward_passes_per_step` becomes an argument of the optimizer that is wrapped; whether there is one."""
+    passes = literal(arguments.get("backward_passes_per_step"))
+    if passes in ("", "1"):
+        return False
+    if literal(arguments.get("average_aggregated_gradients")) != "True":
+        plan.refuse(
+            call,
+            "backward_passes_per_step without average_aggregated_gradients=True adds gradients up, and Keras'"
+            " gradient_accumulation_steps takes their mean: say average_aggregated_gradients=True, and multiply the"
+            " learning rate by the passes, where the optimizer is plain SGD",
+        )
+        return False
+    source, made = plan.source, arguments["optimizer"]
+    if is_chain(made):
+        found = assignments(source, code(made), call)
+        made = found[0] if len(found) == 1 else made
+    if not isinstance(made, cst.Call) or ".optimizers." not in source.qualified(made.func) or not passes.isdigit():
+        plan.refuse(
+            call,
+            "backward_passes_per_step is moved where it is a number, to the one line that makes the optimizer:"
+            " gradient_accumulation_steps=",
+        )
+        return False
+
+    def written(updated: cst.Call) -> str:
+        args = list(updated.args)
+        if args and not isinstance(args[-1].comma, cst.Comma):
+            args[-1] = args[-1].with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+        equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+        steps = cst.Arg(cst.Integer(passes), keyword=cst.Name("gradient_accumulation_steps"), equal=equal)
+        return code(updated.with_changes(args=[*args, steps]))
+
+    plan.note(call, _ACCUMULATES)
+    plan.replace(made, written)
+    return True
+
+
+def _take_off(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> None:
+    """The plain optimizer takes the wrapped one's place; what is compiled with it is prepared."""
+    source = plan.source
+    compiles = _compiles(source, call)
+    if not compiles:
+        plan.refuse(
+            call,
+            "which model is compiled with it cannot be told: DistributedOptimizer is moved in model.compile(...), or"
+            " where the name that it is assigned to is compiled with, below it in the same function",
+        )
+    for found in compiles:
+        statement = statement_of(plan, found, "model.compile")
+        assert isinstance(found.func, cst.Attribute)
+        if statement is None:
+            continue
+        if not is_chain(found.func.value):
+            plan.refuse(found, "a model is prepared where it has a name")
+            continue
+        plan.needs.add("hvk")
+        _then(plan, statement, [_prepare(plan, code(found.func.value), arguments)])
+    line = source.statement(call)
+    if isinstance(line, cst.SimpleStatementLine):
+        target, value = target_of(line)
+        if value is call and target is not None and code(target) == code(arguments["optimizer"]):
+            plan.remove(line)
+            return
+    plan.replace(
+        call, lambda updated: code((bind(updated, "DistributedOptimizer", KERAS_SIGNATURES) or {})["optimizer"])
+    )
+
+
+def _prepare(plan: Plan, model: str, arguments: dict[str, cst.BaseExpression]) -> str:
+    compression = arguments.get("compression")
+    extra = []
+    if compression is not None and plan.source.qualified(compression) != plan.prefix + "Compression.none":
+        fp16 = plan.source.qualified(compression) == plan.prefix + "Compression.fp16"
+        extra.append(f"compression={_FP16 if fp16 else code(compression)}")
+    if literal(arguments.get("sparse_as_dense")) not in ("", "False"):
+        extra.append(f"sparse_as_dense={code(arguments['sparse_as_dense'])}")
+    return f"hvk.prepare({', '.join([model, *extra])})"
+
+
+_FP16 = '"fp16"'
+
+
+def _compiles(source: Source, call: cst.Call) -> list[cst.Call]:
+    """The calls of `model.compile` that are given a wrapped optimizer."""
+    statement = source.statement(call)
+    target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
+    name = code(target) if target is not None and value is call and is_chain(target) else ""
+    found = []
+    for other in calls(source.function(call)):
+        if not isinstance(other.func, cst.Attribute) or tail(other.func) != "compile":
+            continue
+        first = other.args[0].value if other.args and other.args[0].keyword is None else None
+        given = next((arg.value for arg in other.args if literal(arg.keyword) == "optimizer"), first)
+        below = source.line(other) > source.line(call) and source.function(other) is source.function(call)
+        if given is call or (name and below and given is not None and code(given) == name):
+            found.append(other)
+    return found
+
+
+def _then(plan: Plan, statement: cst.SimpleStatementLine, texts: Sequence[str]) -> None:
+    """Puts statements behind one, which stays."""
+    before = plan.statements.get(statement)
+
+    def written(updated: Any) -> Sequence[Any]:
+        config = plan.source.module.config_for_parsing
+        made = [updated] if before is None else list(before(updated))
+        return [*made, *(cst.parse_statement(text, config) for text in texts)]
+
+    plan.statements[statement] = written
+
+
+# -- loaded models -----------------------------------------------------------------------------------------------
+def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> None:
+    """`hvd.load_model` wraps what it loads: a plain file's model is prepared."""
+    arguments = arguments_of(plan, call, "load_model")
+    if arguments is None:
+        return
+    statement = plan.source.statement(call)
+    target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
+    if value is not call or target is None or not is_chain(target) or "filepath" not in arguments:
+        plan.refuse(call, "hvd.load_model is moved where what it loads is assigned to one name")
+        return
+    if "custom_optimizers" in arguments:
+        plan.refuse(call, "custom_optimizers: Keras takes them by name, custom_objects={...}")
+        return
+    for name in ("compression", "legacy_opts"):
+        if name != "compression" or plan.source.qualified(arguments.get(name, call)).endswith(".none"):
+            plan.settle(arguments.get(name))
+    assert isinstance(statement, cst.SimpleStatementLine)
+    model = code(target)
+    plan.needs.add("hvk")
+    keras = _keras(plan)
+
+    def loads(updated: cst.Call) -> str:
+        found = bind(updated, "load_model", KERAS_SIGNATURES) or {}
+        objects = [f"custom_objects={code(found['custom_objects'])}"] if "custom_objects" in found else []
+        return f"{keras}.models.load_model({', '.join([code(found['filepath']), *objects])})"
+
+    plan.replace(call, loads)
+    more = []
+    if accumulates:
+        more.append(f"{model}.optimizer.gradient_accumulation_steps = None")
+        plan.note(
+            call,
+            "hvd.load_model forgets backward_passes_per_step, and so does the new script: take the line with"
+            " gradient_accumulation_steps = None out to go on accumulating",
+        )
+    _then(plan, statement, [*more, _prepare(plan, model, arguments)])
+
+
+def _keras(plan: Plan) -> str:
+    """How the script names Keras; an import is added where it does not."""
+    found = {
+        plan.source.qualified(node): code(node)
+        for node in walk(plan.source.module)
+        if isinstance(node, (cst.Name, cst.Attribute))
+        and plan.source.qualified(node) in ("keras", "tensorflow.keras")
+        and not isinstance(plan.source.parent(node), (cst.ImportAlias, cst.ImportFrom, cst.AsName))
+    }
+    if not found:
+        plan.needs.add("keras")
+    return found.get("keras") or found.get("tensorflow.keras") or "keras"
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------
+def _move_pinning(plan: Plan) -> None:
+    """`hvdtrain.init` gives each rank its GPU: the lines that do go, since they would come too late."""
+    source = plan.source
+    local = plan.prefix + "local_rank"
+    pins = [
+        call
+        for call in calls(source.module)
+        if _device_call(source, call) == "set_visible_devices"
+        and any(source.qualified(node) == local for node in walk(call))
+    ]
+    gone: list[Any] = []
+    for pin in pins:
+        block = source.function(pin)
+        inside = [node for node in walk(block) if _pins(source, node)]
+        gone += [node for node in inside if source.parent(node) not in inside and node not in gone]
+        gone = [node for node in gone if not any(above in gone for above in source.above(node))]
+    for statement in gone:
+        plan.settle(statement)
+        plan.remove(statement)
+    for call in calls(source.module):
+        if _device_call(source, call) == "list_physical_devices" and gone:
+            statement = source.statement(call)
+            target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
+            if value is call and isinstance(target, cst.Name) and not _used(source, target, gone):
+                assert isinstance(statement, cst.SimpleStatementLine)
+                plan.remove(statement)
+
+
+def _device_call(source: Source, call: cst.CSTNode) -> str:
+    name = source.qualified(call.func) if isinstance(call, cst.Call) else ""
+    return name.split(".")[-1] if name.startswith("tensorflow.config.") else ""
+
+
+def _pins(source: Source, node: cst.CSTNode) -> bool:
+    """Whether a statement does nothing but choose GPUs and how their memory is taken."""
+    if isinstance(node, cst.SimpleStatementLine):
+        [small] = node.body if len(node.body) == 1 else [None]
+        value = small.value if isinstance(small, cst.Expr) else None
+        return value is not None and _device_call(source, value) in ("set_visible_devices", "set_memory_growth")
+    if isinstance(node, (cst.If, cst.For)) and node.orelse is None and isinstance(node.body, cst.IndentedBlock):
+        return all(_pins(source, one) for one in node.body.body)
+    return False
+
+
+def _used(source: Source, name: cst.Name, gone: Sequence[cst.CSTNode]) -> bool:
+    """Whether a name is used elsewhere than in statements that go."""
+    return any(
+        isinstance(node, cst.Name)
+        and node.value == name.value
+        and node is not name
+        and not any(above in gone for above in source.above(node))
+        for node in walk(source.module)
+    )

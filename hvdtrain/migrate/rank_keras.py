@@ -1,0 +1,112 @@
+"""What a proof knows of a script on Keras over TensorFlow: its models, the batches of `fit`, and what is made alike."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # Horovod's wrapper is of no other
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.callbacks.callback_list import CallbackList
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
+from tensorflow.python.eager import context
+
+from hvdtrain.migrate.rank import SEED, Enough, wrap
+
+_SEEDS = (GLOBAL_SEED_GENERATOR, GLOBAL_RANDOM_SEED)
+
+
+class Watch:
+    """Counts the batches that models are fitted on, and knows the models.
+
+    Attributes:
+        updates: batches of `fit`; with accumulation several of them are an update.
+        left_out: nothing; it is of PyTorch.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._first = limit, 0
+        self._models: list[Any] = []
+        self.updates = self.left_out = 0
+        keras.utils.set_random_seed(SEED)
+        _alike_in_hvdtrain()
+        wrap(CallbackList, "on_train_batch_begin", self._begins)
+        wrap(CallbackList, "on_train_batch_end", self._ends)
+
+    def _begins(self, original: Callable[..., Any], callbacks: Any, batch: int, *args: Any, **kwargs: Any) -> None:
+        self._first = batch
+        if not any(model is callbacks.model for model in self._models):
+            self._models.append(callbacks.model)
+        original(callbacks, batch, *args, **kwargs)
+
+    def _ends(self, original: Callable[..., Any], callbacks: Any, batch: int, *args: Any, **kwargs: Any) -> None:
+        original(callbacks, batch, *args, **kwargs)
+        self.updates += batch + 1 - self._first  # several, with steps_per_execution
+        if self.updates >= self._limit:
+            raise Enough
+
+    def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """Weights of the models, what is not trained too, in the order in which these were fitted."""
+        arrays, eps = {}, {}
+        for number, model in enumerate(self._models, 1):
+            name = type(model).__name__ if len(self._models) == 1 else f"{type(model).__name__} {number}"
+            for place, weight in enumerate(model.weights):
+                kind = tf.as_dtype(weight.dtype)
+                value = tf.cast(weight.value, tf.float32) if kind.is_floating and kind.size < 4 else weight.value
+                key = f"{name}: {place} {weight.name}"
+                arrays[key] = np.array(value)
+                eps[key] = float(np.finfo((kind if kind.is_floating else tf.float64).as_numpy_dtype).eps)
+        return arrays, eps
+
+    def rank(self) -> int:
+        return int(hvd.rank())
+
+    def end(self) -> None:
+        hvd.allreduce(tf.constant(0.0), name="hvdtrain.migrate.end")
+        hvd.shutdown()
+
+
+@contextmanager
+def _kept_streams() -> Iterator[None]:
+    """Random numbers go on as if what is within had drawn and seeded nothing."""
+    known: Any = context.context()
+    operations = random.Random()  # whose numbers seed TensorFlow's operations; there is none without a seed
+    seed, drawn = known._seed, known._rng.getstate() if known._seed is not None else None
+    states = random.getstate(), np.random.get_state()
+    seeds = [global_state.get_global_attribute(name) for name in _SEEDS]
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        known._seed = seed
+        if drawn is not None:
+            operations.setstate(drawn)
+            known._rng = operations
+        for name, value in zip(_SEEDS, seeds, strict=True):
+            global_state.set_global_attribute(name, value)
+
+
+def _alike_in_hvdtrain() -> None:
+    """The streams of random numbers stay the script's own: hvdtrain gives each rank others."""
+    import hvdtrain
+    import hvdtrain.keras
+    from hvdtrain.keras import rng, start
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with _kept_streams():
+            return original(*args, **kwargs)
+
+    wrap(hvdtrain, "init", around)
+    wrap(hvdtrain.keras, "prepare", around)
+    wrap(start, "start", around)
+    wrap(rng, "split_streams", lambda original, model, world: None)

@@ -1,0 +1,141 @@
+"""What a proof knows of a script on PyTorch: its models, its updates, and what is made alike."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hvdtrain.migrate.rank import SEED, Enough, wrap
+
+
+class Watch:
+    """Counts updates, and knows the models.
+
+    Attributes:
+        updates: steps of optimizers that the script asked for.
+        left_out: of Horovod's own updates with gradients of zero, those that would have changed something.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._paused, self._depth = limit, False, Counter[int]()
+        self._modules: list[nn.Module] = []  # held: at the script's end they are still to be read
+        self.updates, self.left_out = 0, 0
+        seed()
+        _alike_in_horovod(self)
+        _alike_in_hvdtrain()
+        register_optimizer_step_pre_hook(self._begins)
+        register_optimizer_step_post_hook(self._ends)
+        plain = nn.Module.__init__
+
+        @functools.wraps(plain)
+        def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            self._modules.append(module)
+            plain(module, *args, **kwargs)
+
+        setattr(nn.Module, "__init__", init)  # noqa: B010 - mypy has it that methods stay
+
+    def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth[id(optimizer)] += 1
+
+    def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth[id(optimizer)] -= 1  # Horovod's step calls the one that it has inherited
+        if self._paused or self._depth[id(optimizer)]:
+            return
+        self.updates += 1
+        if self.updates == self._limit:
+            raise Enough
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """Parameters and buffers of the script's models, in the order in which these were made."""
+        own = [m for m in self._modules if not type(m).__module__.startswith(("hvdtrain.", "horovod."))]
+        parts = {id(part) for module in own for part in module.modules() if part is not module}
+        roots = [m for m in own if id(m) not in parts and any(True for _ in m.state_dict())]
+        arrays, eps = {}, {}
+        for number, root in enumerate(roots, 1):
+            name = type(root).__name__ if len(roots) == 1 else f"{type(root).__name__} {number}"
+            for key, tensor in (*root.named_parameters(), *root.named_buffers()):
+                found = tensor.detach().cpu()
+                small = found.is_floating_point() and found.element_size() < 4  # numpy has no bfloat16
+                arrays[f"{name}: {key}"] = (found.float() if small else found).numpy().copy()
+                kind = found.dtype if found.is_floating_point() or found.is_complex() else torch.float64
+                eps[f"{name}: {key}"] = torch.finfo(kind).eps
+        return arrays, eps
+
+    def rank(self) -> int:
+        return hvd.rank()
+
+    def end(self) -> None:
+        hvd.barrier()
+        hvd.shutdown()
+
+
+@contextmanager
+def _kept_streams() -> Iterator[None]:
+    """Random numbers go on as if what is within had drawn and seeded nothing."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state_all()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        torch.cuda.set_rng_state_all(states[3])
+
+
+def seed() -> None:
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+def _alike_in_hvdtrain() -> None:
+    """The streams of random numbers stay the script's own: hvdtrain gives each rank others."""
+    import hvdtrain
+    import hvdtrain.torch
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with _kept_streams():
+            return original(*args, **kwargs)
+
+    wrap(hvdtrain, "init", around)
+    wrap(hvdtrain.torch, "prepare", around)
+
+
+def _alike_in_horovod(watch: Watch) -> None:
+    """The update with gradients of zero, by which Horovod makes an optimizer's state before it sends it, is undone."""
+
+    def around(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in parameters]
+        empty = hvd.broadcast_object(not optimizer.state_dict()["state"], root_rank=0)
+        with watch.paused():
+            result = original(optimizer, *args, **kwargs)
+        moved = any(not torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+        steps = any("step" in state for state in optimizer.state.values())
+        with torch.no_grad():
+            for parameter, old in zip(parameters, before, strict=True):
+                parameter.copy_(old)
+        if empty:
+            watch.left_out += moved or steps
+            optimizer.state.clear()
+        return result
+
+    wrap(hvd, "broadcast_optimizer_state", around)

@@ -1,0 +1,151 @@
+"""Who the ranks are, in scripts of every framework: `hvd.init`, `hvd.rank`, and what is done by `world`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import libcst as cst
+from libcst import metadata
+
+from hvdtrain.migrate.plan import Plan, condition_above, statement_of
+from hvdtrain.migrate.source import bind, calls, code, literal
+
+Arguments = dict[str, cst.BaseExpression]
+RUN_REASON = "horovod.run is moved where it is called, with args=, kwargs=, np=, hosts= and hostfile="
+_SEEDS = (
+    "torch.manual_seed", "numpy.random.seed", "random.seed", "tensorflow.random.set_seed",
+    "keras.utils.set_random_seed", "tensorflow.keras.utils.set_random_seed",
+)  # fmt: skip
+
+
+def move_init(plan: Plan) -> None:
+    """`hvd.init()` becomes `world = hvdtrain.init("torch")`, or "keras", which is who knows of the ranks."""
+    source = plan.source
+    found = [call for call in calls(source.module) if source.qualified(call.func) == plan.prefix + "init"]
+    for call in found:
+        plan.settle(call)
+        if call is not found[0]:
+            plan.refuse(call, "a second hvd.init(): hvdtrain.init is called once")
+            continue
+        statement = statement_of(plan, call, "hvd.init()")
+        if statement is None:
+            continue
+        if call.args:
+            plan.refuse(call, "hvd.init with arguments: hvdtrain takes all ranks, and the devices that it finds")
+        elif condition_above(source, call) is not None:
+            plan.refuse(
+                call, "hvd.init() under a condition: hvdtrain.init is always called, and one process is a world of one"
+            )
+        if "world" not in source.names():
+            plan.world_scope = source.scope(call)
+        plan.needs.add("hvdtrain")
+        plan.rewrite(
+            statement,
+            lambda _: [f'{"world = " if "world" in plan.needs else ""}hvdtrain.init("{plan.framework}")'],
+        )
+        _note_seeds(plan, call)
+
+
+def _note_seeds(plan: Plan, init: cst.Call) -> None:
+    """hvdtrain.init seeds: what was seeded before it is seeded anew."""
+    source = plan.source
+    for call in calls(source.module):
+        above = source.line(call) < source.line(init) and source.function(call) is source.function(init)
+        if above and source.qualified(call.func) in _SEEDS:
+            library = {"torch": "PyTorch", "keras": "Keras"}[plan.framework]
+            plan.note(call, f"hvdtrain.init seeds Python, numpy and {library} anew: give it seed=, or seed after it")
+
+
+def ranks(plan: Plan, node: cst.CSTNode) -> str:
+    """The world, as a node can name it."""
+    plan.needs.add("hvdtrain")
+    scope = plan.source.scope(node)
+    while plan.world_scope is not None and scope is not None:
+        if scope is plan.world_scope:
+            plan.needs.add("world")
+            return "world"
+        if isinstance(scope, metadata.GlobalScope):
+            break
+        scope = scope.parent
+    return "hvdtrain.current()"
+
+
+def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine], **kept: str) -> None:
+    """The first import of Horovod in each scope becomes those of hvdtrain that are needed, after those that are kept.
+
+    Args:
+        plan: whose `needs` say which.
+        imports: of Horovod.
+        kept: other statements, by what needs them.
+    """
+    lines = {
+        **kept,
+        "hvdtrain": "import hvdtrain",
+        "hvk": "import hvdtrain.keras as hvk",
+        "hvt": "import hvdtrain.torch as hvt",
+    }
+    seen: list[Any] = []
+    for statement in imports:
+        scope = plan.source.scope(statement)
+        texts = [line for name, line in lines.items() if name in plan.needs] if scope not in seen else []
+        seen.append(scope)
+        plan.rewrite(statement, _constantly(texts))
+
+
+def _constantly(texts: Sequence[str]) -> Callable[[Any], Sequence[str]]:
+    return lambda _: texts
+
+
+def attribute(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+    plan.replace(call, f"{ranks(plan, call)}.{name}")
+
+
+def method(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+    plan.replace(call, f"{ranks(plan, call)}.{name}()")
+
+
+def initialized(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+    plan.needs.add("hvdtrain")
+    plan.replace(call, "(hvdtrain.current() is not None)")
+
+
+def shutdown(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+    statement = statement_of(plan, call, "hvd.shutdown()")
+    if statement is not None:
+        plan.remove(statement)  # a world is left at the program's end
+
+
+def root_of(arguments: Arguments) -> str:
+    root = literal(arguments.get("root_rank"))
+    return "" if root in ("", "0") else f", {root}"
+
+
+def object_of(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+    world, does = ranks(plan, call), "broadcast" if name == "broadcast_object" else "gather"
+
+    def written(updated: cst.Call) -> str:
+        found = bind(updated, name) or {}
+        return f"{world}.{does}({code(found['obj'])}{root_of(found)})"
+
+    plan.replace(call, written)
+
+
+def move_run(plan: Plan, call: cst.Call) -> None:
+    """`horovod.run(f, args=(...), np=2)` starts ranks from Python; hvdtrain's have Gloo between them."""
+    names = ["func", "args", "kwargs", "np"][: len(call.args)]
+    names = [names[i] if arg.keyword is None else arg.keyword.value for i, arg in enumerate(call.args)]
+    if any(arg.star for arg in call.args) or set(names) - {*_RUN, *_RUN_DROPPED}:
+        plan.refuse(call, RUN_REASON)
+        return
+    plan.needs.add("hvdtrain")
+
+    def written(updated: cst.Call) -> str:
+        kept = [(name, code(arg.value)) for name, arg in zip(names, updated.args, strict=True) if name in _RUN]
+        return f"hvdtrain.run({', '.join(text if name == 'func' else f'{name}={text}' for name, text in kept)})"
+
+    plan.replace(call, written)
+
+
+_RUN = ("func", "args", "kwargs", "np", "hosts", "hostfile")
+_RUN_DROPPED = ("use_gloo", "use_mpi", "verbose")

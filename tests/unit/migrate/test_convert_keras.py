@@ -1,0 +1,194 @@
+"""Scripts of Horovod's Keras in, hvdtrain scripts out: text to text; and what is refused, each line with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from horovod_scripts import FOLDER
+
+from hvdtrain.migrate.convert import convert
+
+HEAD = "import horovod.tensorflow.keras as hvd\nimport keras\nhvd.init()\nmodel = build()\n"
+NEW_HEAD = (
+    'import hvdtrain\nimport hvdtrain.keras as hvk\nimport keras\nhvdtrain.init("keras")\nmodel = build()\n'
+)
+WRAP = HEAD + "model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss='mse')\n"
+PREPARED = NEW_HEAD + "model.compile(optimizer=keras.optimizers.SGD(0.1), loss='mse')\nhvk.prepare(model)\n"
+
+
+def moved(text: str) -> str:
+    """The new script; it compiles, and has nothing of Horovod's left but callbacks that set the learning rate."""
+    found = convert(text)
+    assert not found.refused, found.refused
+    assert found.framework == "keras"
+    compile(found.text, "new.py", "exec")
+    assert "import horovod" not in found.text and "hvd." not in found.text
+    return found.text
+
+
+def refused(text: str) -> list[tuple[int, str]]:
+    """Line and reason of what is refused; the script is as it was."""
+    found = convert(text)
+    assert found.refused and found.text == text
+    return [(finding.line, finding.text) for finding in found.refused]
+
+
+def test_a_model_is_prepared_where_it_is_compiled() -> None:
+    assert moved(WRAP) == PREPARED
+    named = HEAD + "opt = keras.optimizers.SGD(0.1)\nopt = hvd.DistributedOptimizer(opt)\nmodel.compile(opt)  # so\n"
+    assert moved(named) == NEW_HEAD + "opt = keras.optimizers.SGD(0.1)\nmodel.compile(opt)  # so\nhvk.prepare(model)\n"
+    other = named.replace("opt = hvd", "its = hvd").replace("compile(opt)", "compile(its)")
+    assert "its = opt\nmodel.compile(its)  # so\nhvk.prepare(model)\n" in moved(other)
+
+
+@pytest.mark.parametrize(
+    "given, wanted",
+    [
+        ("compression=hvd.Compression.fp16", '(model, compression="fp16")'),
+        ("compression=hvd.Compression.none", "(model)"),
+        ("sparse_as_dense=True", "(model, sparse_as_dense=True)"),
+        ("op=hvd.Average, num_groups=1, name='o', process_set=hvd.global_process_set", "(model)"),
+        ("backward_passes_per_step=1", "(model)"),
+    ],
+)
+def test_arguments_of_the_wrapper(given: str, wanted: str) -> None:
+    assert f"\nhvk.prepare{wanted}\n" in moved(WRAP.replace("SGD(0.1))", f"SGD(0.1), {given})"))
+
+
+def test_passes_are_the_optimizers_own() -> None:
+    passes = "backward_passes_per_step=4, average_aggregated_gradients=True"
+    new = "keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)"
+    text = WRAP.replace("SGD(0.1))", f"SGD(0.1), {passes})")
+    assert f"optimizer={new}, loss" in moved(text)
+    [note] = convert(text).notes
+    assert note.line == 5 and "Horovod counts passes" in note.text
+    named = HEAD + f"opt = keras.optimizers.SGD(0.1)\nopt = hvd.DistributedOptimizer(opt, {passes})\nmodel.compile(opt)\n"
+    assert f"opt = {new}\nmodel.compile(opt)\nhvk.prepare(model)\n" in moved(named)
+    [(line, reason)] = refused(text.replace(", average_aggregated_gradients=True", ""))
+    assert line == 5 and "adds gradients up" in reason
+
+
+def test_loaded_models() -> None:
+    text = WRAP + "model.save(path)\nmodel = hvd.load_model(path, custom_objects={'f': f})\n"
+    load = "model = keras.models.load_model(path, custom_objects={'f': f})\n"
+    assert moved(text) == f"{PREPARED}model.save(path)\n{load}hvk.prepare(model)\n"
+    accumulating = text.replace("SGD(0.1))", "SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=True)")
+    assert f"{load}model.optimizer.gradient_accumulation_steps = None\nhvk.prepare(model)\n" in moved(accumulating)
+    alone = "import horovod.keras as hvd\nhvd.init()\nmodel = hvd.load_model(path)\n"
+    assert moved(alone).startswith("import keras\nimport hvdtrain\n")
+
+
+BROADCAST, METRICS = "hvd.callbacks.BroadcastGlobalVariablesCallback(0)", "hvd.callbacks.MetricAverageCallback()"
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        (f"model.fit(x, callbacks=[{BROADCAST}])\n", "model.fit(x, callbacks=hvk.callbacks(model))\n"),
+        (f"model.fit(x, callbacks=[{BROADCAST}, a])\n", "model.fit(x, callbacks=[*hvk.callbacks(model), a])\n"),
+        (f"c = [{BROADCAST}, {METRICS}]\nmodel.fit(x, callbacks=c)\n", "model.fit(x, callbacks=hvk.callbacks(model))\n"),
+        (
+            f"c = [{BROADCAST}, a, {METRICS}]\nmodel.fit(x, callbacks=c)\n",
+            "c = [a]\nmodel.fit(x, callbacks=[*hvk.callbacks(model), *c])\n",
+        ),
+        (
+            f"c = [{BROADCAST}]\nc.append(a)\nmodel.fit(x, callbacks=c)\n",
+            "c = []\nc.append(a)\nmodel.fit(x, callbacks=[*hvk.callbacks(model), *c])\n",
+        ),
+        (
+            f"c = [a]\nc.append({BROADCAST})\nmodel.fit(x, callbacks=c)\n",
+            "c = [a]\nmodel.fit(x, callbacks=[*hvk.callbacks(model), *c])\n",
+        ),
+    ],
+)
+def test_callbacks(old: str, new: str) -> None:
+    assert moved(WRAP + old) == PREPARED + new
+
+
+@pytest.mark.parametrize("module", ["horovod.keras", "horovod.tensorflow.keras"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_callbacks_that_set_the_learning_rate_stay(module: str, direct: bool) -> None:
+    warmup = "LearningRateWarmupCallback(initial_lr=0.1)"
+    text = WRAP.replace("horovod.tensorflow.keras", module)
+    if direct:
+        text = f"from {module}.callbacks import LearningRateWarmupCallback\n{text}model.fit(x, callbacks=[{warmup}])\n"
+    else:
+        text += f"model.fit(x, callbacks=[{BROADCAST}, hvd.callbacks.{warmup}])\n"
+    new = moved(text)
+    assert new.startswith(f"from {module}.callbacks import LearningRateWarmupCallback\nimport hvdtrain\n")
+    assert new.endswith(f"callbacks=[{'' if direct else '*hvk.callbacks(model), '}{warmup}])\n")
+    assert "stays Horovod's" in convert(text).notes[0].text
+
+
+def test_lines_that_pin_a_gpu_go() -> None:
+    pin = """\
+gpus = tf.config.experimental.list_physical_devices('GPU')
+for gpu in gpus:
+    tf.config.experimental.set_memory_growth(gpu, True)
+if gpus:
+    tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], 'GPU')
+"""
+    text = "import tensorflow as tf\n" + WRAP.replace("hvd.init()\n", "hvd.init()\n" + pin)
+    assert moved(text) == "import tensorflow as tf\n" + PREPARED
+    used = moved(text + "print(len(gpus))\n")
+    assert "gpus = tf.config" in used and "set_visible_devices" not in used
+    assert "set_memory_growth" in moved(text.replace("[hvd.local_rank()]", "[0]"))
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("hvd.allreduce(x)", 'world.mean({"value": x})["value"]'),
+        ("hvd.allreduce(x, name='loss')", "world.mean({'loss': x})['loss']"),
+        ("hvd.allreduce(x, average=False)", 'world.sum({"value": x})["value"]'),
+        ("500 // hvd.size() if hvd.rank() else 0", "500 // world.size if world.rank else 0"),
+    ],
+)
+def test_numbers_and_ranks(old: str, new: str) -> None:
+    assert moved(f"import horovod.keras as hvd\nhvd.init()\ny = {old}\n").endswith(f"\ny = {new}\n")
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ("o = hvd.DistributedOptimizer(opt)", "which model is compiled with it"),
+        ("def f():\n    return hvd.DistributedOptimizer(opt)", "which model is compiled with it"),
+        ("model.compile(hvd.DistributedOptimizer(opt, op=hvd.Sum))", "op=hvd.Sum"),
+        ("model.compile(hvd.DistributedOptimizer(opt, process_set=s))", "a process set"),
+        ("model.compile(hvd.DistributedOptimizer(*a))", "the arguments of hvd.DistributedOptimizer"),
+        ("models[0].compile(hvd.DistributedOptimizer(opt))", "where it has a name"),
+        ("f(hvd.load_model(path))", "assigned to one name"),
+        ("m = hvd.load_model(path, custom_optimizers=[O])", "custom_optimizers"),
+        (f"c = [{BROADCAST}]", "which model.fit is given it"),
+        (f"model.fit(x, callbacks=[{BROADCAST.replace('0', '1')}])", "neither another's, nor a part"),
+        ("c = hvd.callbacks.BestModelCheckpoint(p)", "save_best_only=True"),
+        ("hvd.broadcast_global_variables(0)", "outside of fit there is none"),
+        ("hvd.elastic.run(f)", "hvdtrain.Checkpointer"),
+        ("hvd.allreduce(x, op=hvd.Adasum)", "a mean, or a sum"),
+        ("hvd.allreduce(x, average=a)", "cannot be told"),
+        ("hvd.allreduce(x, prescale_factor=2.0)", "without factors"),
+        ("x = hvd.allgather(y)", "hvd.allgather has no counterpart"),
+        ("f(hvd)", "hvd itself as a value"),
+        ("import horovod.torch as other", "nothing else"),
+    ],
+)
+def test_what_cannot_be_moved_is_told_with_its_line(line: str, reason: str) -> None:
+    found = refused(HEAD + line + "\n")
+    wanted = 1 if line.startswith("import") else 5 + line.count("\n")
+    assert any(at == wanted and reason in said for at, said in found), found
+
+
+REFUSED = {"tensorflow_gradient_tape": [33, 39, 40, 47]}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in sorted(FOLDER.glob("*.py")) if "torch" not in path.name], ids=lambda path: path.stem
+)
+def test_the_twenty_scripts(path: Path) -> None:
+    text = path.read_text()
+    if (wanted := REFUSED.get(path.stem)) is None:
+        moved(text)
+    else:
+        found = refused(text)
+        assert [line for line, _ in found] == wanted and "hvdtrain guard" in found[0][1]
