@@ -1,4 +1,4 @@
-"""`hvdtrain migrate`: turns a script on `horovod.torch` into one on hvdtrain, and proves that both train the same.
+"""`hvdtrain migrate`: turns a script on Horovod into one on hvdtrain, and proves that both train the same.
 
 It prints the change as a diff. A script of which a line cannot be moved is left as it is: each such line is told, with
 the reason.
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--in-place", action="store_true", help="write the new script, and keep the old as SCRIPT.orig")
     where.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the new script to FILE, a new one")
-    add("script", metavar="SCRIPT", type=Path, help="a script that trains on horovod.torch")
+    add("script", metavar="SCRIPT", type=Path, help="a script that trains on horovod.torch, or on Horovod's Keras")
     add("argv", nargs=argparse.REMAINDER, metavar="ARGS", help="with --prove: the script's own arguments")
     # fmt: on
 

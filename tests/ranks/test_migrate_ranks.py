@@ -23,6 +23,7 @@ OTHERS = (
     "torch_accumulation.py", "torch_adasum.py", "torch_batchnorm.py", "torch_fp16_compression.py", "torch_gan.py",
     "torch_gather_predictions.py", "torch_grouped_allreduce.py", "torch_mnist.py --epochs 3",
     "torch_resume.py --epochs 4", "torch_warmup.py",
+    "keras_fit.py", "keras_resume.py", "keras_train_step.py", "tensorflow_keras_fit.py",
 )  # fmt: skip
 
 
@@ -40,17 +41,21 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @functools.cache
 def as_it_is(name: str) -> Run:
     script = FOLDER / name
-    return run(script, None, [], updates=20, timeout_s=200, which="old")
+    return run(
+        script, None, [], updates=20, timeout_s=200, which="old", framework=convert(script.read_text()).framework
+    )
 
 
 def proof_of(name: str, *changes: tuple[str, str]) -> Proof:
     """Of a script and what it becomes, with mistakes put into that."""
     script = FOLDER / name
-    new = convert(script.read_text()).text
+    found = convert(script.read_text())
+    new = found.text
     for old, wrong in changes:
         assert new.count(old) == 1, old
         new = new.replace(old, wrong)
-    return compare(as_it_is(name), run(script, new, [], updates=20, timeout_s=200, which="new"))
+    made = run(script, new, [], updates=20, timeout_s=200, which="new", framework=found.framework)
+    return compare(as_it_is(name), made)
 
 
 def migrate(*argv: str | Path) -> subprocess.CompletedProcess[str]:
@@ -64,8 +69,10 @@ def test_the_scripts_are_proven(line: str) -> None:
     name, *argv = line.split()
     result = migrate("--prove", FOLDER / name, *argv)
     assert result.returncode == 0, result.stderr
-    said = re.search(r"after (\d+) updates on 2 ranks .* by at most (\S+) of", result.stderr)
-    assert said is not None and int(said[1]) >= 16 and float(said[2]) < 1e-6, result.stderr
+    said = re.search(r"after (\d+) (?:updates|batches of fit) on 2 ranks .* by at most (\S+) of", result.stderr)
+    assert (
+        said is not None and int(said[1]) >= (12 if name == "keras_train_step.py" else 16) and float(said[2]) < 1e-6
+    ), result.stderr
 
 
 LOOP = "optimizer.backward(loss)"
@@ -98,6 +105,29 @@ def test_a_wrong_new_script_is_not_proven(changes: list[tuple[str, str]]) -> Non
         assert "as many updates" in str(error)
     else:
         assert not proof.holds and proof.difference > 1e-3 and "NOT PROVEN" in str(proof)
+
+
+def test_a_script_of_keras() -> None:
+    """And without the average its weights part: the negative twin."""
+    proof = proof_of("keras_train_step.py")
+    assert proof.holds and proof.difference < 1e-6 and proof.updates == 12 and proof.tensors == 4
+    assert "12 batches of fit" in str(proof) and "Python, numpy and Keras" in str(proof)
+    proof = proof_of("keras_train_step.py", ("    hvk.prepare(model)\n", ""), ("hvk.callbacks(model)", "[]"))
+    assert not proof.holds and proof.difference > 1e-3 and "NOT PROVEN" in str(proof)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("LearningRateWarmupCallback(initial_lr=initial_lr, warmup_epochs=1),", ""),
+        ("world.rank :: world.size], y[world.rank", "world.rank :: world.size], y[world.rank * 0"),
+    ],
+    ids=["no warm-up", "other labels"],
+)
+def test_a_wrong_new_script_of_keras_is_not_proven(change: tuple[str, str]) -> None:
+    proof = proof_of("keras_fit.py", change)
+    assert not proof.holds and proof.difference > 1e-3
 
 
 @pytest.mark.thorough
