@@ -129,6 +129,13 @@ def _move_passes(plan: Plan, optimizers: training.Optimizers) -> None:
     if optimizers.prepared:
         for call in passes:
             training.move_backward(plan, optimizers, call)
+        for node in walk(source.module):
+            if isinstance(node, cst.Attribute) and tail(node) == "backward" and not _is_super_s(node):
+                outer = source.parent(node)
+                if not (isinstance(outer, cst.Call) and outer.func is node) or source.qualified(node).startswith(
+                    "torch."
+                ):
+                    plan.refuse(node, f"{code(node)}: what is moved is loss.backward(), called there")
         training.note_closures(plan, optimizers)
         wrapping.move_synchronize(plan, optimizers)
     elif passes and not (plan.refused or torch_calls.averages_by_hand(source)):
@@ -140,7 +147,11 @@ def _move_passes(plan: Plan, optimizers: training.Optimizers) -> None:
 
 
 def _is_a_module_s(source: Source, call: cst.Call) -> bool:
-    """torch.autograd.backward and the like, which are no method of a loss; and super().backward()."""
+    """torch.autograd.backward and the like, which are no method of a loss; and methods of the script's own classes."""
     assert isinstance(call.func, cst.Attribute)
     owner = call.func.value
-    return (is_chain(owner) and source.qualified(owner).startswith("torch.")) or code(owner).startswith("super(")
+    return (is_chain(owner) and source.qualified(owner).startswith("torch.")) or _is_super_s(call.func)
+
+
+def _is_super_s(node: cst.Attribute) -> bool:
+    return code(node.value).startswith("super(") or code(node.value) in ("self", "cls")

@@ -39,7 +39,6 @@ class Proof:
         rank: where.
         difference: the largest of its elements' differences, divided by the largest of its values.
         tolerance: of its type, for so many updates.
-        left_out: updates with gradients of zero that Horovod makes by itself, and that were undone in the old run.
         framework: of the scripts: torch, keras.
     """
 
@@ -49,7 +48,6 @@ class Proof:
     rank: int
     difference: float
     tolerance: float
-    left_out: int
     framework: str = "torch"
 
     @property
@@ -62,15 +60,10 @@ class Proof:
         lines = [
             f"{apart}after {self.updates} {_UNITS[self.framework]} on {RANKS} ranks the {self.tensors} tensors of the"
             f" old and the new script differ by at most {where} (tolerance {self.tolerance:.2g})",
-            f"made alike: both begin with seed 0 for Python, numpy and {_NAMES[self.framework]} on every rank, and draw"
-            " on as the script has it: that hvdtrain gives each rank random numbers of its own was undone",
+            "made alike: both begin with seed 0 on rank 0 and 1 on rank 1 for Python, numpy and"
+            f" {_NAMES[self.framework]}, and draw on as the script has it: that hvdtrain gives each rank random"
+            " numbers of its own was undone",
         ]
-        if self.left_out:
-            lines.append(
-                "and: the update with gradients of zero, which Horovod's broadcast_optimizer_state makes before the"
-                " first one (Adam counts it; weight decay shrinks weights), was undone in the old run: hvdtrain makes"
-                " none"
-            )
         return "\n".join(lines)
 
 
@@ -80,14 +73,12 @@ class Run:
 
     Attributes:
         updates: of each rank.
-        left_out: as of `Proof`.
         eps: the precision of each tensor's type, by its name.
         tensors: of each rank, by name.
         framework: as of `Proof`.
     """
 
     updates: list[int]
-    left_out: int
     eps: list[dict[str, float]]
     tensors: list[dict[str, np.ndarray]]
     framework: str = "torch"
@@ -169,9 +160,8 @@ def _read(folder: Path, framework: str) -> Run:
     for rank, record in enumerate(records):
         with np.load(folder / f"{rank}.npz") as arrays:
             tensors.append(dict(zip(record["eps"], (arrays[name] for name in arrays.files), strict=True)))
-    left_out = max(record["left_out"] for record in records)
     eps = [record["eps"] for record in records]
-    return Run([record["updates"] for record in records], left_out, eps, tensors, framework)
+    return Run([record["updates"] for record in records], eps, tensors, framework)
 
 
 def compare(old: Run, new: Run) -> Proof:
@@ -182,7 +172,7 @@ def compare(old: Run, new: Run) -> Proof:
     """
     if old.updates != new.updates or not min(old.updates):
         raise HvdtrainError(
-            "both scripts make as many updates, one or more",
+            "both scripts make as many updates with the optimizer of all ranks, one or more",
             f"by rank: the old one {old.updates}, the new one {new.updates}",
         )
     names = [list(tensors) for tensors in (*old.tensors, *new.tensors)]
@@ -195,7 +185,7 @@ def compare(old: Run, new: Run) -> Proof:
         for name, before in old.tensors[rank].items()
     ]
     gap, tolerance, name, rank = max(found, key=lambda one: one[0] / one[1])
-    return Proof(max(old.updates), len(names[0]), name, rank, gap, tolerance, old.left_out, old.framework)
+    return Proof(max(old.updates), len(names[0]), name, rank, gap, tolerance, old.framework)
 
 
 def _gap(before: np.ndarray, after: np.ndarray) -> float:

@@ -20,7 +20,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-SEED = 0
+
+def seed() -> int:
+    """Returns what this rank's random numbers begin with: unlike on each, so that a broadcast is needed."""
+    return int(os.environ["HOROVOD_RANK"])
 
 
 class Enough(BaseException):
@@ -31,12 +34,10 @@ class Watching(Protocol):
     """What a framework's `Watch` is: made before the script runs.
 
     Attributes:
-        updates: that the script made.
-        left_out: of Horovod's own updates with gradients of zero, those that would have changed something.
+        updates: that the script's distributed optimizers made.
     """
 
     updates: int
-    left_out: int
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """What the script's models hold, and the precision of each type, by name."""
@@ -81,7 +82,7 @@ def _leave(watch: Watching, folder: Path) -> None:
     arrays, eps = watch.tensors()
     rank = watch.rank()
     np.savez(folder / f"{rank}.npz", *arrays.values())
-    record = {"updates": watch.updates, "left_out": watch.left_out, "eps": eps}
+    record = {"updates": watch.updates, "eps": eps}
     (folder / f"{rank}.json").write_text(json.dumps(record))
     watch.end()
     sys.stdout.flush()

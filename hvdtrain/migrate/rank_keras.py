@@ -20,7 +20,7 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from tensorflow.python.eager import context
 
-from hvdtrain.migrate.rank import SEED, Enough, wrap
+from hvdtrain.migrate.rank import Enough, seed, wrap
 
 _SEEDS = (GLOBAL_SEED_GENERATOR, GLOBAL_RANDOM_SEED)
 
@@ -30,14 +30,13 @@ class Watch:
 
     Attributes:
         updates: batches of `fit`; with accumulation several of them are an update.
-        left_out: nothing; it is of PyTorch.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit, self._first = limit, 0
         self._models: list[Any] = []
-        self.updates = self.left_out = 0
-        keras.utils.set_random_seed(SEED)
+        self.updates = 0
+        keras.utils.set_random_seed(seed())
         _alike_in_hvdtrain()
         wrap(CallbackList, "on_train_batch_begin", self._begins)
         wrap(CallbackList, "on_train_batch_end", self._ends)
@@ -80,7 +79,7 @@ def _kept_streams() -> Iterator[None]:
     """Random numbers go on as if what is within had drawn and seeded nothing."""
     known: Any = context.context()
     operations = random.Random()  # whose numbers seed TensorFlow's operations; there is none without a seed
-    seed, drawn = known._seed, known._rng.getstate() if known._seed is not None else None
+    before, drawn = known._seed, known._rng.getstate() if known._seed is not None else None
     states = random.getstate(), np.random.get_state()
     seeds = [global_state.get_global_attribute(name) for name in _SEEDS]
     try:
@@ -88,7 +87,7 @@ def _kept_streams() -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        known._seed = seed
+        known._seed = before
         if drawn is not None:
             operations.setstate(drawn)
             known._rng = operations

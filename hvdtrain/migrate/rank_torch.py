@@ -15,24 +15,26 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hvdtrain.migrate.rank import SEED, Enough, wrap
+from hvdtrain.migrate.rank import Enough, seed, wrap
 
 
 class Watch:
     """Counts updates, and knows the models.
 
     Attributes:
-        updates: steps of optimizers that the script asked for.
-        left_out: of Horovod's own updates with gradients of zero, those that would have changed something.
+        updates: steps of optimizers that are wrapped, or prepared.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._paused, self._depth = limit, False, Counter[int]()
+        self._limit, self._depth = limit, Counter[int]()
         self._modules: list[nn.Module] = []  # held: at the script's end they are still to be read
-        self.updates, self.left_out = 0, 0
-        seed()
-        _alike_in_horovod(self)
-        _alike_in_hvdtrain()
+        self._distributed: list[Any] = []  # optimizers
+        self.updates = 0
+        random.seed(seed())
+        np.random.seed(seed())
+        torch.manual_seed(seed())
+        wrap(hvd, "DistributedOptimizer", self._wrapped)
+        self._alike_in_hvdtrain()
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ends)
         plain = nn.Module.__init__
@@ -49,19 +51,31 @@ class Watch:
 
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth[id(optimizer)] -= 1  # Horovod's step calls the one that it has inherited
-        if self._paused or self._depth[id(optimizer)]:
+        if self._depth[id(optimizer)] or not any(optimizer is one for one in self._distributed):
             return
         self.updates += 1
         if self.updates == self._limit:
             raise Enough
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+    def _wrapped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._distributed.append(optimizer := original(*args, **kwargs))
+        return optimizer
+
+    def _alike_in_hvdtrain(self) -> None:
+        """The streams of random numbers stay the script's own: hvdtrain gives each rank others."""
+        import hvdtrain
+        import hvdtrain.torch
+
+        def init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with _kept_streams():
+                return original(*args, **kwargs)
+
+        def prepare(original: Callable[..., Any], model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._distributed += optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+            return init(original, model, optimizer, *args, **kwargs)
+
+        wrap(hvdtrain, "init", init)
+        wrap(hvdtrain.torch, "prepare", prepare)
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Parameters and buffers of the script's models, in the order in which these were made."""
@@ -98,44 +112,3 @@ def _kept_streams() -> Iterator[None]:
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
         torch.cuda.set_rng_state_all(states[3])
-
-
-def seed() -> None:
-    random.seed(SEED)
-    np.random.seed(SEED)
-    torch.manual_seed(SEED)
-
-
-def _alike_in_hvdtrain() -> None:
-    """The streams of random numbers stay the script's own: hvdtrain gives each rank others."""
-    import hvdtrain
-    import hvdtrain.torch
-
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _kept_streams():
-            return original(*args, **kwargs)
-
-    wrap(hvdtrain, "init", around)
-    wrap(hvdtrain.torch, "prepare", around)
-
-
-def _alike_in_horovod(watch: Watch) -> None:
-    """The update with gradients of zero, by which Horovod makes an optimizer's state before it sends it, is undone."""
-
-    def around(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        before = [p.detach().clone() for p in parameters]
-        empty = hvd.broadcast_object(not optimizer.state_dict()["state"], root_rank=0)
-        with watch.paused():
-            result = original(optimizer, *args, **kwargs)
-        moved = any(not torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
-        steps = any("step" in state for state in optimizer.state.values())
-        with torch.no_grad():
-            for parameter, old in zip(parameters, before, strict=True):
-                parameter.copy_(old)
-        if empty:
-            watch.left_out += moved or steps
-            optimizer.state.clear()
-        return result
-
-    wrap(hvd, "broadcast_optimizer_state", around)

@@ -166,7 +166,7 @@ def _move_call(plan: Plan, call: cst.Call, name: str) -> None:
 
 def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
     op = _op(plan, call, arguments)
-    if op is None:
+    if op is None or _is_written_to(plan, call, name, arguments):
         return
     plan.needs.add("hvt")
     last = "" if op == "mean" else f', "{op}"'
@@ -181,7 +181,7 @@ def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> Non
         whole = isinstance(given, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
         alone = f"{tensor if whole else f'({tensor})'}.detach()" if detached else tensor
         reduced = f"hvt.reduce({alone}{last})"
-        return f"{tensor}.copy_({reduced})" if name.endswith("_") else reduced
+        return f"{tensor}.data.copy_({reduced})" if name.endswith("_") else reduced
 
     plan.replace(call, written)
 
@@ -231,13 +231,28 @@ def _gathered(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> No
     plan.replace(call, lambda updated: f"hvt.gather({code((bind(updated, name) or {})['tensor'])})")
 
 
+def _is_written_to(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> bool:
+    """Whether an operation in place is refused: what it writes to would stand twice in what replaces it."""
+    given = arguments.get("tensor")
+    while isinstance(given, cst.Subscript) and not any(True for part in given.slice for _ in calls(part)):
+        given = given.value
+    if not name.endswith("_") or name.startswith("grouped") or (given is not None and is_chain(given)):
+        return False
+    plan.refuse(call, f"hvd.{name} is moved where what it writes to has a name")
+    return True
+
+
 def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+    if _is_written_to(plan, call, name, arguments):
+        return
     plan.needs.add("hvt")
 
     def written(updated: cst.Call) -> str:
         found = bind(updated, name) or {}
-        given = f"hvt.broadcast({code(found['tensor'])}{root_of(found)})"
-        return f"{code(found['tensor'])}.copy_({given})" if name.endswith("_") else given
+        tensor = code(found["tensor"])
+        if name.endswith("_"):  # of a parameter, too: without a gradient, as Horovod does
+            return f"{tensor}.data.copy_(hvt.broadcast({tensor}.data{root_of(found)}))"
+        return f"hvt.broadcast({tensor}{root_of(found)})"
 
     plan.replace(call, written)
 

@@ -40,11 +40,13 @@ class Optimizers:
     Attributes:
         prepared: the last identifiers of those that are prepared, with the number of passes of each ("" for 1).
         plain: of those that nobody wraps.
+        wrapped: the last identifiers of what is wrapped, also under another name.
         makers: functions that return prepared ones, with their places in the tuple returned (-1: no tuple).
     """
 
     prepared: dict[str, str] = field(default_factory=dict)
     plain: set[str] = field(default_factory=set)
+    wrapped: set[str] = field(default_factory=set)
     makers: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def spread(self, source: Source) -> None:
@@ -148,7 +150,8 @@ def _stepped(source: Source, optimizers: Optimizers, call: cst.Call, zeroed: set
     if not isinstance(call.func, cst.Attribute) or tail(call.func) != "step":
         return None
     for one in (call.func.value, *(arg.value for arg in call.args[:1])):
-        if tail(one) in optimizers.prepared or (is_chain(one) and code(one) in zeroed):
+        known = tail(one) in optimizers.prepared or tail(one) in optimizers.wrapped
+        if known or (is_chain(one) and code(one) in zeroed):
             return one
     return None
 
@@ -165,6 +168,8 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
     if optimizer is None:
         return None
     if tail(optimizer) in optimizers.plain and tail(optimizer) not in optimizers.prepared:
+        if tail(optimizer) in optimizers.wrapped:
+            plan.refuse(call, f"{code(optimizer)} steps, which DistributedOptimizer wraps under another name")
         return None  # an optimizer of one rank alone, as before
     if others := [step.optimizer for step in steps if code(step.optimizer) != code(optimizer)]:
         both = f"{code(optimizer)}, {code(others[0])}"
@@ -253,6 +258,9 @@ def _more(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step],
         return None
     loops, tests = steps[0].loops, steps[0].tests
     later = _later_passes(source, call, steps[0])
+    if _may_leave_before(source, call, steps[0]):
+        plan.refuse(call, "of several passes an update which is the last cannot be told: the step may be left out")
+        return None
     if not loops and not tests:
         return ", more=True" if later else ""
     if len(loops) == 1 and not tests and not later:
@@ -269,6 +277,15 @@ def _more(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step],
         " `for i in range(...)` before the step, and where an `if` of the same block holds the step",
     )
     return None
+
+
+def _may_leave_before(source: Source, call: cst.Call, step: Step) -> bool:
+    """Whether `continue`, `break` or `return` stands between a pass and its step."""
+    leaves = (cst.Continue, cst.Break, cst.Return)
+    return any(
+        isinstance(node, leaves) and source.line(call) < source.line(node) < source.line(step.call)
+        for node in walk(source.function(call))
+    )
 
 
 def _asks_only(node: cst.CSTNode) -> bool:

@@ -62,6 +62,8 @@ def move_wraps(plan: Plan) -> Optimizers:
         if norms is not None and source.function(norms[0]) is source.function(call):
             _move_norms(plan, wrap, *norms)
         passes = wrap.arguments.get("backward_passes_per_step")
+        if is_chain(wrap.optimizer):
+            optimizers.wrapped.add(tail(wrap.optimizer))
         if wrap.target is not None:
             optimizers.prepared[tail(wrap.target)] = literal(passes)
         elif isinstance(function := source.function(call), cst.FunctionDef):
@@ -227,15 +229,17 @@ def _place(plan: Plan, wrap: Wrap) -> None:
     texts = {code(target), code(wrap.optimizer)}
     end = next((i for i, one in enumerate(block) if i > at and trains(one, known)), len(block))
     theirs = [i for i in range(end) if (call := _broadcast(source, block[i])) and _is_of(plan, call, wrap.model, texts)]
-    for index in theirs:
-        call = _broadcast(source, block[index])
-        assert call is not None
-        plan.settle(call)
-        plan.remove(block[index])
     last = max([at, *theirs])
     between = [one for i, one in enumerate(block) if at < i < last and i not in theirs]
     if wrap.target is None or not any(_touches(source, one, {wrap.model, *texts}) for one in between):
         last = at
+    for index in theirs:
+        call = _broadcast(source, block[index])
+        assert call is not None
+        others = [one for i, one in enumerate(block) if index < i < last and i not in (at, *theirs)]
+        if not any(_reads(source, one, wrap.model) for one in others):  # else it stays, as one of the state
+            plan.settle(call)
+            plan.remove(block[index])
     parts: dict[str, Any] = {}
     plan.needs.add("hvt")
     if last == at:
@@ -271,6 +275,18 @@ def _is_of(plan: Plan, call: cst.Call, model: str, optimizers: set[str]) -> bool
     params = arguments.get("params")
     return params is not None and any(
         _owner(params, method) == model for method in ("state_dict", "named_parameters", "parameters")
+    )
+
+
+def _reads(source: Source, statement: cst.CSTNode, model: str) -> bool:
+    """Whether a statement may use what a model holds: a copy, a teacher; all but what makes an optimizer of it."""
+    own = {node.name.value for node in walk(source.module) if isinstance(node, (cst.FunctionDef, cst.ClassDef))}
+    if isinstance(statement, cst.SimpleStatementLine):
+        _, value = target_of(statement)
+        if isinstance(value, cst.Call) and source.qualified(value.func).startswith("torch.optim."):
+            return False
+    return any(is_chain(node) and code(node) == model for node in walk(statement)) or any(
+        isinstance(call.func, cst.Name) and call.func.value in own for call in calls(statement)
     )
 
 

@@ -82,7 +82,6 @@ PREPARE = "model, optimizer = hvt.prepare(model, optimizer)\n"
 def test_a_script_that_clips() -> None:
     proof = proof_of("torch_clipping.py")
     assert proof.holds and proof.difference < 1e-6 and proof.updates == 16 and proof.tensors == 4
-    assert proof.left_out == 1 and "broadcast_optimizer_state" in str(proof)  # Adam
 
 
 # What goes wrong in a new script shows in its weights: the negative twins.

@@ -264,11 +264,11 @@ for x in data:
         ("hvd.allreduce(a + b).item()", "hvt.reduce((a + b).detach()).item()"),
         ("hvd.allreduce(torch.tensor(3)).item()", "hvt.reduce(torch.tensor(3)).item()"),
         ("f'{hvd.rank()} of {hvd.size():>3}'", "f'{world.rank} of {world.size:>3}'"),
-        ("hvd.allreduce_(x)", "x.copy_(hvt.reduce(x))"),
+        ("hvd.allreduce_(x)", "x.data.copy_(hvt.reduce(x))"),
         ("hvd.grouped_allreduce([a, b])", "[hvt.reduce(tensor) for tensor in [a, b]]"),
         ("hvd.allgather(x)", "hvt.gather(x)"),
         ("hvd.broadcast(x, root_rank=1)", "hvt.broadcast(x, 1)"),
-        ("hvd.broadcast_(x, 0)", "x.copy_(hvt.broadcast(x))"),
+        ("hvd.broadcast_(x, 0)", "x.data.copy_(hvt.broadcast(x.data))"),
         ("hvd.broadcast_object(x, root_rank=0, name='o')", "world.broadcast(x)"),
         ("hvd.allgather_object(hvd.rank())", "world.gather(world.rank)"),
         ("hvd.barrier()", "world.barrier()"),
@@ -492,3 +492,75 @@ def test_the_twenty_scripts(path: Path) -> None:
         moved(text)
     else:
         assert [line for line, _ in refused(text)] == wanted
+
+
+SENT = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+WRAPPED = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"
+MADE = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+LOADED = "if hvd.rank() == 0:\n    model.load_state_dict(torch.load('old.pt'))"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [SENT, "teacher = copy.deepcopy(model)", MADE, WRAPPED],
+        [MADE, SENT, "teacher = copied()", WRAPPED],
+        [
+            MADE,
+            WRAPPED,
+            SENT,
+            "start = copy.deepcopy(model.state_dict())",
+            "hvd.broadcast_optimizer_state(optimizer, 0)",
+        ],
+    ],
+    ids=["a copy", "a function of the script's", "between two broadcasts"],
+)
+def test_what_reads_a_model_that_was_broadcast_reads_what_was_sent(lines: list[str]) -> None:
+    """`hvt.prepare`, below, would send rank 0's weights too late for it."""
+    head = "import copy, torch\nimport horovod.torch as hvd\nhvd.init()\nmodel = torch.nn.Linear(1, 1)\n"
+    made = "def copied():\n    return copy.deepcopy(model)\n"
+    text = convert("\n".join([head + made + LOADED, *lines, "optimizer.zero_grad()", "model(x).mean().backward()", ""]))
+    assert not text.refused, text.refused
+    assert "model.load_state_dict(world.broadcast(model.state_dict()))\n" in text.text
+
+
+def test_a_broadcast_that_nobody_reads_goes() -> None:
+    head = "import torch\nimport horovod.torch as hvd\nhvd.init()\nmodel = torch.nn.Linear(1, 1)\n"
+    assert "world.broadcast(" not in convert(head + "\n".join([LOADED, SENT, MADE, WRAPPED, ""])).text
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("hvd.broadcast_(next(parts), 0)", "has a name"),
+        ("hvd.allreduce_(parts.pop())", "has a name"),
+        ("hvd.allreduce_(parts[take()])", "has a name"),
+        ("torch.autograd.backward(loss)", "what is moved is loss.backward()"),
+        ("back = loss.backward", "what is moved is loss.backward()"),
+    ],
+)
+def test_what_would_train_otherwise_is_refused(line: str, reason: str) -> None:
+    head = f"import torch\nimport horovod.torch as hvd\nhvd.init()\nmodel = torch.nn.Linear(1, 1)\n{MADE}\n{WRAPPED}\n"
+    [found] = convert(f"{head}{line}\n").refused
+    assert found.line == 7 and reason in found.text
+
+
+def test_the_inner_optimizer_that_steps_by_itself_is_refused() -> None:
+    text = (
+        "import torch\nimport horovod.torch as hvd\nhvd.init()\nmodel = torch.nn.Linear(1, 1)\n"
+        "base = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "dist = hvd.DistributedOptimizer(base, named_parameters=model.named_parameters())\n"
+        "for x in data:\n    loss = model(x).mean()\n    loss.backward()\n    dist.synchronize()\n    base.step()\n"
+    )
+    [found] = convert(text).refused
+    assert found.line == 9 and "under another name" in found.text
+
+
+@pytest.mark.parametrize("leave", ["continue", "break"])
+def test_passes_that_may_end_without_a_step_are_refused(leave: str) -> None:
+    head = "import torch\nimport horovod.torch as hvd\nhvd.init()\nmodel = torch.nn.Linear(1, 1)\n"
+    wrapped = WRAPPED.replace("())", "(), backward_passes_per_step=2)")
+    loop = "for i, x in enumerate(data):\n    model(x).mean().backward()\n"
+    loop += f"    if i % 2:\n        {leave}\n    optimizer.step()\n"
+    [found] = convert(f"{head}{MADE}\n{wrapped}\n{loop}").refused
+    assert "the step may be left out" in found.text
