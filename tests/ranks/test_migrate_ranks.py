@@ -116,6 +116,18 @@ def test_a_script_of_keras() -> None:
 
 
 @pytest.mark.thorough
+def test_dropout_of_keras_draws_what_horovod_drew(tmp_path: Path) -> None:
+    """Streams that hvdtrain gives each rank are undone, those of a model's layers too."""
+    script = tmp_path / "drops.py"
+    text = (FOLDER / "keras_fit.py").read_text()
+    layer = 'activation="tanh")(inputs)\n'
+    assert text.count(layer) == 1
+    script.write_text(text.replace(layer, f"{layer}hidden = keras.layers.Dropout(0.5)(hidden)\n"))
+    result = migrate("--prove", script)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "change",
     [
