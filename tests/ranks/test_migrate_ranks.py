@@ -16,7 +16,7 @@ from horovod_scripts import FOLDER
 
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.migrate.convert import convert
-from hvdtrain.migrate.prove import Proof, Run, compare, run
+from hvdtrain.migrate.prove import Proof, Run, compare, prove, run
 
 TRAINER = "torch_trainer_class.py"
 OTHERS = (
@@ -165,3 +165,31 @@ def test_a_script_that_hangs_is_ended(tmp_path: Path) -> None:
         script = FOLDER / "torch_clipping.py"
         run(script, "import threading\nthreading.Event().wait()", [mark], updates=3, timeout_s=8, which="new")
     assert not [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or ())]
+
+
+@pytest.mark.thorough
+def test_updates_of_an_optimizer_of_one_rank_are_not_counted(tmp_path: Path) -> None:
+    """Twenty updates before anything is distributed would prove nothing."""
+    script = tmp_path / "pretrains.py"
+    script.write_text(
+        "import torch\n"
+        "import horovod.torch as hvd\n"
+        "hvd.init()\n"
+        "model = torch.nn.Linear(3, 1)\n"
+        "x = torch.full((4, 3), float(hvd.rank() + 1))\n"
+        "local = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "for _ in range(20):\n"
+        "    local.zero_grad()\n"
+        "    model(x).pow(2).mean().backward()\n"
+        "    local.step()\n"
+        "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
+        "for _ in range(3):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(x).pow(2).mean().backward()\n"
+        "    optimizer.step()\n"
+    )
+    new = convert(script.read_text()).text
+    proof = prove(script, new, [])
+    assert proof.updates == 3 and proof.holds
