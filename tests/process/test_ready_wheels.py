@@ -53,7 +53,9 @@ def place(tmp_path) -> SimpleNamespace:
     return SimpleNamespace(pip=install, have=have, site=site, python=str(tmp_path / "env" / "bin" / "python"))
 
 
-@pytest.mark.parametrize("torch", ["2.11.0", "2.12.1", "2.13.0"])
+@pytest.mark.parametrize(
+    "torch", ["2.12.1", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("2.11.0", "2.13.0"))]
+)
 def test_pip_takes_the_wheel_for_the_pytorch_that_is_there(wheels, place, torch):
     place.have("torch", torch)
     done = place.pip("--no-index", "--find-links", str(wheels), dist.NAME)
