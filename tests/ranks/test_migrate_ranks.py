@@ -92,7 +92,9 @@ def test_a_script_that_clips() -> None:
         pytest.param(
             [(LOOP, "optimizer.backward(2 * loss)"), ("max_norm=0.5", "max_norm=1e9")], marks=pytest.mark.thorough
         ),
-        pytest.param([("num_replicas=world.size, rank=world.rank", "num_replicas=1, rank=0")], marks=pytest.mark.thorough),
+        pytest.param(
+            [("num_replicas=world.size, rank=world.rank", "num_replicas=1, rank=0")], marks=pytest.mark.thorough
+        ),
         pytest.param(
             [(f"{LOOP}\n        torch", "torch"), ("max_norm=0.5)", f"max_norm=0.5)\n        {LOOP}")],
             marks=pytest.mark.thorough,
