@@ -62,13 +62,16 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 def main() -> None:
     framework, text, script, folder, updates, *args = sys.argv[1:]
-    watch = importlib.import_module(f"hvdtrain.migrate.rank_{framework}").Watch(int(updates))
+    program = Path(text).read_bytes()
+    # a script that averages by hand has plain optimizers only
+    wraps = b"DistributedOptimizer" in program or b".prepare(" in program
+    watch = importlib.import_module(f"hvdtrain.migrate.rank_{framework}").Watch(int(updates), wraps=wraps)
     sys.argv, sys.path[0] = [script, *args], os.path.dirname(script)
     module = types.ModuleType("__main__")
     module.__file__ = script
     sys.modules["__main__"] = module
     try:
-        exec(compile(Path(text).read_bytes(), script, "exec"), vars(module))
+        exec(compile(program, script, "exec"), vars(module))
     except Enough:
         pass
     except SystemExit as ended:

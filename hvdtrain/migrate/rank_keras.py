@@ -32,7 +32,7 @@ class Watch:
         updates: batches of `fit`; with accumulation several of them are an update.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, wraps: bool) -> None:
         self._limit, self._first = limit, 0
         self._models: list[Any] = []
         self.updates = 0

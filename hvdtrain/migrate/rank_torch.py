@@ -22,11 +22,11 @@ class Watch:
     """Counts updates, and knows the models.
 
     Attributes:
-        updates: steps of optimizers that are wrapped, or prepared.
+        updates: steps of optimizers that are wrapped, or prepared; of all, where the script does neither.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit, self._depth = limit, Counter[int]()
+    def __init__(self, limit: int, *, wraps: bool) -> None:
+        self._limit, self._wraps, self._depth = limit, wraps, Counter[int]()
         self._modules: list[nn.Module] = []  # held: at the script's end they are still to be read
         self._distributed: list[Any] = []  # optimizers
         self.updates = 0
@@ -51,7 +51,8 @@ class Watch:
 
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth[id(optimizer)] -= 1  # Horovod's step calls the one that it has inherited
-        if self._depth[id(optimizer)] or not any(optimizer is one for one in self._distributed):
+        counts = not self._wraps or any(optimizer is one for one in self._distributed)
+        if self._depth[id(optimizer)] or not counts:
             return
         self.updates += 1
         if self.updates == self._limit:

@@ -329,11 +329,15 @@ def _written(model: str, target: str, optimizer: str, extra: Sequence[str]) -> s
 
 def move_synchronize(plan: Plan, optimizers: Optimizers) -> None:
     """`synchronize()` goes, and so does what is around a step for it: gradients are averaged when backward returns."""
+    around: list[cst.CSTNode] = []
     for node in walk(plan.source.module):
         if isinstance(node, cst.With) and len(node.items) == 1:
             call = node.items[0].item
             if isinstance(call, cst.Call) and _is_method(call, "skip_synchronize", optimizers):
+                around.append(call)
                 plan.statements[node] = _unwrapped
+        elif isinstance(node, cst.Call) and _is_method(node, "skip_synchronize", optimizers) and node not in around:
+            plan.refuse(node, "optimizer.skip_synchronize() goes where it is all that a `with` has")
         elif isinstance(node, cst.Call) and _is_method(node, "synchronize", optimizers):
             statement = plan.source.statement(node)
             if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:

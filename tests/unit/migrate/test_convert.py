@@ -537,6 +537,7 @@ def test_a_broadcast_that_nobody_reads_goes() -> None:
         ("hvd.allreduce_(parts[take()])", "has a name"),
         ("torch.autograd.backward(loss)", "what is moved is loss.backward()"),
         ("back = loss.backward", "what is moved is loss.backward()"),
+        ("with optimizer.skip_synchronize() if late else null(): optimizer.step()", "all that a `with` has"),
     ],
 )
 def test_what_would_train_otherwise_is_refused(line: str, reason: str) -> None:
