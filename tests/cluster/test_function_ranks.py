@@ -128,7 +128,7 @@ def test_what_a_rank_raised_is_the_cause_and_the_others_are_ended(tmp_path):
     ("function", "received"),
     [
         ("lambda: sys.exit(0)", "rank(s) 0, 1 ended with exit code 0 before that"),
-        ("lambda: sys.exit(5)", "exit code 5"),
+        pytest.param("lambda: sys.exit(5)", "exit code 5", marks=pytest.mark.thorough),
         ("lambda: os.kill(os.getpid(), 9)", "ended by SIGKILL"),
         ("lambda: (number for number in range(3))", "the function returned what cannot be pickled"),
         ("lambda: __import__('no_such_module')", "No module named 'no_such_module'"),
@@ -160,7 +160,7 @@ def test_megabytes_travel_both_ways(tmp_path):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_a_signal_ends_every_rank(tmp_path, number):
     text = """
     import time

@@ -111,6 +111,7 @@ def test_a_wrong_new_script_is_not_proven(changes: list[tuple[str, str]]) -> Non
         assert not proof.holds and proof.difference > 1e-3 and "NOT PROVEN" in str(proof)
 
 
+@pytest.mark.thorough
 def test_a_script_of_keras() -> None:
     """And without the average its weights part: the negative twin."""
     proof = proof_of("keras_train_step.py")
@@ -158,6 +159,7 @@ def test_weights_that_rank_0_alone_has_are_sent() -> None:
         proof_of(name, (prepare, apart))
 
 
+@pytest.mark.thorough
 def test_a_script_that_fails_shows_its_end() -> None:
     with pytest.raises(HvdtrainError, match="the new script failed(.|\n)*no such thing"):
         script = FOLDER / "torch_clipping.py"
