@@ -18,6 +18,7 @@ from hvdtrain.migrate.ranks import (
     object_of,
     ranks,
     shutdown,
+    uses,
 )
 from hvdtrain.migrate.source import KERAS_SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
 
@@ -54,18 +55,8 @@ def move_rest(plan: Plan) -> None:
     """Moves every use of Horovod that is left, or refuses it."""
     source = plan.source
     _move_callbacks(plan)
-    for node in list(walk(source.module)):
-        meanings = source.meanings(node) if isinstance(node, (cst.Name, cst.Attribute)) else set()
-        if not any(name.startswith("horovod") for name in meanings) or plan.is_settled(node):
-            continue
-        outer = source.parent(node)
-        if isinstance(outer, cst.AsName) or (isinstance(outer, cst.Attribute) and outer.attr is node):
-            continue
-        plan.settle(node)
-        if len(meanings) > 1:
-            plan.refuse(node, f"{code(node)} is not Horovod's only: whether it is here cannot be told")
-            continue
-        short = meanings.pop().removeprefix(plan.prefix)
+    for node, meaning in uses(plan):
+        outer, short = source.parent(node), meaning.removeprefix(plan.prefix)
         called = outer if isinstance(outer, cst.Call) and outer.func is node else None
         if called is not None and short in _HANDLERS:
             _move_call(plan, called, short)

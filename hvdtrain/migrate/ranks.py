@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import libcst as cst
 from libcst import metadata
 
 from hvdtrain.migrate.plan import Plan, condition_above, statement_of
-from hvdtrain.migrate.source import bind, calls, code, literal
+from hvdtrain.migrate.source import bind, calls, code, literal, walk
 
 Arguments = dict[str, cst.BaseExpression]
 RUN_REASON = "horovod.run is moved where it is called, with args=, kwargs=, np=, hosts= and hostfile="
@@ -149,3 +149,21 @@ def move_run(plan: Plan, call: cst.Call) -> None:
 
 _RUN = ("func", "args", "kwargs", "np", "hosts", "hostfile")
 _RUN_DROPPED = ("use_gloo", "use_mpi", "verbose")
+
+
+def uses(plan: Plan) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
+    """Every use of Horovod that is left, settled here, and what it means; what may be another's too is refused."""
+    source = plan.source
+    for node in list(walk(source.module)):
+        meanings = source.meanings(node) if isinstance(node, (cst.Name, cst.Attribute)) else set()
+        if not any(name.startswith("horovod") for name in meanings) or plan.is_settled(node):
+            continue
+        assert isinstance(node, (cst.Name, cst.Attribute))
+        outer = source.parent(node)
+        if isinstance(outer, cst.AsName) or (isinstance(outer, cst.Attribute) and outer.attr is node):
+            continue
+        plan.settle(node)
+        if len(meanings) > 1:
+            plan.refuse(node, f"{code(node)} is not Horovod's only: whether it is here cannot be told")
+        else:
+            yield node, meanings.pop()

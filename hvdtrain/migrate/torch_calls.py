@@ -18,6 +18,7 @@ from hvdtrain.migrate.ranks import (
     ranks,
     root_of,
     shutdown,
+    uses,
 )
 from hvdtrain.migrate.source import SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
 
@@ -115,18 +116,8 @@ def averages_by_hand(source: Source) -> bool:
 def move_rest(plan: Plan) -> None:
     """Moves every use of Horovod that is left, or refuses it."""
     source = plan.source
-    for node in list(walk(source.module)):
-        meanings = source.meanings(node) if isinstance(node, (cst.Name, cst.Attribute)) else set()
-        if not any(name.startswith("horovod") for name in meanings) or plan.is_settled(node):
-            continue
-        outer = source.parent(node)
-        if isinstance(outer, cst.AsName) or (isinstance(outer, cst.Attribute) and outer.attr is node):
-            continue
-        plan.settle(node)
-        if len(meanings) > 1:
-            plan.refuse(node, f"{code(node)} is not Horovod's only: whether it is here cannot be told")
-            continue
-        short = meanings.pop().removeprefix(_PREFIX)
+    for node, meaning in uses(plan):
+        outer, short = source.parent(node), meaning.removeprefix(_PREFIX)
         if isinstance(outer, cst.Call) and outer.func is node and short in SIGNATURES:
             _move_call(plan, outer, short)
         elif isinstance(outer, cst.Call) and outer.func is node and short == "horovod.run":
