@@ -9,6 +9,7 @@ from typing import Any
 from hvdtrain.core.errors import by_rank
 
 Report = Mapping[str, Any]
+CLIPPED = "clipped-before-average"
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class Judge:
                 self.averaged.add(number)
             return None
         self._apart.add(which)
+        if first["averaged"] and equal["settings"] and any(known.kind == CLIPPED for known in self.findings):
+            return None  # scaled while Horovod sends it: whether ranks part is up to its threads, and the cause is named
         shown = [f"{report['value'][:8]} {report['line']}" for report in reports]
         if not equal["value"] and when == "after":
             return self._new(_not_averaged(first, step, by_rank(shown)))

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdtrain.core.in_step.meeting import user_line
 from hvdtrain.guard.hooks import Hook, wrap
+from hvdtrain.guard.judge import CLIPPED
 from hvdtrain.guard.session import Session
 from hvdtrain.guard.torch_batches import BatchWatch, ranks_of
 
@@ -80,7 +81,7 @@ class TorchWatch:
                 ours = {id(parameter) for parameter in parameters}
                 if any(id(parameter) in ours for parameter in waiting):
                     self._session.find(
-                        "clipped-before-average", "gradients must be averaged before they are clipped",
+                        CLIPPED, "gradients must be averaged before they are clipped",
                         f"{original.__name__} of gradients that Horovod has not yet averaged",
                         "optimizer.synchronize(); clip; then `with optimizer.skip_synchronize(): optimizer.step()`",
                     )  # fmt: skip

@@ -67,6 +67,15 @@ def test_once_apart_an_optimizer_is_told_of_once() -> None:
     assert found((0, weights()), (1, weights(value="b")), *apart) == ["not-averaged"]
 
 
+def test_what_parts_because_it_was_clipped_too_early_is_told_by_its_cause() -> None:
+    words = {"line": "a.py:1", "rule": "r", "received": "c", "remedy": "f", "note": False}
+    clipped = (1, {"kind": "finding", "name": "clipped-before-average", **words})
+    apart = [(0, weights(16, averaged=True)), (1, weights(16, averaged=True, value="b"))]
+    assert found(*apart) == ["not-averaged"]
+    assert found(clipped, *apart) == ["clipped-before-average"]
+    assert found(clipped, (0, weights()), (1, weights(value="b"))) == ["clipped-before-average", "not-averaged"]
+
+
 def test_process_sets_are_compared_within() -> None:
     assert found((0, weights(ranks=[0])), (1, weights(ranks=[1], value="b"))) == []
 
