@@ -120,7 +120,7 @@ class Judge:
             return None
         self._apart.add(which)
         if first["averaged"] and equal["settings"] and any(known.kind == CLIPPED for known in self.findings):
-            return None  # scaled while Horovod sends it: whether ranks part is up to its threads, and the cause is named
+            return None  # scaled while Horovod sends it: they part or not as its threads run, and the cause is named
         shown = [f"{report['value'][:8]} {report['line']}" for report in reports]
         if not equal["value"] and when == "after":
             return self._new(_not_averaged(first, step, by_rank(shown)))
