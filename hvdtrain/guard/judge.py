@@ -9,7 +9,6 @@ from typing import Any
 from hvdtrain.core.errors import by_rank
 
 Report = Mapping[str, Any]
-CLIPPED = "clipped-before-average"
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Judge:
                 self.averaged.add(number)
             return None
         self._apart.add(which)
-        if first["averaged"] and equal["settings"] and any(known.kind == CLIPPED for known in self.findings):
+        if any(report.get("clipped") for report in reports):
             return None  # scaled while Horovod sends it: they part or not as its threads run, and the cause is named
         shown = [f"{report['value'][:8]} {report['line']}" for report in reports]
         if not equal["value"] and when == "after":

@@ -10,7 +10,6 @@ from typing import Any
 
 from hvdtrain.core.in_step.meeting import user_line
 from hvdtrain.guard.hooks import Hook, wrap
-from hvdtrain.guard.judge import CLIPPED
 from hvdtrain.guard.session import Session
 from hvdtrain.guard.torch_batches import BatchWatch, ranks_of
 
@@ -50,6 +49,7 @@ class TorchWatch:
         self._made: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._distributed: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._clipped: weakref.WeakSet[Any] = weakref.WeakSet()  # before the average
         self._reached: weakref.WeakSet[Any] = weakref.WeakSet()  # whose gradients were looked at
         self._steps: dict[int, tuple[int, int]] = {}  # joins, and updates since
         self._count = self._depth = 0
@@ -74,14 +74,12 @@ class TorchWatch:
                 import torch
 
                 parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-                waiting = [
-                    parameter for optimizer in self._distributed for parameter in getattr(optimizer, "_handles", ())
-                    if not isinstance(parameter, tuple)
-                ]  # fmt: skip
                 ours = {id(parameter) for parameter in parameters}
-                if any(id(parameter) in ours for parameter in waiting):
+                early = {o for o in self._distributed if any(id(part) in ours for part in getattr(o, "_handles", ()))}
+                self._clipped.update(early)
+                if early:
                     self._session.find(
-                        CLIPPED, "gradients must be averaged before they are clipped",
+                        "clipped-before-average", "gradients must be averaged before they are clipped",
                         f"{original.__name__} of gradients that Horovod has not yet averaged",
                         "optimizer.synchronize(); clip; then `with optimizer.skip_synchronize(): optimizer.step()`",
                     )  # fmt: skip
@@ -221,7 +219,8 @@ class TorchWatch:
             kind="weights", ranks=ranks_of(optimizer, self._session.size),
             key=[number, self._session.joins, step, when], value=_fingerprint(_weights(optimizer)),
             state=_fingerprint(_state(optimizer)) if first else "", settings=_settings(optimizer) if first else "",
-            line=line, made=self._made.get(optimizer, "?"), averaged=optimizer in self._distributed, framework="torch",
+            line=line, made=self._made.get(optimizer, "?"), averaged=optimizer in self._distributed,
+            clipped=optimizer in self._clipped, framework="torch",
         )  # fmt: skip
 
 

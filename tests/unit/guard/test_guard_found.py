@@ -68,12 +68,9 @@ def test_once_apart_an_optimizer_is_told_of_once() -> None:
 
 
 def test_what_parts_because_it_was_clipped_too_early_is_told_by_its_cause() -> None:
-    words = {"line": "a.py:1", "rule": "r", "received": "c", "remedy": "f", "note": False}
-    clipped = (1, {"kind": "finding", "name": "clipped-before-average", **words})
-    apart = [(0, weights(16, averaged=True)), (1, weights(16, averaged=True, value="b"))]
-    assert found(*apart) == ["not-averaged"]
-    assert found(clipped, *apart) == ["clipped-before-average"]
-    assert found(clipped, (0, weights()), (1, weights(value="b"))) == ["clipped-before-average", "not-averaged"]
+    apart = [(0, weights(16, clipped=True)), (1, weights(16, value="b"))]
+    other = [(0, weights(number=1)), (1, weights(number=1, value="b"))]
+    assert found(*apart) == [] and found(*apart, *other) == ["not-averaged"]
 
 
 def test_process_sets_are_compared_within() -> None:
