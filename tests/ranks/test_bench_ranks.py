@@ -90,7 +90,7 @@ def test_torch_bench_measures_and_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("framework", "backend", "groups"),
     [
-        ("keras", "torch", 1),
+        pytest.param("keras", "torch", 1, marks=pytest.mark.thorough),
         pytest.param("keras", "", 2, marks=pytest.mark.thorough),
         pytest.param("torch", "", 2, marks=pytest.mark.thorough),
     ],

@@ -79,6 +79,7 @@ LOOP = "optimizer.backward(loss)"
 PREPARE = "model, optimizer = hvt.prepare(model, optimizer)\n"
 
 
+@pytest.mark.thorough
 def test_a_script_that_clips() -> None:
     proof = proof_of("torch_clipping.py")
     assert proof.holds and proof.difference < 1e-6 and proof.updates == 16 and proof.tensors == 4

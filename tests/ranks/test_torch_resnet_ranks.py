@@ -120,7 +120,12 @@ def check_phases(run_dir: Path) -> None:
 
 FORMS = [
     ("none", 1, ()),
-    ("none", 1, ("--engine", "dataparallel", "--gpus-per-rank", "2", "--optimizer", "adamw")),
+    pytest.param(
+        "none",
+        1,
+        ("--engine", "dataparallel", "--gpus-per-rank", "2", "--optimizer", "adamw"),
+        marks=pytest.mark.thorough,
+    ),
     ("mpirun", 2, ("--compression", "fp16", "--accumulate", "2", "--clip", "1")),
     ("torchrun", 2, ("--engine", "ddp", "--amp", "bf16", "--sync-batchnorm")),
     pytest.param("torchrun", 2, ("--engine", "deepspeed", "--schedule", "cosine"), marks=pytest.mark.thorough),
