@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import libcst as cst
 
@@ -54,6 +55,7 @@ def kept_imports(plan: Plan) -> dict[str, str]:
 def move_rest(plan: Plan) -> None:
     """Moves every use of Horovod that is left, or refuses it."""
     source = plan.source
+    _move_pinning(plan)
     _move_callbacks(plan)
     for node, meaning in uses(plan):
         outer, short = source.parent(node), meaning.removeprefix(plan.prefix)
@@ -210,6 +212,64 @@ def is_fit(call: cst.Call) -> bool:
         and tail(call.func) == "fit"
         and is_chain(call.func.value)
         and any(literal(arg.keyword) == "callbacks" for arg in call.args)
+    )
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------
+def _move_pinning(plan: Plan) -> None:
+    """`hvdtrain.init` gives each rank its GPU: the lines that do go, since they would come too late."""
+    source = plan.source
+    local = plan.prefix + "local_rank"
+    pins = [
+        call
+        for call in calls(source.module)
+        if _device_call(source, call) == "set_visible_devices"
+        and any(source.qualified(node) == local for node in walk(call))
+    ]
+    gone: list[Any] = []
+    for pin in pins:
+        block = source.function(pin)
+        inside = [node for node in walk(block) if _pins(source, node, local)]
+        gone += [node for node in inside if source.parent(node) not in inside and node not in gone]
+        gone = [node for node in gone if not any(above in gone for above in source.above(node))]
+    for statement in gone:
+        plan.settle(statement)
+        plan.remove(statement)
+    for call in calls(source.module):
+        if _device_call(source, call) == "list_physical_devices" and gone:
+            statement = source.statement(call)
+            target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
+            if value is call and isinstance(target, cst.Name) and not _used(source, target, gone):
+                assert isinstance(statement, cst.SimpleStatementLine)
+                plan.remove(statement)
+
+
+def _device_call(source: Source, call: cst.CSTNode) -> str:
+    name = source.qualified(call.func) if isinstance(call, cst.Call) else ""
+    return name.split(".")[-1] if name.startswith("tensorflow.config.") else ""
+
+
+def _pins(source: Source, node: cst.CSTNode, local: str) -> bool:
+    """Whether a statement does nothing but choose this rank's GPU and how its memory is taken."""
+    if isinstance(node, cst.SimpleStatementLine):
+        [small] = node.body if len(node.body) == 1 else [None]
+        value = small.value if isinstance(small, cst.Expr) else None
+        does = "" if value is None else _device_call(source, value)
+        ours = does == "set_visible_devices" and any(source.qualified(one) == local for one in walk(node))
+        return ours or does == "set_memory_growth"
+    if isinstance(node, (cst.If, cst.For)) and node.orelse is None and isinstance(node.body, cst.IndentedBlock):
+        return all(_pins(source, one, local) for one in node.body.body)
+    return False
+
+
+def _used(source: Source, name: cst.Name, gone: Sequence[cst.CSTNode]) -> bool:
+    """Whether a name is used elsewhere than in statements that go."""
+    return any(
+        isinstance(node, cst.Name)
+        and node.value == name.value
+        and node is not name
+        and not any(above in gone for above in source.above(node))
+        for node in walk(source.module)
     )
 
 

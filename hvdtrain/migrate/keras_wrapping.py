@@ -7,7 +7,18 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.plan import Plan, assignments, statement_of, target_of
+from hvdtrain.migrate.plan import (
+    Plan,
+    assignments,
+    binds,
+    callers,
+    condition_above,
+    for_many,
+    reaching,
+    statement_of,
+    target_of,
+    uses_of,
+)
 from hvdtrain.migrate.source import KERAS_SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
 
 _OF_NO_MATTER = ("name", "device_dense", "device_sparse", "gradient_predivide_factor", "num_groups", "groups")
@@ -33,15 +44,16 @@ def arguments_of(plan: Plan, call: cst.Call, name: str) -> dict[str, cst.BaseExp
 def move_wraps(plan: Plan) -> None:
     """Takes the wrapper off every optimizer, and prepares the models that are compiled with them, or loaded."""
     source = plan.source
-    _move_pinning(plan)
-    accumulates = False
+    accumulates, prepared = False, list[cst.Call]()
     for call in calls(source.module):
         if source.qualified(call.func) == plan.prefix + "DistributedOptimizer" and plan.module != "horovod.tensorflow":
             plan.settle(call.func)
             arguments = arguments_of(plan, call, "DistributedOptimizer")
             if arguments is not None and _check(plan, call, arguments):
                 accumulates |= _accumulate(plan, call, arguments)
-                _take_off(plan, call, arguments)
+                prepared += _take_off(plan, call, arguments)
+    for call in prepared:
+        _refuse_other_optimizers(plan, call, prepared)
     for call in calls(source.module):
         if source.qualified(call.func) == plan.prefix + "load_model":
             plan.settle(call.func)
@@ -104,15 +116,18 @@ def _accumulate(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpress
     return True
 
 
-def _take_off(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> None:
-    """The plain optimizer takes the wrapped one's place; what is compiled with it is prepared."""
+def _take_off(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> list[cst.Call]:
+    """The plain optimizer takes the wrapped one's place; what is compiled with it is prepared, and returned."""
     source = plan.source
-    compiles = _compiles(source, call)
-    if not compiles:
+    compiles = _compiles(plan, call) or []
+    if not compiles and (above := condition_above(source, call)) is not None:
+        what = type(above).__name__.lower()
+        plan.refuse(call, f"the optimizer is wrapped within `{what}`: moved is `if hvd.size() > 1:`, and nothing else")
+    elif not compiles:
         plan.refuse(
             call,
             "which model is compiled with it cannot be told: DistributedOptimizer is moved in model.compile(...), or"
-            " where the name that it is assigned to is compiled with, below it in the same function",
+            " where the name that it is assigned to is compiled with, and no other optimizer may be in it there",
         )
     for found in compiles:
         statement = statement_of(plan, found, "model.compile")
@@ -123,16 +138,20 @@ def _take_off(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpressio
             plan.refuse(found, "a model is prepared where it has a name")
             continue
         plan.needs.add("hvk")
-        _then(plan, statement, [_prepare(plan, code(found.func.value), arguments)])
+        text = _prepare(plan, code(found.func.value), arguments)
+        if source.function(found) is not source.function(call) and text.count("=") > text.count(_FP16):
+            plan.refuse(call, "compression= and sparse_as_dense= are moved within one function")
+        _then(plan, statement, [text])
     line = source.statement(call)
     if isinstance(line, cst.SimpleStatementLine):
         target, value = target_of(line)
         if value is call and target is not None and code(target) == code(arguments["optimizer"]):
             plan.remove(line)
-            return
+            return compiles
     plan.replace(
         call, lambda updated: code((bind(updated, "DistributedOptimizer", KERAS_SIGNATURES) or {})["optimizer"])
     )
+    return compiles
 
 
 def _prepare(plan: Plan, model: str, arguments: dict[str, cst.BaseExpression]) -> str:
@@ -149,21 +168,90 @@ def _prepare(plan: Plan, model: str, arguments: dict[str, cst.BaseExpression]) -
 _FP16 = '"fp16"'
 
 
-def _compiles(source: Source, call: cst.Call) -> list[cst.Call]:
-    """The calls of `model.compile` that are given a wrapped optimizer."""
-    statement = source.statement(call)
+def _optimizer_of(call: cst.Call) -> cst.BaseExpression | None:
+    """What `model.compile` is given as the optimizer."""
+    first = call.args[0].value if call.args and call.args[0].keyword is None else None
+    return next((arg.value for arg in call.args if literal(arg.keyword) == "optimizer"), first)
+
+
+def _is_compile(call: cst.CSTNode | None) -> bool:
+    return isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and tail(call.func) == "compile"
+
+
+def _compiles(plan: Plan, call: cst.Call) -> list[cst.Call] | None:
+    """The calls of `model.compile` that are given what a call makes; None where it may go elsewhere too."""
+    source = plan.source
+    arg, statement = source.parent(call), source.statement(call)
+    compiles = source.parent(arg) if isinstance(arg, cst.Arg) else None
+    if isinstance(compiles, cst.Call) and _is_compile(compiles) and _optimizer_of(compiles) is call:
+        return [compiles]
     target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
-    name = code(target) if target is not None and value is call and is_chain(target) else ""
-    found = []
-    for other in calls(source.function(call)):
-        if not isinstance(other.func, cst.Attribute) or tail(other.func) != "compile":
-            continue
-        first = other.args[0].value if other.args and other.args[0].keyword is None else None
-        given = next((arg.value for arg in other.args if literal(arg.keyword) == "optimizer"), first)
-        below = source.line(other) > source.line(call) and source.function(other) is source.function(call)
-        if given is call or (name and below and given is not None and code(given) == name):
-            found.append(other)
+    if value is not call:
+        return None
+    if target is None:
+        return _compiled_by_callers(plan, call)
+    return _compiled_with(plan, target) if is_chain(target) else None
+
+
+def _compiled_by_callers(plan: Plan, node: cst.CSTNode) -> list[cst.Call] | None:
+    """The same of what a function returns."""
+    found: list[cst.Call] = []
+    for call in callers(plan.source, node) or ():
+        if (compiles := _compiles(plan, call)) is None:
+            return None
+        found += compiles
     return found
+
+
+def _compiled_with(plan: Plan, target: cst.BaseExpression) -> list[cst.Call] | None:
+    """The same of the name that it is assigned to."""
+    source = plan.source
+    found: list[cst.Call] = []
+    for use in uses_of(source, target):
+        outer = source.parent(use)
+        if binds(source, use) or (isinstance(outer, cst.Attribute) and outer.value is use):
+            continue
+        reach = reaching(source, target, use)
+        if not any(one is target for one in reach):
+            continue
+        call = source.parent(outer) if isinstance(outer, cst.Arg) else None
+        if isinstance(call, cst.Call) and _is_compile(call) and _optimizer_of(call) is use:
+            more: list[cst.Call] | None = [call]
+        elif isinstance(outer, cst.Return):
+            more = _compiled_by_callers(plan, use)
+        elif isinstance(call, cst.Call) and not _is_own(source, call):
+            continue  # a library's: print, Checkpoint
+        else:
+            more = None
+        if more is None or (len(reach) > 1 and not (reach[0] is target and for_many(plan, target, use))):
+            return None
+        found += more
+    return found
+
+
+def _is_own(source: Source, call: cst.Call) -> bool:
+    """Whether what is called may be the script's, or keeps what it is given."""
+    own = {node.name.value for node in walk(source.module) if isinstance(node, (cst.FunctionDef, cst.ClassDef))}
+    return tail(call.func) in own | {"dict", "list", "tuple", "partial"}
+
+
+def _refuse_other_optimizers(plan: Plan, prepared: cst.Call, others: Sequence[cst.Call]) -> None:
+    """A model that is compiled anew, with an optimizer of each rank's own, would not train."""
+    source = plan.source
+    assert isinstance(prepared.func, cst.Attribute)
+    model = prepared.func.value
+    for call in calls(source.function(prepared)):
+        if not _is_compile(call) or call in others or source.line(call) < source.line(prepared):
+            continue
+        assert isinstance(call.func, cst.Attribute)
+        its, given = call.func.value, _optimizer_of(call)
+        same = code(its) == code(model) and reaching(source, its, call) == reaching(source, model, prepared)
+        if same and literal(given) != f"{code(model)}.optimizer":
+            plan.refuse(
+                call,
+                f"{code(model)} was compiled with a wrapped optimizer, and is now with one of each rank's own: what"
+                " hvdtrain has prepared trains on all ranks; train a clone of it alone",
+            )
 
 
 def _then(plan: Plan, statement: cst.SimpleStatementLine, texts: Sequence[str]) -> None:
@@ -229,59 +317,3 @@ def _keras(plan: Plan) -> str:
     if not found:
         plan.needs.add("keras")
     return found.get("keras") or found.get("tensorflow.keras") or "keras"
-
-
-# -- GPUs --------------------------------------------------------------------------------------------------------
-def _move_pinning(plan: Plan) -> None:
-    """`hvdtrain.init` gives each rank its GPU: the lines that do go, since they would come too late."""
-    source = plan.source
-    local = plan.prefix + "local_rank"
-    pins = [
-        call
-        for call in calls(source.module)
-        if _device_call(source, call) == "set_visible_devices"
-        and any(source.qualified(node) == local for node in walk(call))
-    ]
-    gone: list[Any] = []
-    for pin in pins:
-        block = source.function(pin)
-        inside = [node for node in walk(block) if _pins(source, node)]
-        gone += [node for node in inside if source.parent(node) not in inside and node not in gone]
-        gone = [node for node in gone if not any(above in gone for above in source.above(node))]
-    for statement in gone:
-        plan.settle(statement)
-        plan.remove(statement)
-    for call in calls(source.module):
-        if _device_call(source, call) == "list_physical_devices" and gone:
-            statement = source.statement(call)
-            target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
-            if value is call and isinstance(target, cst.Name) and not _used(source, target, gone):
-                assert isinstance(statement, cst.SimpleStatementLine)
-                plan.remove(statement)
-
-
-def _device_call(source: Source, call: cst.CSTNode) -> str:
-    name = source.qualified(call.func) if isinstance(call, cst.Call) else ""
-    return name.split(".")[-1] if name.startswith("tensorflow.config.") else ""
-
-
-def _pins(source: Source, node: cst.CSTNode) -> bool:
-    """Whether a statement does nothing but choose GPUs and how their memory is taken."""
-    if isinstance(node, cst.SimpleStatementLine):
-        [small] = node.body if len(node.body) == 1 else [None]
-        value = small.value if isinstance(small, cst.Expr) else None
-        return value is not None and _device_call(source, value) in ("set_visible_devices", "set_memory_growth")
-    if isinstance(node, (cst.If, cst.For)) and node.orelse is None and isinstance(node.body, cst.IndentedBlock):
-        return all(_pins(source, one) for one in node.body.body)
-    return False
-
-
-def _used(source: Source, name: cst.Name, gone: Sequence[cst.CSTNode]) -> bool:
-    """Whether a name is used elsewhere than in statements that go."""
-    return any(
-        isinstance(node, cst.Name)
-        and node.value == name.value
-        and node is not name
-        and not any(above in gone for above in source.above(node))
-        for node in walk(source.module)
-    )

@@ -41,6 +41,63 @@ def test_a_model_is_prepared_where_it_is_compiled() -> None:
     assert "its = opt\nmodel.compile(its)  # so\nhvk.prepare(model)\n" in moved(other)
 
 
+PLAIN, WRAPPED = "keras.optimizers.SGD(0.1)", "hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))"
+OWN_WRAP = f"opt = {PLAIN}\nif hvd.size() > 1:\n    opt = hvd.DistributedOptimizer(opt)\nmodel.compile(opt)\n"
+AGAIN = f"model.compile({WRAPPED})\nmodel.fit(x)\nmodel.compile({PLAIN})\n"
+
+
+# Which optimizer a model is compiled with: a row that is refused is followed by its twin, which is moved.
+@pytest.mark.parametrize(
+    "text, line, reason",
+    [
+        (OWN_WRAP.replace("hvd.size() > 1", "hvd.size() > 2"), 7, "within `if`"),
+        (OWN_WRAP.replace("hvd.size() > 1", "distributed"), 7, "within `if`"),
+        (OWN_WRAP.replace("hvd.size() > 1", "hvd.size() > 1 and x"), 7, "within `if`"),
+        (OWN_WRAP.replace("if hvd.size() > 1", "for i in r"), 7, "within `for`"),
+        (OWN_WRAP, 0, "model.compile(opt)\nhvk.prepare(model)\n"),
+        (f"if x:\n    opt = {WRAPPED}\n    model.compile(opt)\n", 0, "compile(opt)\n    hvk.prepare(model)\n"),
+        (f"if hvd.size() > 1:\n    opt = {WRAPPED}\nelse:\n    opt = {PLAIN}\nmodel.compile(opt)\n", 0, "hvk"),
+        (f"if x:\n    opt = {WRAPPED}\nelse:\n    opt = {PLAIN}\nmodel.compile(opt)\n", 6, "within `if`"),
+        (f"opt = {WRAPPED}\nif x:\n    opt = {PLAIN}\nmodel.compile(opt)\n", 5, "no other optimizer"),
+        (f"opt = {WRAPPED}\nits = opt\nmodel.compile(opt)\n", 5, "no other optimizer"),
+        (f"opt = {WRAPPED}\nopt = {PLAIN}\nmodel.compile(opt)\n", 5, "which model"),
+        (f"opt = {WRAPPED}\nmodel.compile(opt)\nopt = {PLAIN}\nother.compile(opt)\n", 0, "hvk.prepare(model)\nopt ="),
+        (AGAIN, 7, "of each rank's own"),
+        (f"o = {WRAPPED}\nmodel.compile(o)\no = {PLAIN}\nmodel.compile(o)\n", 8, "of each rank's own"),
+        (AGAIN.replace(f"compile({PLAIN}", "compile(optimizer=model.optimizer"), 0, "(optimizer=model.optimizer)\n"),
+        (AGAIN.replace("fit(x)", "fit(x)\nmodel = build()"), 0, f"model.compile({PLAIN})\n"),
+        (
+            f"def made():\n    return {WRAPPED}\nopt = made()\nmodel.compile(opt)\n",
+            0,
+            "compile(opt)\nhvk.prepare(model)",
+        ),
+        (f"def made():\n    return {WRAPPED}\nopts = {{'a': made()}}\n", 6, "which model"),
+        (
+            f"def made():\n    if x:\n        return {PLAIN}\n    return {WRAPPED}\nmodel.compile(made())\n",
+            8,
+            "which model",
+        ),
+        (
+            f"class T:\n    def a(self):\n        self.o = {WRAPPED}\n"
+            "    def b(self):\n        self.m.compile(self.o)\n",
+            0,
+            "compile(self.o)\n        hvk.prepare(self.m)\n",
+        ),
+        (
+            f"class T:\n    def a(self):\n        self.o = {WRAPPED}\nclass U:\n    def b(self):\n"
+            "        self.m.compile(self.o)\n",
+            7,
+            "which model",
+        ),
+    ],
+)
+def test_which_optimizer_a_model_is_compiled_with(text: str, line: int, reason: str) -> None:
+    if line == 0:
+        assert reason in moved(HEAD + text) and "DistributedOptimizer" not in moved(HEAD + text)
+    else:
+        assert any(at == line and reason in said for at, said in refused(HEAD + text)), refused(HEAD + text)
+
+
 @pytest.mark.parametrize(
     "given, wanted",
     [
@@ -138,6 +195,8 @@ if gpus:
     used = moved(text + "print(len(gpus))\n")
     assert "gpus = tf.config" in used and "set_visible_devices" not in used
     assert "set_memory_growth" in moved(text.replace("[hvd.local_rank()]", "[0]"))
+    hides = "else:\n    tf.config.set_visible_devices([], 'GPU')\n"
+    assert f"if gpus:\n    pass\n{hides}" in moved(text.replace("model =", f"{hides}model ="))
 
 
 @pytest.mark.parametrize(
