@@ -44,6 +44,7 @@ def arguments_of(plan: Plan, call: cst.Call, name: str) -> dict[str, cst.BaseExp
 def move_wraps(plan: Plan) -> None:
     """Takes the wrapper off every optimizer, and prepares the models that are compiled with them, or loaded."""
     source = plan.source
+    _move_pinning(plan)
     accumulates, prepared = False, list[cst.Call]()
     for call in calls(source.module):
         if source.qualified(call.func) == plan.prefix + "DistributedOptimizer" and plan.module != "horovod.tensorflow":
@@ -141,7 +142,7 @@ def _take_off(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpressio
         text = _prepare(plan, code(found.func.value), arguments)
         if source.function(found) is not source.function(call) and text.count("=") > text.count(_FP16):
             plan.refuse(call, "compression= and sparse_as_dense= are moved within one function")
-        _then(plan, statement, [text])
+        then(plan, statement, [text])
     line = source.statement(call)
     if isinstance(line, cst.SimpleStatementLine):
         target, value = target_of(line)
@@ -254,7 +255,7 @@ def _refuse_other_optimizers(plan: Plan, prepared: cst.Call, others: Sequence[cs
             )
 
 
-def _then(plan: Plan, statement: cst.SimpleStatementLine, texts: Sequence[str]) -> None:
+def then(plan: Plan, statement: cst.SimpleStatementLine, texts: Sequence[str]) -> None:
     """Puts statements behind one, which stays."""
     before = plan.statements.get(statement)
 
@@ -286,7 +287,7 @@ def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> None:
     assert isinstance(statement, cst.SimpleStatementLine)
     model = code(target)
     plan.needs.add("hvk")
-    keras = _keras(plan)
+    keras = keras_of(plan)
 
     def loads(updated: cst.Call) -> str:
         found = bind(updated, "load_model", KERAS_SIGNATURES) or {}
@@ -302,10 +303,10 @@ def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> None:
             "hvd.load_model forgets backward_passes_per_step, and so does the new script: take the line with"
             " gradient_accumulation_steps = None out to go on accumulating",
         )
-    _then(plan, statement, [*more, _prepare(plan, model, arguments)])
+    then(plan, statement, [*more, _prepare(plan, model, arguments)])
 
 
-def _keras(plan: Plan) -> str:
+def keras_of(plan: Plan) -> str:
     """How the script names Keras; an import is added where it does not."""
     found = {
         plan.source.qualified(node): code(node)
@@ -317,3 +318,61 @@ def _keras(plan: Plan) -> str:
     if not found:
         plan.needs.add("keras")
     return found.get("keras") or found.get("tensorflow.keras") or "keras"
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------
+def _move_pinning(plan: Plan) -> None:
+    """`hvdtrain.init` gives each rank its GPU: the lines that do go, since they would come too late."""
+    source = plan.source
+    local = plan.prefix + "local_rank"
+    pins = [
+        call
+        for call in calls(source.module)
+        if _device_call(source, call) == "set_visible_devices"
+        and any(source.qualified(node) == local for node in walk(call))
+    ]
+    gone: list[Any] = []
+    for pin in pins:
+        block = source.function(pin)
+        inside = [node for node in walk(block) if _pins(source, node, local)]
+        gone += [node for node in inside if source.parent(node) not in inside and node not in gone]
+        gone = [node for node in gone if not any(above in gone for above in source.above(node))]
+    for statement in gone:
+        plan.settle(statement)
+        plan.remove(statement)
+    for call in calls(source.module):
+        if _device_call(source, call) == "list_physical_devices" and gone:
+            statement = source.statement(call)
+            target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
+            if value is call and isinstance(target, cst.Name) and not _used(source, target, gone):
+                assert isinstance(statement, cst.SimpleStatementLine)
+                plan.remove(statement)
+
+
+def _device_call(source: Source, call: cst.CSTNode) -> str:
+    name = source.qualified(call.func) if isinstance(call, cst.Call) else ""
+    return name.split(".")[-1] if name.startswith("tensorflow.config.") else ""
+
+
+def _pins(source: Source, node: cst.CSTNode, local: str) -> bool:
+    """Whether a statement does nothing but choose this rank's GPU and how its memory is taken."""
+    if isinstance(node, cst.SimpleStatementLine):
+        [small] = node.body if len(node.body) == 1 else [None]
+        value = small.value if isinstance(small, cst.Expr) else None
+        does = "" if value is None else _device_call(source, value)
+        ours = does == "set_visible_devices" and any(source.qualified(one) == local for one in walk(node))
+        return ours or does == "set_memory_growth"
+    if isinstance(node, (cst.If, cst.For)) and node.orelse is None and isinstance(node.body, cst.IndentedBlock):
+        return all(_pins(source, one, local) for one in node.body.body)
+    return False
+
+
+def _used(source: Source, name: cst.Name, gone: Sequence[cst.CSTNode]) -> bool:
+    """Whether a name is used elsewhere than in statements that go."""
+    return any(
+        isinstance(node, cst.Name)
+        and node.value == name.value
+        and node is not name
+        and not any(above in gone for above in source.above(node))
+        for node in walk(source.module)
+    )

@@ -13,7 +13,7 @@ from hvdtrain.migrate.source import bind, calls, code, literal, walk
 
 Arguments = dict[str, cst.BaseExpression]
 RUN_REASON = "horovod.run is moved where it is called, with args=, kwargs=, np=, hosts= and hostfile="
-_SEEDS = (
+SEEDS = (
     "torch.manual_seed", "numpy.random.seed", "random.seed", "tensorflow.random.set_seed",
     "keras.utils.set_random_seed", "tensorflow.keras.utils.set_random_seed",
 )  # fmt: skip
@@ -52,7 +52,7 @@ def _note_seeds(plan: Plan, init: cst.Call) -> None:
     source = plan.source
     for call in calls(source.module):
         above = source.line(call) < source.line(init) and source.function(call) is source.function(init)
-        if above and source.qualified(call.func) in _SEEDS:
+        if above and source.qualified(call.func) in SEEDS:
             library = {"torch": "PyTorch", "keras": "Keras"}[plan.framework]
             plan.note(call, f"hvdtrain.init seeds Python, numpy and {library} anew: give it seed=, or seed after it")
 

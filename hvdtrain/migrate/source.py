@@ -174,6 +174,7 @@ KERAS_SIGNATURES = {
     " process_set scale_local_gradients",
     "load_model": "filepath custom_optimizers custom_objects compression * legacy_opts",
     "allreduce": "value name average prescale_factor postscale_factor op compression",
+    "broadcast": "value root_rank name",
     "callbacks.BroadcastGlobalVariablesCallback": "root_rank device local_variables",
     "callbacks.MetricAverageCallback": "device",
     **{name: SIGNATURES[name] for name in ("init", "barrier", "broadcast_object", "allgather_object", *_WITHOUT)},

@@ -161,10 +161,159 @@ BROADCAST, METRICS = "hvd.callbacks.BroadcastGlobalVariablesCallback(0)", "hvd.c
             f"c = [a]\nc.append({BROADCAST})\nmodel.fit(x, callbacks=c)\n",
             "c = [a]\nmodel.fit(x, callbacks=[*hvk.callbacks(model), *c])\n",
         ),
+        (
+            f"c = [a]\nc.insert(0, {BROADCAST})\nc.extend([{METRICS}])\nc += [{METRICS}, b]\n"
+            "model.fit(x, callbacks=c)\n",
+            "c = [a]\nc += [b]\nmodel.fit(x, callbacks=[*hvk.callbacks(model), *c])\n",
+        ),
+        (
+            f"c = []\nif hvd.size() > 1:\n    c.append({BROADCAST})\nmodel.fit(x, callbacks=c)\n",
+            "c = []\nif world.size > 1:\n    pass\nmodel.fit(x, callbacks=[*hvk.callbacks(model), *c])\n",
+        ),
+        (
+            f"if x:\n    c = [{BROADCAST}, a]\nelse:\n    c = [{BROADCAST}]\nmodel.fit(x, callbacks=c)\n",
+            "if x:\n    c = [a]\nelse:\n    c = []\nmodel.fit(x, callbacks=[*hvk.callbacks(model), *c])\n",
+        ),
+        (
+            f"model.fit(x, callbacks=({BROADCAST}, a) + c)\n",
+            "model.fit(x, callbacks=[*hvk.callbacks(model), *(a,) + c])\n",
+        ),
+        (
+            f"c = [{BROADCAST}]\nd = [*c, a]\nd = d + [b]\nmodel.fit(x, callbacks=d)\n",
+            "c = []\nd = [*c, a]\nd = d + [b]\nmodel.fit(x, callbacks=[*hvk.callbacks(model), *d])\n",
+        ),
+        (
+            f"def f(a):\n    c = [{BROADCAST}, a]\n    return c\nmodel.fit(x, callbacks=f(1))\n",
+            "def f(a):\n    c = [a]\n    return c\nmodel.fit(x, callbacks=[*hvk.callbacks(model), *f(1)])\n",
+        ),
+        (
+            f"class T:\n    def a(self):\n        self.c = [{BROADCAST}, a]\n"
+            "    def b(self):\n        model.fit(x, callbacks=self.c)\n",
+            "class T:\n    def a(self):\n        self.c = [a]\n"
+            "    def b(self):\n        model.fit(x, callbacks=[*hvk.callbacks(model), *self.c])\n",
+        ),
+        (  # the other function's own
+            f"def f():\n    c = [{BROADCAST}, a]\n    model.fit(x, callbacks=c)\n"
+            "def g():\n    c = [a]\n    model.fit(x, callbacks=c)\n",
+            "def f():\n    c = [a]\n    model.fit(x, callbacks=[*hvk.callbacks(model), *c])\n"
+            "def g():\n    c = [a]\n    model.fit(x, callbacks=c)\n",
+        ),
+        (  # and what the name has later
+            f"c = [{BROADCAST}, a]\nmodel.fit(x, callbacks=c)\nc = [b]\nmodel.fit(x, callbacks=c)\n",
+            "c = [a]\nmodel.fit(x, callbacks=[*hvk.callbacks(model), *c])\nc = [b]\nmodel.fit(x, callbacks=c)\n",
+        ),
+        (  # the comment of what goes goes
+            f"c = [  # all\n    # first\n    {BROADCAST},  # rank 0's\n    # last\n    a,  # so\n"
+            "]\nmodel.fit(x, callbacks=c)\n",
+            "c = [  # all\n    # last\n    a,  # so\n]\nmodel.fit(x, callbacks=[*hvk.callbacks(model), *c])\n",
+        ),
+        (
+            f"c = [\n    # last\n    a,  # so\n    # first\n    {BROADCAST},  # rank 0's\n"
+            "]\nmodel.fit(x, callbacks=c)\n",
+            "c = [\n    # last\n    a,  # so\n]\nmodel.fit(x, callbacks=[*hvk.callbacks(model), *c])\n",
+        ),
     ],
 )
 def test_callbacks(old: str, new: str) -> None:
-    assert moved(WRAP + old) == PREPARED + new
+    head = PREPARED.replace("hvdtrain.init", "world = hvdtrain.init") if "world" in new else PREPARED
+    assert moved(WRAP + old) == head + new
+
+
+GIVEN = f"c = [{BROADCAST}, a]\n# here\nmodel.fit(x, callbacks=c)\n"
+
+
+@pytest.mark.parametrize(
+    "instead",
+    [
+        "c = c[:1]", "c.pop(0)", "n = len(c)", "x = c[0]", "if c: pass", "for one in c: pass", "show(c)", "c *= 2",
+        "if x:\n    c = [b]", "d = {'callbacks': c}", "c = c + [b] if x else c",
+    ],
+)  # fmt: skip
+def test_callbacks_that_are_used_otherwise(instead: str) -> None:
+    [(line, reason)] = refused(WRAP + GIVEN.replace("# here", instead))
+    assert line == 6 and "not used in another way" in reason
+
+
+@pytest.mark.parametrize("test", ["hvd.size() > 4", "x", "hvd.size() > 1 and x", "hvd.rank() == 0"])
+def test_callbacks_under_a_condition(test: str) -> None:
+    for adds in (f"c.append({BROADCAST})", f"c += [{BROADCAST}, b]", f"c = [{BROADCAST}]"):
+        [(line, reason)] = refused(WRAP + f"c = [a]\nif {test}:\n    {adds}\nmodel.fit(x, callbacks=c)\n")
+        assert line == 8 and "under no condition" in reason
+
+
+PLATEAU = "keras.callbacks.ReduceLROnPlateau()"
+OWN = "class Own(keras.callbacks.Callback):\n    def on_epoch_end(self, epoch, logs=None):\n        {}\n"
+
+
+# What hvdtrain does in another way is said, with the line; the twin, of which nothing need be said, follows.
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        (f"model.fit(x, callbacks=[{BROADCAST},\n  {PLATEAU}])\n", (7, "averages over all ranks")),
+        (f"model.fit(x, callbacks=[{BROADCAST},\n  {PLATEAU}, {METRICS}])\n", (7, "averages over all ranks")),
+        (f"c = [{BROADCAST}, {METRICS}]\nc.append({PLATEAU})\nmodel.fit(x, callbacks=c)\n", None),
+        (f"model.fit(x, callbacks=[{BROADCAST}, {METRICS}, {PLATEAU}])\n", None),
+        (f"model.fit(x, callbacks=[{BROADCAST}])\nmodel.fit(x, callbacks=[{PLATEAU}])\n", None),
+        (f"model.fit(x, callbacks=[{BROADCAST}, keras.callbacks.ModelCheckpoint(p)])\n", None),
+        (
+            f"model.fit(x, callbacks=[{BROADCAST}, keras.callbacks.ModelCheckpoint(p, save_best_only=True)])\n",
+            (6, "keras.callbacks.ModelCheckpoint sees averages"),
+        ),
+        (OWN.format("print(logs)") + f"model.fit(x, callbacks=[{BROADCAST}, Own()])\n", (9, "Own sees averages")),
+        (OWN.format("print(epoch)") + f"model.fit(x, callbacks=[{BROADCAST}, Own()])\n", None),
+        (f"model.fit(x, callbacks=[{METRICS}])\n", (6, "give all ranks rank 0's variables")),
+        ("f = keras.losses.SparseCategoricalCrossentropy(ignore_class=2)\n", (6, "mean of ranks' means")),
+        ("f = keras.losses.SparseCategoricalCrossentropy(ignore_class=None)\n", None),
+        ("f = keras.losses.MeanSquaredError(reduction='mean_with_sample_weight')\n", (6, "mean of ranks' means")),
+        ("f = keras.losses.MeanSquaredError(reduction='sum_over_batch_size')\n", None),
+        ("y = keras.layers.Masking()(x)\n", (6, "mean of ranks' means")),
+        ("y = keras.layers.Embedding(9, 2, mask_zero=True)(x)\n", (6, "mean of ranks' means")),
+        ("y = keras.layers.BatchNormalization(synchronized=True)(x)\n", (6, "over those of all ranks")),
+        ("y = keras.layers.BatchNormalization()(x)\n", None),
+        ("y = keras.layers.Dropout(0.5)(x)\n", (6, "masks of its own")),
+        ("y = keras.layers.Dense(5)(x)\n", None),
+    ],
+)
+def test_what_trains_otherwise_is_said(text: str, wanted: tuple[int, str] | None) -> None:
+    moved(WRAP + text)
+    notes = [(note.line, note.text) for note in convert(WRAP + text).notes]
+    if wanted is None:
+        assert notes == []
+    else:
+        [(line, said)] = notes
+        assert line == wanted[0] and wanted[1] in said
+
+
+@pytest.mark.parametrize("draws", ["d.shuffle(9)", "np.random.permutation(9)", "random.sample(x, 3)"])
+def test_ranks_that_seeded_nothing_draw_each_its_own(draws: str) -> None:
+    """hvdtrain.init gives all ranks one seed."""
+    text = f"import random\nimport numpy as np\n{WRAP}d = {draws}\n"
+    seeded = 'world = hvdtrain.init("keras")\nkeras.utils.set_random_seed(world.rank)\n'
+    assert seeded in moved(text)
+    [note] = convert(text).notes
+    assert note.line == 8 and "drawn unseeded" in note.text
+    for other in (
+        text.replace("model =", "keras.utils.set_random_seed(3)\nmodel ="),
+        text.replace(draws, "np.random.RandomState(3).permutation(9)"),
+        text.replace(draws, "d.shuffle(9, seed=1)"),
+    ):
+        assert "set_random_seed(world.rank)" not in moved(other)
+
+
+def test_a_model_of_each_ranks_own_is_given_no_callbacks() -> None:
+    text = WRAP + f"c = [{BROADCAST}, a]\nmodel.fit(x, callbacks=c)\nother.compile('sgd')\nother.fit(x, callbacks=c)\n"
+    [(line, reason)] = refused(text)
+    assert line == 9 and "other is compiled with an optimizer of each rank's own" in reason
+    assert "other.fit(x)\n" in moved(text.replace("other.fit(x, callbacks=c)", "other.fit(x)"))
+
+
+def test_weights_that_a_callback_loads_on_one_rank() -> None:
+    own = "class Own(keras.callbacks.Callback):\n    def on_train_begin(self, logs=None):\n"
+    own += "        if {}:\n            self.model.load_weights(p)\n"
+    text = f"{WRAP}{own}model.fit(x, callbacks=[Own(), {BROADCAST}])\n"
+    [(line, reason)] = refused(text.format("hvd.rank() == 0"))
+    assert line == 9 and "load before fit" in reason
+    assert "load_weights" in moved(text.format("p"))
 
 
 @pytest.mark.parametrize("module", ["horovod.keras", "horovod.tensorflow.keras"])
@@ -205,6 +354,8 @@ if gpus:
         ("hvd.allreduce(x)", 'world.mean({"value": x})["value"]'),
         ("hvd.allreduce(x, name='loss')", "world.mean({'loss': x})['loss']"),
         ("hvd.allreduce(x, average=False)", 'world.sum({"value": x})["value"]'),
+        ("hvd.broadcast(x, 0, name='epoch')", "world.broadcast(x)"),
+        ("hvd.broadcast(x, root_rank=1)", "world.broadcast(x, 1)"),
         ("500 // hvd.size() if hvd.rank() else 0", "500 // world.size if world.rank else 0"),
     ],
 )
@@ -224,6 +375,8 @@ def test_numbers_and_ranks(old: str, new: str) -> None:
         ("f(hvd.load_model(path))", "assigned to one name"),
         ("m = hvd.load_model(path, custom_optimizers=[O])", "custom_optimizers"),
         (f"c = [{BROADCAST}]", "which model.fit is given it"),
+        (f"f({BROADCAST})", "which model.fit is given it"),
+        (f"model.fit(x, callbacks=[{BROADCAST}] if x else [])", "which model.fit is given it"),
         (f"model.fit(x, callbacks=[{BROADCAST.replace('0', '1')}])", "neither another's, nor a part"),
         ("c = hvd.callbacks.BestModelCheckpoint(p)", "save_best_only=True"),
         ("hvd.broadcast_global_variables(0)", "outside of fit there is none"),
@@ -231,7 +384,7 @@ def test_numbers_and_ranks(old: str, new: str) -> None:
         ("hvd.allreduce(x, op=hvd.Adasum)", "a mean, or a sum"),
         ("hvd.allreduce(x, average=a)", "cannot be told"),
         ("hvd.allreduce(x, prescale_factor=2.0)", "without factors"),
-        ("x = hvd.allgather(y)", "hvd.allgather has no counterpart"),
+        ("x = hvd.allgather(y)", "world.gather(value) is a list"),
         ("f(hvd)", "hvd itself as a value"),
         ("import horovod.torch as other", "nothing else"),
     ],
