@@ -10,6 +10,7 @@ import libcst as cst
 from libcst import metadata
 
 from hvdtrain.migrate.source import Finding, Source, Statement, children, code, is_chain, walk
+from hvdtrain.migrate.target import HVDTRAIN, Target
 
 Expression = Callable[[Any], cst.BaseExpression]
 Statements = Callable[[Any], Sequence[Any]]
@@ -22,16 +23,18 @@ class Plan:
     Attributes:
         source: the script.
         module: of Horovod, that the script trains with.
+        target: what it is moved to.
         expressions: what takes a node's place, of the node with the changes within it.
         statements: the same of a statement of a block; several, or none.
         refused: what cannot be moved.
         notes: what is moved, and should be known.
-        needs: what the new script uses, by its name there: modules of hvdtrain's, the world.
+        needs: what the new script uses, by its name there: modules, functions, the world.
         world_scope: where `world` is assigned; None: nowhere.
     """
 
     source: Source
     module: str = "horovod.torch"
+    target: Target = HVDTRAIN
     expressions: dict[cst.CSTNode, Expression] = field(default_factory=dict)
     statements: dict[cst.CSTNode, Statements] = field(default_factory=dict)
     refused: set[Finding] = field(default_factory=set)
@@ -54,6 +57,12 @@ class Plan:
 
     def note(self, node: cst.CSTNode, text: str) -> None:
         self.notes.add(Finding(self.source.line(node), text))
+
+    def use(self, what: str) -> str:
+        """The target's name for what Horovod does, which the new script needs."""
+        found = self.target.words[what]
+        self.needs.add(found.split(".")[0])
+        return found
 
     def settle(self, node: cst.CSTNode | None) -> None:
         """Nothing else need be said of the names in a node."""
@@ -79,9 +88,7 @@ class Plan:
         """Puts statements in one's place, given as text; none of them: it goes."""
 
         def written(updated: Any) -> Sequence[Any]:
-            made: list[Any] = [
-                cst.parse_statement(text, self.source.module.config_for_parsing) for text in texts(updated)
-            ]
+            made: list[Any] = [self._parsed(text) for text in texts(updated)]
             if made:
                 kept: dict[str, Any] = {"leading_lines": updated.leading_lines}
                 if len(made) == 1 and all(isinstance(one, cst.SimpleStatementLine) for one in (updated, made[0])):
@@ -90,6 +97,20 @@ class Plan:
             return made
 
         self.statements[statement] = written
+
+    def follow(self, statement: Statement, texts: Sequence[str]) -> None:
+        """Puts functions behind a statement, whatever else becomes of it, and two blank lines behind them."""
+        before = self.statements.get(statement, lambda updated: [updated])
+        made = [self._parsed(text) for text in texts]
+        block = self.source.block(statement)
+        rest = block[block.index(statement) + 1 :]
+        blank = sum(not line.comment for line in rest[0].leading_lines) if rest else 2
+        footer = [cst.EmptyLine(indent=False)] * max(0, 2 - blank)
+        made[-1] = made[-1].with_deep_changes(made[-1].body, footer=footer)
+        self.statements[statement] = lambda updated: [*before(updated), *made]
+
+    def _parsed(self, text: str) -> Any:
+        return cst.parse_statement(text, self.source.module.config_for_parsing)
 
     def remove(self, statement: Statement) -> None:
         self.rewrite(statement, lambda _: [])

@@ -2,7 +2,7 @@
 
 usage: python -m hvdtrain.migrate.rank FRAMEWORK TEXT SCRIPT FOLDER UPDATES ARGS...
 
-TEXT, on torch or keras, is run as if it were SCRIPT, with ARGS. FOLDER/RANK.npz gets the tensors, FOLDER/RANK.json
+TEXT, on torch, keras or ddp, is run as if it were SCRIPT, with ARGS. FOLDER/RANK.npz gets the tensors, FOLDER/RANK.json
 their names, and how many updates there were.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 
 def seed() -> int:
     """Returns what this rank's random numbers begin with: unlike on each, so that a broadcast is needed."""
-    return int(os.environ["HOROVOD_RANK"])
+    return int(os.environ.get("HOROVOD_RANK") or os.environ["RANK"])  # torchrun's
 
 
 class Enough(BaseException):
@@ -43,10 +43,10 @@ class Watching(Protocol):
         """What the script's models hold, and the precision of each type, by name."""
 
     def rank(self) -> int:
-        """Of this process, in Horovod."""
+        """Of this process."""
 
     def end(self) -> None:
-        """Waits for the other ranks, and leaves Horovod."""
+        """Waits for the other ranks, and leaves them."""
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -63,8 +63,8 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 def main() -> None:
     framework, text, script, folder, updates, *args = sys.argv[1:]
     program = Path(text).read_bytes()
-    # a script that averages by hand has plain optimizers only
-    wraps = b"DistributedOptimizer" in program or b".prepare(" in program
+    # a script that averages by hand wraps nothing
+    wraps = any(word in program for word in (b"DistributedOptimizer", b".prepare(", b"DistributedDataParallel("))
     watch = importlib.import_module(f"hvdtrain.migrate.rank_{framework}").Watch(int(updates), wraps=wraps)
     sys.argv, sys.path[0] = [script, *args], os.path.dirname(script)
     module = types.ModuleType("__main__")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import libcst as cst
@@ -19,24 +19,32 @@ _SEEDS = (
 )  # fmt: skip
 
 
-def move_init(plan: Plan) -> None:
-    """`hvd.init()` becomes `world = hvdtrain.init("torch")`, or "keras", which is who knows of the ranks."""
+def inits(plan: Plan) -> Iterator[tuple[cst.Call, cst.SimpleStatementLine]]:
+    """The one `hvd.init()`, and its line; others are refused."""
     source = plan.source
     found = [call for call in calls(source.module) if source.qualified(call.func) == plan.prefix + "init"]
     for call in found:
         plan.settle(call)
         if call is not found[0]:
-            plan.refuse(call, "a second hvd.init(): hvdtrain.init is called once")
+            plan.refuse(call, f"a second hvd.init(): {plan.target.init} is called once")
             continue
         statement = statement_of(plan, call, "hvd.init()")
         if statement is None:
             continue
         if call.args:
-            plan.refuse(call, "hvd.init with arguments: hvdtrain takes all ranks, and the devices that it finds")
+            plan.refuse(call, f"hvd.init with arguments: {plan.target.init} takes all ranks")
         elif condition_above(source, call) is not None:
             plan.refuse(
-                call, "hvd.init() under a condition: hvdtrain.init is always called, and one process is a world of one"
+                call,
+                f"hvd.init() under a condition: {plan.target.init} is always called, and {plan.target.alone}",
             )
+        yield call, statement
+
+
+def move_init(plan: Plan) -> None:
+    """`hvd.init()` becomes `world = hvdtrain.init("torch")`, or "keras", which is who knows of the ranks."""
+    source = plan.source
+    for call, statement in inits(plan):
         if "world" not in source.names():
             plan.world_scope = source.scope(call)
         plan.needs.add("hvdtrain")
@@ -71,29 +79,31 @@ def ranks(plan: Plan, node: cst.CSTNode) -> str:
     return "hvdtrain.current()"
 
 
-def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine], **kept: str) -> None:
-    """The first import of Horovod in each scope becomes those of hvdtrain that are needed, after those that are kept.
+LINES = {
+    "hvdtrain": "import hvdtrain",
+    "hvk": "import hvdtrain.keras as hvk",
+    "hvt": "import hvdtrain.torch as hvt",
+}
+
+
+def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine], lines: Mapping[str, str]) -> None:
+    """The first import of Horovod in each scope becomes those that are needed.
 
     Args:
         plan: whose `needs` say which.
         imports: of Horovod.
-        kept: other statements, by what needs them.
+        lines: statements, by what needs them.
     """
-    lines = {
-        **kept,
-        "hvdtrain": "import hvdtrain",
-        "hvk": "import hvdtrain.keras as hvk",
-        "hvt": "import hvdtrain.torch as hvt",
-    }
     seen: list[Any] = []
     for statement in imports:
         scope = plan.source.scope(statement)
         texts = [line for name, line in lines.items() if name in plan.needs] if scope not in seen else []
         seen.append(scope)
-        plan.rewrite(statement, _constantly(texts))
+        plan.rewrite(statement, constantly(texts))
 
 
-def _constantly(texts: Sequence[str]) -> Callable[[Any], Sequence[str]]:
+def constantly(texts: Sequence[str]) -> Callable[[Any], Sequence[str]]:
+    """What rewrites a statement, whatever it was."""
     return lambda _: texts
 
 

@@ -1,0 +1,360 @@
+"""Models that are wrapped in `DistributedDataParallel`: where they go, and what is done with them there.
+
+Two ways in which a moved script would be wrong and say nothing are looked for: the plain module is called where the
+wrapped one should be, whose gradients nobody averages then; and the wrapped one stands where its parts, its class or
+the names in its state are asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from hvdtrain.migrate.flow import Flow, Giver, Variable
+from hvdtrain.migrate.plan import Plan, own_nodes
+from hvdtrain.migrate.source import calls, code, literal, tail, walk
+from hvdtrain.migrate.torch_calls import without_gradients
+from hvdtrain.migrate.wrapping import Wrap
+
+# the same of the wrapped model as of the plain one
+_SAME = ("train", "eval", "training", "parameters", "zero_grad")
+# of a module, and no pass through it
+_METHODS = (
+    "state_dict", "load_state_dict", "named_parameters", "modules", "named_modules", "children", "named_children",
+    "buffers", "named_buffers", "apply", "get_submodule", "get_parameter", "get_buffer", "extra_repr",
+    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "size", "numel", "norm",
+    "item", "detach", "clone", "clamp_", "mul_", "add_", "copy_", "zero_", "fill_", "mean", "sum", "abs", "max", "min",
+    "reset_parameters", "cpu", "numpy", "tolist",
+)  # fmt: skip
+# of a module that has been wrapped they would change what is averaged
+_CHANGES = (
+    "to", "cuda", "half", "float", "double", "bfloat16", "type", "requires_grad_", "register_parameter", "add_module",
+    "register_module", "register_buffer", "compile", "share_memory", "to_empty",
+)  # fmt: skip
+_A_PART = "may run a part of the model, whose gradients DistributedDataParallel leaves alone"
+_NOT_ALWAYS = "what is the wrapped model at one time, and not at another"
+# what is given a model, and neither keeps it nor runs it
+_HARMLESS = (
+    "copy.deepcopy", "copy.copy", "isinstance", "torch.save", "type", "print", "len", "repr", "str", "id", "hasattr",
+    "getattr", "torch.optim.swa_utils.AveragedModel",
+)  # fmt: skip
+
+
+@dataclass
+class _Followed:
+    """A wrapped model.
+
+    Attributes:
+        wrap: its optimizer's.
+        variable: that it is wrapped in.
+        moments: the functions under way when it is wrapped, each with the statement that it is at.
+        before, after: names of functions that run before and after that.
+        plain, wrapped: variables that may hold the plain model then, and the wrapped one.
+    """
+
+    wrap: Wrap
+    variable: Variable
+    moments: dict[cst.CSTNode, cst.CSTNode] = field(default_factory=dict)
+    before: set[str] = field(default_factory=set)
+    after: set[str] = field(default_factory=set)
+    plain: set[Variable] = field(default_factory=set)
+    wrapped: set[Variable] = field(default_factory=set)
+
+
+class Models:
+    """The wrapped models of a script."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._source = plan, plan.source
+        self._flow = Flow(plan.source)
+        self._models: list[_Followed] = []
+        self._calls: list[cst.Call] = []  # of wrapped models
+
+    def follow(self, wrap: Wrap) -> None:
+        """Finds where the model of an optimizer goes."""
+        named = cst.parse_expression(wrap.model)
+        flow = self._flow
+        same = [node for nodes in flow.uses.values() for node in nodes if code(node) == wrap.model]
+        here = [node for node in same if self._source.function(node) is self._source.function(wrap.call)]
+        variable = flow.variable(here[0]) if here else None
+        own = isinstance(named, cst.Name) or (isinstance(named, cst.Attribute) and code(named.value) == "self")
+        if variable is None or not own:
+            self._plan.refuse(
+                wrap.call, f"{wrap.model}: what is wrapped is moved where it has a name, or is an attribute of self"
+            )
+            return
+        if isinstance(named, cst.Name) and variable[0] is not self._source.scope(wrap.call):
+            self._plan.refuse(wrap.call, f"{wrap.model} is another function's: it is wrapped where it is assigned")
+            return
+        if any(variable == one.variable for one in self._models):
+            self._plan.refuse(wrap.call, f"a second optimizer of {wrap.model}, which is wrapped once")
+            return
+        found = _Followed(wrap, variable)
+        self._find_moments(found, wrap.call)
+        self._spread(found)
+        self._models.append(found)
+
+    def settle(self) -> None:
+        """Puts `.module` where the plain model is meant, and refuses what cannot be told."""
+        for variable in {one for model in self._models for one in (*model.plain, *model.wrapped)}:
+            for node in self._flow.uses[variable]:
+                self._use(variable, node)
+        for model in self._models:
+            self._refuse_givers(model)
+        if self._models:
+            self._refuse_freezing()
+
+    def is_called_before(self, backward: cst.Call) -> bool:
+        """Whether a call of a wrapped model stands before a pass, behind the pass before it, in the same loop."""
+        source = self._source
+        inside = [one for one in source.above(backward) if isinstance(one, (cst.For, cst.While, cst.FunctionDef))]
+        around = inside[0].body if inside else source.module
+        functions = {name for name, made in self._flow.functions.items() if any(map(self._calls_one, made))}
+        before = [
+            source.line(call)
+            for call in calls(around)
+            if (call in self._calls or self._flow.reached([call]) & functions)
+            and source.line(call) <= source.line(backward)
+        ]
+        others = [
+            source.line(call)
+            for call in calls(around)
+            if isinstance(call.func, cst.Attribute) and tail(call.func) == "backward"
+            and source.line(call) < source.line(backward) and not self._are_alternatives(call, backward)
+        ]  # fmt: skip
+        return bool(before) and max(before) > max(others, default=0)
+
+    def _calls_one(self, function: cst.FunctionDef) -> bool:
+        return any(call in self._calls for call in calls(function.body))
+
+    def _are_alternatives(self, one: cst.Call, other: cst.Call) -> bool:
+        """Whether they stand in the two branches of an `if`."""
+        choices = [node for node in self._source.above(one) if isinstance(node, cst.If) and node.orelse is not None]
+        return any(
+            any(node is other for node in walk(choice))
+            and any(node is one for node in walk(choice.body)) != any(node is other for node in walk(choice.body))
+            for choice in choices
+        )
+
+    # -- when --------------------------------------------------------------------------------------------------
+    def _find_moments(self, model: _Followed, call: cst.Call) -> None:
+        """Follows a call to those of the function that it is in."""
+        source = self._source
+        function = source.function(call)
+        statement = source.statement(call)
+        if function in model.moments or statement is None:
+            return
+        model.moments[function] = statement
+        own = own_nodes(function)
+        now = [one for one in own if isinstance(one, cst.Call) and not isinstance(one, cst.FunctionDef)]
+        line = source.line(statement)
+        model.before |= self._flow.reached(one for one in now if source.line(one) < line)
+        model.after |= self._flow.reached(one for one in now if source.line(one) >= line and one is not call)
+        if isinstance(function, cst.FunctionDef):
+            for other in calls(source.module):
+                if function in self._flow.called(other):
+                    self._find_moments(model, other)
+
+    def _when(self, model: _Followed, node: cst.CSTNode) -> set[str]:
+        """Whether a node runs before the model is wrapped, after it, or both."""
+        function = self._source.function(node)
+        if function in model.moments:
+            statement = model.moments[function]
+            late = self._source.line(node) > self._source.line(statement) and not any(
+                one is node for one in walk(statement)
+            )
+            return {"after" if late else "before"}
+        names = {name for name, made in self._flow.functions.items() if function in made}
+        found = {"before"} if names & model.before else set()
+        return found | ({"after"} if names & model.after or not found else set())
+
+    # -- where -------------------------------------------------------------------------------------------------
+    def _spread(self, model: _Followed) -> None:
+        """Finds the variables that hold the plain model, and those that hold the wrapped one."""
+        sources, held = {model.variable}, [model.variable]
+        while held:
+            for giver in self._flow.givers[held.pop()]:
+                if giver.variable is not None and giver.variable not in sources:
+                    sources.add(giver.variable)
+                    held.append(giver.variable)
+        model.plain = self._forward(model, sources, "before")
+        model.wrapped = self._forward(model, {model.variable}, "after")
+
+    def _forward(self, model: _Followed, start: set[Variable], when: str) -> set[Variable]:
+        found = set(start)
+        while True:
+            new = {
+                variable
+                for variable, givers in self._flow.givers.items()
+                if variable not in found and any(self._hands_on(model, giver, found, when) for giver in givers)
+            }
+            if not new:
+                return found
+            found |= new
+
+    def _hands_on(self, model: _Followed, giver: Giver, found: set[Variable], when: str) -> bool:
+        known = giver.variable
+        return known in found and (known != model.variable or when in self._when(model, giver.site))
+
+    def _states(self, variable: Variable, node: cst.CSTNode) -> set[str]:
+        """What a variable may hold at a node: the plain model, the wrapped one, anything else."""
+        found: set[str] = set()
+        for model in self._models:
+            if variable == model.variable:
+                found |= {"wrapped" if when == "after" else "plain" for when in self._when(model, node)}
+            else:
+                found |= {"wrapped"} if variable in model.wrapped else set()
+                found |= {"plain"} if variable in model.plain else set()
+        wrapped = {one for model in self._models for one in model.wrapped}
+        own = any(variable == model.variable for model in self._models)
+        if not own and any(giver.variable not in wrapped for giver in self._flow.givers[variable]):
+            found.add("other")
+        return found
+
+    # -- what --------------------------------------------------------------------------------------------------
+    def _use(self, variable: Variable, node: cst.CSTNode) -> None:
+        source, states = self._source, self._states(variable, node)
+        early = all(self._when(model, node) == {"before"} for model in self._models)
+        outer = source.parent(node)
+        if isinstance(outer, cst.Attribute) and outer.value is node:
+            self._attribute(node, outer, states, early)
+        elif isinstance(outer, cst.Call) and outer.func is node:
+            self._called(node, outer, states, early)
+        elif isinstance(outer, cst.Subscript) and outer.value is node:
+            self._part(node, outer, states, early)
+        elif isinstance(outer, cst.Arg):
+            self._argument(node, source.parent(outer), states)
+        elif not self._is_followed(node, outer):
+            self._lost(node, f"{code(node)} goes where it cannot be followed")
+
+    def _is_followed(self, node: cst.CSTNode, outer: cst.CSTNode | None) -> bool:
+        """Whether what is done with the whole model is known to the flow, or is nothing."""
+        if isinstance(outer, cst.Element) and isinstance(self._source.parent(outer), cst.Tuple):
+            outer = self._source.parent(self._source.parent(outer) or outer)
+        if isinstance(outer, (cst.Assign, cst.AssignTarget, cst.AnnAssign, cst.Return, cst.Param, cst.IfExp)):
+            return True
+        if isinstance(outer, (cst.Comparison, cst.ComparisonTarget, cst.If, cst.Assert, cst.UnaryOperation, cst.Del)):
+            return True
+        if isinstance(outer, (cst.FormattedStringExpression, cst.NameItem, cst.Expr)):
+            return True
+        return self._is_bound_anew(node)
+
+    def _is_bound_anew(self, node: cst.CSTNode) -> bool:
+        """Whether the statement assigns to the same variable: the old object is nobody's then."""
+        statement = self._source.statement(node)
+        targets = {
+            self._flow.variable(one)
+            for part in (walk(statement) if statement is not None else ())
+            if isinstance(part, cst.Assign)
+            for target in part.targets
+            for one in walk(target.target)
+        }
+        return self._flow.variable(node) in targets
+
+    def _attribute(self, node: cst.CSTNode, outer: cst.Attribute, states: set[str], early: bool) -> None:
+        top: cst.CSTNode = outer
+        while isinstance(up := self._source.parent(top), (cst.Attribute, cst.Subscript)) and up.value is top:
+            top = up
+        call = up if isinstance(up, cst.Call) and up.func is top else None
+        name = outer.attr.value
+        if early or (name in _SAME and top is outer):
+            return
+        if isinstance(up, cst.AssignTarget) or (call is not None and top is outer and name in _CHANGES):
+            if not self._is_bound_anew(node):
+                self._plan.refuse(node, f"{code(top)}: changes the model after it is wrapped")
+            return
+        if call is not None and self._runs_a_part(call, top):
+            self._plan.refuse(node, f"{code(top)}() {_A_PART}")
+        elif states == {"wrapped"}:
+            self._plain(node)
+        elif "wrapped" in states:
+            self._lost(node, f"{code(outer)} is asked of {_NOT_ALWAYS}")
+
+    def _runs_a_part(self, call: cst.Call, of: cst.CSTNode) -> bool:
+        if tail(of) in (*_METHODS, *_SAME) or without_gradients(self._source, call):
+            return False
+        own = [one for one in self._flow.called(call) if one.name.value not in ("forward", "__init__")]
+        return not own or any(self._calls_parts(one) for one in own)
+
+    def _calls_parts(self, method: cst.FunctionDef) -> bool:
+        return any(
+            code(call.func).startswith("self") and tail(call.func) not in (*_METHODS, *_SAME)
+            for call in calls(method.body)
+        )
+
+    def _called(self, node: cst.CSTNode, call: cst.Call, states: set[str], early: bool) -> None:
+        if states == {"wrapped"}:
+            self._calls.append(call)
+        elif not early and not without_gradients(self._source, call):
+            self._plan.refuse(
+                node,
+                f"{code(node)} may be the plain model here, whose gradients nobody averages: hand on what"
+                " DistributedDataParallel returns",
+            )
+
+    def _part(self, node: cst.CSTNode, outer: cst.Subscript, states: set[str], early: bool) -> None:
+        up = self._source.parent(outer)
+        if early:
+            return
+        if isinstance(up, cst.Call) and up.func is outer and not without_gradients(self._source, up):
+            self._plan.refuse(node, f"{code(outer)}() {_A_PART}")
+        elif states == {"wrapped"}:
+            self._plain(node)
+        elif "wrapped" in states:
+            self._lost(node, f"{code(outer)} is asked of {_NOT_ALWAYS}")
+
+    def _argument(self, node: cst.CSTNode, call: cst.CSTNode | None, states: set[str]) -> None:
+        if not isinstance(call, cst.Call) or self._is_bound_anew(node):
+            return
+        name = self._source.qualified(call.func) or code(call.func)
+        if name in _HARMLESS:
+            if states == {"wrapped"}:
+                self._plain(node)
+            elif "wrapped" in states:
+                self._lost(node, f"{code(call.func)} is given {_NOT_ALWAYS}")
+        elif not self._flow.called(call):
+            self._lost(node, f"{code(call.func)} is given {code(node)}, and may call it")
+
+    def _plain(self, node: cst.CSTNode) -> None:
+        self._plan.replace(node, lambda updated: f"{code(updated)}.module")
+
+    def _lost(self, node: cst.CSTNode, what: str) -> None:
+        self._plan.refuse(
+            node, f"{what}: whether it is to be the model or its DistributedDataParallel there cannot be told"
+        )
+
+    def _refuse_givers(self, model: _Followed) -> None:
+        """Refuses a model that is assigned anew after it was wrapped, or that callers elsewhere may keep."""
+        for giver in self._flow.givers[model.variable]:
+            if self._when(model, giver.site) != {"before"}:
+                self._plan.refuse(giver.site, f"{model.wrap.model} is assigned anew after it is wrapped")
+        function = self._source.function(model.wrap.call)
+        given = isinstance(function, cst.FunctionDef) and any(
+            isinstance(one, cst.Param) and one.name.value == model.wrap.model for one in walk(function.params)
+        )
+        if given and not self._flow.givers[model.variable]:
+            self._plan.note(
+                model.wrap.call,
+                f"{model.wrap.model} is given by another file, which keeps the plain one: where it trains with that,"
+                " nothing is averaged",
+            )
+
+    def _refuse_freezing(self) -> None:
+        """Horovod takes zeros for gradients that do not come; DistributedDataParallel waits for them."""
+        for node in walk(self._source.module):
+            frozen = (
+                isinstance(node, cst.Call)
+                and tail(node.func) == "requires_grad_"
+                and (node.args and literal(node.args[0].value) != "True")
+            )
+            if isinstance(node, cst.Assign):
+                frozen = (
+                    any(tail(one.target) == "requires_grad" for one in node.targets) and literal(node.value) != "True"
+                )
+            if frozen and any(self._when(model, node) != {"before"} for model in self._models):
+                self._plan.refuse(
+                    node,
+                    "parameters that are frozen after they are wrapped: Horovod averages zeros for them, and"
+                    " DistributedDataParallel waits for their gradients",
+                )
