@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         from hvdtrain.migrate.convert import convert
-        from hvdtrain.migrate.target import TARGETS
+        from hvdtrain.migrate.plan import TARGETS
     except ModuleNotFoundError as error:
         if error.name != "libcst":
             raise

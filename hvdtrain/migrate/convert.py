@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from hvdtrain.migrate import ddp, draws, keras_calls, keras_wrapping, ranks, torch_calls, training, wrapping
-from hvdtrain.migrate.plan import Plan
+from hvdtrain.migrate import ddp, keras_calls, keras_wrapping, ranks, torch_calls, training, wrapping
+from hvdtrain.migrate.plan import DDP, HVDTRAIN, Plan, Target
 from hvdtrain.migrate.source import Finding, Source, children, code, walk
-from hvdtrain.migrate.target import DDP, HVDTRAIN, Target
 
 _MODULES = ("horovod.torch", "horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow")
 
@@ -83,7 +82,7 @@ def _move_torch(plan: Plan) -> None:
     optimizers = wrapping.move_wraps(plan)
     optimizers.spread(plan.source)
     torch_calls.refuse_in_losses(plan)
-    draws.refuse_shared_orders(plan, wrapping.wraps_of(plan.source))
+    ranks.refuse_shared_orders(plan, wrapping.wraps_of(plan.source))
     _move_passes(plan, optimizers)
     torch_calls.move_rest(plan)
 

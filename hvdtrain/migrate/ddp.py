@@ -9,10 +9,9 @@ import libcst as cst
 
 from hvdtrain.migrate import ranks, torch_calls, training, wrapping
 from hvdtrain.migrate.ddp_models import Models
-from hvdtrain.migrate.plan import Plan
+from hvdtrain.migrate.plan import DDP, Plan
 from hvdtrain.migrate.ranks import Arguments, root_of
 from hvdtrain.migrate.source import bind, calls, code, is_chain, literal, tail, walk
-from hvdtrain.migrate.target import DDP
 
 _PREFIX = "horovod.torch."
 # what the new script imports, by what needs it
@@ -62,15 +61,15 @@ def broadcast_state(state, source=0):
         dist.broadcast(sent, source)
         tensor.copy_(sent)
 ''',
-    "broadcast_object": '''
-def broadcast_object(value, source=0):
+    "broadcast_value": '''
+def broadcast_value(value, source=0):
     """Returns one rank's object, on all ranks."""
     values = [value]
     dist.broadcast_object_list(values, source)
     return values[0]
 ''',
-    "gather_objects": '''
-def gather_objects(value):
+    "gather_values": '''
+def gather_values(value):
     """Returns the objects of all ranks, in the order of the ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -212,11 +211,7 @@ def _check_pass(plan: Plan, optimizers: training.Optimizers, models: Models, cal
             " first pass after one",
         )
         return
-    if steps and training.later_passes(source, call, steps[0]):
-        plan.refuse(
-            call, "several passes before one step: DistributedDataParallel averages the first after a call of the model"
-        )
-    elif steps:
+    if steps:
         training.note_clipping(plan, call, steps[0])
         passes = optimizers.prepared.get(tail(steps[0].optimizer), "")
         if passes not in ("", "1"):
@@ -236,7 +231,7 @@ def _of_ranks(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> No
 
 
 def _of_objects(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    does = "broadcast_object" if name == "broadcast_object" else "gather_objects"
+    does = "broadcast_value" if name == "broadcast_object" else "gather_values"
     plan.needs.add(does)
 
     def written(updated: cst.Call) -> str:
@@ -265,12 +260,12 @@ def _optimizer_state(plan: Plan, call: cst.Call, name: str, arguments: Arguments
     if given is None or not is_chain(given):
         plan.refuse(call, f"hvd.{name} is moved where it is given a name")
         return
-    plan.needs.add("broadcast_object")
+    plan.needs.add("broadcast_value")
     owner = code(given)
 
     def written(updated: cst.Call) -> str:
         root = root_of(bind(updated, name) or {})
-        return f"{owner}.load_state_dict(broadcast_object({owner}.state_dict(){root}))"
+        return f"{owner}.load_state_dict(broadcast_value({owner}.state_dict(){root}))"
 
     plan.replace(call, written)
 
@@ -312,4 +307,4 @@ def names_taken(plan: Plan) -> list[str]:
     """Names that the new script needs, and the old one has for something else."""
     there = {code(line).split("#")[0].strip() for line in plan.source.module.body}
     needs = {name for name in plan.needs if LINES.get(name) not in there}
-    return sorted(needs & plan.source.names() - {"torch", "os"})
+    return sorted(needs & plan.source.variables() - {"torch", "os"})

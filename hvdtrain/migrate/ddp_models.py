@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from hvdtrain.migrate.flow import Flow, Giver, Variable
 from hvdtrain.migrate.plan import Plan, own_nodes
-from hvdtrain.migrate.source import calls, code, literal, tail, walk
+from hvdtrain.migrate.source import Flow, Giver, Variable, calls, code, literal, tail, walk
 from hvdtrain.migrate.torch_calls import without_gradients
 from hvdtrain.migrate.wrapping import Wrap
 
@@ -50,6 +49,7 @@ class _Followed:
         variable: that it is wrapped in.
         moments: the functions under way when it is wrapped, each with the statement that it is at.
         before, after: names of functions that run before and after that.
+        only: of those of `before` whose calls are surely of them.
         plain, wrapped: variables that may hold the plain model then, and the wrapped one.
     """
 
@@ -58,6 +58,7 @@ class _Followed:
     moments: dict[cst.CSTNode, cst.CSTNode] = field(default_factory=dict)
     before: set[str] = field(default_factory=set)
     after: set[str] = field(default_factory=set)
+    only: set[str] = field(default_factory=set)
     plain: set[Variable] = field(default_factory=set)
     wrapped: set[Variable] = field(default_factory=set)
 
@@ -146,11 +147,12 @@ class Models:
         if function in model.moments or statement is None:
             return
         model.moments[function] = statement
-        own = own_nodes(function)
-        now = [one for one in own if isinstance(one, cst.Call) and not isinstance(one, cst.FunctionDef)]
         line = source.line(statement)
-        model.before |= self._flow.reached(one for one in now if source.line(one) < line)
-        model.after |= self._flow.reached(one for one in now if source.line(one) >= line and one is not call)
+        now = [one for one in own_nodes(function) if isinstance(one, cst.Call) and one is not call]
+        early = [one for one in now if source.line(one) < line]
+        model.before |= self._flow.reached(early)
+        model.only |= self._flow.reached(early, surely=True)
+        model.after |= self._flow.reached(one for one in now if one not in early)
         if isinstance(function, cst.FunctionDef):
             for other in calls(source.module):
                 if function in self._flow.called(other):
@@ -167,7 +169,7 @@ class Models:
             return {"after" if late else "before"}
         names = {name for name, made in self._flow.functions.items() if function in made}
         found = {"before"} if names & model.before else set()
-        return found | ({"after"} if names & model.after or not found else set())
+        return found | ({"after"} if names & model.after or not names & model.only else set())
 
     # -- where -------------------------------------------------------------------------------------------------
     def _spread(self, model: _Followed) -> None:
@@ -243,14 +245,14 @@ class Models:
     def _is_bound_anew(self, node: cst.CSTNode) -> bool:
         """Whether the statement assigns to the same variable: the old object is nobody's then."""
         statement = self._source.statement(node)
-        targets = {
-            self._flow.variable(one)
+        targets = [
+            target.target
             for part in (walk(statement) if statement is not None else ())
             if isinstance(part, cst.Assign)
             for target in part.targets
-            for one in walk(target.target)
-        }
-        return self._flow.variable(node) in targets
+        ]
+        parts = [one.value for target in targets if isinstance(target, cst.Tuple) for one in target.elements]
+        return self._flow.variable(node) in map(self._flow.variable, (*targets, *parts))
 
     def _attribute(self, node: cst.CSTNode, outer: cst.Attribute, states: set[str], early: bool) -> None:
         top: cst.CSTNode = outer

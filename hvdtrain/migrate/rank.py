@@ -20,6 +20,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+_WATCHES = {
+    "torch": ("rank_torch", "HorovodWatch"),
+    "ddp": ("rank_torch", "TorchrunWatch"),
+    "keras": ("rank_keras", "Watch"),
+}
+
 
 def seed() -> int:
     """Returns what this rank's random numbers begin with: unlike on each, so that a broadcast is needed."""
@@ -65,13 +71,14 @@ def main() -> None:
     program = Path(text).read_bytes()
     # a script that averages by hand wraps nothing
     wraps = any(word in program for word in (b"DistributedOptimizer", b".prepare(", b"DistributedDataParallel("))
-    watch = importlib.import_module(f"hvdtrain.migrate.rank_{framework}").Watch(int(updates), wraps=wraps)
+    module, name = _WATCHES[framework]
+    watch = getattr(importlib.import_module(f"hvdtrain.migrate.{module}"), name)(int(updates), wraps=wraps)
     sys.argv, sys.path[0] = [script, *args], os.path.dirname(script)
-    module = types.ModuleType("__main__")
-    module.__file__ = script
-    sys.modules["__main__"] = module
+    main_module = types.ModuleType("__main__")
+    main_module.__file__ = script
+    sys.modules["__main__"] = main_module
     try:
-        exec(compile(program, script, "exec"), vars(module))
+        exec(compile(program, script, "exec"), vars(main_module))
     except Enough:
         pass
     except SystemExit as ended:

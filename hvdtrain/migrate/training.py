@@ -296,7 +296,7 @@ def _more(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step],
         plan.refuse(call, "of several passes an update which is the last cannot be told: no step() follows here")
         return None
     loops, tests = steps[0].loops, steps[0].tests
-    later = later_passes(source, call, steps[0])
+    later = _later_passes(source, call, steps[0])
     if _may_leave_before(source, call, steps[0]):
         plan.refuse(call, "of several passes an update which is the last cannot be told: the step may be left out")
         return None
@@ -337,7 +337,7 @@ def _asks_only(node: cst.CSTNode) -> bool:
     )
 
 
-def later_passes(source: Source, call: cst.Call, step: Step) -> bool:
+def _later_passes(source: Source, call: cst.Call, step: Step) -> bool:
     """Whether another pass stands between a pass and its step."""
 
     def line(node: cst.CSTNode) -> int:

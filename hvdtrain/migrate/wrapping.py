@@ -8,9 +8,8 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.plan import Plan, assignments, condition_above, target_of
+from hvdtrain.migrate.plan import HVDTRAIN, Plan, Target, assignments, condition_above, target_of
 from hvdtrain.migrate.source import SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
-from hvdtrain.migrate.target import HVDTRAIN, Target
 from hvdtrain.migrate.training import Optimizers, trainers, trains
 
 _WRAPPER = "horovod.torch.DistributedOptimizer"
