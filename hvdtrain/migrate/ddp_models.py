@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from hvdtrain.migrate.plan import Plan, own_nodes
-from hvdtrain.migrate.source import Flow, Giver, Variable, calls, code, literal, tail, walk
+from hvdtrain.migrate.source import Flow, Giver, Source, Variable, calls, code, literal, tail, walk
 from hvdtrain.migrate.torch_calls import without_gradients
 from hvdtrain.migrate.wrapping import Wrap
 
@@ -31,8 +31,15 @@ _CHANGES = (
     "to", "cuda", "half", "float", "double", "bfloat16", "type", "requires_grad_", "register_parameter", "add_module",
     "register_module", "register_buffer", "compile", "share_memory", "to_empty",
 )  # fmt: skip
-_A_PART = "may run a part of the model, whose gradients DistributedDataParallel leaves alone"
+_MAY_RUN = "may run a part of the model, whose gradients DistributedDataParallel leaves alone"
+_MAY_BE_CALLED = "may be called there, and DistributedDataParallel leaves its gradients alone"
 _NOT_ALWAYS = "what is the wrapped model at one time, and not at another"
+# of a part of a model, and no part themselves
+_NO_PARTS = (
+    "weight", "bias", "data", "grad", "training", "device", "dtype", "shape", "in_features", "out_features",
+    "in_channels", "out_channels", "num_features", "num_classes", "running_mean", "running_var", "config", "name",
+)  # fmt: skip
+_PARTS = ("modules", "named_modules", "children", "named_children", "_modules", "get_submodule")
 # what is given a model, and neither keeps it nor runs it
 _HARMLESS = (
     "copy.deepcopy", "copy.copy", "isinstance", "torch.save", "type", "print", "len", "repr", "str", "id", "hasattr",
@@ -90,6 +97,15 @@ class Models:
             return
         if any(variable == one.variable for one in self._models):
             self._plan.refuse(wrap.call, f"a second optimizer of {wrap.model}, which is wrapped once")
+            return
+        owners = (
+            {self._source.function(giver.site) for giver in flow.givers[variable]} if variable[0] is None else set()
+        )
+        classes = {next((c for c in self._source.above(f) if isinstance(c, cst.ClassDef)), None) for f in owners}
+        if len(classes) > 1:
+            self._plan.refuse(
+                wrap.call, f"attributes {variable[1]} of several classes: which is wrapped cannot be told"
+            )
             return
         found = _Followed(wrap, variable)
         self._find_moments(found, wrap.call)
@@ -219,12 +235,10 @@ class Models:
         source, states = self._source, self._states(variable, node)
         early = all(self._when(model, node) == {"before"} for model in self._models)
         outer = source.parent(node)
-        if isinstance(outer, cst.Attribute) and outer.value is node:
-            self._attribute(node, outer, states, early)
+        if isinstance(outer, (cst.Attribute, cst.Subscript)) and outer.value is node:
+            self._of_it(node, outer, states, early)
         elif isinstance(outer, cst.Call) and outer.func is node:
             self._called(node, outer, states, early)
-        elif isinstance(outer, cst.Subscript) and outer.value is node:
-            self._part(node, outer, states, early)
         elif isinstance(outer, cst.Arg):
             self._argument(node, source.parent(outer), states)
         elif not self._is_followed(node, outer):
@@ -254,24 +268,54 @@ class Models:
         parts = [one.value for target in targets if isinstance(target, cst.Tuple) for one in target.elements]
         return self._flow.variable(node) in map(self._flow.variable, (*targets, *parts))
 
-    def _attribute(self, node: cst.CSTNode, outer: cst.Attribute, states: set[str], early: bool) -> None:
-        top: cst.CSTNode = outer
-        while isinstance(up := self._source.parent(top), (cst.Attribute, cst.Subscript)) and up.value is top:
-            top = up
+    def _of_it(self, node: cst.CSTNode, outer: cst.Attribute | cst.Subscript, states: set[str], early: bool) -> None:
+        """An attribute or an item of a model."""
+        top, up = _whole(self._source, outer)
         call = up if isinstance(up, cst.Call) and up.func is top else None
-        name = outer.attr.value
-        if early or (name in _SAME and top is outer):
+        changes = isinstance(up, cst.AssignTarget) or (call is not None and top is outer and tail(top) in _CHANGES)
+        if self._keeps_a_part(top, call):
+            self._plan.refuse(node, f"{code(top)}: a part of the model under another name {_MAY_BE_CALLED}")
+        elif early or (top is outer and tail(top) in _SAME):
             return
-        if isinstance(up, cst.AssignTarget) or (call is not None and top is outer and name in _CHANGES):
+        elif changes:
             if not self._is_bound_anew(node):
                 self._plan.refuse(node, f"{code(top)}: changes the model after it is wrapped")
-            return
-        if call is not None and self._runs_a_part(call, top):
-            self._plan.refuse(node, f"{code(top)}() {_A_PART}")
+        elif call is not None and self._runs_a_part(call, top):
+            self._plan.refuse(node, f"{code(top)}() {_MAY_RUN}")
         elif states == {"wrapped"}:
             self._plain(node)
         elif "wrapped" in states:
             self._lost(node, f"{code(outer)} is asked of {_NOT_ALWAYS}")
+
+    def _keeps_a_part(self, top: cst.CSTNode, call: cst.Call | None) -> bool:
+        """Whether a part of the model gets another name, under which it may be called."""
+        source = self._source
+        if call is not None:
+            if tail(top) not in _PARTS:
+                return False
+            loops = [one for one in source.above(top) if isinstance(one, (cst.For, cst.CompFor))]
+            named = {
+                one.value
+                for loop in loops
+                if any(node is top for node in walk(loop.iter))
+                for one in walk(loop.target)
+                if isinstance(one, cst.Name)
+            }
+            around = source.statement(top)
+            return tail(top) == "get_submodule" or any(
+                isinstance(other.func, cst.Name) and other.func.value in named
+                for other in (calls(around) if around is not None else ())
+            )
+        if isinstance(top, cst.Attribute) and tail(top) in _NO_PARTS:
+            return False
+        up = source.parent(top)
+        if isinstance(up, cst.Arg):
+            given = source.parent(up)
+            return isinstance(given, cst.Call) and (source.qualified(given.func) or code(given.func)) not in _HARMLESS
+        return isinstance(
+            up,
+            (cst.Assign, cst.AnnAssign, cst.NamedExpr, cst.Return, cst.Element, cst.DictElement, cst.For, cst.CompFor),
+        )
 
     def _runs_a_part(self, call: cst.Call, of: cst.CSTNode) -> bool:
         if tail(of) in (*_METHODS, *_SAME) or without_gradients(self._source, call):
@@ -294,17 +338,6 @@ class Models:
                 f"{code(node)} may be the plain model here, whose gradients nobody averages: hand on what"
                 " DistributedDataParallel returns",
             )
-
-    def _part(self, node: cst.CSTNode, outer: cst.Subscript, states: set[str], early: bool) -> None:
-        up = self._source.parent(outer)
-        if early:
-            return
-        if isinstance(up, cst.Call) and up.func is outer and not without_gradients(self._source, up):
-            self._plan.refuse(node, f"{code(outer)}() {_A_PART}")
-        elif states == {"wrapped"}:
-            self._plain(node)
-        elif "wrapped" in states:
-            self._lost(node, f"{code(outer)} is asked of {_NOT_ALWAYS}")
 
     def _argument(self, node: cst.CSTNode, call: cst.CSTNode | None, states: set[str]) -> None:
         if not isinstance(call, cst.Call) or self._is_bound_anew(node):
@@ -360,3 +393,10 @@ class Models:
                     "parameters that are frozen after they are wrapped: Horovod averages zeros for them, and"
                     " DistributedDataParallel waits for their gradients",
                 )
+
+
+def _whole(source: Source, node: cst.CSTNode) -> tuple[cst.CSTNode, cst.CSTNode | None]:
+    """The whole of a chain, `model.a[0].b` of `model.a`, and what it stands in."""
+    while isinstance(up := source.parent(node), (cst.Attribute, cst.Subscript)) and up.value is node:
+        node = up
+    return node, up

@@ -155,6 +155,7 @@ def calls(node: cst.CSTNode, *, now: bool = False) -> Iterator[cst.Call]:
 # where a name is assigned, and the name; attributes are told apart by their last name only
 Variable: TypeAlias = tuple[Any, str]
 # methods of a module that return it
+_SETTINGS = ("args", "opt", "opts", "options", "config", "cfg", "flags", "FLAGS", "hparams")  # args.model is a name
 _SAME = ("to", "cuda", "cpu", "half", "float", "double", "train", "eval", "apply", "requires_grad_")
 
 
@@ -203,7 +204,7 @@ class Flow:
             return None
         outer = self._source.parent(node)
         if isinstance(node, cst.Attribute):
-            return (None, tail(node))
+            return (None, code(node) if code(node.value) in _SETTINGS else tail(node))
         if isinstance(outer, cst.Attribute) and outer.attr is node:
             return None
         if isinstance(outer, (cst.Arg, cst.NameItem)) and getattr(outer, "keyword", None) is node:

@@ -164,7 +164,8 @@ def test_a_script_that_uses_gpus() -> None:
         ("model.load_state_dict(x)", "model.module.load_state_dict(x)"),
         ("model.named_parameters()", "model.module.named_parameters()"),
         ("model.weight", "model.module.weight"),
-        ("model[0]", "model.module[0]"),
+        ("model[0].weight", "model.module[0].weight"),
+        ("copy(model.fc.state_dict())", "copy(model.module.fc.state_dict())"),
         ("isinstance(model, torch.nn.Linear)", "isinstance(model.module, torch.nn.Linear)"),
         ("torch.save(model, 'm.pt')", "torch.save(model.module, 'm.pt')"),
         ("list(model.parameters())", "list(model.parameters())"),
@@ -257,6 +258,13 @@ optimizer = build(model)
          "    loss.backward()", "no call of a wrapped model stands before"),
         (WRAP + "a = model(x)\nb = model(y)\na.backward()\nb.backward()\noptimizer.step()\n", "b.backward()",
          "no call of a wrapped model stands before"),
+        (WRAP + "first = model[0]\n" + LOOP, "first = model[0]", "a part of the model under another name"),
+        (WRAP.replace("optimizer = torch", "body = model.body\noptimizer = torch") + LOOP, "body = model.body",
+         "a part of the model under another name"),
+        (WRAP + LOOP.replace("model(x)", "go(model.body, model(x))"), "go(model.body", "under another name"),
+        (WRAP + LOOP + "for layer in model.children():\n    x = layer(x)\n", "in model.children()",
+         "under another name"),
+        (WRAP + LOOP.replace("model(x)", "model.forward(x)"), "model.forward(x)", "may run a part"),
         # and where it is one at one time, and not at another
         (WRAP.replace("optimizer = torch", f"{AGAIN}save(model)\noptimizer = torch") + LOOP + "save(model)\n",
          "torch.save(m.state_dict()", "m.state_dict is asked of what is the wrapped model at one time"),
@@ -291,6 +299,39 @@ def test_methods_of_the_scripts_own_that_run_no_part() -> None:
     text = WRAP.replace("hvd.init()\nmodel = torch.nn.Linear(2, 1)", f"{net}hvd.init()\nmodel = Net()")
     assert "print(model.module.count())" in moved(text + LOOP + "print(model.count())\n")
     assert "may run a part" in refused(text + LOOP + "print(model.encode(x))\n")[0][1]
+
+
+def test_attributes_of_one_name_in_two_classes_are_refused() -> None:
+    text = """\
+import horovod.torch as hvd
+
+
+class Trainer:
+    def __init__(self, net):
+        self.net = net
+        self.opt = hvd.DistributedOptimizer(SGD(self.net.parameters()), named_parameters=self.net.named_parameters())
+
+
+class Average:
+    def __init__(self, net):
+        self.net = net
+"""
+    [(line, reason)] = refused(text)
+    assert line == 7 and "attributes net of several classes" in reason
+
+
+def test_settings_are_no_models() -> None:
+    new = moved(
+        f"{WRAP}{LOOP}print(args.model, build(args.model))\n".replace("model", "self.model").replace(
+            "args.self.", "args."
+        )
+    )
+    assert "print(args.model, build(args.model))" in new and "self.model = Dist" in new
+
+
+def test_layers_that_are_looked_at_are_no_passes() -> None:
+    loop = "for layer in model.modules():\n    if isinstance(layer, torch.nn.BatchNorm1d):\n        layer.eval()\n"
+    assert loop.replace("model.", "model.module.") in moved(WRAP + LOOP + loop)
 
 
 def test_two_branches_each_with_a_pass() -> None:
