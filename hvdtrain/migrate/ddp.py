@@ -16,6 +16,7 @@ from hvdtrain.migrate.source import bind, calls, code, is_chain, literal, tail, 
 _PREFIX = "horovod.torch."
 # what the new script imports, by what needs it
 LINES = {
+    "contextlib": "import contextlib",
     "os": "import os",
     "torch": "import torch",
     "dist": "import torch.distributed as dist",
@@ -155,13 +156,7 @@ def _move_wraps(plan: Plan) -> tuple[training.Optimizers, Models]:
         wrap.know(plan.source, optimizers)
         if "True" in literal(wrap.arguments.get("sparse_as_dense")) or "sparse=True" in plan.source.module.code:
             plan.refuse(call, "sparse gradients: Horovod averages them otherwise than DistributedDataParallel")
-        compressed = literal(wrap.arguments.get("compression")) not in ("", "None")
-        if compressed and literal(wrap.arguments.get("backward_passes_per_step")) not in ("", "1"):
-            plan.refuse(
-                call,
-                "backward_passes_per_step with compression: Horovod rounds the sum of the passes,"
-                " DistributedDataParallel each of them",
-            )
+        models.compressed |= literal(wrap.arguments.get("compression")) not in ("", "None")
         models.follow(wrap)
         plan.needs.add("DistributedDataParallel")
         plan.rewrite(wrap.statement, _wrapped(wrap))
@@ -204,7 +199,7 @@ def _check_pass(plan: Plan, optimizers: training.Optimizers, models: Models, cal
     steps = training.step_after(source, optimizers, call)
     if steps and training.is_of_one_rank(plan, optimizers, call, steps[0].optimizer):
         return
-    if not models.is_called_before(call):
+    if not _is_called_before(plan, models, call):
         plan.refuse(
             call,
             "no call of a wrapped model stands before this pass, in its loop: DistributedDataParallel averages the"
@@ -213,13 +208,97 @@ def _check_pass(plan: Plan, optimizers: training.Optimizers, models: Models, cal
         return
     if steps:
         training.note_clipping(plan, call, steps[0])
-        passes = optimizers.prepared.get(tail(steps[0].optimizer), "")
-        if passes not in ("", "1"):
-            plan.note(
-                call,
-                "each pass is averaged, which comes to the same; `with model.no_sync():` around all but the last of an"
-                " update sends less",
-            )
+    passes = {optimizers.prepared[tail(steps[0].optimizer)]} if steps else set(optimizers.prepared.values())
+    if passes <= {"", "1"} or _keep_back(plan, optimizers, models, call, steps):
+        return
+    if models.compressed:
+        plan.refuse(
+            call,
+            "several passes an update, of which the last cannot be told, and compression: Horovod rounds their sum,"
+            " DistributedDataParallel each of them",
+        )
+    else:
+        plan.note(
+            call,
+            "each pass is averaged, which comes to the same: which is the last of an update cannot be told;"
+            " `with model.no_sync():` around the others sends less",
+        )
+
+
+def _keep_back(
+    plan: Plan, optimizers: training.Optimizers, models: Models, call: cst.Call, steps: list[training.Step]
+) -> bool:
+    """Puts `no_sync` around a pass and its call of the model, unless it is the last of its update; whether it can."""
+    source, statement = plan.source, plan.source.statement(call)
+    if not steps or statement is None:
+        return False
+    trial = Plan(source, plan.module, plan.target)  # whose refusals are nobody's
+    more = training.more_passes(trial, optimizers, call, steps, code(steps[0].optimizer))
+    begins = _begins(plan, models, call)
+    if more is None or begins is None:
+        return False
+    first, model = begins
+    test = more.removeprefix(", more=")
+    block = source.block(statement)
+    names = {node.value for node in walk(cst.parse_expression(test or "None")) if isinstance(node, cst.Name)}
+    if any(names & training.stored(one) for one in block[block.index(first) : block.index(statement) + 1]):
+        return False
+    text = f"with {model}.no_sync():"
+    if test not in ("", "True"):
+        plan.needs.add("contextlib")
+        text = f"with {model}.no_sync() if {test} else contextlib.nullcontext():"
+    if test:
+        plan.around[first, statement] = text
+    return True
+
+
+def _is_called_before(plan: Plan, models: Models, backward: cst.Call) -> bool:
+    """Whether a call of a wrapped model stands before a pass, behind the pass before it, in the same loop."""
+    source, flow = plan.source, models.flow
+    inside = [one for one in source.above(backward) if isinstance(one, (cst.For, cst.While, cst.FunctionDef))]
+    around = list(calls(inside[0].body if inside else source.module))
+    functions = {
+        name
+        for name, made in flow.functions.items()
+        if any(call in models.calls for one in made for call in calls(one.body))
+    }
+    before = [
+        source.line(call)
+        for call in around
+        if (call in models.calls or flow.reached([call]) & functions) and source.line(call) <= source.line(backward)
+    ]
+    others = [
+        source.line(call)
+        for call in around
+        if _differentiates(call) and source.line(call) < source.line(backward)
+        and not _are_alternatives(plan, call, backward)
+    ]  # fmt: skip
+    return bool(before) and max(before) > max(others, default=0)
+
+
+def _differentiates(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Attribute) and tail(call.func) == "backward"
+
+
+def _are_alternatives(plan: Plan, one: cst.Call, other: cst.Call) -> bool:
+    """Whether they stand in the two branches of an `if`."""
+    choices = [node for node in plan.source.above(one) if isinstance(node, cst.If) and node.orelse is not None]
+    return any(
+        other in calls(choice) and (one in calls(choice.body)) != (other in calls(choice.body)) for choice in choices
+    )
+
+
+def _begins(plan: Plan, models: Models, backward: cst.Call) -> tuple[cst.CSTNode, str] | None:
+    """The first statement that calls a model for a pass, and which; in the pass' block, and only one model."""
+    statement = plan.source.statement(backward)
+    found: list[tuple[cst.CSTNode, str]] = []
+    for one in plan.source.block(statement) if statement is not None else ():
+        found += [(one, code(call.func)) for call in calls(one) if call in models.calls]
+        if one is statement:
+            break
+        if any(map(_differentiates, calls(one))):
+            found = []
+    return found[0] if len({model for _, model in found}) == 1 else None
 
 
 # -- calls -------------------------------------------------------------------------------------------------------
@@ -307,4 +386,4 @@ def names_taken(plan: Plan) -> list[str]:
     """Names that the new script needs, and the old one has for something else."""
     there = {code(line).split("#")[0].strip() for line in plan.source.module.body}
     needs = {name for name in plan.needs if LINES.get(name) not in there}
-    return sorted(needs & plan.source.variables() - {"torch", "os"})
+    return sorted(needs & plan.source.variables() - {"torch", "os", "contextlib"})

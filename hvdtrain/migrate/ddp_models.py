@@ -71,18 +71,25 @@ class _Followed:
 
 
 class Models:
-    """The wrapped models of a script."""
+    """The wrapped models of a script.
+
+    Attributes:
+        calls: of wrapped models.
+        compressed: whether gradients of one are.
+        flow: of the script.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._source = plan, plan.source
-        self._flow = Flow(plan.source)
+        self.flow = Flow(plan.source)
         self._models: list[_Followed] = []
-        self._calls: list[cst.Call] = []  # of wrapped models
+        self.calls: list[cst.Call] = []
+        self.compressed = False
 
     def follow(self, wrap: Wrap) -> None:
         """Finds where the model of an optimizer goes."""
         named = cst.parse_expression(wrap.model)
-        flow = self._flow
+        flow = self.flow
         same = [node for nodes in flow.uses.values() for node in nodes if code(node) == wrap.model]
         here = [node for node in same if self._source.function(node) is self._source.function(wrap.call)]
         variable = flow.variable(here[0]) if here else None
@@ -115,44 +122,12 @@ class Models:
     def settle(self) -> None:
         """Puts `.module` where the plain model is meant, and refuses what cannot be told."""
         for variable in {one for model in self._models for one in (*model.plain, *model.wrapped)}:
-            for node in self._flow.uses[variable]:
+            for node in self.flow.uses[variable]:
                 self._use(variable, node)
         for model in self._models:
             self._refuse_givers(model)
         if self._models:
             self._refuse_freezing()
-
-    def is_called_before(self, backward: cst.Call) -> bool:
-        """Whether a call of a wrapped model stands before a pass, behind the pass before it, in the same loop."""
-        source = self._source
-        inside = [one for one in source.above(backward) if isinstance(one, (cst.For, cst.While, cst.FunctionDef))]
-        around = inside[0].body if inside else source.module
-        functions = {name for name, made in self._flow.functions.items() if any(map(self._calls_one, made))}
-        before = [
-            source.line(call)
-            for call in calls(around)
-            if (call in self._calls or self._flow.reached([call]) & functions)
-            and source.line(call) <= source.line(backward)
-        ]
-        others = [
-            source.line(call)
-            for call in calls(around)
-            if isinstance(call.func, cst.Attribute) and tail(call.func) == "backward"
-            and source.line(call) < source.line(backward) and not self._are_alternatives(call, backward)
-        ]  # fmt: skip
-        return bool(before) and max(before) > max(others, default=0)
-
-    def _calls_one(self, function: cst.FunctionDef) -> bool:
-        return any(call in self._calls for call in calls(function.body))
-
-    def _are_alternatives(self, one: cst.Call, other: cst.Call) -> bool:
-        """Whether they stand in the two branches of an `if`."""
-        choices = [node for node in self._source.above(one) if isinstance(node, cst.If) and node.orelse is not None]
-        return any(
-            any(node is other for node in walk(choice))
-            and any(node is one for node in walk(choice.body)) != any(node is other for node in walk(choice.body))
-            for choice in choices
-        )
 
     # -- when --------------------------------------------------------------------------------------------------
     def _find_moments(self, model: _Followed, call: cst.Call) -> None:
@@ -166,12 +141,12 @@ class Models:
         line = source.line(statement)
         now = [one for one in own_nodes(function) if isinstance(one, cst.Call) and one is not call]
         early = [one for one in now if source.line(one) < line]
-        model.before |= self._flow.reached(early)
-        model.only |= self._flow.reached(early, surely=True)
-        model.after |= self._flow.reached(one for one in now if one not in early)
+        model.before |= self.flow.reached(early)
+        model.only |= self.flow.reached(early, surely=True)
+        model.after |= self.flow.reached(one for one in now if one not in early)
         if isinstance(function, cst.FunctionDef):
             for other in calls(source.module):
-                if function in self._flow.called(other):
+                if function in self.flow.called(other):
                     self._find_moments(model, other)
 
     def _when(self, model: _Followed, node: cst.CSTNode) -> set[str]:
@@ -183,7 +158,7 @@ class Models:
                 one is node for one in walk(statement)
             )
             return {"after" if late else "before"}
-        names = {name for name, made in self._flow.functions.items() if function in made}
+        names = {name for name, made in self.flow.functions.items() if function in made}
         found = {"before"} if names & model.before else set()
         return found | ({"after"} if names & model.after or not names & model.only else set())
 
@@ -192,7 +167,7 @@ class Models:
         """Finds the variables that hold the plain model, and those that hold the wrapped one."""
         sources, held = {model.variable}, [model.variable]
         while held:
-            for giver in self._flow.givers[held.pop()]:
+            for giver in self.flow.givers[held.pop()]:
                 if giver.variable is not None and giver.variable not in sources:
                     sources.add(giver.variable)
                     held.append(giver.variable)
@@ -204,7 +179,7 @@ class Models:
         while True:
             new = {
                 variable
-                for variable, givers in self._flow.givers.items()
+                for variable, givers in self.flow.givers.items()
                 if variable not in found and any(self._hands_on(model, giver, found, when) for giver in givers)
             }
             if not new:
@@ -226,7 +201,7 @@ class Models:
                 found |= {"plain"} if variable in model.plain else set()
         wrapped = {one for model in self._models for one in model.wrapped}
         own = any(variable == model.variable for model in self._models)
-        if not own and any(giver.variable not in wrapped for giver in self._flow.givers[variable]):
+        if not own and any(giver.variable not in wrapped for giver in self.flow.givers[variable]):
             found.add("other")
         return found
 
@@ -266,7 +241,7 @@ class Models:
             for target in part.targets
         ]
         parts = [one.value for target in targets if isinstance(target, cst.Tuple) for one in target.elements]
-        return self._flow.variable(node) in map(self._flow.variable, (*targets, *parts))
+        return self.flow.variable(node) in map(self.flow.variable, (*targets, *parts))
 
     def _of_it(self, node: cst.CSTNode, outer: cst.Attribute | cst.Subscript, states: set[str], early: bool) -> None:
         """An attribute or an item of a model."""
@@ -320,7 +295,7 @@ class Models:
     def _runs_a_part(self, call: cst.Call, of: cst.CSTNode) -> bool:
         if tail(of) in (*_METHODS, *_SAME) or without_gradients(self._source, call):
             return False
-        own = [one for one in self._flow.called(call) if one.name.value not in ("forward", "__init__")]
+        own = [one for one in self.flow.called(call) if one.name.value not in ("forward", "__init__")]
         return not own or any(self._calls_parts(one) for one in own)
 
     def _calls_parts(self, method: cst.FunctionDef) -> bool:
@@ -331,7 +306,7 @@ class Models:
 
     def _called(self, node: cst.CSTNode, call: cst.Call, states: set[str], early: bool) -> None:
         if states == {"wrapped"}:
-            self._calls.append(call)
+            self.calls.append(call)
         elif not early and not without_gradients(self._source, call):
             self._plan.refuse(
                 node,
@@ -348,7 +323,7 @@ class Models:
                 self._plain(node)
             elif "wrapped" in states:
                 self._lost(node, f"{code(call.func)} is given {_NOT_ALWAYS}")
-        elif not self._flow.called(call):
+        elif not self.flow.called(call):
             self._lost(node, f"{code(call.func)} is given {code(node)}, and may call it")
 
     def _plain(self, node: cst.CSTNode) -> None:
@@ -361,14 +336,14 @@ class Models:
 
     def _refuse_givers(self, model: _Followed) -> None:
         """Refuses a model that is assigned anew after it was wrapped, or that callers elsewhere may keep."""
-        for giver in self._flow.givers[model.variable]:
+        for giver in self.flow.givers[model.variable]:
             if self._when(model, giver.site) != {"before"}:
                 self._plan.refuse(giver.site, f"{model.wrap.model} is assigned anew after it is wrapped")
         function = self._source.function(model.wrap.call)
         given = isinstance(function, cst.FunctionDef) and any(
             isinstance(one, cst.Param) and one.name.value == model.wrap.model for one in walk(function.params)
         )
-        if given and not self._flow.givers[model.variable]:
+        if given and not self.flow.givers[model.variable]:
             self._plan.note(
                 model.wrap.call,
                 f"{model.wrap.model} is given by another file, which keeps the plain one: where it trains with that,"

@@ -72,6 +72,7 @@ class Plan:
         target: what it is moved to.
         expressions: what takes a node's place, of the node with the changes within it.
         statements: the same of a statement of a block; several, or none.
+        around: what goes around statements of a block, from one to another, as text.
         refused: what cannot be moved.
         notes: what is moved, and should be known.
         needs: what the new script uses, by its name there: modules, functions, the world.
@@ -83,6 +84,7 @@ class Plan:
     target: Target = HVDTRAIN
     expressions: dict[cst.CSTNode, Expression] = field(default_factory=dict)
     statements: dict[cst.CSTNode, Statements] = field(default_factory=dict)
+    around: dict[tuple[cst.CSTNode, cst.CSTNode], str] = field(default_factory=dict)
     refused: set[Finding] = field(default_factory=set)
     notes: set[Finding] = field(default_factory=set)
     needs: set[str] = field(default_factory=set)
@@ -183,8 +185,10 @@ class _Rewriter(cst.CSTTransformer):
 
     def _block(self, original: Any, updated: Any) -> Any:
         body: list[Any] = []
+        begins: dict[cst.CSTNode, int] = {}
         waiting: list[cst.EmptyLine] = []
         for before, after in zip(original.body, updated.body, strict=True):
+            begins[before] = len(body)
             change = self._plan.statements.get(before)
             made = [after] if change is None else list(change(after))
             if not made:  # what is said above it stays, unless it is about Horovod
@@ -196,7 +200,17 @@ class _Rewriter(cst.CSTTransformer):
                 made[0] = made[0].with_changes(leading_lines=[*waiting, *made[0].leading_lines])
                 waiting = []
             body += made
+            for (first, last), text in self._plan.around.items():
+                if last is before:
+                    body[begins[first] :] = [_inside(text, body[begins[first] :])]
         return updated.with_changes(body=body)
+
+
+def _inside(text: str, body: Sequence[Any]) -> Any:
+    """A compound statement, as text without its block, around others."""
+    made: Any = cst.parse_statement(f"{text}\n    pass\n")
+    inner = [body[0].with_changes(leading_lines=[]), *body[1:]]
+    return made.with_changes(leading_lines=body[0].leading_lines, body=cst.IndentedBlock(inner))
 
 
 def _begins_blank(statement: Any) -> bool:

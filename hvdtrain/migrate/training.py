@@ -196,7 +196,7 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
         return plan.refuse(
             call, f"one backward() for several optimizers: prepare them as one, hvt.prepare(model, [{both}])"
         )
-    more = _more(plan, optimizers, call, steps, code(optimizer))
+    more = more_passes(plan, optimizers, call, steps, code(optimizer))
     if more is None:
         return None
     if steps:
@@ -286,7 +286,7 @@ def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.B
     return [target for target in targets if isinstance(target, cst.Name) and target.value in optimizers.prepared]
 
 
-def _more(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step], optimizer: str) -> str | None:
+def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step], optimizer: str) -> str | None:
     """The argument that tells a pass that others of the same update follow; None where it is refused."""
     source = plan.source
     passes = optimizers.prepared.get(tail(cst.parse_expression(optimizer)), "")
@@ -367,10 +367,11 @@ def _stores(source: Source, block: cst.CSTNode, text: str) -> bool:
     """Whether a loop's body assigns to a name of an expression."""
     names = {node.value for node in walk(cst.parse_expression(text)) if isinstance(node, cst.Name)}
     assert isinstance(block, cst.For)
-    return bool(names & _stored(block.body))
+    return bool(names & stored(block.body))
 
 
-def _stored(node: cst.CSTNode) -> set[str]:
+def stored(node: cst.CSTNode) -> set[str]:
+    """The names that a node assigns to."""
     found: set[str] = set()
     for one in walk(node):
         targets: list[cst.CSTNode] = []
@@ -387,7 +388,7 @@ def _stored_between(source: Source, call: cst.Call, test: cst.If) -> set[str]:
     assert start is not None and top is not None
     block = list(source.block(start))
     between = block[block.index(start) : block.index(top)] if top in block else []
-    return set().union(*(_stored(statement) for statement in between)) if between else set()
+    return set().union(*(stored(statement) for statement in between)) if between else set()
 
 
 def _negated(test: cst.BaseExpression) -> str:

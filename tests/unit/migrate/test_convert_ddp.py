@@ -368,16 +368,44 @@ def test_arguments_that_are_moved(arguments: str, new: str) -> None:
         ("op=hvd.Adasum", "op=Adasum"),
         ("process_set=s", "process set"),
         ("sparse_as_dense=True", "sparse gradients"),
-        ("backward_passes_per_step=2, compression=hvd.Compression.fp16", "Horovod rounds the sum"),
     ],
 )
 def test_arguments_that_are_refused(arguments: str, reason: str) -> None:
     assert any(line == 7 and reason in said for line, said in refused(with_arguments(arguments)))
 
 
-def test_passes_of_an_update_are_averaged_one_by_one() -> None:
-    found = convert(with_arguments("backward_passes_per_step=2"), DDP)
-    assert LOOP in found.text and [note.line for note in found.notes] == [10] and "no_sync" in found.notes[0].text
+TWO = WRAP.replace("named_parameters())", "named_parameters(), backward_passes_per_step=2)")
+MAY = " else contextlib.nullcontext():\n"
+
+
+@pytest.mark.parametrize(
+    "loop, new",
+    [
+        ("for i in range(0, len(x), 8):\n    # a part\n    y = model(x[i])\n    f(y).backward()\noptimizer.step()\n",
+         f"    # a part\n    with model.no_sync() if i + 8 < len(x){MAY}        y = model(x[i])\n        f(y).back"),
+        ("for i, x in d:\n    print(i)\n    model(x).backward()\n    if (i + 1) % 2 == 0:\n        optimizer.step()\n",
+         f"    print(i)\n    with model.no_sync() if (i + 1) % 2 != 0{MAY}        model(x).backward()\n    if (i"),
+        ("model(a).backward()\nmodel(b).backward()\noptimizer.step()\n",
+         "with model.no_sync():\n    model(a).backward()\nmodel(b).backward()\noptimizer.step()\n"),
+    ],
+)  # fmt: skip
+def test_passes_of_an_update_are_kept_back_but_for_the_last(loop: str, new: str) -> None:
+    assert new in moved(TWO + loop)
+    assert new in moved(TWO.replace("_step=2", "_step=2, compression=hvd.Compression.fp16") + loop)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "for x in data:\n    model(x).mean().backward()\noptimizer.step()\n",
+        "for x in d:\n    y = model(x)\n    i = y + 1\n    y.backward()\n    if i % 2:\n        optimizer.step()\n",
+    ],
+)
+def test_passes_of_which_the_last_cannot_be_told_are_averaged_one_by_one(loop: str) -> None:
+    found = convert(TWO + loop, DDP)
+    assert found.text.endswith(loop) and len(found.notes) == 1 and "no_sync" in found.notes[0].text
+    [(line, reason)] = refused(TWO.replace("_step=2", "_step=2, compression=hvd.Compression.fp16") + loop)
+    assert line == found.notes[0].line and "Horovod rounds their sum" in reason
 
 
 @pytest.mark.parametrize(
