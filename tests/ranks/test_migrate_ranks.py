@@ -281,20 +281,18 @@ WRAPPED = "model = DistributedDataParallel(model, broadcast_buffers=False)\n"
 
 
 @pytest.mark.parametrize(
-    "change",
+    "changes",
     [
-        (WRAPPED, "model.module = model\n"),
-        pytest.param(("loss.backward()", "(2 * loss).backward()"), marks=pytest.mark.thorough),
-        pytest.param(("num_replicas=dist.get_world_size()", "num_replicas=1"), marks=pytest.mark.thorough),
+        [(WRAPPED, 'vars(model)["module"] = model\n')],
+        pytest.param(
+            [("loss.backward()", "(2 * loss).backward()"), ("max_norm=0.5", "max_norm=1e9")],
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param([("rank=dist.get_rank(), shuffle", "rank=0, shuffle")], marks=pytest.mark.thorough),
     ],
     ids=["no average", "another loss", "the same data"],
 )
-def test_a_wrong_script_off_horovod_is_not_proven(change: tuple[str, str]) -> None:
-    changes = [change]
-    if "num_replicas" in change[1]:
-        changes = [(f"{change[0]}, rank=dist.get_rank()", f"{change[1]}, rank=0")]
-    if "2 * loss" in change[1]:
-        changes.append(("max_norm=0.5", "max_norm=1e9"))
+def test_a_wrong_script_off_horovod_is_not_proven(changes: list[tuple[str, str]]) -> None:
     proof = proof_of("torch_clipping.py", *changes, target=DDP)
     assert not proof.holds and proof.difference > 1e-3
 

@@ -334,6 +334,33 @@ def test_layers_that_are_looked_at_are_no_passes() -> None:
     assert loop.replace("model.", "model.module.") in moved(WRAP + LOOP + loop)
 
 
+def test_the_model_within_another_is_called_as_the_plain_one() -> None:
+    both = "class Both(torch.nn.Module):\n    def __init__(self, inner):\n        self.inner = inner\n"
+    both += "    def forward(self, x):\n        return self.inner(x)\n\n\n"
+    text = WRAP.replace("hvd.init()", f"{both}hvd.init()").replace(
+        "optimizer = torch", "m = Both(model)\noptimizer = torch"
+    )
+    assert (8, "self.inner may be the plain model here") in [
+        (line, reason.split(",")[0]) for line, reason in refused(text + LOOP.replace("model(x)", "m(x)"))
+    ]
+
+
+def test_two_models() -> None:
+    text = WRAP + WRAP.split("\n", 4)[4].replace("model", "critic").replace("optimizer", "other")
+    loop = "for x in data:\n    critic(model(x).detach()).mean().backward()\n    other.step()\n"
+    loop += "    critic(model(x)).mean().backward()\n    optimizer.step()\n"
+    new = moved(text + loop + "f(model.state_dict())\n")
+    assert (
+        WRAPPED in new and WRAPPED.replace("model", "critic") in new and new.endswith("f(model.module.state_dict())\n")
+    )
+
+
+def test_an_average_of_weights_is_a_copy() -> None:
+    text = WRAP + "average = copy.deepcopy(model)\n" + LOOP + "def show(m):\n    with torch.no_grad():\n"
+    new = moved(text + "        print(m(x))\n\n\nshow(model)\nshow(average)\n")
+    assert "average = copy.deepcopy(model.module)\n" in new and "print(m(x))" in new
+
+
 def test_two_branches_each_with_a_pass() -> None:
     loop = (
         "loss = model(x)\nif half:\n    scaler.scale(loss).backward()\nelse:\n    loss.backward()\noptimizer.step()\n"
