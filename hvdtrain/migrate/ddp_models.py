@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from hvdtrain.migrate.plan import Plan, own_nodes
-from hvdtrain.migrate.source import Flow, Giver, Source, Variable, calls, code, literal, tail, walk
+from hvdtrain.migrate.source import SAME, Flow, Giver, Source, Variable, calls, code, literal, tail, walk
 from hvdtrain.migrate.torch_calls import without_gradients
 from hvdtrain.migrate.wrapping import Wrap
 
@@ -28,8 +28,8 @@ _METHODS = (
 )  # fmt: skip
 # of a module that has been wrapped they would change what is averaged
 _CHANGES = (
-    "to", "cuda", "half", "float", "double", "bfloat16", "type", "requires_grad_", "register_parameter", "add_module",
-    "register_module", "register_buffer", "compile", "share_memory", "to_empty",
+    "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "requires_grad_", "register_parameter",
+    "add_module", "register_module", "register_buffer", "compile", "share_memory", "to_empty",
 )  # fmt: skip
 _MAY_RUN = "may run a part of the model, whose gradients DistributedDataParallel leaves alone"
 _MAY_BE_CALLED = "may be called there, and DistributedDataParallel leaves its gradients alone"
@@ -85,6 +85,14 @@ class Models:
         self._models: list[_Followed] = []
         self.calls: list[cst.Call] = []
         self.compressed = False
+        # functions that somebody may call later, by a name that is no call
+        self._handed = {
+            name
+            for node in walk(plan.source.module)
+            if isinstance(node, (cst.Name, cst.Attribute)) and not isinstance(plan.source.parent(node), cst.FunctionDef)
+            and not (isinstance(up := plan.source.parent(node), cst.Call) and up.func is node)
+            for name in (tail(node), f".{tail(node)}") if name in self.flow.functions
+        }  # fmt: skip
 
     def follow(self, wrap: Wrap) -> None:
         """Finds where the model of an optimizer goes."""
@@ -126,8 +134,32 @@ class Models:
                 self._use(variable, node)
         for model in self._models:
             self._refuse_givers(model)
+            for function, place in (*model.plain, *model.wrapped):
+                if isinstance(function, cst.FunctionDef):
+                    self._follow_calls(function, whole=place == "-1")
         if self._models:
             self._refuse_freezing()
+
+    def _follow_calls(self, function: cst.FunctionDef, *, whole: bool) -> None:
+        """Refuses calls of a function that returns a model, alone or in a tuple, of which the flow loses sight."""
+        source = self._source
+        for call in calls(source.module):
+            if function not in self.flow.called(call) or function.name.value == "__init__":
+                continue
+            up = source.parent(call)
+            while (
+                isinstance(up, cst.Attribute) and tail(up) in SAME and isinstance(made := source.parent(up), cst.Call)
+            ):
+                up = source.parent(made)  # build().to(device)
+            apart = isinstance(up, cst.Element)
+            up = source.parent(source.parent(up) or up) if apart and up is not None else up
+            tuples = isinstance(up, cst.Assign) and all(isinstance(one.target, cst.Tuple) for one in up.targets)
+            kept = isinstance(up, cst.Assign) and tuples == apart if whole else tuples and not apart
+            if whole and isinstance(up, cst.Arg):
+                given = source.parent(up)
+                kept = isinstance(given, cst.Call) and bool(self.flow.called(given))
+            if not kept and not isinstance(up, (cst.Expr, cst.Return) if whole else cst.Expr):
+                self._lost(call, f"{code(call.func)}() returns a model, which goes where it cannot be followed")
 
     # -- when --------------------------------------------------------------------------------------------------
     def _find_moments(self, model: _Followed, call: cst.Call) -> None:
@@ -157,10 +189,12 @@ class Models:
             late = self._source.line(node) > self._source.line(statement) and not any(
                 one is node for one in walk(statement)
             )
-            return {"after" if late else "before"}
+            waits = any(isinstance(one, cst.Lambda) for one in self._source.above(node))
+            return {"after"} if late else {"before", "after"} if waits else {"before"}
         names = {name for name, made in self.flow.functions.items() if function in made}
         found = {"before"} if names & model.before else set()
-        return found | ({"after"} if names & model.after or not names & model.only else set())
+        late = bool(names & (model.after | self._handed)) or not names & model.only
+        return found | ({"after"} if late else set())
 
     # -- where -------------------------------------------------------------------------------------------------
     def _spread(self, model: _Followed) -> None:
@@ -221,9 +255,14 @@ class Models:
 
     def _is_followed(self, node: cst.CSTNode, outer: cst.CSTNode | None) -> bool:
         """Whether what is done with the whole model is known to the flow, or is nothing."""
-        if isinstance(outer, cst.Element) and isinstance(self._source.parent(outer), cst.Tuple):
-            outer = self._source.parent(self._source.parent(outer) or outer)
-        if isinstance(outer, (cst.Assign, cst.AssignTarget, cst.AnnAssign, cst.Return, cst.Param, cst.IfExp)):
+        source = self._source
+        if isinstance(outer, cst.Element) and isinstance(up := source.parent(outer), cst.Tuple):
+            outer = source.parent(up)
+            apart = isinstance(outer, cst.Assign) and all(isinstance(one.target, cst.Tuple) for one in outer.targets)
+            return apart or isinstance(outer, (cst.AssignTarget, cst.Return)) or self._is_bound_anew(node)
+        if isinstance(outer, cst.IfExp):
+            return isinstance(source.parent(outer), (cst.Assign, cst.Return, cst.Arg))
+        if isinstance(outer, (cst.Assign, cst.AssignTarget, cst.AnnAssign, cst.Return, cst.Param)):
             return True
         if isinstance(outer, (cst.Comparison, cst.ComparisonTarget, cst.If, cst.Assert, cst.UnaryOperation, cst.Del)):
             return True
@@ -250,7 +289,7 @@ class Models:
         changes = isinstance(up, cst.AssignTarget) or (call is not None and top is outer and tail(top) in _CHANGES)
         if self._keeps_a_part(top, call):
             self._plan.refuse(node, f"{code(top)}: a part of the model under another name {_MAY_BE_CALLED}")
-        elif early or (top is outer and tail(top) in _SAME):
+        elif early or (not changes and top is outer and tail(top) in _SAME):
             return
         elif changes:
             if not self._is_bound_anew(node):
@@ -289,7 +328,8 @@ class Models:
             return isinstance(given, cst.Call) and (source.qualified(given.func) or code(given.func)) not in _HARMLESS
         return isinstance(
             up,
-            (cst.Assign, cst.AnnAssign, cst.NamedExpr, cst.Return, cst.Element, cst.DictElement, cst.For, cst.CompFor),
+            (cst.Assign, cst.AnnAssign, cst.NamedExpr, cst.Return, cst.Element, cst.DictElement, cst.For, cst.CompFor)
+            + (cst.IfExp,),
         )
 
     def _runs_a_part(self, call: cst.Call, of: cst.CSTNode) -> bool:

@@ -156,7 +156,8 @@ def calls(node: cst.CSTNode, *, now: bool = False) -> Iterator[cst.Call]:
 Variable: TypeAlias = tuple[Any, str]
 # methods of a module that return it
 _SETTINGS = ("args", "opt", "opts", "options", "config", "cfg", "flags", "FLAGS", "hparams")  # args.model is a name
-_SAME = ("to", "cuda", "cpu", "half", "float", "double", "train", "eval", "apply", "requires_grad_")
+# methods of a module that return it
+SAME = ("to", "cuda", "cpu", "half", "float", "double", "train", "eval", "apply", "requires_grad_")
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +277,7 @@ class Flow:
         if isinstance(value, cst.IfExp):
             self._note(known, value.body, site)
             self._note(known, value.orelse, site)
-        elif isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute) and tail(value.func) in _SAME:
+        elif isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute) and tail(value.func) in SAME:
             self._note(known, value.func.value, site)
         elif isinstance(value, cst.Call):
             self._note_returned(known, value, -1, site)

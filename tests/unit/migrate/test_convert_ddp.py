@@ -265,6 +265,18 @@ optimizer = build(model)
         (WRAP + LOOP + "for layer in model.children():\n    x = layer(x)\n", "in model.children()",
          "under another name"),
         (WRAP + LOOP.replace("model(x)", "model.forward(x)"), "model.forward(x)", "may run a part"),
+        (WRAP + "model.training = False\n" + LOOP, "model.training", "changes the model after it is wrapped"),
+        # what would be looked for in the wrapped one, and found under another name
+        (WRAP + "pair = (model, optimizer)\n" + LOOP + "f(pair[0].state_dict())\n", "pair =", "cannot be followed"),
+        (WRAP + LOOP + "f((model if a else b).state_dict())\n", "if a else b", "cannot be followed"),
+        (WRAP + "def get():\n    return model\n" + LOOP + "f(get().state_dict())\n", "f(get()",
+         "get() returns a model"),
+        (WRAP + "def get():\n    return model, 3\n" + LOOP + "both = get()\n", "both =", "get() returns a model"),
+        (WRAP + "def get():\n    return model\n" + LOOP.replace("model(x)", "get()(x)"), "get()(x)", "returns a model"),
+        (WRAP.replace("optimizer = torch", "save = lambda: f(model.state_dict())\noptimizer = torch") + LOOP, "save =",
+         "at one time, and not at another"),
+        (WRAP.replace("optimizer = torch", "def save():\n    f(model.state_dict())\nsave()\noptimizer = torch") + LOOP
+         + "at_exit(save)\n", "    f(model", "at one time, and not at another"),
         # and where it is one at one time, and not at another
         (WRAP.replace("optimizer = torch", f"{AGAIN}save(model)\noptimizer = torch") + LOOP + "save(model)\n",
          "torch.save(m.state_dict()", "m.state_dict is asked of what is the wrapped model at one time"),
@@ -332,6 +344,15 @@ def test_settings_are_no_models() -> None:
 def test_layers_that_are_looked_at_are_no_passes() -> None:
     loop = "for layer in model.modules():\n    if isinstance(layer, torch.nn.BatchNorm1d):\n        layer.eval()\n"
     assert loop.replace("model.", "model.module.") in moved(WRAP + LOOP + loop)
+
+
+def test_a_model_that_is_built_elsewhere() -> None:
+    build = "def build():\n    return torch.nn.Linear(2, 1)\n\n\n"
+    for made in ("model = build().to(gpu)", "model, other = build(), 3"):
+        new = moved(
+            WRAP.replace("model = torch.nn.Linear(2, 1)", made).replace("hvd.init()", f"{build}hvd.init()") + LOOP
+        )
+        assert WRAPPED in new and made in new
 
 
 def test_the_model_within_another_is_called_as_the_plain_one() -> None:
