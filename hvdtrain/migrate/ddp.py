@@ -156,7 +156,12 @@ def _move_wraps(plan: Plan) -> tuple[training.Optimizers, Models]:
         wrap.know(plan.source, optimizers)
         if "True" in literal(wrap.arguments.get("sparse_as_dense")) or "sparse=True" in plan.source.module.code:
             plan.refuse(call, "sparse gradients: Horovod averages them otherwise than DistributedDataParallel")
-        models.compressed |= literal(wrap.arguments.get("compression")) not in ("", "None")
+        given = wrap.arguments.get("compression")
+        if given is not None and plan.source.qualified(given) != _PREFIX + "Compression.none":
+            models.compressed |= literal(given) != "None"
+            plan.note(
+                call, "float16: DistributedDataParallel divides, then adds; Horovod adds first: the last digits differ"
+            )
         models.follow(wrap)
         plan.needs.add("DistributedDataParallel")
         plan.rewrite(wrap.statement, _wrapped(wrap))

@@ -14,7 +14,7 @@ import libcst as cst
 from hvdtrain.migrate.plan import Plan, own_nodes
 from hvdtrain.migrate.source import SAME, Flow, Giver, Source, Variable, calls, code, literal, tail, walk
 from hvdtrain.migrate.torch_calls import without_gradients
-from hvdtrain.migrate.wrapping import Wrap
+from hvdtrain.migrate.wrapping import Wrap, is_parameter
 
 # the same of the wrapped model as of the plain one
 _SAME = ("train", "eval", "training", "parameters", "zero_grad")
@@ -113,11 +113,9 @@ class Models:
         if any(variable == one.variable for one in self._models):
             self._plan.refuse(wrap.call, f"a second optimizer of {wrap.model}, which is wrapped once")
             return
-        owners = (
-            {self._source.function(giver.site) for giver in flow.givers[variable]} if variable[0] is None else set()
-        )
-        classes = {next((c for c in self._source.above(f) if isinstance(c, cst.ClassDef)), None) for f in owners}
-        if len(classes) > 1:
+        owners = [self._source.function(giver.site) for giver in flow.givers[variable]]
+        classes = {next((one for one in self._source.above(f) if isinstance(one, cst.ClassDef)), None) for f in owners}
+        if variable[0] is None and len(classes) > 1:
             self._plan.refuse(
                 wrap.call, f"attributes {variable[1]} of several classes: which is wrapped cannot be told"
             )
@@ -379,10 +377,7 @@ class Models:
         for giver in self.flow.givers[model.variable]:
             if self._when(model, giver.site) != {"before"}:
                 self._plan.refuse(giver.site, f"{model.wrap.model} is assigned anew after it is wrapped")
-        function = self._source.function(model.wrap.call)
-        given = isinstance(function, cst.FunctionDef) and any(
-            isinstance(one, cst.Param) and one.name.value == model.wrap.model for one in walk(function.params)
-        )
+        given = is_parameter(self._source, model.wrap.call, model.wrap.model)
         if given and not self.flow.givers[model.variable]:
             self._plan.note(
                 model.wrap.call,

@@ -407,6 +407,8 @@ def with_arguments(arguments: str) -> str:
 def test_arguments_that_are_moved(arguments: str, new: str) -> None:
     text = moved(with_arguments(arguments))
     assert f"{WRAPPED}{new}for x" in text
+    notes = convert(with_arguments(arguments), DDP).notes
+    assert [note.line for note in notes] == ([7] if "fp16" in arguments else [])
 
 
 @pytest.mark.parametrize(
@@ -453,7 +455,7 @@ def test_passes_of_which_the_last_cannot_be_told_are_averaged_one_by_one(loop: s
     found = convert(TWO + loop, DDP)
     assert found.text.endswith(loop) and len(found.notes) == 1 and "no_sync" in found.notes[0].text
     [(line, reason)] = refused(TWO.replace("_step=2", "_step=2, compression=hvd.Compression.fp16") + loop)
-    assert line == found.notes[0].line and "Horovod rounds their sum" in reason
+    assert line == found.notes[-1].line and "Horovod rounds their sum" in reason
 
 
 @pytest.mark.parametrize(
