@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -85,6 +86,8 @@ def proof_environment(site: Path) -> dict[str, str]:
     variables |= {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if os.geteuid() == 0:  # Open MPI refuses root unless told twice; the proof starts only our own program
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if not (shutil.which("ssh") or shutil.which("rsh")):  # without them Open MPI 4 starts no ranks here either
+        variables["OMPI_MCA_plm"] = "isolated"
     return variables
 
 
