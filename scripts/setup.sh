@@ -9,6 +9,10 @@
 #   HVDTRAIN_CACHE    where Horovod wheels are kept (default: ~/.cache/hvdtrain)
 
 set -euo pipefail
+case ${HVDTRAIN_WHEELS:-/} in
+  /* | *://*) ;;
+  *) HVDTRAIN_WHEELS=$PWD/$HVDTRAIN_WHEELS ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${HVDTRAIN_VENV:-$PWD/.venv}
 SETUP_LOG=${TMPDIR:-/tmp}/hvdtrain-setup.$$.log
@@ -113,7 +117,10 @@ set_up() {
 
 ready_wheel() {
   [ -n "${HVDTRAIN_WHEELS:-}" ] || return 1
-  "$VENV/bin/python" -m hvdtrain build-horovod --ready "$HVDTRAIN_WHEELS" >&2
+  local code=0
+  "$VENV/bin/python" -m hvdtrain build-horovod --ready "$HVDTRAIN_WHEELS" >&2 || code=$?
+  [ $code -lt 128 ] || exit $code  # Ctrl-C, and not "none fits"
+  return $code
 }
 
 set_up

@@ -2,7 +2,7 @@
 
 `support` holds the table of versions, `patches` what is changed in Horovod's sources, `patching` applies it,
 `environment` looks around, `cuda` finds a CUDA compiler, `build` compiles and caches, `proof` proves; `dist` makes
-wheels for other machines, `ready` installs one.
+wheels for other machines, `ready` installs one, `swap` puts it in the place of another.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 from hvdtrain.core.errors import HvdtrainError
@@ -64,15 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.horovod_build import build, dist, environment, patching, proof, ready, steps, support
+    from hvdtrain.horovod_build import build, dist, environment, patching, ready, steps, support, swap
 
     if args.edits:
         print(patching.table())
         return 0
-    if args.index:
+    if args.index is not None:
         dist.write_index(args.index)
         return 0
-    if args.ready:
+    if args.ready is not None:
         _say(f"installed and proven: {dist.NAME} {ready.install(args.ready, _say)}")
         return 0
     if args.sdist is not None and not args.sdist.is_file():
@@ -99,12 +98,7 @@ def run(args: argparse.Namespace) -> int:
         made = dist.make(wheel, found, args.dist, steps.Steps(cache / "dist.log", _say))
         _say(f"ready: {made}, listed in {args.dist / 'simple'}; {dist.needs(made)}")
     if args.install:
-        ready.remove(dist.NAME)
-        command = proof.install_command(wheel, "--force-reinstall")  # over whatever Horovod is installed
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            remedy = f"try it by hand: {' '.join(command)}"
-            raise HvdtrainError("the wheel must install", done.stderr.strip()[-2000:], remedy)
+        swap.replace(wheel)
     _say(f"{'installed' if args.install else 'ready'}: {wheel}")
     return 0
 

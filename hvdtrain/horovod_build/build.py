@@ -96,7 +96,7 @@ def build(
         # Horovod's messages name their source file: horovod/common/..., not this build's scratch folder
         variables["CXXFLAGS"] = f"{os.environ.get('CXXFLAGS', '')} -ffile-prefix-map={source}/="
         wheel = _compile(source, variables, environment, runner)
-        proof = prove(wheel, environment, runner)
+        proof = prove(wheel, environment.frameworks(), runner, mpi=environment.mpi, nccl=environment.gpu == "nccl")
         key = cache_key(environment, cuda, sha256_of(archive))
         record = {
             "environment": asdict(environment),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import csv
 import email
+import email.message
 import hashlib
 import html
 import importlib.util
@@ -104,9 +105,10 @@ def make(wheel: Path, environment: Environment, folder: Path, run: Steps) -> Pat
                 f"auditwheel copied {', '.join(copied)}",
                 "build without what needs them, or name them in SHARED of hvdtrain/horovod_build/dist.py",
             )
-        prove(ready, environment, run)
+        prove(ready, environment.frameworks(), run, mpi=environment.mpi, nccl=environment.gpu == "nccl")
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ready, folder)
+        part = Path(shutil.copy2(ready, folder / f".{ready.name}.part"))
+        part.rename(folder / ready.name)
     write_index(folder)
     return folder / ready.name
 
@@ -165,12 +167,22 @@ def write_index(folder: Path) -> None:
     """Lists the wheels of a folder as a package index does: PEP 503's pages, the metadata beside each wheel (PEP 658).
 
     Any web server can hand the folder out: `pip install --index-url URL/simple`; as it is, `--find-links FOLDER`.
+
+    Raises:
+        HvdtrainError: the folder has no such wheel, or a damaged one.
     """
-    links = []
+    found = {}
     for wheel in sorted(folder.glob(f"{NAME.replace('-', '_')}-*.whl")):
-        with zipfile.ZipFile(wheel) as packed:
-            (name,) = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
-            metadata = packed.read(name)
+        try:
+            found[wheel] = _metadata_bytes(wheel)
+        except (zipfile.BadZipFile, ValueError) as error:
+            rule = "an index lists whole wheels: nothing was written"
+            raise HvdtrainError(rule, f"{wheel} is damaged: {error}", "copy it again, or remove it") from error
+    if not found:
+        rule = f"an index lists the wheels of {NAME} in a folder"
+        raise HvdtrainError(rule, f"none in {folder}", f"hvdtrain build-horovod --dist {folder}")
+    links = []
+    for wheel, metadata in found.items():
         wheel.with_name(f"{wheel.name}.metadata").write_bytes(metadata)
         of_metadata = f"sha256={hashlib.sha256(metadata).hexdigest()}"
         address = f"../../{quote(wheel.name)}#sha256={hashlib.sha256(wheel.read_bytes()).hexdigest()}"
@@ -181,3 +193,14 @@ def write_index(folder: Path) -> None:
         (folder / page).mkdir(parents=True, exist_ok=True)
         text = ["<!DOCTYPE html>", '<meta name="pypi:repository-version" content="1.0">', f"<title>{NAME}</title>"]
         (folder / page / "index.html").write_text("\n".join([*text, *(f"{line}<br>" for line in lines)]) + "\n")
+
+
+def metadata_of(wheel: Path) -> email.message.Message:
+    """A wheel's own metadata: what it is called, and what it requires."""
+    return email.message_from_bytes(_metadata_bytes(wheel))
+
+
+def _metadata_bytes(wheel: Path) -> bytes:
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
+        return packed.read(name)

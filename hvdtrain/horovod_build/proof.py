@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.horovod_build.environment import Environment
 from hvdtrain.horovod_build.steps import Steps
 
 PROOF_TIMEOUT_S = 120
 
 
-def prove(wheel: Path, environment: Environment, run: Steps) -> list[str]:
-    """Two ranks of every framework over every controller; returns their lines.
+def prove(wheel: Path, frameworks: list[str], run: Steps, *, mpi: str | None, nccl: bool) -> list[str]:
+    """Two ranks of every framework over every controller, in a folder of their own; returns their lines.
+
+    Args:
+        frameworks: "torch", "tensorflow".
+        mpi: what `mpirun --version` says first, if the wheel has MPI.
+        nccl: the wheel has NCCL.
 
     Raises:
         HvdtrainError: a run failed, timed out, or not every rank printed its proof.
@@ -28,18 +33,10 @@ def prove(wheel: Path, environment: Environment, run: Steps) -> list[str]:
         run("proving the wheel: check-build, then 2 ranks of each framework over each controller", install)
         variables = proof_environment(site)
         built = run("  check-build", [*_HOROVODRUN, "--check-build"], env=variables, cwd=elsewhere)
-        lines = [_require_built(built, environment)]
-        return lines + _prove_ranks(environment.frameworks(), _launchers(environment), variables, elsewhere, run)
-
-
-def prove_installed(frameworks: list[str], run: Steps) -> list[str]:
-    """Two ranks of every framework over Gloo, on the Horovod that is installed here; returns their lines.
-
-    Raises:
-        HvdtrainError: as `prove`.
-    """
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-proof-") as elsewhere:
-        return _prove_ranks(frameworks, {"Gloo": _GLOO}, proof_environment(), Path(elsewhere), run)
+        names = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+        wanted = [*(names[one] for one in frameworks), "Gloo", *["MPI"] * bool(mpi), *["NCCL"] * nccl]
+        lines = [_require_built(built, wanted)]
+        return lines + _prove_ranks(frameworks, _launchers(mpi), variables, elsewhere, run)
 
 
 def _prove_ranks(
@@ -68,21 +65,20 @@ def install_command(wheel: Path, *options: str) -> list[str]:
 
 
 _HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
-_GLOO = [*_HOROVODRUN, "--gloo", "-np", "2"]
 
 
-def _launchers(environment: Environment) -> dict[str, list[str]]:
-    launchers = {"Gloo": _GLOO}
-    if environment.mpi:
+def _launchers(mpi: str | None) -> dict[str, list[str]]:
+    launchers = {"Gloo": [*_HOROVODRUN, "--gloo", "-np", "2"]}
+    if mpi:
         mpirun = ["mpirun", "-np", "2"]
-        if "Open MPI" in environment.mpi or "open-mpi" in environment.mpi.lower():
+        if "Open MPI" in mpi or "open-mpi" in mpi.lower():
             mpirun += ["--oversubscribe", "--bind-to", "none"]
         launchers["MPI"] = mpirun
     return launchers
 
 
-def proof_environment(site: Path | None = None) -> dict[str, str]:
-    """The caller's environment, with the new wheel in `site` first, if any, and this package importable."""
+def proof_environment(site: Path) -> dict[str, str]:
+    """The caller's environment, with the new wheel in `site` first, and this package importable."""
     package_parent = Path(__file__).resolve().parents[2]
     variables = dict(os.environ)
     places = [site, package_parent, os.environ.get("PYTHONPATH")]
@@ -90,17 +86,17 @@ def proof_environment(site: Path | None = None) -> dict[str, str]:
     variables |= {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if os.geteuid() == 0:  # Open MPI refuses root unless told twice; the proof starts only our own program
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if not (shutil.which("ssh") or shutil.which("rsh")):  # without them Open MPI 4 starts no ranks here either
+        variables["OMPI_MCA_plm"] = "isolated"
     return variables
 
 
-def _require_built(printed: str, environment: Environment) -> str:
-    wanted = {"PyTorch": environment.torch, "TensorFlow": environment.tensorflow, "Gloo": True}
-    wanted |= {"MPI": environment.mpi, "NCCL": environment.gpu == "nccl"}
-    missing = [name for name, needed in wanted.items() if needed and f"[X] {name}" not in printed]
+def _require_built(printed: str, wanted: list[str]) -> str:
+    missing = [name for name in wanted if f"[X] {name}" not in printed]
     if missing:
         raise HvdtrainError(
             rule="check-build must list everything this build was asked for",
             received=f"missing {', '.join(missing)} in:\n{printed}",
             remedy="read the build log",
         )
-    return "check-build: " + ", ".join(name for name, needed in wanted.items() if needed)
+    return "check-build: " + ", ".join(wanted)

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+import zipfile
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.horovod_build.dist import NAME, version_for
+from hvdtrain.horovod_build.build import cache_folder
+from hvdtrain.horovod_build.dist import NAME, metadata_of, version_for
 from hvdtrain.horovod_build.environment import distribution_version, torch_here
-from hvdtrain.horovod_build.proof import prove_installed
+from hvdtrain.horovod_build.proof import prove
 from hvdtrain.horovod_build.steps import Say, Steps
+from hvdtrain.horovod_build.swap import pip, replace
+
+_NEEDS = "a ready wheel must find what it needs"
 
 
 def install(location: str, say: Say) -> str:
-    """Installs the ready wheel that fits from a folder, or a page of links, and proves it; returns its version.
+    """Installs the ready wheel that fits from a folder, or a page of links, once it is proven; returns its version.
 
     Raises:
-        HvdtrainError: none fits, and nothing was changed; or the proof failed, and the wheel is gone again.
+        HvdtrainError: none fits, or the proof failed; whatever Horovod was installed is there as before.
     """
     problems: list[str] = []
     torch, tensorflow = torch_here(problems), distribution_version("tensorflow", "tensorflow-cpu")
@@ -31,41 +38,87 @@ def install(location: str, say: Say) -> str:
             "; ".join(problems) or "neither torch nor tensorflow is installed here",
             "pip install 'hvdtrain[torch,keras]'",
         )
-    wanted = [version_for(torch.get("version"), torch.get("cuda"), tensorflow, mpi) for mpi in _mpi()]
-    refused = []
-    for version in wanted:
-        choice = ["--no-index", "--find-links", location, f"{NAME}=={version}"]
-        found = _pip("install", "--dry-run", *choice)
-        if found.returncode:
-            refused.append(found.stderr.strip().splitlines()[-1])
-            continue
-        with tempfile.TemporaryDirectory(prefix="hvdtrain-ready-") as folder:
-            run = Steps(Path(folder) / "log", say)
-            remove("horovod")
-            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", *choice]
-            run(f"installing {NAME} {version}", command)
-            frameworks = [name for name, there in (("torch", torch), ("tensorflow", tensorflow)) if there]
+    _check_place(location)
+    frameworks = [name for name, there in (("torch", torch), ("tensorflow", tensorflow)) if there]
+    cuda = torch.get("cuda")
+    wanted = {version_for(torch.get("version"), cuda, tensorflow, mpi): mpi for mpi in _mpi()}
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    run = Steps(cache_folder() / "ready.log", say)
+    none, failed = [], []
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-ready-") as folder:
+        for version, mpi in wanted.items():
+            found = pip(
+                "download", "--no-deps", "--no-index", "--find-links", location, "-d", folder, f"{NAME}=={version}"
+            )
+            if found.returncode:
+                lines = [line for line in found.stderr.splitlines() if line.startswith(("ERROR", "WARNING"))]
+                none.append("; ".join(lines) or found.stderr.strip()[-2000:])
+                continue
+            (wheel,) = Path(folder).glob(f"*-{version}-*.whl")
             try:
-                prove_installed(frameworks, run)
-            except HvdtrainError:
-                remove(NAME)
-                raise
-        return version
+                _check(wheel)
+                prove(wheel, frameworks, run, mpi=mpi, nccl=cuda is not None)
+            except HvdtrainError as error:
+                failed.append(error)
+                say(f"{wheel.name} is not taken: {error.rule}")
+                continue
+            say(f"installing {wheel.name}")
+            replace(wheel)
+            return version
+    if failed:
+        raise failed[0]
     raise HvdtrainError(
         f"a ready wheel of Horovod must be of version {' or '.join(wanted)}",
-        f"pip finds none at {location}: {'; '.join(dict.fromkeys(refused))}",
+        f"pip finds none at {location}: {'; '.join(dict.fromkeys(none))}",
         "hvdtrain build-horovod --install",
     )
 
 
-def remove(name: str) -> None:
-    """Uninstalls a distribution of the module `horovod`, if it is there: pip would install another over it, and later
-    remove files of both with one."""
-    with suppress(importlib.metadata.PackageNotFoundError):
-        importlib.metadata.distribution(name)
-        done = _pip("uninstall", "-y", name)
-        if done.returncode:
-            raise HvdtrainError("the old Horovod must go", done.stderr.strip()[-2000:], f"pip uninstall {name}")
+def _check_place(location: str) -> None:
+    """Refuses what has nothing to do with the frameworks, before anything is looked for."""
+    if not location or ("://" not in location and not Path(location).is_dir()):
+        received = f"{location!r}, which is no folder" if location else "nothing"
+        raise HvdtrainError("--ready needs a folder of wheels, or the address of a page that lists them", received)
+    if importlib.util.find_spec("pip") is None:
+        rule = "a ready wheel is installed by pip"
+        raise HvdtrainError(rule, f"none in {sys.executable}", "python -m ensurepip")
+    other = PathFinder.find_spec("horovod", os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if other is not None:
+        raise HvdtrainError(
+            "the Horovod that is installed must be the one that Python finds",
+            f"PYTHONPATH has another before it: {other.origin}",
+            "take that folder off PYTHONPATH",
+        )
+
+
+def _check(wheel: Path) -> None:
+    """Refuses a wheel that is damaged, or needs what is not there."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # horovodrun asks for it as well
+        raise HvdtrainError(_NEEDS, "packaging is not installed", "pip install packaging") from None
+    try:
+        with zipfile.ZipFile(wheel) as packed:
+            damaged = packed.testzip()
+    except zipfile.BadZipFile as error:
+        damaged = str(error)
+    if damaged:
+        raise HvdtrainError("a ready wheel must be whole", f"{wheel.name} is damaged: {damaged}", "copy it again")
+    missing = []
+    for line in metadata_of(wheel).get_all("Requires-Dist", []):
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(f"{requirement}, and it is not installed")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            missing.append(f"{requirement}, and {version} is installed")
+    if missing:
+        words = " ".join(f"'{line.partition(', and')[0]}'" for line in missing)
+        raise HvdtrainError(_NEEDS, f"{wheel.name} needs {'; '.join(missing)}", f"pip install {words}")
 
 
 def _mpi() -> list[str | None]:
@@ -74,8 +127,3 @@ def _mpi() -> list[str | None]:
         return [None]
     lines = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.splitlines()
     return [lines[0] if lines else "MPI", None]
-
-
-def _pip(verb: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pip", verb, "-q", "--disable-pip-version-check", *words]
-    return subprocess.run(command, capture_output=True, text=True)

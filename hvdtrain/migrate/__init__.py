@@ -1,4 +1,5 @@
-"""`hvdtrain migrate`: turns a script on Horovod into one on hvdtrain, and proves that both train the same.
+"""`hvdtrain migrate`: turns a script on Horovod into one on hvdtrain, or on plain PyTorch, and proves that both train
+the same.
 
 It prints the change as a diff. A script of which a line cannot be moved is left as it is: each such line is told, with
 the reason.
@@ -26,6 +27,7 @@ examples:
   hvdtrain migrate --prove train.py --epochs 1           # and 20 updates of both on 2 ranks, compared
   hvdtrain migrate --in-place train.py                   # what was there is kept as train.py.orig
   hvdtrain migrate -o new.py train.py
+  hvdtrain migrate --to ddp --prove train.py             # off Horovod: torch.distributed, started by torchrun
 
 exit code: 0 converted (and proven, if asked); 1 a line cannot be moved, or the two part; 2 refused
 """
@@ -35,9 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain migrate`."""
     parser.description, parser.epilog = __doc__, EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "hvdtrain migrate [--prove [--updates N]] [--in-place | -o FILE] SCRIPT [ARGS ...]"
+    parser.usage = "hvdtrain migrate [--to NAME] [--prove [--updates N]] [--in-place | -o FILE] SCRIPT [ARGS ...]"
     add = parser.add_argument
     # fmt: off
+    add("--to", choices=("hvdtrain", "ddp"), default="hvdtrain", help="ddp: off Horovod, to plain PyTorch")
     add("--prove", action="store_true", help="run the old and the new script on 2 ranks, and compare their weights")
     add("--updates", type=int, default=20, metavar="N", help="how many updates the proof makes (default: %(default)s)")
     add("--timeout-s", type=float, default=600.0, metavar="S", help="for each run of it (default: %(default)g)")
@@ -58,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         from hvdtrain.migrate.convert import convert
+        from hvdtrain.migrate.plan import TARGETS
     except ModuleNotFoundError as error:
         if error.name != "libcst":
             raise
@@ -69,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("the script must be a file", str(script), "hvdtrain migrate train.py")
     out = _out(args)
     text, encoding = _read(script)
-    found = convert(text)
+    found = convert(text, TARGETS[args.to])
     _print(script, "note: ", found.notes)
     if found.refused:
         _print(script, "", found.refused)
@@ -86,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
 
         argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
         proof = prove(
-            script, found.text, argv, updates=args.updates, timeout_s=args.timeout_s, framework=found.framework
-        )
+            script, found.text, argv, updates=args.updates, timeout_s=args.timeout_s, framework=found.framework,
+            target=args.to,
+        )  # fmt: skip
         print(f"hvdtrain migrate: {proof}", file=sys.stderr)
         if not proof.holds:
             return 1

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from hvdtrain.migrate import draws, keras_calls, keras_wrapping, ranks, torch_calls, training, wrapping
-from hvdtrain.migrate.plan import Plan
-from hvdtrain.migrate.source import Finding, Source, calls, children, code, is_chain, tail, walk
+from hvdtrain.migrate import ddp, keras_calls, keras_wrapping, ranks, torch_calls, training, wrapping
+from hvdtrain.migrate.plan import DDP, HVDTRAIN, Plan, Target
+from hvdtrain.migrate.source import Finding, Source, children, code, walk
 
 _MODULES = ("horovod.torch", "horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow")
 
@@ -30,47 +30,59 @@ class Conversion:
     framework: str = "torch"
 
 
-def convert(text: str) -> Conversion:
-    """Moves a script from `horovod.torch` to `hvdtrain.torch`, or from Horovod's Keras to `hvdtrain.keras`."""
+def convert(text: str, target: Target = HVDTRAIN) -> Conversion:
+    """Moves a script from `horovod.torch` to `hvdtrain.torch`, or from Horovod's Keras to `hvdtrain.keras`; or off both
+    to plain PyTorch."""
     try:
-        return _convert(text)
+        return _convert(text, target)
     finally:
         children.cache_clear()
 
 
-def _convert(text: str) -> Conversion:
+def _convert(text: str, target: Target) -> Conversion:
     try:
         source = Source(text)
     except cst.ParserSyntaxError as error:
         said = str(error.message).splitlines()[0]
         return Conversion(text, (Finding(error.raw_line, f"the script does not compile: {said}"),))
-    plan = Plan(source, _module(source))
+    plan = Plan(source, _module(source), target)
     imports = _imports(plan)
     if not imports and not plan.refused:
         return Conversion(text, (Finding(1, "nothing here imports horovod.torch, or Horovod's Keras"),))
+    if target is DDP:
+        ddp.move(plan, imports)
+    else:
+        _move_to_hvdtrain(plan)
+    for node in walk(source.module):
+        if isinstance(node, cst.SimpleString) and node.evaluated_value == "horovod":
+            plan.refuse(node, "a name of Horovod as text: a library that trains on it by itself (Lightning's strategy)")
+    own = sorted({"hvt", "hvk", "hvdtrain"} & plan.needs & source.names())
+    for name in ddp.names_taken(plan) if target is DDP else own:
+        plan.refuse(imports[0], f"the script has a name {name} of its own")
+    notes = tuple(sorted(plan.notes))
+    if plan.refused:
+        return Conversion(text, tuple(sorted(plan.refused)), notes, plan.framework)
+    if target is DDP:
+        ddp.move_imports(plan, imports)
+    else:
+        ranks.move_imports(plan, imports, {**keras_calls.kept_imports(plan), **ranks.LINES})
+    return Conversion(plan.apply(), (), notes, plan.framework)
+
+
+def _move_to_hvdtrain(plan: Plan) -> None:
     ranks.move_init(plan)
     if plan.framework == "torch":
         _move_torch(plan)
     else:
         keras_wrapping.move_wraps(plan)
         keras_calls.move_rest(plan)
-    for node in walk(source.module):
-        if isinstance(node, cst.SimpleString) and node.evaluated_value == "horovod":
-            plan.refuse(node, "a name of Horovod as text: a library that trains on it by itself (Lightning's strategy)")
-    for name in sorted({"hvt", "hvk", "hvdtrain"} & plan.needs & source.names()):
-        plan.refuse(imports[0], f"the script has a name {name} of its own")
-    notes = tuple(sorted(plan.notes))
-    if plan.refused:
-        return Conversion(text, tuple(sorted(plan.refused)), notes, plan.framework)
-    ranks.move_imports(plan, imports, **keras_calls.kept_imports(plan))
-    return Conversion(plan.apply(), (), notes, plan.framework)
 
 
 def _move_torch(plan: Plan) -> None:
     optimizers = wrapping.move_wraps(plan)
     optimizers.spread(plan.source)
     torch_calls.refuse_in_losses(plan)
-    draws.refuse_shared_orders(plan, wrapping.wraps_of(plan.source))
+    ranks.refuse_shared_orders(plan, wrapping.wraps_of(plan.source))
     _move_passes(plan, optimizers)
     torch_calls.move_rest(plan)
 
@@ -120,38 +132,16 @@ def _imports(plan: Plan) -> list[cst.SimpleStatementLine]:
 
 
 def _move_passes(plan: Plan, optimizers: training.Optimizers) -> None:
-    source = plan.source
-    passes = [
-        call
-        for call in calls(source.module)
-        if isinstance(call.func, cst.Attribute) and tail(call.func) == "backward" and not _is_a_module_s(source, call)
-    ]
+    passes = training.passes(plan.source)
     if optimizers.prepared:
         for call in passes:
             training.move_backward(plan, optimizers, call)
-        for node in walk(source.module):
-            if isinstance(node, cst.Attribute) and tail(node) == "backward" and not _is_super_s(node):
-                outer = source.parent(node)
-                if not (isinstance(outer, cst.Call) and outer.func is node) or source.qualified(node).startswith(
-                    "torch."
-                ):
-                    plan.refuse(node, f"{code(node)}: what is moved is loss.backward(), called there")
+        training.refuse_other_passes(plan)
         training.note_closures(plan, optimizers)
         wrapping.move_synchronize(plan, optimizers)
-    elif passes and not (plan.refused or torch_calls.averages_by_hand(source)):
+    elif passes and not (plan.refused or torch_calls.averages_by_hand(plan.source)):
         plan.note(
             passes[0],
             "no optimizer is wrapped in this file, and backward() is left as it is; where another file prepares it,"
             " write optimizer.backward(loss)",
         )
-
-
-def _is_a_module_s(source: Source, call: cst.Call) -> bool:
-    """torch.autograd.backward and the like, which are no method of a loss; and methods of the script's own classes."""
-    assert isinstance(call.func, cst.Attribute)
-    owner = call.func.value
-    return (is_chain(owner) and source.qualified(owner).startswith("torch.")) or _is_super_s(call.func)
-
-
-def _is_super_s(node: cst.Attribute) -> bool:
-    return code(node.value).startswith("super(") or code(node.value) in ("self", "cls")

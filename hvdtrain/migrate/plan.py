@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,53 @@ Expression = Callable[[Any], cst.BaseExpression]
 Statements = Callable[[Any], Sequence[Any]]
 
 
+@dataclass(frozen=True)
+class Target:
+    """What a script is moved to.
+
+    Attributes:
+        name: as `--to` has it.
+        title: what averages gradients there.
+        wrap: what an optimizer's wrapping becomes.
+        init: what starts it.
+        alone: why that is called without a condition.
+        loss: what becomes of a loss, for who averages it within.
+        words: its functions of tensors, by what they do.
+    """
+
+    name: str
+    title: str
+    wrap: str
+    init: str
+    alone: str
+    loss: str
+    words: Mapping[str, str]
+
+
+HVDTRAIN = Target(
+    "hvdtrain",
+    title="hvdtrain",
+    wrap="hvt.prepare",
+    init="hvdtrain.init",
+    alone="one process is a world of one",
+    loss="optimizer.backward(loss)",
+    words={"reduce": "hvt.reduce", "gather": "hvt.gather", "broadcast": "hvt.broadcast", "fp16": '"fp16"'},
+)
+DDP = Target(
+    "ddp",
+    title="DistributedDataParallel",
+    wrap="DistributedDataParallel",
+    init="dist.init_process_group",
+    alone="torchrun --nproc-per-node 1 starts one process",
+    loss="loss.backward()",
+    words={
+        "reduce": "reduce_tensor", "gather": "gather_tensors", "broadcast": "broadcast_tensor",
+        "fp16": "fp16_compress_hook",
+    },
+)  # fmt: skip
+TARGETS = {target.name: target for target in (HVDTRAIN, DDP)}
+
+
 @dataclass
 class Plan:
     """The changes of one script.
@@ -22,18 +69,22 @@ class Plan:
     Attributes:
         source: the script.
         module: of Horovod, that the script trains with.
+        target: what it is moved to.
         expressions: what takes a node's place, of the node with the changes within it.
         statements: the same of a statement of a block; several, or none.
+        around: what goes around statements of a block, from one to another, as text.
         refused: what cannot be moved.
         notes: what is moved, and should be known.
-        needs: what the new script uses, by its name there: modules of hvdtrain's, the world.
+        needs: what the new script uses, by its name there: modules, functions, the world.
         world_scope: where `world` is assigned; None: nowhere.
     """
 
     source: Source
     module: str = "horovod.torch"
+    target: Target = HVDTRAIN
     expressions: dict[cst.CSTNode, Expression] = field(default_factory=dict)
     statements: dict[cst.CSTNode, Statements] = field(default_factory=dict)
+    around: dict[tuple[cst.CSTNode, cst.CSTNode], str] = field(default_factory=dict)
     refused: set[Finding] = field(default_factory=set)
     notes: set[Finding] = field(default_factory=set)
     needs: set[str] = field(default_factory=set)
@@ -54,6 +105,12 @@ class Plan:
 
     def note(self, node: cst.CSTNode, text: str) -> None:
         self.notes.add(Finding(self.source.line(node), text))
+
+    def use(self, what: str) -> str:
+        """The target's name for what Horovod does, which the new script needs."""
+        found = self.target.words[what]
+        self.needs.add(found.split(".")[0])
+        return found
 
     def settle(self, node: cst.CSTNode | None) -> None:
         """Nothing else need be said of the names in a node."""
@@ -79,9 +136,7 @@ class Plan:
         """Puts statements in one's place, given as text; none of them: it goes."""
 
         def written(updated: Any) -> Sequence[Any]:
-            made: list[Any] = [
-                cst.parse_statement(text, self.source.module.config_for_parsing) for text in texts(updated)
-            ]
+            made: list[Any] = [self._parsed(text) for text in texts(updated)]
             if made:
                 kept: dict[str, Any] = {"leading_lines": updated.leading_lines}
                 if len(made) == 1 and all(isinstance(one, cst.SimpleStatementLine) for one in (updated, made[0])):
@@ -90,6 +145,20 @@ class Plan:
             return made
 
         self.statements[statement] = written
+
+    def follow(self, statement: Statement, texts: Sequence[str]) -> None:
+        """Puts functions behind a statement, whatever else becomes of it, and two blank lines behind them."""
+        before = self.statements.get(statement, lambda updated: [updated])
+        made = [self._parsed(text) for text in texts]
+        block = self.source.block(statement)
+        rest = block[block.index(statement) + 1 :]
+        blank = sum(not line.comment for line in rest[0].leading_lines) if rest else 2
+        footer = [cst.EmptyLine(indent=False)] * max(0, 2 - blank)
+        made[-1] = made[-1].with_deep_changes(made[-1].body, footer=footer)
+        self.statements[statement] = lambda updated: [*before(updated), *made]
+
+    def _parsed(self, text: str) -> Any:
+        return cst.parse_statement(text, self.source.module.config_for_parsing)
 
     def remove(self, statement: Statement) -> None:
         self.rewrite(statement, lambda _: [])
@@ -116,8 +185,10 @@ class _Rewriter(cst.CSTTransformer):
 
     def _block(self, original: Any, updated: Any) -> Any:
         body: list[Any] = []
+        begins: dict[cst.CSTNode, int] = {}
         waiting: list[cst.EmptyLine] = []
         for before, after in zip(original.body, updated.body, strict=True):
+            begins[before] = len(body)
             change = self._plan.statements.get(before)
             made = [after] if change is None else list(change(after))
             if not made:  # what is said above it stays, unless it is about Horovod
@@ -129,7 +200,17 @@ class _Rewriter(cst.CSTTransformer):
                 made[0] = made[0].with_changes(leading_lines=[*waiting, *made[0].leading_lines])
                 waiting = []
             body += made
+            for (first, last), text in self._plan.around.items():
+                if last is before:
+                    body[begins[first] :] = [_inside(text, body[begins[first] :])]
         return updated.with_changes(body=body)
+
+
+def _inside(text: str, body: Sequence[Any]) -> Any:
+    """A compound statement, as text without its block, around others."""
+    made: Any = cst.parse_statement(f"{text}\n    pass\n")
+    inner = [body[0].with_changes(leading_lines=[]), *body[1:]]
+    return made.with_changes(leading_lines=body[0].leading_lines, body=cst.IndentedBlock(inner))
 
 
 def _begins_blank(statement: Any) -> bool:

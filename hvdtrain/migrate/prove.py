@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +23,14 @@ RANKS = 2
 _EPS_PER_UPDATE = 8
 _TAIL_LINES = 30
 _GRACE_S = 20
+_UNDONE = {"hvdtrain": ": that hvdtrain gives each rank random numbers of its own was undone", "ddp": ""}
 _RANK = (sys.executable, "-m", "hvdtrain.migrate.rank")
 _UNITS = {"torch": "updates", "keras": "batches of fit"}
 _NAMES = {"torch": "PyTorch", "keras": "Keras"}
+_TORCHRUN = (
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+    "--nproc-per-node", str(RANKS), *_RANK[1:],
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Proof:
         difference: the largest of its elements' differences, divided by the largest of its values.
         tolerance: of its type, for so many updates.
         framework: of the scripts: torch, keras.
+        target: what the new one was moved to.
     """
 
     updates: int
@@ -49,6 +55,7 @@ class Proof:
     difference: float
     tolerance: float
     framework: str = "torch"
+    target: str = "hvdtrain"
 
     @property
     def holds(self) -> bool:
@@ -61,8 +68,7 @@ class Proof:
             f"{apart}after {self.updates} {_UNITS[self.framework]} on {RANKS} ranks the {self.tensors} tensors of the"
             f" old and the new script differ by at most {where} (tolerance {self.tolerance:.2g})",
             "made alike: both begin with seed 0 on rank 0 and 1 on rank 1 for Python, numpy and"
-            f" {_NAMES[self.framework]}, and draw on as the script has it: that hvdtrain gives each rank random"
-            " numbers of its own was undone",
+            f" {_NAMES[self.framework]}, and draw on as the script has it{_UNDONE[self.target]}",
         ]
         return "\n".join(lines)
 
@@ -85,15 +91,18 @@ class Run:
 
 
 def prove(
-    script: Path, new: str, argv: Sequence[str], *, updates: int = 20, timeout_s: float = 600, framework: str = "torch"
-) -> Proof:
+    script: Path, new: str, argv: Sequence[str], *,
+    updates: int = 20, timeout_s: float = 600, framework: str = "torch", target: str = "hvdtrain",
+) -> Proof:  # fmt: skip
     """Runs a script as it is and as `new`, and compares.
 
     Raises:
         HvdtrainError: one of them failed, made no update, or they made unlike numbers of them.
     """
     old = run(script, None, argv, updates=updates, timeout_s=timeout_s, which="old", framework=framework)
-    return compare(old, run(script, new, argv, updates=updates, timeout_s=timeout_s, which="new", framework=framework))
+    kind = "ddp" if target == "ddp" else framework
+    made = run(script, new, argv, updates=updates, timeout_s=timeout_s, which="new", framework=kind)
+    return replace(compare(old, made), target=target)
 
 
 def run(
@@ -102,19 +111,27 @@ def run(
 ) -> Run:  # fmt: skip
     """Runs `text` on two ranks as if it were the script, which is what runs without it, up to so many updates.
 
+    Args:
+        framework: torch and keras are run by horovodrun, ddp by torchrun.
+
     Raises:
         HvdtrainError: it failed, or took too long.
     """
-    beside = Path(sys.executable).with_name("horovodrun")
-    horovodrun = str(beside) if beside.is_file() else shutil.which("horovodrun")
-    if horovodrun is None:
-        raise ConfigError("a proof runs both scripts on Horovod", "no horovodrun", build_horovod_command())
+    starts = _TORCHRUN if framework == "ddp" else (_horovodrun(), "--gloo", "-np", str(RANKS), *_RANK)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-migrate-") as name:
         folder = Path(name)
         (folder / "text.py").write_bytes(script.read_bytes() if text is None else text.encode())
         ranks = [framework, str(folder / "text.py"), str(script.resolve()), str(folder), str(updates), *argv]
-        _start([horovodrun, "--gloo", "-np", str(RANKS), *_RANK, *ranks], which, folder, updates, timeout_s)
+        _start([*starts, *ranks], which, folder, updates, timeout_s)
         return _read(folder, framework)
+
+
+def _horovodrun() -> str:
+    beside = Path(sys.executable).with_name("horovodrun")
+    horovodrun = str(beside) if beside.is_file() else shutil.which("horovodrun")
+    if horovodrun is None:
+        raise ConfigError("a proof runs both scripts on Horovod", "no horovodrun", build_horovod_command())
+    return horovodrun
 
 
 def _start(command: Sequence[str], which: str, folder: Path, updates: int, timeout_s: float) -> None:

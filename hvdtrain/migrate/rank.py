@@ -2,7 +2,7 @@
 
 usage: python -m hvdtrain.migrate.rank FRAMEWORK TEXT SCRIPT FOLDER UPDATES ARGS...
 
-TEXT, on torch or keras, is run as if it were SCRIPT, with ARGS. FOLDER/RANK.npz gets the tensors, FOLDER/RANK.json
+TEXT, on torch, keras or ddp, is run as if it were SCRIPT, with ARGS. FOLDER/RANK.npz gets the tensors, FOLDER/RANK.json
 their names, and how many updates there were.
 """
 
@@ -20,10 +20,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
+_WATCHES = {
+    "torch": ("rank_torch", "HorovodWatch"),
+    "ddp": ("rank_torch", "TorchrunWatch"),
+    "keras": ("rank_keras", "Watch"),
+}
+
 
 def seed() -> int:
     """Returns what this rank's random numbers begin with: unlike on each, so that a broadcast is needed."""
-    return int(os.environ["HOROVOD_RANK"])
+    return int(os.environ.get("HOROVOD_RANK") or os.environ["RANK"])  # torchrun's
 
 
 class Enough(BaseException):
@@ -43,10 +49,10 @@ class Watching(Protocol):
         """What the script's models hold, and the precision of each type, by name."""
 
     def rank(self) -> int:
-        """Of this process, in Horovod."""
+        """Of this process."""
 
     def end(self) -> None:
-        """Waits for the other ranks, and leaves Horovod."""
+        """Waits for the other ranks, and leaves them."""
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -63,15 +69,16 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 def main() -> None:
     framework, text, script, folder, updates, *args = sys.argv[1:]
     program = Path(text).read_bytes()
-    # a script that averages by hand has plain optimizers only
-    wraps = b"DistributedOptimizer" in program or b".prepare(" in program
-    watch = importlib.import_module(f"hvdtrain.migrate.rank_{framework}").Watch(int(updates), wraps=wraps)
+    # a script that averages by hand wraps nothing
+    wraps = any(word in program for word in (b"DistributedOptimizer", b".prepare(", b"DistributedDataParallel("))
+    module, name = _WATCHES[framework]
+    watch = getattr(importlib.import_module(f"hvdtrain.migrate.{module}"), name)(int(updates), wraps=wraps)
     sys.argv, sys.path[0] = [script, *args], os.path.dirname(script)
-    module = types.ModuleType("__main__")
-    module.__file__ = script
-    sys.modules["__main__"] = module
+    main_module = types.ModuleType("__main__")
+    main_module.__file__ = script
+    sys.modules["__main__"] = main_module
     try:
-        exec(compile(program, script, "exec"), vars(module))
+        exec(compile(program, script, "exec"), vars(main_module))
     except Enough:
         pass
     except SystemExit as ended:

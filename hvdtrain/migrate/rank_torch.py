@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hvdtrain.migrate.rank import Enough, seed, wrap
 
 
-class Watch:
+class TorchWatch:
     """Counts updates, and knows the models.
 
     Attributes:
-        updates: steps of optimizers that are wrapped, or prepared; of all, where the script does neither.
+        updates: steps of optimizers whose gradients are averaged; of all, where the script averages by hand.
     """
 
     def __init__(self, limit: int, *, wraps: bool) -> None:
         self._limit, self._wraps, self._depth = limit, wraps, Counter[int]()
         self._modules: list[nn.Module] = []  # held: at the script's end they are still to be read
-        self._distributed: list[Any] = []  # optimizers
         self.updates = 0
         random.seed(seed())
         np.random.seed(seed())
         torch.manual_seed(seed())
-        wrap(hvd, "DistributedOptimizer", self._wrapped)
-        self._alike_in_hvdtrain()
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ends)
         plain = nn.Module.__init__
@@ -51,12 +50,52 @@ class Watch:
 
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth[id(optimizer)] -= 1  # Horovod's step calls the one that it has inherited
-        counts = not self._wraps or any(optimizer is one for one in self._distributed)
+        counts = not self._wraps or self.is_distributed(optimizer)
         if self._depth[id(optimizer)] or not counts:
             return
         self.updates += 1
         if self.updates == self._limit:
             raise Enough
+
+    def is_distributed(self, optimizer: Any) -> bool:
+        """Whether the gradients of what it steps are averaged over ranks."""
+        raise NotImplementedError
+
+    def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """Parameters and buffers of the script's models, in the order in which these were made."""
+        own = [
+            m
+            for m in self._modules
+            if not type(m).__module__.startswith(("hvdtrain.", "horovod.", "torch.nn.parallel."))
+        ]
+        parts = {id(part) for module in own for part in module.modules() if part is not module}
+        roots = [m for m in own if id(m) not in parts and any(True for _ in m.state_dict())]
+        arrays, eps = {}, {}
+        for number, root in enumerate(roots, 1):
+            name = type(root).__name__ if len(roots) == 1 else f"{type(root).__name__} {number}"
+            for key, tensor in (*root.named_parameters(), *root.named_buffers()):
+                found = tensor.detach().cpu()
+                small = found.is_floating_point() and found.element_size() < 4  # numpy has no bfloat16
+                arrays[f"{name}: {key}"] = (found.float() if small else found).numpy().copy()
+                kind = found.dtype if found.is_floating_point() or found.is_complex() else torch.float64
+                eps[f"{name}: {key}"] = torch.finfo(kind).eps
+        return arrays, eps
+
+
+class HorovodWatch(TorchWatch):
+    """Counts steps of the optimizers that are wrapped, or prepared."""
+
+    def __init__(self, limit: int, *, wraps: bool) -> None:
+        self._distributed: list[Any] = []  # optimizers
+        super().__init__(limit, wraps=wraps)
+        import horovod.torch as hvd
+
+        self._hvd = hvd
+        wrap(hvd, "DistributedOptimizer", self._wrapped)
+        self._alike_in_hvdtrain()
+
+    def is_distributed(self, optimizer: Any) -> bool:
+        return any(optimizer is one for one in self._distributed)
 
     def _wrapped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._distributed.append(optimizer := original(*args, **kwargs))
@@ -78,28 +117,37 @@ class Watch:
         wrap(hvdtrain, "init", init)
         wrap(hvdtrain.torch, "prepare", prepare)
 
-    def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """Parameters and buffers of the script's models, in the order in which these were made."""
-        own = [m for m in self._modules if not type(m).__module__.startswith(("hvdtrain.", "horovod."))]
-        parts = {id(part) for module in own for part in module.modules() if part is not module}
-        roots = [m for m in own if id(m) not in parts and any(True for _ in m.state_dict())]
-        arrays, eps = {}, {}
-        for number, root in enumerate(roots, 1):
-            name = type(root).__name__ if len(roots) == 1 else f"{type(root).__name__} {number}"
-            for key, tensor in (*root.named_parameters(), *root.named_buffers()):
-                found = tensor.detach().cpu()
-                small = found.is_floating_point() and found.element_size() < 4  # numpy has no bfloat16
-                arrays[f"{name}: {key}"] = (found.float() if small else found).numpy().copy()
-                kind = found.dtype if found.is_floating_point() or found.is_complex() else torch.float64
-                eps[f"{name}: {key}"] = torch.finfo(kind).eps
-        return arrays, eps
-
     def rank(self) -> int:
-        return hvd.rank()
+        return int(self._hvd.rank())
 
     def end(self) -> None:
-        hvd.barrier()
-        hvd.shutdown()
+        self._hvd.barrier()
+        self._hvd.shutdown()
+
+
+class TorchrunWatch(TorchWatch):
+    """Counts steps of the optimizers that have parameters of a wrapped model."""
+
+    def __init__(self, limit: int, *, wraps: bool) -> None:
+        self._parameters: list[Any] = []  # held, so that none is taken for another
+        super().__init__(limit, wraps=wraps)
+        wrap(DistributedDataParallel, "__init__", self._wrapped)
+
+    def _wrapped(self, original: Callable[..., None], made: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        self._parameters += module.parameters()
+        original(made, module, *args, **kwargs)
+
+    def is_distributed(self, optimizer: Any) -> bool:
+        known = {id(parameter) for parameter in self._parameters}
+        return any(id(one) in known for group in optimizer.param_groups for one in group["params"])
+
+    def rank(self) -> int:
+        return int(os.environ["RANK"])
+
+    def end(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
 
 
 @contextmanager

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import libcst as cst
 from libcst import metadata
 
 from hvdtrain.migrate.plan import Plan, condition_above, statement_of
-from hvdtrain.migrate.source import bind, calls, code, literal, walk
+from hvdtrain.migrate.source import Source, bind, calls, code, literal, walk
 
 Arguments = dict[str, cst.BaseExpression]
 RUN_REASON = "horovod.run is moved where it is called, with args=, kwargs=, np=, hosts= and hostfile="
@@ -18,25 +18,39 @@ SEEDS = (
     "keras.utils.set_random_seed", "tensorflow.keras.utils.set_random_seed",
 )  # fmt: skip
 
+# of the global generators
+_ORDERS = (
+    "torch.randperm", "random.shuffle", "random.sample", "numpy.random.shuffle", "numpy.random.permutation",
+    "numpy.random.choice", "torch.utils.data.random_split",
+)  # fmt: skip
 
-def move_init(plan: Plan) -> None:
-    """`hvd.init()` becomes `world = hvdtrain.init("torch")`, or "keras", which is who knows of the ranks."""
+
+def inits(plan: Plan) -> Iterator[tuple[cst.Call, cst.SimpleStatementLine]]:
+    """The one `hvd.init()`, and its line; others are refused."""
     source = plan.source
     found = [call for call in calls(source.module) if source.qualified(call.func) == plan.prefix + "init"]
     for call in found:
         plan.settle(call)
         if call is not found[0]:
-            plan.refuse(call, "a second hvd.init(): hvdtrain.init is called once")
+            plan.refuse(call, f"a second hvd.init(): {plan.target.init} is called once")
             continue
         statement = statement_of(plan, call, "hvd.init()")
         if statement is None:
             continue
         if call.args:
-            plan.refuse(call, "hvd.init with arguments: hvdtrain takes all ranks, and the devices that it finds")
+            plan.refuse(call, f"hvd.init with arguments: {plan.target.init} takes all ranks")
         elif condition_above(source, call) is not None:
             plan.refuse(
-                call, "hvd.init() under a condition: hvdtrain.init is always called, and one process is a world of one"
+                call,
+                f"hvd.init() under a condition: {plan.target.init} is always called, and {plan.target.alone}",
             )
+        yield call, statement
+
+
+def move_init(plan: Plan) -> None:
+    """`hvd.init()` becomes `world = hvdtrain.init("torch")`, or "keras", which is who knows of the ranks."""
+    source = plan.source
+    for call, statement in inits(plan):
         if "world" not in source.names():
             plan.world_scope = source.scope(call)
         plan.needs.add("hvdtrain")
@@ -71,29 +85,31 @@ def ranks(plan: Plan, node: cst.CSTNode) -> str:
     return "hvdtrain.current()"
 
 
-def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine], **kept: str) -> None:
-    """The first import of Horovod in each scope becomes those of hvdtrain that are needed, after those that are kept.
+LINES = {
+    "hvdtrain": "import hvdtrain",
+    "hvk": "import hvdtrain.keras as hvk",
+    "hvt": "import hvdtrain.torch as hvt",
+}
+
+
+def move_imports(plan: Plan, imports: Sequence[cst.SimpleStatementLine], lines: Mapping[str, str]) -> None:
+    """The first import of Horovod in each scope becomes those that are needed.
 
     Args:
         plan: whose `needs` say which.
         imports: of Horovod.
-        kept: other statements, by what needs them.
+        lines: statements, by what needs them.
     """
-    lines = {
-        **kept,
-        "hvdtrain": "import hvdtrain",
-        "hvk": "import hvdtrain.keras as hvk",
-        "hvt": "import hvdtrain.torch as hvt",
-    }
     seen: list[Any] = []
     for statement in imports:
         scope = plan.source.scope(statement)
         texts = [line for name, line in lines.items() if name in plan.needs] if scope not in seen else []
         seen.append(scope)
-        plan.rewrite(statement, _constantly(texts))
+        plan.rewrite(statement, constantly(texts))
 
 
-def _constantly(texts: Sequence[str]) -> Callable[[Any], Sequence[str]]:
+def constantly(texts: Sequence[str]) -> Callable[[Any], Sequence[str]]:
+    """What rewrites a statement, whatever it was."""
     return lambda _: texts
 
 
@@ -167,3 +183,36 @@ def uses(plan: Plan) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
             plan.refuse(node, f"{code(node)} is not Horovod's only: whether it is here cannot be told")
         else:
             yield node, meanings.pop()
+
+
+# -- orders that ranks draw alike, each by itself, and share out by rank -------------------------------------------
+def refuse_shared_orders(plan: Plan, wraps: list[cst.Call]) -> None:
+    """Refuses orders drawn behind `hvt.prepare` in a script that takes parts of something by its rank."""
+    source = plan.source
+    if not wraps:
+        return
+    shares = _shares_out(source)
+    for call in calls(source.module):
+        known = source.qualified(call.func) in _ORDERS and "generator" not in "".join(code(arg) for arg in call.args)
+        before = any(
+            source.function(wrap) is source.function(call) and source.line(call) < source.line(wrap) for wrap in wraps
+        )
+        if not known or before:
+            continue
+        if source.qualified(call.func) == "torch.utils.data.random_split":
+            plan.note(call, "where this runs after hvt.prepare, each rank splits in its own way: give it a generator")
+        elif shares:
+            plan.refuse(
+                call,
+                f"{code(call.func)}: an order that all ranks draw alike, and share out by rank; after hvt.prepare each"
+                " rank draws its own: give it a generator of its own, seeded by the epoch",
+            )
+
+
+def _shares_out(source: Source) -> bool:
+    """Whether a part is taken by rank: x[hvd.rank()::hvd.size()], range(hvd.rank(), ...)."""
+    return any(
+        any(source.qualified(one) == "horovod.torch.rank" for one in walk(node))
+        for node in walk(source.module)
+        if isinstance(node, cst.Slice) or (isinstance(node, cst.Call) and code(node.func) in ("range", "islice"))
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import libcst as cst
 
@@ -24,9 +25,12 @@ from hvdtrain.migrate.source import SIGNATURES, Source, bind, calls, code, is_ch
 
 _PREFIX = "horovod.torch."
 _COLLECTIVES = ("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_", "allgather", "broadcast")
+Handler: TypeAlias = Callable[[Plan, cst.Call, str, Arguments], None]
+# what of `Target.words` each is
+_DOES = {name: "gather" if "gather" in name else "broadcast" if "broad" in name else "reduce" for name in _COLLECTIVES}
 _OPS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max"}
 # what hvdtrain has nothing in place of, by how its name begins; "" is the rest
-_REASONS = {
+REASONS = {
     "Adasum": "hvdtrain averages gradients, and has no Adasum",
     "elastic": "elastic state and samplers have no counterpart: hvdtrain resumes from checkpoints, exactly, at any"
     " number of ranks (hvdtrain.Checkpointer, hvdtrain launch --max-restarts)",
@@ -82,8 +86,8 @@ def _refuse_in(plan: Plan, part: cst.CSTNode) -> None:
             given = code(call.args[0].value) if call.args else "x"
             plan.refuse(
                 call,
-                f"hvd.{name} within a loss has a gradient, which hvdtrain's has not: optimizer.backward(loss) takes"
-                f" this rank's own loss, and averages it over ranks; for a metric, {given}.detach()",
+                f"hvd.{name} within a loss has a gradient, which {plan.use(_DOES[name])} has not: {plan.target.loss}"
+                f" takes this rank's own loss, and averages it over ranks; for a metric, {given}.detach()",
             )
 
 
@@ -98,8 +102,13 @@ def _is_detached(source: Source, call: cst.Call) -> bool:
     ]
     if any(made) and all(not one or code(one[0]).endswith(".detach()") for one in made):
         return True
+    return without_gradients(source, call)
+
+
+def without_gradients(source: Source, node: cst.CSTNode) -> bool:
+    """Whether a node stands in `with torch.no_grad():`, or in a function that is decorated so."""
     around: list[cst.CSTNode] = []
-    for one in source.above(call):
+    for one in source.above(node):
         around += one.items if isinstance(one, cst.With) else one.decorators if isinstance(one, cst.FunctionDef) else []
     return any("no_grad" in code(one) or "inference_mode" in code(one) for one in around)
 
@@ -113,31 +122,40 @@ def averages_by_hand(source: Source) -> bool:
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------
-def move_rest(plan: Plan) -> None:
-    """Moves every use of Horovod that is left, or refuses it."""
+def move_rest(plan: Plan, handlers: Mapping[str, Handler] | None = None, reasons: Mapping[str, str] = REASONS) -> None:
+    """Moves every use of Horovod that is left, or refuses it.
+
+    Args:
+        plan: gets the changes.
+        handlers: what moves a call, by the name of Horovod's function.
+        reasons: why what has none is refused, by how its name begins.
+    """
+    handlers = HANDLERS if handlers is None else handlers
     source = plan.source
     for node, meaning in uses(plan):
         outer, short = source.parent(node), meaning.removeprefix(_PREFIX)
         if isinstance(outer, cst.Call) and outer.func is node and short in SIGNATURES:
-            _move_call(plan, outer, short)
-        elif isinstance(outer, cst.Call) and outer.func is node and short == "horovod.run":
+            _move_call(plan, outer, short, handlers, reasons)
+        elif isinstance(outer, cst.Call) and outer.func is node and short == "horovod.run" and reasons is REASONS:
             move_run(plan, outer)
         elif short in ("Compression.fp16", "Compression.none"):
-            plan.replace(node, '"fp16"' if short.endswith("fp16") else "None")
+            plan.replace(node, plan.use("fp16") if short.endswith("fp16") else "None")
         else:
-            plan.refuse(node, _reason(short, code(node)))
+            plan.refuse(node, _reason(reasons, short, code(node)))
 
 
-def _reason(name: str, text: str) -> str:
+def _reason(reasons: Mapping[str, str], name: str, text: str) -> str:
     if name.endswith(("_async", "_async_")):
-        return _REASONS["synchronize"]
+        return reasons["synchronize"]
     if name in ("horovod.torch", "horovod"):
         return f"{text} itself as a value: what is done with it cannot be told"
-    found = next(reason for begin, reason in _REASONS.items() if name.startswith(begin))
-    return found if found != _REASONS[""] else f"{text} {found}"
+    found = next(reason for begin, reason in reasons.items() if name.startswith(begin))
+    return found if found != reasons[""] else f"{text} {found}"
 
 
-def _move_call(plan: Plan, call: cst.Call, name: str) -> None:
+def _move_call(
+    plan: Plan, call: cst.Call, name: str, handlers: Mapping[str, Handler], reasons: Mapping[str, str]
+) -> None:
     arguments = bind(call, name)
     if arguments is None or set(arguments) - set(SIGNATURES[name].split()):
         plan.refuse(call, f"the arguments of hvd.{name} cannot be told")
@@ -146,20 +164,20 @@ def _move_call(plan: Plan, call: cst.Call, name: str) -> None:
     if sets is not None:
         plan.settle(sets)
         if plan.source.qualified(sets) != _PREFIX + "global_process_set":
-            plan.refuse(call, _REASONS["ProcessSet"])
+            plan.refuse(call, reasons["ProcessSet"])
             return
     if name == "DistributedOptimizer" or name == "init":
         return
     for dropped in ("name", "compression", "model"):
         plan.settle(arguments.get(dropped))
-    _HANDLERS[name](plan, call, name, arguments)
+    handlers[name](plan, call, name, arguments)
 
 
 def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
     op = _op(plan, call, arguments)
     if op is None or _is_written_to(plan, call, name, arguments):
         return
-    plan.needs.add("hvt")
+    reduce = plan.use("reduce")
     last = "" if op == "mean" else f', "{op}"'
     detached = _was_differentiated(plan.source, call) or _is_a_number(plan.source, call)
 
@@ -167,11 +185,11 @@ def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> Non
         given = (bind(updated, name) or {})["tensors" if name.startswith("grouped") else "tensor"]
         tensor = code(given)
         if name.startswith("grouped"):
-            one = "tensor.copy_(hvt.reduce(tensor{0}))" if name.endswith("_") else "hvt.reduce(tensor{0})"
-            return f"[{one.format(last)} for tensor in {tensor}]"
+            one = f"{reduce}(tensor{last})"
+            return f"[{f'tensor.copy_({one})' if name.endswith('_') else one} for tensor in {tensor}]"
         whole = isinstance(given, (cst.Name, cst.Attribute, cst.Call, cst.Subscript))
         alone = f"{tensor if whole else f'({tensor})'}.detach()" if detached else tensor
-        reduced = f"hvt.reduce({alone}{last})"
+        reduced = f"{reduce}({alone}{last})"
         return f"{tensor}.data.copy_({reduced})" if name.endswith("_") else reduced
 
     plan.replace(call, written)
@@ -181,7 +199,7 @@ def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
     """What is made of the ranks' values; None where it is refused."""
     for name in ("prescale_factor", "postscale_factor"):
         if literal(arguments.get(name)) not in ("", "1.0", "1"):
-            plan.refuse(call, f"{name}: multiply what hvt.reduce is given, or returns")
+            plan.refuse(call, f"{name}: multiply what {plan.use('reduce')} is given, or returns")
             return None
     op, average = arguments.get("op"), literal(arguments.get("average"))
     plan.settle(op)
@@ -192,7 +210,7 @@ def _op(plan: Plan, call: cst.Call, arguments: Arguments) -> str | None:
         return "sum" if average == "False" else "mean"
     found = _OPS.get(plan.source.qualified(op).removeprefix(_PREFIX))
     if found is None:
-        plan.refuse(call, f"op={code(op)}: hvt.reduce makes a mean, a sum, the smallest or the largest")
+        plan.refuse(call, f"op={code(op)}: {plan.use('reduce')} makes a mean, a sum, the smallest or the largest")
     return found
 
 
@@ -218,8 +236,8 @@ def _was_differentiated(source: Source, call: cst.Call) -> bool:
 
 
 def _gathered(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    plan.needs.add("hvt")
-    plan.replace(call, lambda updated: f"hvt.gather({code((bind(updated, name) or {})['tensor'])})")
+    gather = plan.use("gather")
+    plan.replace(call, lambda updated: f"{gather}({code((bind(updated, name) or {})['tensor'])})")
 
 
 def _is_written_to(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> bool:
@@ -236,14 +254,14 @@ def _is_written_to(plan: Plan, call: cst.Call, name: str, arguments: Arguments) 
 def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
     if _is_written_to(plan, call, name, arguments):
         return
-    plan.needs.add("hvt")
+    send = plan.use("broadcast")
 
     def written(updated: cst.Call) -> str:
         found = bind(updated, name) or {}
         tensor = code(found["tensor"])
         if name.endswith("_"):  # of a parameter, too: without a gradient, as Horovod does
-            return f"{tensor}.data.copy_(hvt.broadcast({tensor}.data{root_of(found)}))"
-        return f"hvt.broadcast({tensor}{root_of(found)})"
+            return f"{tensor}.data.copy_({send}({tensor}.data{root_of(found)}))"
+        return f"{send}({tensor}{root_of(found)})"
 
     plan.replace(call, written)
 
@@ -271,7 +289,7 @@ def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
     )
 
 
-_HANDLERS: dict[str, Callable[[Plan, cst.Call, str, Arguments], None]] = {
+HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_"), _reduced),
     "allgather": _gathered,
     "broadcast": _broadcast,

@@ -156,31 +156,51 @@ def _stepped(source: Source, optimizers: Optimizers, call: cst.Call, zeroed: set
     return None
 
 
+def passes(source: Source) -> list[cst.Call]:
+    """The calls of loss.backward(); not those of torch.autograd.backward and the like, or of the script's classes."""
+    return [
+        call
+        for call in calls(source.module)
+        if isinstance(call.func, cst.Attribute)
+        and tail(call.func) == "backward"
+        and not _is_own(call.func)
+        and not (is_chain(call.func.value) and source.qualified(call.func.value).startswith("torch."))
+    ]
+
+
+def refuse_other_passes(plan: Plan) -> None:
+    """Refuses `backward` that is no method of a loss, called there."""
+    source = plan.source
+    for node in walk(source.module):
+        if isinstance(node, cst.Attribute) and tail(node) == "backward" and not _is_own(node):
+            outer = source.parent(node)
+            called = isinstance(outer, cst.Call) and outer.func is node
+            if not called or source.qualified(node).startswith("torch."):
+                plan.refuse(node, f"{code(node)}: what is moved is loss.backward(), called there")
+
+
+def _is_own(node: cst.Attribute) -> bool:
+    return code(node.value).startswith("super(") or code(node.value) in ("self", "cls")
+
+
 def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
     """`loss.backward()` becomes `optimizer.backward(loss)`, of the optimizer whose step follows."""
-    source = plan.source
-    assert isinstance(call.func, cst.Attribute)
-    strange = [literal(arg.keyword) or "an argument" for arg in call.args if literal(arg.keyword) != "retain_graph"]
-    if strange:
-        return plan.refuse(call, f"backward({strange[0]}=...): averaged gradients are those of one loss, without it")
-    steps = step_after(source, optimizers, call)
-    optimizer = steps[0].optimizer if steps else _only(plan, optimizers, call)
-    if optimizer is None:
+    if refuse_arguments(plan, call):
         return None
-    if tail(optimizer) in optimizers.plain and tail(optimizer) not in optimizers.prepared:
-        if tail(optimizer) in optimizers.wrapped:
-            plan.refuse(call, f"{code(optimizer)} steps, which DistributedOptimizer wraps under another name")
-        return None  # an optimizer of one rank alone, as before
+    steps = step_after(plan.source, optimizers, call)
+    optimizer = steps[0].optimizer if steps else _only(plan, optimizers, call)
+    if optimizer is None or is_of_one_rank(plan, optimizers, call, optimizer):
+        return None
     if others := [step.optimizer for step in steps if code(step.optimizer) != code(optimizer)]:
         both = f"{code(optimizer)}, {code(others[0])}"
         return plan.refuse(
             call, f"one backward() for several optimizers: prepare them as one, hvt.prepare(model, [{both}])"
         )
-    more = _more(plan, optimizers, call, steps, code(optimizer))
+    more = more_passes(plan, optimizers, call, steps, code(optimizer))
     if more is None:
         return None
     if steps:
-        _note_clipping(plan, call, steps[0])
+        note_clipping(plan, call, steps[0])
 
     def written(updated: cst.Call) -> str:
         assert isinstance(updated.func, cst.Attribute)
@@ -191,7 +211,24 @@ def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
     return None
 
 
-def _note_clipping(plan: Plan, backward: cst.Call, step: Step) -> None:
+def refuse_arguments(plan: Plan, call: cst.Call) -> bool:
+    """Whether a backward pass is refused for what it is given."""
+    strange = [literal(arg.keyword) or "an argument" for arg in call.args if literal(arg.keyword) != "retain_graph"]
+    if strange:
+        plan.refuse(call, f"backward({strange[0]}=...): averaged gradients are those of one loss, without it")
+    return bool(strange)
+
+
+def is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimizer: cst.BaseExpression) -> bool:
+    """Whether a pass is for an optimizer that nobody wraps; one that is wrapped, and steps by itself, is refused."""
+    if tail(optimizer) not in optimizers.plain or tail(optimizer) in optimizers.prepared:
+        return False
+    if tail(optimizer) in optimizers.wrapped:
+        plan.refuse(call, f"{code(optimizer)} steps, which DistributedOptimizer wraps under another name")
+    return True
+
+
+def note_clipping(plan: Plan, backward: cst.Call, step: Step) -> None:
     """Gradients that Horovod still has on their way are clipped there; here they are averaged."""
     source = plan.source
     clips, waits = False, False
@@ -201,7 +238,9 @@ def _note_clipping(plan: Plan, backward: cst.Call, step: Step) -> None:
             if tail(call.func).startswith("clip_grad_") and not waits and not clips:
                 clips = True
                 plan.note(
-                    call, "clipped before Horovod has averaged; hvdtrain's backward() has: another, right, result"
+                    call,
+                    f"clipped before Horovod has averaged; with {plan.target.title} backward() has: another, right,"
+                    " result",
                 )
 
 
@@ -247,7 +286,7 @@ def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.B
     return [target for target in targets if isinstance(target, cst.Name) and target.value in optimizers.prepared]
 
 
-def _more(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step], optimizer: str) -> str | None:
+def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[Step], optimizer: str) -> str | None:
     """The argument that tells a pass that others of the same update follow; None where it is refused."""
     source = plan.source
     passes = optimizers.prepared.get(tail(cst.parse_expression(optimizer)), "")
@@ -328,10 +367,11 @@ def _stores(source: Source, block: cst.CSTNode, text: str) -> bool:
     """Whether a loop's body assigns to a name of an expression."""
     names = {node.value for node in walk(cst.parse_expression(text)) if isinstance(node, cst.Name)}
     assert isinstance(block, cst.For)
-    return bool(names & _stored(block.body))
+    return bool(names & stored(block.body))
 
 
-def _stored(node: cst.CSTNode) -> set[str]:
+def stored(node: cst.CSTNode) -> set[str]:
+    """The names that a node assigns to."""
     found: set[str] = set()
     for one in walk(node):
         targets: list[cst.CSTNode] = []
@@ -348,7 +388,7 @@ def _stored_between(source: Source, call: cst.Call, test: cst.If) -> set[str]:
     assert start is not None and top is not None
     block = list(source.block(start))
     between = block[block.index(start) : block.index(top)] if top in block else []
-    return set().union(*(_stored(statement) for statement in between)) if between else set()
+    return set().union(*(stored(statement) for statement in between)) if between else set()
 
 
 def _negated(test: cst.BaseExpression) -> str:

@@ -8,14 +8,14 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.plan import Plan, assignments, condition_above, target_of
+from hvdtrain.migrate.plan import HVDTRAIN, Plan, Target, assignments, condition_above, target_of
 from hvdtrain.migrate.source import SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
 from hvdtrain.migrate.training import Optimizers, trainers, trains
 
 _WRAPPER = "horovod.torch.DistributedOptimizer"
 _NORM = "horovod.torch.SyncBatchNorm"
 _BROADCASTS = ("horovod.torch.broadcast_parameters", "horovod.torch.broadcast_optimizer_state")
-_ENDS = 'if {}:\n    raise SystemExit("hvdtrain averages gradients, and has no Adasum")'
+_ENDS = 'if {}:\n    raise SystemExit("{} averages gradients, and has no Adasum")'
 # how gradients travel, which changes nothing but the time it takes
 _OF_NO_MATTER = ("num_groups", "groups", "gradient_predivide_factor", "named_parameters", "sparse_as_dense")
 
@@ -44,6 +44,20 @@ class Wrap:
     adasum: str = ""
     extra: list[str] = field(default_factory=list)
 
+    def ends(self, target: Target) -> list[str]:
+        """The statement that ends a script where it asks for Adasum."""
+        return [_ENDS.format(self.adasum, target.title)] if self.adasum else []
+
+    def know(self, source: Source, optimizers: Optimizers) -> None:
+        """Tells what it is of, and under which names."""
+        passes = self.arguments.get("backward_passes_per_step")
+        if is_chain(self.optimizer):
+            optimizers.wrapped.add(tail(self.optimizer))
+        if self.target is not None:
+            optimizers.prepared[tail(self.target)] = literal(passes)
+        elif isinstance(function := source.function(self.call), cst.FunctionDef):
+            optimizers.makers[function.name.value] = {-1: literal(passes)}
+
 
 def wraps_of(source: Source) -> list[cst.Call]:
     """Every call of DistributedOptimizer."""
@@ -56,20 +70,18 @@ def move_wraps(plan: Plan) -> Optimizers:
     norms = _norms(plan)
     for call in wraps_of(source):
         plan.settle(call.func)
-        wrap = _read(plan, call)
+        wrap = read(plan, call)
         if wrap is None:
             continue
         if norms is not None and source.function(norms[0]) is source.function(call):
             _move_norms(plan, wrap, *norms)
-        passes = wrap.arguments.get("backward_passes_per_step")
-        if is_chain(wrap.optimizer):
-            optimizers.wrapped.add(tail(wrap.optimizer))
-        if wrap.target is not None:
-            optimizers.prepared[tail(wrap.target)] = literal(passes)
-        elif isinstance(function := source.function(call), cst.FunctionDef):
-            optimizers.makers[function.name.value] = {-1: literal(passes)}
-        if wrap.adasum:
-            _move_questions(plan, wrap.adasum)
+        wrap.know(source, optimizers)
+        if wrap.target is not None and is_parameter(source, call, wrap.model):
+            plan.note(
+                call,
+                f"{wrap.model} is prepared in a function, whose caller keeps the plain one, which is trained all the"
+                f" same; but hvdtrain sees less of its loss: return {wrap.model}, and call what is returned",
+            )
         _place(plan, wrap)
     return optimizers
 
@@ -107,7 +119,8 @@ def _move_norms(plan: Plan, wrap: Wrap, choice: cst.IfExp, first: bool) -> None:
     wrap.extra.append(f"sync_batchnorm={code(choice.test) if first else f'not ({code(choice.test)})'}")
 
 
-def _read(plan: Plan, call: cst.Call) -> Wrap | None:
+def read(plan: Plan, call: cst.Call) -> Wrap | None:
+    """What a call of DistributedOptimizer wraps; None, and refused, where it cannot be told, or moved."""
     source = plan.source
     statement = source.statement(call)
     target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
@@ -118,7 +131,8 @@ def _read(plan: Plan, call: cst.Call) -> Wrap | None:
     if (above := condition_above(source, call)) is not None:
         what = type(above).__name__.lower()
         plan.refuse(
-            call, f"the optimizer is wrapped within `{what}`: hvt.prepare is for one process too, and stands outside"
+            call,
+            f"the optimizer is wrapped within `{what}`: {plan.target.wrap} is for one process too, and stands outside",
         )
         return None
     arguments = bind(call, "DistributedOptimizer")
@@ -133,18 +147,15 @@ def _read(plan: Plan, call: cst.Call) -> Wrap | None:
             call, "of which model these are the parameters cannot be told: named_parameters=model.named_parameters()"
         )
         return None
-    if target is not None and _is_parameter(source, call, model):
-        plan.note(
-            call,
-            f"{model} is prepared in a function, whose caller keeps the plain one, which is trained all the same; but"
-            f" hvdtrain sees less of its loss: return {model}, and call what is returned",
-        )
     op = arguments.get("op")
     adasum = None if op is None else _adasum_test(source, op)
+    if adasum:
+        _move_questions(plan, adasum)
     return Wrap(call, statement, target, model, arguments["optimizer"], arguments, adasum or "")
 
 
-def _is_parameter(source: Source, node: cst.CSTNode, name: str) -> bool:
+def is_parameter(source: Source, node: cst.CSTNode, name: str) -> bool:
+    """Whether a name is one of those that the function of a node is called with."""
     function = source.function(node)
     return isinstance(function, cst.FunctionDef) and any(
         isinstance(one, cst.Param) and one.name.value == name for one in walk(function.params)
@@ -170,16 +181,16 @@ def _check_arguments(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseEx
     if op is not None:
         plan.settle(op)
         if _adasum_test(plan.source, op) is not None:
-            plan.note(op, "where Adasum is asked for, the new script ends: hvdtrain averages gradients")
+            plan.note(op, f"where Adasum is asked for, the new script ends: {plan.target.title} averages gradients")
         elif plan.source.qualified(op) != "horovod.torch.Average":
             what = "Adasum" if "Adasum" in code(op) else code(op)
-            plan.refuse(op, f"op={what}: hvt.prepare averages gradients over ranks, and does nothing else")
+            plan.refuse(op, f"op={what}: {plan.target.wrap} averages gradients over ranks, and does nothing else")
             right = False
     process_set = arguments.get("process_set")
     if process_set is not None:
         plan.settle(process_set)
         if plan.source.qualified(process_set) != "horovod.torch.global_process_set":
-            plan.refuse(process_set, "a process set: hvdtrain trains one model on all ranks")
+            plan.refuse(process_set, f"a process set: {plan.target.title} here trains one model on all ranks")
             right = False
     for name in _OF_NO_MATTER:
         if name in arguments:
@@ -311,7 +322,7 @@ def _prepare(wrap: Wrap, updated: Any, parts: dict[str, Any]) -> Sequence[str]:
     if "compression" in arguments and code(arguments["compression"]) != "None":
         extra.append(f"compression={code(arguments['compression'])}")
     parts.update(optimizer=code(arguments["optimizer"]), extra=extra)
-    ends = [_ENDS.format(wrap.adasum)] if wrap.adasum else []
+    ends = wrap.ends(HVDTRAIN)
     if wrap.target is not None:
         return [*ends, _written(wrap.model, code(wrap.target), parts["optimizer"], extra)]
     optimizer = parts["optimizer"] if is_chain(wrap.optimizer) else "optimizer"

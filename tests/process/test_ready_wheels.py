@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import packaging
 import pip
 import pytest
 from harness import REPOSITORY
@@ -144,3 +149,137 @@ def test_a_wheel_without_nccl_is_none_for_a_cuda_build(wheels, place, tmp_path):
 def test_a_ready_wheel_needs_the_frameworks_first(place, wheels):
     done = recipe("--ready", str(wheels), python=place.python)
     assert done.returncode == 2 and "neither torch nor tensorflow is installed here" in done.stderr
+
+
+@pytest.fixture
+def working(place, tmp_path) -> SimpleNamespace:
+    """`place` with a PyTorch (in name), pip, and the module `horovod` of a distribution `horovod`."""
+    place.have("torch", "2.12.1+cu130")
+    (place.site / "torch" / "__init__.py").write_text(CUDA_BUILD)
+    for path in (Path(pip.__file__).parent, Path(packaging.__file__).parent):
+        (place.site / path.name).symlink_to(path)
+    place.have("horovod", "0.28.0")
+    place.wheels = tmp_path / "ready"
+    place.wheels.mkdir()
+
+    def ready(metadata: str = HEAD) -> Path:
+        version = dist.version_for("2.12", "13.0", None, None)
+        made = tiny_wheel(place.wheels, dist.NAME, version, metadata)
+        text = f"__version__ = {version!r}\n" * 1000  # long enough that a byte can go wrong in it
+        files = {}
+        with zipfile.ZipFile(made) as packed:
+            files = {name.replace(f"{dist.NAME}/", "horovod/"): packed.read(name) for name in packed.namelist()}
+        files["horovod/__init__.py"] = text.encode()
+        record = next(name for name in files if name.endswith("/RECORD"))
+        files[record] = files[record].replace(f"{dist.NAME}/".encode(), b"horovod/")
+        made.unlink()
+        target = place.wheels / f"hvdtrain_horovod-{version}-py3-none-any.whl"
+        with zipfile.ZipFile(target, "w") as packed:
+            for name, data in files.items():
+                packed.writestr(name.replace("hvdtrain-horovod", "hvdtrain_horovod"), data)
+        return target
+
+    def there() -> tuple[str, str]:
+        """The module's version, and the distributions of it, as a new process finds them."""
+        program = (
+            "import importlib.metadata as m, horovod; print(horovod.__version__,"
+            " *sorted(d.name for d in m.distributions() if 'horovod' in d.name))"
+        )
+        done = subprocess.run([place.python, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        version, *names = done.stdout.split()
+        return version, " ".join(names)
+
+    place.ready, place.there = ready, there
+    return place
+
+
+NEW = "0.28.1+torch2.12cu130"
+SWAP = """\
+import os, signal, sys
+from pathlib import Path
+from hvdtrain.horovod_build import swap
+
+plain, at, number = swap.pip, sys.argv[2], getattr(signal, sys.argv[3])
+
+def pip(verb, *words):
+    done = plain(verb, *words)
+    if verb == at:
+        os.kill(os.getpid(), number)
+    return done
+
+swap.pip = pip
+swap.replace(Path(sys.argv[1]))
+print("no signal was taken")
+"""
+
+
+def swapped(place: SimpleNamespace, wheel: Path, at: str = "", name: str = "SIGINT") -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [place.python, "-c", SWAP, str(wheel), at, name], capture_output=True, text=True, timeout=60, cwd=REPOSITORY
+    )
+
+
+def test_a_wheel_takes_the_place_of_the_other_distribution(working):
+    done = swapped(working, working.ready())
+    assert done.returncode == 0, done.stderr
+    assert working.there() == (NEW, dist.NAME)
+
+
+def test_of_two_distributions_of_one_module_none_is_left_over(working):
+    wheel = working.ready()
+    assert working.pip("--no-index", "--no-deps", str(wheel)).returncode == 0
+    assert working.there() == (NEW, f"horovod {dist.NAME}"), "pip lays one over the other"
+    assert swapped(working, wheel).returncode == 0
+    assert working.there() == (NEW, dist.NAME)
+
+
+@pytest.mark.parametrize("at", ["uninstall", "install"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_within_comes_after_the_new_one_is_whole(working, at, name):
+    done = swapped(working, working.ready(), at, name)
+    assert done.returncode == -getattr(signal, name) and "no signal was taken" not in done.stdout, done.stderr
+    assert working.there() == (NEW, dist.NAME)
+
+
+def test_what_cannot_be_installed_leaves_the_old_one_as_it_was(working):
+    wheel = working.ready()
+    data = bytearray(wheel.read_bytes())
+    data[data.index(b"__version__") + 5000] ^= 1
+    wheel.write_bytes(data)
+    done = swapped(working, wheel)
+    assert "the wheel must install" in done.stderr and "is there as before" in done.stderr, done.stderr
+    assert working.there() == ("0.28.0", "horovod")
+
+
+def refused(working: SimpleNamespace, where: Path | str, *words: str, **variables: str) -> None:
+    with mock.patch.dict(os.environ, variables):
+        done = recipe("--ready", str(where), python=working.python)
+    assert done.returncode == 2, done.stdout + done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+    assert working.there() == ("0.28.0", "horovod"), "a refusal changes nothing"
+
+
+def test_what_is_not_proven_is_not_installed(working, tmp_path):
+    """It is no Horovod at all; what is said names a log that is there."""
+    working.ready()
+    refused(working, working.wheels, "check-build: failed", "ready.log", HVDTRAIN_CACHE=str(tmp_path / "cache"))
+    assert (tmp_path / "cache" / "horovod" / "ready.log").stat().st_size > 0
+
+
+def test_refusals_name_what_is_wrong(working, tmp_path):
+    refused(working, "", "--ready needs a folder of wheels", "nothing")
+    refused(working, tmp_path / "nowhere", "--ready needs a folder of wheels", "nowhere', which is no folder")
+    wheel = working.ready()
+    (tmp_path / "other" / "horovod").mkdir(parents=True)
+    (tmp_path / "other" / "horovod" / "__init__.py").touch()
+    refused(working, working.wheels, "PYTHONPATH has another before it", PYTHONPATH=str(tmp_path / "other"))
+    data = bytearray(wheel.read_bytes())
+    data[data.index(b"__version__") + 5000] ^= 1
+    wheel.write_bytes(data)
+    refused(working, working.wheels, "is damaged: horovod/__init__.py", "copy it again")
+    wheel.write_bytes(data[: len(data) // 2])
+    refused(working, working.wheels, "pip finds none", wheel.name)
+    working.ready(HEAD + "Requires-Dist: cloudpickle>=2\nRequires-Dist: torch==2.12.*\n")
+    refused(working, working.wheels, "needs cloudpickle>=2, and it is not installed", "pip install 'cloudpickle>=2'")

@@ -74,3 +74,19 @@ def test_a_ready_wheel_that_fits_is_taken_and_nothing_compiled(set_up):
 def test_where_no_ready_wheel_fits_one_is_built(set_up):
     set_up.ready(2)
     assert set_up(HVDTRAIN_WHEELS="/wheels") == [TRAIN, "-m hvdtrain build-horovod --ready /wheels", BUILD]
+
+
+def test_ctrl_c_while_a_ready_wheel_is_proven_ends_it(set_up):
+    set_up.ready(130)
+    done = subprocess.run(
+        ["bash", "-c", ". scripts/setup.sh; echo goes on"], cwd=REPOSITORY, capture_output=True, text=True,
+        env=set_up.variables | {"HVDTRAIN_WHEELS": "/wheels"},
+    )  # fmt: skip
+    assert done.returncode == 130 and not done.stdout, done.stdout
+    assert BUILD not in set_up.asked.read_text()
+
+
+def test_a_folder_of_ready_wheels_is_that_of_the_caller(set_up, tmp_path):
+    script = f"cd {tmp_path}; . {REPOSITORY}/scripts/setup.sh"
+    subprocess.run(["bash", "-c", script], env=set_up.variables | {"HVDTRAIN_WHEELS": "wheels"}, check=True)
+    assert f"--ready {tmp_path}/wheels" in set_up.asked.read_text()

@@ -78,6 +78,7 @@ def test_ready_and_proven_within_a_minute_without_a_compiler(wheels, machine, tm
     assert done.returncode == 0, done.stdout + done.stderr
     assert "installed and proven: hvdtrain-horovod 0.28.1+torch2." in done.stdout
     assert "torch over Gloo" in done.stdout and "tensorflow over Gloo" in done.stdout
+    assert ("torch over MPI" in done.stdout) == (tools / "mpirun").exists(), "though there is no ssh"
     print(f"ready and proven in {seconds:.1f} s, {cpu_s:.1f} s of processor time")
     # of a machine that does something else as well the clock says nothing; alone it takes less, as ranks share the work
     assert cpu_s < LIMIT_S, f"{cpu_s:.0f} s of processor time"

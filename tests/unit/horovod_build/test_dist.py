@@ -21,6 +21,7 @@ from packaging.version import Version
 from test_horovod_build import HERE
 from tiny_wheels import tiny_wheel
 
+from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build import dist, support
 
 
@@ -161,3 +162,14 @@ def test_the_release_is_built_where_old_machines_are_served():
     assert "build-horovod --dist" in commands and "manylinux_2_28" in commands
     for name in ("python", "torch", "gpu", "tensorflow"):
         assert f"matrix.{name} }}}}" in commands, name
+
+
+def test_an_index_is_of_whole_wheels_in_a_folder_that_is_there(tmp_path):
+    with pytest.raises(HvdtrainError, match="none in .*nowhere"):
+        dist.write_index(tmp_path / "nowhere")
+    assert not list(tmp_path.iterdir())
+    wheel = dist.rename(tiny_wheel(tmp_path), tmp_path, "0.28.1+torch2.12cpu", [])
+    dist.write_index(tmp_path)
+    (tmp_path / "hvdtrain_horovod-0.28.1+torch2.13cpu-py3-none-any.whl").write_bytes(wheel.read_bytes()[:100])
+    with pytest.raises(HvdtrainError, match="2.13cpu.* is damaged"):
+        dist.write_index(tmp_path)

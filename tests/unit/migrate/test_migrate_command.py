@@ -33,6 +33,15 @@ def test_line_ends_and_encoding_stay(script: Path, tmp_path: Path, capsys: pytes
     assert script.read_bytes() == SCRIPT.encode("latin-1")
 
 
+def test_off_horovod(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert migrate("--to", "ddp", "-o", tmp_path / "new.py", script) == 0
+    new = (tmp_path / "new.py").read_bytes()
+    assert b"import torch.distributed as dist\r\n" in new and b"print('\xe9', dist.get_rank())\r\n" in new
+    assert b"hvd" not in new and "+import torch.distributed as dist" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        migrate("--to", "lightning", script)
+
+
 def test_in_place_keeps_what_was_there(script: Path) -> None:
     assert migrate("--in-place", script) == 0
     assert script.with_name("train.py.orig").read_bytes() == SCRIPT.encode("latin-1")

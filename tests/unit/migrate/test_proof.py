@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,4 +57,5 @@ def test_other_shapes_models_or_updates_are_told() -> None:
 
 def test_what_was_made_alike_is_told() -> None:
     proof = compare(run_of(1), run_of(1))
+    assert "was undone" in str(proof) and "undone" not in str(replace(proof, target="ddp"))
     assert "seed 0 on rank 0 and 1 on rank 1" in str(proof)
