@@ -331,6 +331,12 @@ def _move_pinning(plan: Plan) -> None:
         if _device_call(source, call) == "set_visible_devices"
         and any(source.qualified(node) == local for node in walk(call))
     ]
+    init = [source.line(call) for call in calls(source.module) if source.qualified(call.func) == plan.prefix + "init"]
+    for call in calls(source.module):
+        if source.qualified(call.func).startswith("tensorflow.config.threading.set_") and min(
+            init or [0]
+        ) < source.line(call):
+            plan.refuse(call, "hvdtrain.init starts TensorFlow, whose threads are set before: put it above hvd.init()")
     gone: list[Any] = []
     for pin in pins:
         block = source.function(pin)

@@ -46,6 +46,7 @@ class Proof:
         tolerance: of its type, for so many updates.
         framework: of the scripts: torch, keras.
         target: what the new one was moved to.
+        whole: they were run to their end.
     """
 
     updates: int
@@ -56,6 +57,7 @@ class Proof:
     tolerance: float
     framework: str = "torch"
     target: str = "hvdtrain"
+    whole: bool = True
 
     @property
     def holds(self) -> bool:
@@ -69,6 +71,7 @@ class Proof:
             f" old and the new script differ by at most {where} (tolerance {self.tolerance:.2g})",
             "made alike: both begin with seed 0 on rank 0 and 1 on rank 1 for Python, numpy and"
             f" {_NAMES[self.framework]}, and draw on as the script has it{_UNDONE[self.target]}",
+            *([] if self.whole else ["not compared: what the script does after these (--updates N for more of it)"]),
         ]
         return "\n".join(lines)
 
@@ -81,13 +84,14 @@ class Run:
         updates: of each rank.
         eps: the precision of each tensor's type, by its name.
         tensors: of each rank, by name.
-        framework: as of `Proof`.
+        framework, whole: as of `Proof`.
     """
 
     updates: list[int]
     eps: list[dict[str, float]]
     tensors: list[dict[str, np.ndarray]]
     framework: str = "torch"
+    whole: bool = True
 
 
 def prove(
@@ -178,7 +182,8 @@ def _read(folder: Path, framework: str) -> Run:
         with np.load(folder / f"{rank}.npz") as arrays:
             tensors.append(dict(zip(record["eps"], (arrays[name] for name in arrays.files), strict=True)))
     eps = [record["eps"] for record in records]
-    return Run([record["updates"] for record in records], eps, tensors, framework)
+    whole = all(record["whole"] for record in records)
+    return Run([record["updates"] for record in records], eps, tensors, framework, whole)
 
 
 def compare(old: Run, new: Run) -> Proof:
@@ -202,7 +207,8 @@ def compare(old: Run, new: Run) -> Proof:
         for name, before in old.tensors[rank].items()
     ]
     gap, tolerance, name, rank = max(found, key=lambda one: one[0] / one[1])
-    return Proof(max(old.updates), len(names[0]), name, rank, gap, tolerance, old.framework)
+    whole = old.whole and new.whole
+    return Proof(max(old.updates), len(names[0]), name, rank, gap, tolerance, old.framework, whole=whole)
 
 
 def _gap(before: np.ndarray, after: np.ndarray) -> float:

@@ -3,7 +3,7 @@
 usage: python -m hvdtrain.migrate.rank FRAMEWORK TEXT SCRIPT FOLDER UPDATES ARGS...
 
 TEXT, on torch, keras or ddp, is run as if it were SCRIPT, with ARGS. FOLDER/RANK.npz gets the tensors, FOLDER/RANK.json
-their names, and how many updates there were.
+their names, how many updates there were, and whether these were all of the script's.
 """
 
 from __future__ import annotations
@@ -77,22 +77,23 @@ def main() -> None:
     main_module = types.ModuleType("__main__")
     main_module.__file__ = script
     sys.modules["__main__"] = main_module
+    whole = True
     try:
         exec(compile(program, script, "exec"), vars(main_module))
     except Enough:
-        pass
+        whole = False
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
-    _leave(watch, Path(folder))
+    _leave(watch, Path(folder), whole=whole)
 
 
-def _leave(watch: Watching, folder: Path) -> None:
+def _leave(watch: Watching, folder: Path, *, whole: bool) -> None:
     """Writes what was found, waits for the others, and ends at once: the script may be in the middle of a loop."""
     arrays, eps = watch.tensors()
     rank = watch.rank()
     np.savez(folder / f"{rank}.npz", *arrays.values())
-    record = {"updates": watch.updates, "eps": eps}
+    record = {"updates": watch.updates, "eps": eps, "whole": whole}
     (folder / f"{rank}.json").write_text(json.dumps(record))
     watch.end()
     sys.stdout.flush()

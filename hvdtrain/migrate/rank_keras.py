@@ -26,10 +26,10 @@ _SEEDS = (GLOBAL_SEED_GENERATOR, GLOBAL_RANDOM_SEED)
 
 
 class Watch:
-    """Counts the batches that models are fitted on, and knows the models.
+    """Counts the batches that models are trained on, and knows the models.
 
     Attributes:
-        updates: batches of `fit`; with accumulation several of them are an update.
+        updates: batches of `fit` and `train_on_batch`; with accumulation several of them are an update.
     """
 
     def __init__(self, limit: int, *, wraps: bool) -> None:
@@ -40,16 +40,29 @@ class Watch:
         _alike_in_hvdtrain()
         wrap(CallbackList, "on_train_batch_begin", self._begins)
         wrap(CallbackList, "on_train_batch_end", self._ends)
+        wrap(keras.Model, "train_on_batch", self._alone)
 
     def _begins(self, original: Callable[..., Any], callbacks: Any, batch: int, *args: Any, **kwargs: Any) -> None:
         self._first = batch
-        if not any(model is callbacks.model for model in self._models):
-            self._models.append(callbacks.model)
+        self._know(callbacks.model)
         original(callbacks, batch, *args, **kwargs)
 
     def _ends(self, original: Callable[..., Any], callbacks: Any, batch: int, *args: Any, **kwargs: Any) -> None:
         original(callbacks, batch, *args, **kwargs)
-        self.updates += batch + 1 - self._first  # several, with steps_per_execution
+        self._count(batch + 1 - self._first)  # several, with steps_per_execution
+
+    def _alone(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        self._know(model)
+        found = original(model, *args, **kwargs)
+        self._count(1)
+        return found
+
+    def _know(self, model: Any) -> None:
+        if not any(known is model for known in self._models):
+            self._models.append(model)
+
+    def _count(self, updates: int) -> None:
+        self.updates += updates
         if self.updates >= self._limit:
             raise Enough
 

@@ -348,6 +348,13 @@ if gpus:
     assert f"if gpus:\n    pass\n{hides}" in moved(text.replace("model =", f"{hides}model ="))
 
 
+def test_threads_are_set_before_tensorflow_starts() -> None:
+    threads = "tf.config.threading.set_intra_op_parallelism_threads(1)\n"
+    [(line, reason)] = refused("import tensorflow as tf\n" + WRAP.replace("hvd.init()\n", "hvd.init()\n" + threads))
+    assert line == 5 and "above hvd.init()" in reason
+    assert threads in moved("import tensorflow as tf\n" + WRAP.replace("hvd.init()\n", threads + "hvd.init()\n"))
+
+
 @pytest.mark.parametrize(
     "old, new",
     [

@@ -59,3 +59,9 @@ def test_what_was_made_alike_is_told() -> None:
     proof = compare(run_of(1), run_of(1))
     assert "was undone" in str(proof) and "undone" not in str(replace(proof, target="ddp"))
     assert "seed 0 on rank 0 and 1 on rank 1" in str(proof)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_script_that_goes_on_is_told(whole: bool) -> None:
+    proof = compare(run_of(1), replace(run_of(1), whole=whole))
+    assert proof.holds and ("not compared: what the script does after these" in str(proof)) is not whole
