@@ -308,3 +308,62 @@ def test_buffers_that_are_not_sent_are_not_proven(tmp_path: Path) -> None:
     assert text.count(sends) == 1
     proof = prove(script, text.replace(sends, ""), [], target="ddp")
     assert not proof.holds
+
+
+UNSEEDED = """\
+import horovod.tensorflow.keras as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+hvd.init()
+data = np.random.RandomState(7)
+x, y = data.randn(96, 3), data.randn(96, 1)
+dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().shuffle(96).batch(8)
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+
+
+def optimizer():
+    return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+
+def own():
+    return [hvd.callbacks.BroadcastGlobalVariablesCallback(0), keras.callbacks.TerminateOnNaN()]
+
+
+model.compile(optimizer(), loss="mse")
+model.fit(dataset, steps_per_epoch=4, epochs=3, callbacks=own(), verbose=0)
+for i in range(3):
+    model.train_on_batch(x[hvd.rank() :: 8], y[hvd.rank() :: 8])
+print("over")
+"""
+
+
+@pytest.mark.thorough
+def test_batches_that_are_drawn_unseeded_and_one_by_one(tmp_path: Path) -> None:
+    """Twelve of fit, and three of train_on_batch; the script's end is not compared where these are not all."""
+    script = tmp_path / "unseeded.py"
+    script.write_text(UNSEEDED)
+    new = convert(UNSEEDED).text
+    proof = prove(script, new, [], framework="keras")
+    assert proof.holds and proof.updates == 15 and proof.difference < 1e-6 and proof.whole, proof
+    part = prove(script, new, [], updates=14, framework="keras")
+    assert part.holds and part.updates == 14 and not part.whole
+    wrong = prove(script, new.replace("x[world.rank :: 8]", "x[::8]"), [], framework="keras")
+    assert not wrong.holds and wrong.difference > 1e-3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seeds", [True, False])
+def test_ranks_that_seeded_nothing_draw_batches_of_their_own(tmp_path: Path, seeds: bool) -> None:
+    """Without the seeds that the new script gives each rank hvdtrain refuses its first batch."""
+    script, line = tmp_path / "new.py", "keras.utils.set_random_seed(world.rank)\n"
+    new = convert(UNSEEDED).text
+    assert new.count(line) == 1
+    script.write_text(new if seeds else new.replace(line, ""))
+    command = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "2", sys.executable, str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    said = result.stdout + result.stderr
+    assert (result.returncode == 0 and said.count("over") == 2) if seeds else "the first batch is the same" in said, (
+        said
+    )
