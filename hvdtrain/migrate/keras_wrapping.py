@@ -333,9 +333,8 @@ def _move_pinning(plan: Plan) -> None:
     ]
     init = [source.line(call) for call in calls(source.module) if source.qualified(call.func) == plan.prefix + "init"]
     for call in calls(source.module):
-        if source.qualified(call.func).startswith("tensorflow.config.threading.set_") and min(
-            init or [0]
-        ) < source.line(call):
+        sets = source.qualified(call.func).startswith("tensorflow.config.threading.set_")
+        if sets and init and source.line(call) > init[0]:
             plan.refuse(call, "hvdtrain.init starts TensorFlow, whose threads are set before: put it above hvd.init()")
     gone: list[Any] = []
     for pin in pins:
