@@ -174,8 +174,9 @@ def _goes(plan: Plan, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]
     if isinstance(outer, cst.StarredElement) and (around := source.parent(outer)) is not None:
         return _goes(plan, around, call, seen)
     if isinstance(outer, cst.Return):
-        found = [_goes(plan, one, call, seen) for one in callers(source, node) or ()]
-        return None if None in found else [fit for fits in found for fit in fits or ()]
+        calling = callers(source, node)
+        found = None if calling is None else [_goes(plan, one, call, seen) for one in calling]
+        return None if found is None or None in found else [fit for fits in found for fit in fits or ()]
     if isinstance(outer, cst.AugAssign) and isinstance(outer.operator, cst.AddAssign):
         return _held(plan, outer.target, node, call, seen)
     statement = source.statement(node)
@@ -428,7 +429,8 @@ def _seed_each_rank(plan: Plan) -> None:
             return
         if name == plan.prefix + "init":
             init = call
-        shuffles = short == "shuffle" and len(call.args) == 1 and isinstance(call.func, cst.Attribute)  # a data set
+        seeded = [arg for arg in call.args if literal(arg.keyword) == "seed"] or len(call.args) == 0
+        shuffles = short == "shuffle" and not seeded and isinstance(call.func, cst.Attribute)  # of a data set
         if shuffles or (name.startswith(("numpy.random.", "random.")) and name.count(".") < 3 and short in _DRAWS):
             drawn.append(call)
     statement = source.statement(init) if init is not None else None

@@ -197,7 +197,9 @@ def _compiles(plan: Plan, call: cst.Call) -> list[cst.Call] | None:
 def _compiled_by_callers(plan: Plan, node: cst.CSTNode) -> list[cst.Call] | None:
     """The same of what a function returns."""
     found: list[cst.Call] = []
-    for call in callers(plan.source, node) or ():
+    if (calling := callers(plan.source, node)) is None:
+        return None
+    for call in calling:
         if (compiles := _compiles(plan, call)) is None:
             return None
         found += compiles

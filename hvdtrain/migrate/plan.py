@@ -324,7 +324,7 @@ def reaching(source: Source, name: cst.CSTNode, at: cst.CSTNode) -> list[cst.CST
     if bound and all(source.function(one) is not function for one in bound):
         last = source.function(bound[-1])  # of another function: what it has at its end
         if any(source.function(one) is not last for one in bound):
-            return list(bound)
+            return [None, *bound]
         body = last.body.body if isinstance(last, cst.FunctionDef) else last.body
         return _before(source, bound, list(body))[0]
     found: list[cst.CSTNode | None] = []
@@ -364,16 +364,17 @@ def _always(source: Source, bound: Sequence[cst.CSTNode], statement: cst.CSTNode
 
 def for_many(plan: Plan, node: cst.CSTNode, other: cst.CSTNode) -> bool:
     """Whether what keeps a node from running, and not another, is nothing but `if hvd.size() > 1:`."""
-    source, conditions = plan.source, (cst.If, cst.For, cst.While, cst.Try, cst.IfExp, cst.BooleanOperation)
+    source = plan.source
     shared, below = list(source.above(other)), node
     for one in source.above(node):
         if one in shared or isinstance(one, cst.FunctionDef):
             break
-        if isinstance(one, conditions):
+        if isinstance(one, (cst.If, cst.For, cst.While, cst.Try, cst.Match, cst.IfExp, cst.BooleanOperation)):
             test = one.test if isinstance(one, cst.If) and one.body is below else None
-            asked = code(test).replace(" ", "") if test is not None else ""
-            of_size = any(source.qualified(part) == plan.prefix + "size" for part in walk(test)) if test else False
-            if not of_size or not asked.endswith(("size()>1", "size()>=2", "size()!=1")):
+            size = test.left if isinstance(test, cst.Comparison) and isinstance(test.left, cst.Call) else None
+            if size is None or test is None or source.qualified(size.func) != plan.prefix + "size":
+                return False
+            if not code(test).replace(" ", "").endswith(("()>1", "()>=2", "()!=1")):
                 return False
         below = one
     return True

@@ -53,7 +53,13 @@ AGAIN = f"model.compile({WRAPPED})\nmodel.fit(x)\nmodel.compile({PLAIN})\n"
         (OWN_WRAP.replace("hvd.size() > 1", "hvd.size() > 2"), 7, "within `if`"),
         (OWN_WRAP.replace("hvd.size() > 1", "distributed"), 7, "within `if`"),
         (OWN_WRAP.replace("hvd.size() > 1", "hvd.size() > 1 and x"), 7, "within `if`"),
+        (OWN_WRAP.replace("hvd.size() > 1", "x or hvd.size() > 1"), 7, "within `if`"),
         (OWN_WRAP.replace("if hvd.size() > 1", "for i in r"), 7, "within `for`"),
+        (
+            f"opt = {PLAIN}\nmatch x:\n    case 1:\n        opt = {WRAPPED}\nmodel.compile(opt)\n",
+            8,
+            "no other optimizer",
+        ),
         (OWN_WRAP, 0, "model.compile(opt)\nhvk.prepare(model)\n"),
         (f"if x:\n    opt = {WRAPPED}\n    model.compile(opt)\n", 0, "compile(opt)\n    hvk.prepare(model)\n"),
         (f"if hvd.size() > 1:\n    opt = {WRAPPED}\nelse:\n    opt = {PLAIN}\nmodel.compile(opt)\n", 0, "hvk"),
@@ -82,6 +88,17 @@ AGAIN = f"model.compile({WRAPPED})\nmodel.fit(x)\nmodel.compile({PLAIN})\n"
             "    def b(self):\n        self.m.compile(self.o)\n",
             0,
             "compile(self.o)\n        hvk.prepare(self.m)\n",
+        ),
+        (
+            f"class T:\n    def a(self):\n        self.o = {WRAPPED}\n    def b(self):\n        self.o = {PLAIN}\n"
+            "    def c(self):\n        self.m.compile(self.o)\n",
+            7,
+            "no other optimizer",
+        ),
+        (  # who calls it, and what with, cannot be told
+            f"class T:\n    def a(self):\n        o = {WRAPPED}\n        model.compile(o)\n        return o\n",
+            7,
+            "no other optimizer",
         ),
         (
             f"class T:\n    def a(self):\n        self.o = {WRAPPED}\nclass U:\n    def b(self):\n"
@@ -226,7 +243,8 @@ GIVEN = f"c = [{BROADCAST}, a]\n# here\nmodel.fit(x, callbacks=c)\n"
     "instead",
     [
         "c = c[:1]", "c.pop(0)", "n = len(c)", "x = c[0]", "if c: pass", "for one in c: pass", "show(c)", "c *= 2",
-        "if x:\n    c = [b]", "d = {'callbacks': c}", "c = c + [b] if x else c",
+        "if x:\n    c = [b]", "class T:\n    def f(self):\n        return c",
+        "d = {'callbacks': c}", "c = c + [b] if x else c",
     ],
 )  # fmt: skip
 def test_callbacks_that_are_used_otherwise(instead: str) -> None:
@@ -296,6 +314,7 @@ def test_ranks_that_seeded_nothing_draw_each_its_own(draws: str) -> None:
         text.replace("model =", "keras.utils.set_random_seed(3)\nmodel ="),
         text.replace(draws, "np.random.RandomState(3).permutation(9)"),
         text.replace(draws, "d.shuffle(9, seed=1)"),
+        text.replace(draws, "d.shuffle()"),
     ):
         assert "set_random_seed(world.rank)" not in moved(other)
 
