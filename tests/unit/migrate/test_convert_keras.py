@@ -68,6 +68,11 @@ AGAIN = f"model.compile({WRAPPED})\nmodel.fit(x)\nmodel.compile({PLAIN})\n"
         (f"opt = {WRAPPED}\nits = opt\nmodel.compile(opt)\n", 5, "no other optimizer"),
         (f"opt = {WRAPPED}\nopt = {PLAIN}\nmodel.compile(opt)\n", 5, "which model"),
         (f"opt = {WRAPPED}\nmodel.compile(opt)\nopt = {PLAIN}\nother.compile(opt)\n", 0, "hvk.prepare(model)\nopt ="),
+        (
+            f"opt = {WRAPPED}\nmodel.compile(opt)\nfor i in r:\n    opt = {PLAIN}\n    other.compile(opt)\n",
+            0,
+            "hvk.prepare(model)\nfor i in r:\n",
+        ),
         (AGAIN, 7, "of each rank's own"),
         (f"o = {WRAPPED}\nmodel.compile(o)\no = {PLAIN}\nmodel.compile(o)\n", 8, "of each rank's own"),
         (AGAIN.replace(f"compile({PLAIN}", "compile(optimizer=model.optimizer"), 0, "(optimizer=model.optimizer)\n"),
