@@ -356,9 +356,8 @@ def main() -> int:
     if sys.argv[1:2] == ["--sweep"]:
         sweep(sys.argv[2], float(sys.argv[3]))
         return 0
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # ignored, as the launcher's parent may leave it, it hides how ranks end
+    # ignored, which the launcher may have from its parent, it would hide how ranks end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     processes.adopt_orphans()
     parent = os.getpid()
     pid = os.fork()
