@@ -63,13 +63,21 @@ def test_a_caller_that_ignores_the_ends_of_its_children(tmp_path):
         tmp_path,
         """
         import signal, subprocess
+        from concurrent.futures import ThreadPoolExecutor
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        assert hvdtrain.run(lambda: subprocess.run(["false"]).returncode, np=2) == [1, 1]
+        call = lambda: subprocess.run(["false"]).returncode
+        assert hvdtrain.run(call, np=2) == [1, 1]
+        with ThreadPoolExecutor() as pool:  # where the launcher cannot change it
+            assert pool.submit(hvdtrain.run, call, np=1).result() == [1]
         assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
         try:
             hvdtrain.run(lambda: sys.exit(5), np=1, output="none")
         except hvdtrain.LauncherError as error:
             assert "exit code 5" in str(error), error
+        try:
+            hvdtrain.run(call, np=1, python="/bin/false")
+        except hvdtrain.LauncherError as error:
+            assert "ended with 1" in str(error), error
         command = [sys.executable, "-m", "hvdtrain", "launch", "--no-checks", "--", sys.executable, "-c", "exit(3)"]
         assert os.spawnvp(os.P_NOWAIT, command[0], command) and signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 3

@@ -186,6 +186,10 @@ def test_what_stands_in_the_program_is_found_by_its_name_on_the_rank(tmp_path):
         def square(x):
             return x * x
         def f(config):
+            global Made
+            class Made:
+                pass
+            assert type(pickle.loads(pickle.dumps(Made()))) is Made
             with multiprocessing.get_context("fork").Pool(1) as pool:
                 squares = pool.map(square, [2, 3])
             return (
