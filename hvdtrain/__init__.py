@@ -13,6 +13,7 @@ from hvdtrain.core.version import __version__ as __version__
 
 __getattr__, __dir__, __all__ = public(__name__, {
     "cluster.function": "run",
+    "cluster.launch.job": "Timeouts",
     "core.errors": "CheckpointError ConfigError HvdtrainError LauncherError MainRankError NonFiniteError ReplicaError "
         "exit_with",
     "core.join": "init",
@@ -29,6 +30,7 @@ __all__ += ["__version__"]
 
 if TYPE_CHECKING:
     from hvdtrain.cluster.function import run as run
+    from hvdtrain.cluster.launch.job import Timeouts as Timeouts
     from hvdtrain.core.errors import CheckpointError as CheckpointError
     from hvdtrain.core.errors import ConfigError as ConfigError
     from hvdtrain.core.errors import HvdtrainError as HvdtrainError

@@ -2,51 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import subprocess
 import sys
 import textwrap
-import uuid
-from collections.abc import Iterator
-from pathlib import Path
 
 import cluster_hosts
 import pytest
-from harness import TOKEN, clean_environment, kill_all, outlive
-
-TIMEOUT_S = 90
-
-
-@contextlib.contextmanager
-def started(folder: Path, text: str, *, stdin: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """Starts a program of this text, from a file or, as notebooks have none, from standard input; leaves nothing."""
-    token = uuid.uuid4().hex
-    program = "import hvdtrain, os, sys\n" + textwrap.dedent(text)
-    (folder / "train.py").write_text(program)
-    process = subprocess.Popen(
-        [sys.executable, "-" if stdin else "train.py"], cwd=folder, text=True, stdin=-1, stdout=-1, stderr=-1,
-        env=clean_environment({TOKEN: token}), start_new_session=True,
-    )  # fmt: skip
-    assert process.stdin is not None
-    if stdin:
-        process.stdin.write(program)
-        process.stdin.close()
-        process.stdin = None
-    try:
-        yield process
-        left = outlive(token, 8)
-        assert not left, f"left behind: {[' '.join(its.cmdline()) for its in left]}"
-    finally:
-        kill_all(token)
-        process.communicate()
-
-
-def output(folder: Path, text: str, *, stdin: bool = False) -> str:
-    with started(folder, text, stdin=stdin) as process:
-        out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, f"{out}\n{err}"
-    return f"{out}\n--- stderr\n{err}"
+from function_programs import TIMEOUT_S, output, started
 
 
 @pytest.mark.parametrize("stdin", [False, True], ids=["script", "notebook"])
@@ -127,7 +89,11 @@ def test_what_a_rank_raised_is_the_cause_and_the_others_are_ended(tmp_path):
 @pytest.mark.parametrize(
     ("function", "received"),
     [
-        ("lambda: sys.exit(0)", "rank(s) 0, 1 ended with exit code 0 before that"),
+        ("lambda: sys.exit(0)", "ended with exit code 0 before that"),
+        (
+            "lambda: os._exit(0) if os.environ['HOROVOD_RANK'] == '1' else sys.stdin.read() + forever()",
+            "rank 1 on localhost failed first",
+        ),
         pytest.param("lambda: sys.exit(5)", "exit code 5", marks=pytest.mark.thorough),
         ("lambda: os.kill(os.getpid(), 9)", "ended by SIGKILL"),
         ("lambda: (number for number in range(3))", "the function returned what cannot be pickled"),
@@ -138,6 +104,9 @@ def test_a_rank_that_returns_nothing_is_named(tmp_path, function, received):
     output(
         tmp_path,
         f"""
+        import threading
+        def forever():
+            threading.Event().wait()
         try:
             hvdtrain.run({function}, np=2, output="none")
         except hvdtrain.LauncherError as error:
@@ -160,17 +129,29 @@ def test_megabytes_travel_both_ways(tmp_path):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
-def test_a_signal_ends_every_rank(tmp_path, number):
-    text = """
-    import time
+@pytest.mark.parametrize(
+    ("number", "handler", "code", "says"),
+    [
+        (signal.SIGINT, "signal.default_int_handler", 0, "INTERRUPTED"),
+        (signal.SIGTERM, "signal.SIG_DFL", -signal.SIGTERM, ""),
+        (signal.SIGTERM, "lambda *_: sys.exit(42)", 42, ""),
+        pytest.param(signal.SIGTERM, "lambda *_: None", 0, "ended by SIGTERM", marks=pytest.mark.thorough),
+        pytest.param(signal.SIGHUP, "signal.SIG_DFL", -signal.SIGHUP, "", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_signal_ends_every_rank_and_then_does_what_it_did(tmp_path, number, handler, code, says):
+    text = f"""
+    import signal, threading
+    signal.signal({int(number)}, {handler})
     def wait():
         print("here", flush=True)
-        time.sleep(60)
+        threading.Event().wait()
     try:
         hvdtrain.run(wait, np=2)
     except KeyboardInterrupt:
         print("INTERRUPTED")
+    except hvdtrain.LauncherError as error:
+        print(error)
     """
     with started(tmp_path, text) as process:
         assert process.stdout is not None
@@ -181,7 +162,10 @@ def test_a_signal_ends_every_rank(tmp_path, number):
             seen.add(line)
         process.send_signal(number)
         out, err = process.communicate(timeout=30)
-    assert process.returncode == 0 and "INTERRUPTED" in out, f"{out}\n{err}"
+    said = [line for line in out.splitlines() if not line.startswith("[")]
+    assert process.returncode == code and says in out and bool(said) == bool(says), (
+        f"{process.returncode}\n{out}\n{err}"
+    )
 
 
 def test_in_a_thread_while_the_main_thread_goes_on(tmp_path):
@@ -221,23 +205,28 @@ def test_hosts_and_variables(tmp_path):
         ("hvdtrain.run(print, np=2, hosts=['a:2'])", "hosts=['a:2']"),
         ("hvdtrain.run(print, np=2, output='quiet')", "one of all, main, none"),
         ("hvdtrain.run(print, np=2, env={'A': 1})", "env={'A': 1}: strings"),
+        ("hvdtrain.run(print, np=2, timeouts=5)", "timeouts=5: an hvdtrain.Timeouts"),
         ("hvdtrain.run(print, np=3, hosts='localhost:2')", "a slot for each"),
-        ("hvdtrain.run(print, (__import__('threading').Lock(),), np=2)", "must be picklable"),
+        ("hvdtrain.run(print, (__import__('threading').Lock(),), np=2)", "args[0]: TypeError: cannot pickle"),
+        ("hvdtrain.run(lambda: [step() for step in [inner]], np=2)", "LOCK, to which inner refers: TypeError: cannot"),
     ],
 )
 def test_what_is_refused_before_anything_starts(tmp_path, call, rule):
-    assert rule in output(tmp_path, f"try:\n    {call}\nexcept hvdtrain.ConfigError as error:\n    print(error)")
+    text = "import threading\nLOCK = threading.Lock()\ndef inner():\n    return [LOCK for _ in 'a']\n"
+    text += f"try:\n    {call}\nexcept hvdtrain.ConfigError as error:\n    print(error)"
+    assert rule in output(tmp_path, text)
 
 
-def test_a_rank_starts_no_ranks(tmp_path):
+@pytest.mark.parametrize("np", [1, 2])
+def test_a_rank_starts_no_ranks(tmp_path, np):
     said = output(
         tmp_path,
-        """
+        f"""
         try:
-            hvdtrain.run(lambda: hvdtrain.run(print, np=2), np=2, output="none")
+            hvdtrain.run(lambda: hvdtrain.run(print, np={np}), np={np}, output="none")
         except hvdtrain.LauncherError as error:
             assert isinstance(error.__cause__, hvdtrain.ConfigError)
             print(error.__cause__)
         """,
     )
-    assert "of 2, started by horovodrun" in said and "start the program once" in said
+    assert f"of {np}, started by horovodrun" in said and "start the program once" in said

@@ -356,6 +356,8 @@ def main() -> int:
     if sys.argv[1:2] == ["--sweep"]:
         sweep(sys.argv[2], float(sys.argv[3]))
         return 0
+    # ignored, which the launcher may have from its parent, it would hide how ranks end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     processes.adopt_orphans()
     parent = os.getpid()
     pid = os.fork()

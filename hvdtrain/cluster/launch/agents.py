@@ -97,6 +97,7 @@ class Agents:
     Attributes:
         connections: in the order of the hosts.
         tails: each rank's last lines.
+        results: the last line of each rank's result.
         failed: what `on_line` raised.
         tracebacks: when each rank's came.
     """
@@ -117,6 +118,7 @@ class Agents:
         self.tails: dict[int, collections.deque[str]] = collections.defaultdict(
             lambda: collections.deque(maxlen=TAIL_LINES)
         )
+        self.results: dict[int, str] = {}
         self.tracebacks = Tracebacks()
         # all names first and at once: an agent that is there already would take a launcher that still asks for dead
         local = {name: its.result() for name, its in are_this_machine([host.name for host in hosts]).items()}
@@ -209,7 +211,9 @@ class Agents:
             return
         # kept here and not where lines are passed on, which may be far behind
         rank, lines = message["rank"], message["lines"]
-        if message["stream"] != "result":
+        if message["stream"] == "result":
+            self.results[rank] = lines[-1]
+        else:
             self.tails[rank].extend(lines)
             self.tracebacks.note(rank, lines, time.monotonic())
         self._lines.put((connection, message))

@@ -66,6 +66,7 @@ class RankEnd:
         at_s: when, by the launcher's clock.
         first_traceback_s: when the first line of the traceback came from it that it ended with; None: never.
         lines: its last ones.
+        done: whether it said that it came to its end, where ranks say so.
     """
 
     rank: int
@@ -74,6 +75,12 @@ class RankEnd:
     at_s: float
     first_traceback_s: float | None = None
     lines: tuple[str, ...] = ()
+    done: bool = True
+
+    @property
+    def failed(self) -> bool:
+        """Whether the job must end."""
+        return self.code != 0 or not self.done
 
     @property
     def is_consequence(self) -> bool:
@@ -112,13 +119,13 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     The order of exits is not that of failures: a rank that raises first shuts Horovod down on its way out, which ends
     the others, perhaps before itself. So what ranks say counts before when they ended.
     """
-    failed = [end for end in ends if end.code != 0]
+    failed = [end for end in ends if end.failed]
     return min(failed, key=lambda end: (end.is_consequence, end.first_traceback_s or end.at_s, end.rank), default=None)
 
 
 def settled(ends: Sequence[RankEnd], now_s: float) -> bool:
     """Returns whether the first failure can be named: what is still on its way would have come."""
-    failed = [end for end in ends if end.code != 0]
+    failed = [end for end in ends if end.failed]
     wait_s = CONSEQUENCE_SETTLE_S if all(end.is_consequence for end in failed) else SETTLE_S
     return bool(failed) and now_s - min(end.at_s for end in failed) >= wait_s
 

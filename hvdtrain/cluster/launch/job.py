@@ -63,7 +63,8 @@ class Job:
         horovod: whether the ranks use Horovod: then its rendezvous is served, and Horovod must be on the first host.
         timeouts: see there.
         given: what every rank reads from its standard input; then each may also write lines to the descriptor that
-            `rank.RESULT` names, which come as stream "result". None: nothing.
+            `rank.RESULT` names, which come as stream "result", and has failed unless the last is `rank.RETURNED`. None:
+            nothing.
     """
 
     argv: Sequence[str]

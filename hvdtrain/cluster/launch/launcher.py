@@ -32,6 +32,7 @@ from hvdtrain.cluster.launch.failures import (
     settled,
 )
 from hvdtrain.cluster.launch.job import Job, Plan, Timeouts, make_plan
+from hvdtrain.cluster.launch.rank import RETURNED
 from hvdtrain.cluster.protocol import Message
 from hvdtrain.core.errors import LauncherError
 from hvdtrain.core.slurm import port_of
@@ -268,7 +269,8 @@ class _Running:
             rank = message["rank"]
             first_traceback_s, lines = self._agents.tracebacks.began_s.get(rank), tuple(self._agents.tails[rank])
             at_s = time.monotonic() - message["ago_s"]
-            self._ends[rank] = RankEnd(rank, host, message["code"], at_s, first_traceback_s, lines)
+            done = self._job.given is None or self._agents.results.get(rank) == RETURNED
+            self._ends[rank] = RankEnd(rank, host, message["code"], at_s, first_traceback_s, lines, done)
         elif kind == "failed":
             self._fail(message["rank"], host, _NOT_STARTED, f"could not be started: {message['what']}")
         elif kind == "leaving":
@@ -293,7 +295,8 @@ class _Running:
             return
         all_ended, first = len(ends) == self._job.np, first_failure(ends)
         if first is not None and (all_ended or settled(ends, now)):
-            self._fail(first.rank, first.host, as_exit_code(first.code), described(first.code, first.host))
+            why = described(first.code, first.host) if first.code else "ended with exit code 0 before that"
+            self._fail(first.rank, first.host, as_exit_code(first.code) or 1, why)
         elif all_ended:
             self._end(signal.SIGTERM)
 
@@ -385,6 +388,8 @@ def _signals() -> Iterator[list[int]]:
             # `nohup`, or a shell that starts in the background: what is ignored stays so
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, note)
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # then the exit codes of processes are lost
+            before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield received
     finally:

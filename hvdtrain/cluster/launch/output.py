@@ -18,7 +18,7 @@ from hvdtrain.cluster.launch.failures import Failure
 from hvdtrain.core.errors import ConfigError
 
 _LOOK_S = 0.1
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def report(text: str, within_s: float = float("inf")) -> None:
@@ -151,7 +151,7 @@ class Display:
                 lambda: time.monotonic() < self._until_s,
             )
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             self._stop(stream, f"takes no more ({error.strerror})")
         else:

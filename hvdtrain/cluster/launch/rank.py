@@ -18,6 +18,7 @@ DRAIN_S = 0.5  # how long a rank's pipes are read after its end, if something th
 LOOK_EVERY_S = 0.5  # at whether a rank is stopped
 LONGEST_BYTES = 1 << 16  # a line without an end is cut there
 RESULT = "HVDTRAIN_RESULT_FD"  # in the environment of a rank that got an input: where its result goes
+RETURNED = ".returned"  # the last line of it, if the rank came to its end
 REWRITTEN_EVERY_S = 5.0  # how often a line that is rewritten in place ("\r") is shown while it is
 _END_WITH_THE_AGENT = functools.partial(processes.die_with_parent, signal.SIGKILL)
 

@@ -413,6 +413,8 @@ def test_the_rank_to_blame():
     ]
     assert first_failure(ends) == ends[1]
     assert first_failure(ends[2:3]) is None
+    silent = RankEnd(4, "b", 0, at_s=12.0, done=False)
+    assert first_failure([ends[0], silent]) == silent and settled([silent], 13.0), "it had more to do"
     assert first_failure([ends[0], ends[3]]) == ends[3], "a consequence never comes first"
 
 

@@ -1,0 +1,115 @@
+"""`hvdtrain.run`: when a job ends though its function left something behind, or the caller is an odd process."""
+
+from __future__ import annotations
+
+import pytest
+from function_programs import output
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "threading.Thread(target=threading.Event().wait).start()",
+        pytest.param(
+            "concurrent.futures.ThreadPoolExecutor(1).submit(threading.Event().wait)", marks=pytest.mark.thorough
+        ),
+        pytest.param("fork.Process(target=signal.pause).start()", marks=pytest.mark.thorough),
+        pytest.param("fork.Queue().put(b'x' * 10_000_000)", marks=pytest.mark.thorough),
+    ],
+)
+@pytest.mark.parametrize("how", ["raise ValueError('boom')", "return (number for number in range(3))"])
+def test_what_a_failing_function_leaves_does_not_hold_up_the_end(tmp_path, left, how):
+    output(
+        tmp_path,
+        f"""
+        import concurrent.futures, multiprocessing, signal, threading
+        fork = multiprocessing.get_context("fork")
+        def f():
+            if os.environ["HOROVOD_RANK"] == "1":
+                {left}
+                print("last words")
+                {how}
+            threading.Event().wait()
+        try:
+            hvdtrain.run(f, np=2, timeouts=hvdtrain.Timeouts(grace_s=1.0))
+        except hvdtrain.LauncherError as error:
+            assert "rank 1 on localhost failed first" in str(error) and "exit code 1" in str(error), error
+            assert "last words" in str(error) and ("boom" in str(error) or "generator" in str(error)), error
+        else:
+            raise SystemExit("no error")
+        """,
+    )
+
+
+def test_a_child_that_the_function_forks_hands_nothing_back(tmp_path):
+    output(
+        tmp_path,
+        """
+        def f(how):
+            child = os.fork()
+            if child == 0:
+                if how == "raise":
+                    raise ValueError("of the child")
+                return "child"
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert [hvdtrain.run(f, (how,), np=1, output="none") for how in ("return", "raise")] == [[0], [1]]
+        """,
+    )
+
+
+def test_a_caller_that_ignores_the_ends_of_its_children(tmp_path):
+    """SIGCHLD ignored is inherited: agents must see their ranks end all the same."""
+    output(
+        tmp_path,
+        """
+        import signal, subprocess
+        from concurrent.futures import ThreadPoolExecutor
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        call = lambda: subprocess.run(["false"]).returncode
+        assert hvdtrain.run(call, np=2) == [1, 1]
+        with ThreadPoolExecutor() as pool:  # where the launcher cannot change it
+            assert pool.submit(hvdtrain.run, call, np=1).result() == [1]
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+        try:
+            hvdtrain.run(lambda: sys.exit(5), np=1, output="none")
+        except hvdtrain.LauncherError as error:
+            assert "exit code 5" in str(error), error
+        try:
+            hvdtrain.run(call, np=1, python="/bin/false")
+        except hvdtrain.LauncherError as error:
+            assert "ended with 1" in str(error), error
+        command = [sys.executable, "-m", "hvdtrain", "launch", "--no-checks", "--", sys.executable, "-c", "exit(3)"]
+        assert os.spawnvp(os.P_NOWAIT, command[0], command) and signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
+        """,
+    )
+
+
+def test_a_full_disk_under_the_output_costs_the_output(tmp_path):
+    said = output(
+        tmp_path,
+        """
+        import contextlib
+        def f():
+            print("lost")
+            print("shown", file=sys.stderr)
+            return 3
+        full = open("/dev/full", "w")
+        with contextlib.redirect_stdout(full):
+            assert hvdtrain.run(f, np=2) == [3, 3]
+        with contextlib.suppress(OSError):
+            full.close()
+        """,
+    )
+    assert "[0] shown" in said and "[1] shown" in said and said.count("no more output: No space left on device") == 1
+
+
+def test_characters_that_the_output_lacks_are_escaped(tmp_path):
+    said = output(
+        tmp_path,
+        """
+        sys.stdout.reconfigure(encoding="ascii")
+        hvdtrain.run(lambda: sys.stdout.buffer.write("caf\\u00e9\\n".encode()), np=1)
+        """,
+    )
+    assert "[0] caf\\xe9" in said
