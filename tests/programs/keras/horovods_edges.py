@@ -73,15 +73,13 @@ def none_on_some(traced: bool, by_tape: bool, sparse_as_dense: bool = False, **s
         return O.AdamW(0.1, weight_decay=0.3)
 
     ours, wanted, reference = variables(*FIVE), variables(*FIVE), plain()
-    if by_tape:
-        optimizer = plain()
-    else:
-        optimizer = hvd.DistributedOptimizer(plain(), sparse_as_dense=sparse_as_dense, **settings)
+    settings["sparse_as_dense"] = sparse_as_dense
+    optimizer = plain() if by_tape else hvd.DistributedOptimizer(plain(), **settings)
 
     def one(step: int) -> None:
         tape = tf.GradientTape()
         if by_tape:
-            tape = hvd_tf.DistributedGradientTape(tape, sparse_as_dense=sparse_as_dense, **settings)
+            tape = hvd_tf.DistributedGradientTape(tape, **settings)
         optimizer.apply(head_gradients(ours, hvd.rank(), step, tape), ours)
 
     optimizer.build(ours)
@@ -362,8 +360,8 @@ def main(folder: Path) -> None:
     clips = {f"{op}, {traced}": clipped(op, traced) for op in (hvd_tf.Sum, hvd_tf.Average) for traced in (True, False)}
     found = {
         "None on some ranks": heads, "copies": copies(), "kept": kept(), "clipped": clips, "first step": first_step(),
-        "passes": {"eager": passes(False), "function": passes(True)}, "one more": one_more(), "in functions": {"twice": twice()},
-        "16 bits": in_16_bits(), "refused": refusals(),
+        "passes": {"eager": passes(False), "function": passes(True)}, "one more": one_more(),
+        "in functions": {"twice": twice()}, "16 bits": in_16_bits(), "refused": refusals(),
     }  # fmt: skip
     hvd_tf.allreduce(tf.constant(0.0), name="all were told")  # who leaves ends the others' waiting
     (folder / f"{hvd.rank()}.json").write_text(json.dumps(found))
