@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,64 @@ def test_sync_batch_norm_is_that_of_all_samples(found: list[dict[str, Any]]) -> 
     for one in found:
         gaps = dict(one["batch norm"])
         assert gaps.pop("alone") > 1e-4 and len(gaps) == 3 and max(gaps.values()) <= EXACT, one["batch norm"]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.thorough)])
+def edges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    ranks, folder = request.param, tmp_path_factory.mktemp("edges")
+    program = PROGRAMS / "keras" / "horovods_edges.py"
+    run_ranks(
+        [program, folder], ranks, launcher="horovodrun", env={"KERAS_BACKEND": "tensorflow"}, timeout_s=400
+    ).check()
+    return [json.loads(Path(folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_gradients_that_are_none_on_some_ranks_count_as_zeros(edges: list[dict[str, Any]]) -> None:
+    for one in edges:
+        gaps = one["None on some ranks"]
+        assert len(gaps) == 11 and max(gaps.values()) <= EXACT, gaps
+
+
+def test_copies_stay_distributed(edges: list[dict[str, Any]]) -> None:
+    for one in edges:
+        assert len(one["copies"]) == 7 and max(one["copies"].values()) <= EXACT, one["copies"]
+
+
+def test_the_wrapped_optimizer_keeps_what_it_has(edges: list[dict[str, Any]]) -> None:
+    for one in edges:
+        assert len(one["kept"]) == 3 and max(one["kept"].values()) <= EXACT, one["kept"]
+
+
+def test_the_first_step_is_taken_at_rank_0s_weights(edges: list[dict[str, Any]]) -> None:
+    assert all(one["first step"] <= EXACT for one in edges), [one["first step"] for one in edges]
+
+
+@pytest.mark.parametrize("case", ["passes", "clipped", "in functions"])
+def test_no_gradient_is_lost_or_counted_twice(edges: list[dict[str, Any]], case: str) -> None:
+    for one in edges:
+        assert one[case] and max(one[case].values()) <= EXACT, one[case]
+
+
+def test_a_rank_may_make_an_optimizer_more(edges: list[dict[str, Any]]) -> None:
+    assert all(one["one more"] <= EXACT for one in edges), [one["one more"] for one in edges]
+
+
+def test_all_reduce_takes_variables_and_arrays_in_16_bits(edges: list[dict[str, Any]]) -> None:
+    assert all(one["16 bits"] == 0 for one in edges), [one["16 bits"] for one in edges]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("a scale around it", r"ValueError.*Wrap that one: hvd.DistributedOptimizer\(keras.optimizers.LossScale"),
+        ("passes twice", "ValueError.*not both"),
+        ("passes twice, scaled", "ValueError.*not both"),
+        ("a name", "TypeError: DistributedOptimizer takes an optimizer.*not 'sgd'"),
+    ],
+)
+def test_what_would_hang_or_train_wrongly_is_refused(edges: list[dict[str, Any]], case: str, words: str) -> None:
+    assert all(re.match(words, one["refused"][case]) for one in edges), [one["refused"][case] for one in edges]
+
+
+def test_a_rank_that_alone_traces_other_gradients_is_told(edges: list[dict[str, Any]]) -> None:
+    assert "ValueError" in (said := edges[-1]["refused"]["other gradients"]) and "unconnected_gradients" in said
