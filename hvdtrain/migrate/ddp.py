@@ -7,7 +7,7 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate import ranks, torch_calls, training, wrapping
+from hvdtrain.migrate import ddp_updates, ranks, torch_calls, training, wrapping
 from hvdtrain.migrate.ddp_models import Models
 from hvdtrain.migrate.plan import DDP, Plan
 from hvdtrain.migrate.ranks import Arguments, root_of
@@ -123,6 +123,7 @@ def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
         for call in training.passes(plan.source):
             _check_pass(plan, optimizers, models, call)
         training.refuse_other_passes(plan)
+        ddp_updates.refuse_other_updates(plan, optimizers, models)
         for call in calls(plan.source.module):
             owner = call.func.value if isinstance(call.func, cst.Attribute) and tail(call.func) == "step" else None
             if owner is not None and call.args and tail(owner) in optimizers.prepared:
@@ -204,11 +205,11 @@ def _check_pass(plan: Plan, optimizers: training.Optimizers, models: Models, cal
     steps = training.step_after(source, optimizers, call)
     if steps and training.is_of_one_rank(plan, optimizers, call, steps[0].optimizer):
         return
-    if not _is_called_before(plan, models, call):
+    if not ddp_updates.is_called_before(plan, models, call):
         plan.refuse(
             call,
-            "no call of a wrapped model stands before this pass, in its loop: DistributedDataParallel averages the"
-            " first pass after one",
+            "no call of a wrapped model stands before this pass, in its loop, with gradients and on every way to it:"
+            " DistributedDataParallel averages the first pass after one",
         )
         return
     if steps:
@@ -257,40 +258,8 @@ def _keep_back(
     return True
 
 
-def _is_called_before(plan: Plan, models: Models, backward: cst.Call) -> bool:
-    """Whether a call of a wrapped model stands before a pass, behind the pass before it, in the same loop."""
-    source, flow = plan.source, models.flow
-    inside = [one for one in source.above(backward) if isinstance(one, (cst.For, cst.While, cst.FunctionDef))]
-    around = list(calls(inside[0].body if inside else source.module))
-    functions = {
-        name
-        for name, made in flow.functions.items()
-        if any(call in models.calls for one in made for call in calls(one.body))
-    }
-    before = [
-        source.line(call)
-        for call in around
-        if (call in models.calls or flow.reached([call]) & functions) and source.line(call) <= source.line(backward)
-    ]
-    others = [
-        source.line(call)
-        for call in around
-        if _differentiates(call) and source.line(call) < source.line(backward)
-        and not _are_alternatives(plan, call, backward)
-    ]  # fmt: skip
-    return bool(before) and max(before) > max(others, default=0)
-
-
 def _differentiates(call: cst.Call) -> bool:
     return isinstance(call.func, cst.Attribute) and tail(call.func) == "backward"
-
-
-def _are_alternatives(plan: Plan, one: cst.Call, other: cst.Call) -> bool:
-    """Whether they stand in the two branches of an `if`."""
-    choices = [node for node in plan.source.above(one) if isinstance(node, cst.If) and node.orelse is not None]
-    return any(
-        other in calls(choice) and (one in calls(choice.body)) != (other in calls(choice.body)) for choice in choices
-    )
 
 
 def _begins(plan: Plan, models: Models, backward: cst.Call) -> tuple[cst.CSTNode, str] | None:
