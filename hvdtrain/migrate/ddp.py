@@ -7,7 +7,7 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate import ddp_updates, ranks, torch_calls, training, wrapping
+from hvdtrain.migrate import ddp_start, ddp_updates, ranks, torch_calls, training, wrapping
 from hvdtrain.migrate.ddp_models import Models
 from hvdtrain.migrate.plan import DDP, Plan
 from hvdtrain.migrate.ranks import Arguments, root_of
@@ -111,6 +111,7 @@ def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
         if statement not in plan.source.module.body:
             plan.refuse(statement, "Horovod is imported at the top of the script where it is moved off it")
     _move_init(plan)
+    ddp_start.refuse_variables(plan)
     for node in walk(plan.source.module):
         if is_chain(node) and plan.source.qualified(node) == _PREFIX + "SyncBatchNorm":
             plan.needs.add("torch")
@@ -155,6 +156,7 @@ def _move_wraps(plan: Plan) -> tuple[training.Optimizers, Models]:
         if wrap is None:
             continue
         wrap.know(plan.source, optimizers)
+        ddp_start.check(plan, wrap)
         if "True" in literal(wrap.arguments.get("sparse_as_dense")) or "sparse=True" in plan.source.module.code:
             plan.refuse(call, "sparse gradients: Horovod averages them otherwise than DistributedDataParallel")
         given = wrap.arguments.get("compression")
@@ -298,6 +300,8 @@ def _parameters(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> 
     given = arguments.get("params")
     if not isinstance(given, cst.Call) or tail(given.func) != "state_dict" or given.args:
         plan.refuse(call, "broadcast_parameters is moved where it is given model.state_dict()")
+        return
+    if ddp_start.refuse_root(plan, call, literal(arguments.get("root_rank"))):
         return
     plan.needs.add("broadcast_state")
 
