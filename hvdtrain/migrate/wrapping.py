@@ -465,8 +465,7 @@ def _kind(source: Source, node: cst.BaseExpression, wrap: Wrap) -> str:
     """Whose parameters these are: the "whole" model's, of a "part", of an "other" too; "" where it cannot be told."""
     if is_chain(node):
         grown = any(
-            (isinstance(one, cst.AugAssign) and code(one.target) == code(node))
-            or (isinstance(one, cst.Call) and code(one.func) in (f"{code(node)}.append", f"{code(node)}.extend"))
+            isinstance(one, cst.Call) and code(one.func) in (f"{code(node)}.append", f"{code(node)}.extend")
             for one in walk(source.module)
         )
         found = assignments(source, code(node), wrap.statement)

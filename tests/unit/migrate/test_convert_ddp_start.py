@@ -55,7 +55,7 @@ def test_an_optimizer_of_other_parameters_than_the_models_is_refused(parameters:
         (f"[{{'params': {WHOLE}}}]", "", False),
         ("[{'params': model.weight_.parameters()}, {'params': model.bias_.parameters()}]", "", True),
         ("groups(0.1)", "", True),
-        ("those", f"those = list({WHOLE})\nthose += more()\n", True),
+        ("those", f"those = list({WHOLE})\nthose.extend(more())\n", True),
     ],
 )
 def test_an_optimizer_of_all_and_one_of_which_it_cannot_be_told(parameters: str, before: str, said: bool) -> None:
