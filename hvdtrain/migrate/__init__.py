@@ -32,6 +32,8 @@ examples:
 exit code: 0 converted (and proven, if asked); 1 a line cannot be moved, or the two part; 2 refused
 """
 
+_FLAGS = ("--to", "--prove", "--updates", "--timeout-s", "--in-place", "-o", "--out")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain migrate`."""
@@ -115,6 +117,15 @@ def _out(args: argparse.Namespace) -> Path | None:
     """Where the new script goes, None for nowhere; nothing is lost that is there."""
     if args.updates < 1:
         raise ConfigError("--updates is 1 or more", str(args.updates))
+    late = [arg for arg in args.argv if arg.split("=")[0] in _FLAGS]
+    if late and not args.prove:
+        raise ConfigError(
+            "flags of migrate stand before the script; what is behind it is the script's own, for --prove",
+            f"{late[0]} behind {args.script}",
+            f"hvdtrain migrate {' '.join(late)} ... {args.script}",
+        )
+    if late:
+        print(f"hvdtrain migrate: {late[0]} behind {args.script} is the script's own argument", file=sys.stderr)
     kept = args.script.with_name(args.script.name + ".orig") if args.in_place else args.out
     if kept is not None and kept.exists():
         raise ConfigError("nothing is written over", f"{kept} is there", "move it away, or give -o another name")

@@ -100,6 +100,9 @@ REASONS = {
 }
 
 
+AVERAGES = "Horovod averages at the step, DistributedDataParallel in a backward() behind a call of the wrapped model"
+
+
 def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
     """Moves all of a script but its imports."""
     if plan.framework != "torch":
@@ -111,6 +114,7 @@ def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
         if statement not in plan.source.module.body:
             plan.refuse(statement, "Horovod is imported at the top of the script where it is moved off it")
     _move_init(plan)
+    wrapping.refuse_variables(plan)
     for node in walk(plan.source.module):
         if is_chain(node) and plan.source.qualified(node) == _PREFIX + "SyncBatchNorm":
             plan.needs.add("torch")
@@ -123,6 +127,7 @@ def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
         for call in training.passes(plan.source):
             _check_pass(plan, optimizers, models, call)
         training.refuse_other_passes(plan)
+        refuse_other_updates(plan, optimizers, models)
         for call in calls(plan.source.module):
             owner = call.func.value if isinstance(call.func, cst.Attribute) and tail(call.func) == "step" else None
             if owner is not None and call.args and tail(owner) in optimizers.prepared:
@@ -154,6 +159,7 @@ def _move_wraps(plan: Plan) -> tuple[training.Optimizers, Models]:
         if wrap is None:
             continue
         wrap.know(plan.source, optimizers)
+        wrapping.check_start(plan, wrap)
         if "True" in literal(wrap.arguments.get("sparse_as_dense")) or "sparse=True" in plan.source.module.code:
             plan.refuse(call, "sparse gradients: Horovod averages them otherwise than DistributedDataParallel")
         given = wrap.arguments.get("compression")
@@ -204,11 +210,11 @@ def _check_pass(plan: Plan, optimizers: training.Optimizers, models: Models, cal
     steps = training.step_after(source, optimizers, call)
     if steps and training.is_of_one_rank(plan, optimizers, call, steps[0].optimizer):
         return
-    if not _is_called_before(plan, models, call):
+    if not is_called_before(plan, models, call):
         plan.refuse(
             call,
-            "no call of a wrapped model stands before this pass, in its loop: DistributedDataParallel averages the"
-            " first pass after one",
+            "no call of a wrapped model stands before this pass, in its loop, with gradients and on every way to it:"
+            " DistributedDataParallel averages the first pass after one",
         )
         return
     if steps:
@@ -257,40 +263,67 @@ def _keep_back(
     return True
 
 
-def _is_called_before(plan: Plan, models: Models, backward: cst.Call) -> bool:
-    """Whether a call of a wrapped model stands before a pass, behind the pass before it, in the same loop."""
-    source, flow = plan.source, models.flow
-    inside = [one for one in source.above(backward) if isinstance(one, (cst.For, cst.While, cst.FunctionDef))]
-    around = list(calls(inside[0].body if inside else source.module))
-    functions = {
-        name
-        for name, made in flow.functions.items()
-        if any(call in models.calls for one in made for call in calls(one.body))
-    }
-    before = [
-        source.line(call)
-        for call in around
-        if (call in models.calls or flow.reached([call]) & functions) and source.line(call) <= source.line(backward)
-    ]
-    others = [
-        source.line(call)
-        for call in around
-        if _differentiates(call) and source.line(call) < source.line(backward)
-        and not _are_alternatives(plan, call, backward)
-    ]  # fmt: skip
-    return bool(before) and max(before) > max(others, default=0)
+def is_called_before(plan: Plan, models: Models, backward: cst.Call) -> bool:
+    """Whether on every way to a pass a wrapped model was called, with gradients, behind the pass before it."""
+    passes = training.passes(plan.source)
+
+    def event(call: cst.Call) -> str:
+        if call in models.calls and not torch_calls.without_gradients(plan.source, call):
+            return "call"
+        return "pass" if call in passes else ""
+
+    return training.Paths(plan.source, models.flow, event).before(backward) == {"call"}
+
+
+def refuse_other_updates(plan: Plan, optimizers: training.Optimizers, models: Models) -> None:
+    """Refuses what an optimizer steps with that no pass gave it."""
+    passes = training.passes(plan.source)
+    for node in walk(plan.source.module):
+        if _sets_gradients(node):
+            plan.refuse(node, f"gradients that are assigned: {AVERAGES}")
+        if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
+            continue
+        owner = tail(node.func.value)
+        if tail(node.func) == "add_param_group" and (owner in optimizers.prepared or owner in optimizers.wrapped):
+            plan.refuse(node, "add_param_group: DistributedDataParallel averages the wrapped model's parameters only")
+        name = _stepped(optimizers, node)
+
+        def event(call: cst.Call, name: str = name) -> str:
+            return "pass" if call in passes else "step" if name and _stepped(optimizers, call) == name else ""
+
+        if name:
+            found = training.Paths(plan.source, models.flow, event).before(node)
+            if "" in found or found == {"step"}:
+                plan.refuse(node, f"a step that on some way to it has no backward() behind the step before: {AVERAGES}")
+
+
+def _stepped(optimizers: training.Optimizers, call: cst.Call) -> str:
+    """The prepared optimizer that a call steps."""
+    if not isinstance(call.func, cst.Attribute) or tail(call.func) != "step":
+        return ""
+    names = [tail(one) for one in (call.func.value, *(arg.value for arg in call.args[:1]))]
+    return next((name for name in names if name in optimizers.prepared), "")
+
+
+def _sets_gradients(node: cst.CSTNode) -> bool:
+    """`p.grad = g`, `p.grad.copy_(g)` or the like; not None, which takes it away."""
+    targets: list[cst.BaseExpression] = []
+    if isinstance(node, cst.Assign) and literal(node.value) != "None":
+        targets = [one.target for one in node.targets]
+    elif isinstance(node, cst.Call) and code(node.func) == "setattr" and len(node.args) == 3:
+        return code(node.args[1].value).strip("'\"") == "grad" and literal(node.args[2].value) != "None"
+    elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and tail(node.func) in ("copy_", "set_"):
+        targets = [node.func.value]
+    for target in targets:
+        while isinstance(target, cst.Subscript) or (isinstance(target, cst.Attribute) and tail(target) == "data"):
+            target = target.value
+        if isinstance(target, cst.Attribute) and tail(target) == "grad" and is_chain(target):
+            return True
+    return False
 
 
 def _differentiates(call: cst.Call) -> bool:
     return isinstance(call.func, cst.Attribute) and tail(call.func) == "backward"
-
-
-def _are_alternatives(plan: Plan, one: cst.Call, other: cst.Call) -> bool:
-    """Whether they stand in the two branches of an `if`."""
-    choices = [node for node in plan.source.above(one) if isinstance(node, cst.If) and node.orelse is not None]
-    return any(
-        other in calls(choice) and (one in calls(choice.body)) != (other in calls(choice.body)) for choice in choices
-    )
 
 
 def _begins(plan: Plan, models: Models, backward: cst.Call) -> tuple[cst.CSTNode, str] | None:
@@ -329,6 +362,8 @@ def _parameters(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> 
     given = arguments.get("params")
     if not isinstance(given, cst.Call) or tail(given.func) != "state_dict" or given.args:
         plan.refuse(call, "broadcast_parameters is moved where it is given model.state_dict()")
+        return
+    if wrapping.refuse_root(plan, call, literal(arguments.get("root_rank"))):
         return
     plan.needs.add("broadcast_state")
 

@@ -397,12 +397,37 @@ class Models:
                 frozen = (
                     any(tail(one.target) == "requires_grad" for one in node.targets) and literal(node.value) != "True"
                 )
-            if frozen and any(self._when(model, node) != {"before"} for model in self._models):
+            if isinstance(node, cst.Call) and code(node.func) == "setattr" and len(node.args) == 3:
+                frozen = "requires_grad" in code(node.args[1].value) and literal(node.args[2].value) != "True"
+            if (
+                frozen
+                and not self._is_of_a_copy(node)
+                and any(self._when(model, node) != {"before"} for model in self._models)
+            ):
                 self._plan.refuse(
                     node,
                     "parameters that are frozen after they are wrapped: Horovod averages zeros for them, and"
                     " DistributedDataParallel waits for their gradients",
                 )
+
+    def _is_of_a_copy(self, node: cst.CSTNode) -> bool:
+        """Whether what is frozen is a copy's, which nobody trains: in `for p in copy.parameters():`, or the whole."""
+        source = self._source
+        loop = next((one for one in source.above(node) if isinstance(one, cst.For)), None)
+        over = node.func if isinstance(node, cst.Call) else None
+        if loop is not None and isinstance(loop.iter, cst.Call):
+            names = [one.value for one in walk(loop.target) if isinstance(one, cst.Name)]
+            own = (node.func, *(arg.value for arg in node.args[:1])) if isinstance(node, cst.Call) else (
+                one.target for one in node.targets) if isinstance(node, cst.Assign) else ()  # fmt: skip
+            if any(code(one).split(".")[0] in names for one in own):
+                over = loop.iter.func
+        owner = self.flow.variable(over.value) if isinstance(over, cst.Attribute) else None
+        made = [giver.site for giver in self.flow.givers[owner]] if owner is not None else []
+        return bool(made) and all(
+            isinstance(one, cst.Assign) and isinstance(one.value, cst.Call)
+            and (source.qualified(one.value.func) or code(one.value.func)) == "copy.deepcopy"
+            for one in made
+        )  # fmt: skip
 
 
 def _whole(source: Source, node: cst.CSTNode) -> tuple[cst.CSTNode, cst.CSTNode | None]:

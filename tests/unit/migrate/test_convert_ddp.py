@@ -408,7 +408,9 @@ def test_arguments_that_are_moved(arguments: str, new: str) -> None:
     text = moved(with_arguments(arguments))
     assert f"{WRAPPED}{new}for x" in text
     notes = convert(with_arguments(arguments), DDP).notes
-    assert [note.line for note in notes] == ([7] if "fp16" in arguments else [])
+    assert [note.line for note in notes if "nothing broadcasts" not in note.text] == (
+        [7] if "fp16" in arguments else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -453,7 +455,7 @@ def test_passes_of_an_update_are_kept_back_but_for_the_last(loop: str, new: str)
 )
 def test_passes_of_which_the_last_cannot_be_told_are_averaged_one_by_one(loop: str) -> None:
     found = convert(TWO + loop, DDP)
-    assert found.text.endswith(loop) and len(found.notes) == 1 and "no_sync" in found.notes[0].text
+    assert found.text.endswith(loop) and len(found.notes) == 2 and "no_sync" in found.notes[1].text
     [(line, reason)] = refused(TWO.replace("_step=2", "_step=2, compression=hvd.Compression.fp16") + loop)
     assert line == found.notes[-1].line and "Horovod rounds their sum" in reason
 
@@ -495,7 +497,7 @@ def test_a_script_of_keras_is_refused() -> None:
 REFUSED = {
     "torch_elastic.py": [13, 26, 43, 43],
     "torch_gan.py": [50, 51, 52, 53, 57, 59, 60, 68, 68],
-    "torch_join.py": [27],
+    "torch_join.py": [27, 29],
     "torch_process_sets.py": [9, 12, 13, 26, 28],
 }
 

@@ -75,3 +75,19 @@ def test_without_libcst_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "libcst", None)
     assert migrate(script) == 2
     assert "pip install 'hvdtrain[migrate]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("late", [["-o", "new.py"], ["--out=new.py"], ["x", "--prove"], ["--to", "ddp"]])
+def test_its_own_flags_behind_the_script_are_refused(
+    late: list[str], script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert migrate(script, *late) == 2
+    said = capsys.readouterr()
+    assert "stand before the script" in said.err and f"behind {script}" in said.err and not said.out
+    assert migrate(script, "--epochs", "1", "o", "out") == 0
+    # with --prove the script gets them, which is said
+    script.write_text("import horovod.torch as hvd\nhvd.join()\n")
+    assert migrate("--prove", script, *late) == 1
+    assert f"behind {script} is the script's own argument" in capsys.readouterr().err
+    assert migrate("--prove", script, "--epochs", "1") == 1
+    assert "own argument" not in capsys.readouterr().err
