@@ -59,7 +59,7 @@ def test_weights() -> None:
     assert found((0, weights()), (1, weights(value="b"))) == ["not-averaged"]
     assert found((0, weights(when="before")), (1, weights(when="before", value="b"))) == ["broadcast"]
     assert found((0, weights(when="before")), (1, weights(when="before", state="b"))) == ["optimizer-state"]
-    second = {"step": 2, "when": "before", "framework": "tensorflow"}
+    second: dict[str, Any] = {"step": 2, "when": "before", "framework": "tensorflow"}
     assert found((0, weights(**second)), (1, weights(**second, value="b"))) == ["not-averaged"]
     second["averaged"] = True
     assert found((0, weights(**second)), (1, weights(**second, value="b"))) == ["broadcast"]
