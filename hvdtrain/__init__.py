@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdtrain.core.lazy import public
+from hvdtrain.core import public
 from hvdtrain.core.version import __version__ as __version__
 
 __getattr__, __dir__, __all__ = public(__name__, {

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hvdtrain.core import flags, startup, stats
+from hvdtrain.core import flags, startup
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.launchers import Detected
 from hvdtrain.pipeline.plan.schedule import REMATS, SCHEDULES
-from hvdtrain.runs import folder
+from hvdtrain.runs import folder, stats
 from hvdtrain.vision.trials import Job, Settings, built, compare, sweep, tune
 
 PROGRAM = "hvdtrain.pipeline_resnet"

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.bench import keras_input
 from hvdtrain.bench.report import begin, finish, measured_on, progress
-from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.flags import whole
+from hvdtrain.runs import stats
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench.report import measured_on, progress
-from hvdtrain.core import startup, stats
+from hvdtrain.core import startup
 from hvdtrain.core.launchers import detect
+from hvdtrain.runs import stats
 
 QUEUE, SHORT, LONG = 10, 2, 50  # Keras' own, and what is tried besides
 QUEUE_OF = ", max_queue_size="

@@ -20,13 +20,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.bench.report import begin, finish, measured_on, progress
-from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError, HvdtrainError
 from hvdtrain.core.flags import whole
 from hvdtrain.core.launchers import detect
 from hvdtrain.core.resources import keep_freed_memory
 from hvdtrain.core.startup import share_cores
 from hvdtrain.pipeline.plan.schedule import SCHEDULES
+from hvdtrain.runs import stats
 from hvdtrain.vision import trials
 
 if TYPE_CHECKING:

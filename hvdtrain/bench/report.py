@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import detect
+from hvdtrain.runs import stats
 
 
 def begin(bench: str, args: argparse.Namespace, rule: str) -> dict[str, Any]:

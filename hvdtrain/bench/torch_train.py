@@ -18,8 +18,8 @@ from typing import Any
 from hvdtrain.bench.report import measured_on, progress, versions
 from hvdtrain.bench.torch_job import LAUNCHED_BY, NEEDS
 from hvdtrain.bench.turns import InterleavedJobs, launched
-from hvdtrain.core import stats
 from hvdtrain.core.errors import install_command
+from hvdtrain.runs import stats
 
 # what is run on several ranks, hvdtrain first
 PEERS = ("hvdtrain", "horovod", "ddp", "accelerate", "fabric")

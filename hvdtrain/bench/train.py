@@ -25,8 +25,8 @@ from typing import Any
 from hvdtrain.bench import compared, torch_train
 from hvdtrain.bench.report import begin, finish, measured_on, progress, versions
 from hvdtrain.bench.turns import CLOCKS, InterleavedJobs, Turns, launched
-from hvdtrain.core import stats
 from hvdtrain.core.flags import whole
+from hvdtrain.runs import stats
 
 OVERHEAD_TARGET = 1.02
 SCALING_BLOCKS = 2  # of a round of part 2

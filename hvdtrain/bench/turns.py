@@ -26,7 +26,7 @@ from typing import Any
 
 from hvdtrain.bench.report import progress
 from hvdtrain.core.errors import HvdtrainError, LauncherError, build_horovod_command, install_command
-from hvdtrain.core.stats import rotated
+from hvdtrain.runs.stats import rotated
 
 ADDRESS, KEY = "HVDTRAIN_TURNS_ADDRESS", "HVDTRAIN_TURNS_KEY"
 CLOCKS = ("wall", "cpu")  # of all threads of a process, which a busy machine disturbs less

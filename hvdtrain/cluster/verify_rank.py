@@ -19,10 +19,11 @@ from typing import Any
 
 import hvdtrain
 from hvdtrain.cluster import verify_toy as toy
-from hvdtrain.core import startup, stats
+from hvdtrain.core import startup
 from hvdtrain.core.launchers import Detected
 from hvdtrain.core.world import World
 from hvdtrain.horovod_build import prove_rank
+from hvdtrain.runs import stats
 
 PROGRAM = "hvdtrain.cluster.verify_rank"
 MARK = "HVDTRAIN-VERIFY "

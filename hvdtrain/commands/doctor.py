@@ -21,7 +21,8 @@ from hvdtrain.cluster.doctor.network import GIGABIT, Links
 from hvdtrain.cluster.launch.job import Timeouts
 from hvdtrain.cluster.ssh import Ssh
 from hvdtrain.commands import host_flags
-from hvdtrain.core import flags, stats
+from hvdtrain.core import flags
+from hvdtrain.runs import stats
 
 EPILOG = """\
 examples:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdtrain.core.lazy import public
+from hvdtrain.core import public
 
 # looked up on first use: planning needs no framework
 __getattr__, __dir__, __all__ = public(__name__, {

@@ -21,11 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import job_of
 from hvdtrain.core.world import World
-from hvdtrain.runs import gpu, log_files
+from hvdtrain.runs import gpu, log_files, stats
 from hvdtrain.runs.bottleneck import Facts, phases_per_rank, verdict
 from hvdtrain.runs.log_files import read_events, read_run
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.pipeline import split
+from hvdtrain.runs import stats
 
 UPDATES, SAMPLES, FEATURES, OUTPUTS, RATE = 10, 20, 10, 5, 0.1
 SAME = 1e-10

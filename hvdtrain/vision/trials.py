@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.core import stats
 from hvdtrain.core.errors import is_out_of_memory
 from hvdtrain.pipeline.tuning import plots
 from hvdtrain.pipeline.tuning.search_size import micro_batches_for, split_size
+from hvdtrain.runs import stats
 
 if TYPE_CHECKING:
     import torch

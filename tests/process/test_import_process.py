@@ -34,7 +34,7 @@ def test_import_pulls_in_nothing_heavy() -> None:
     assert "hvdtrain" in loaded
     assert not set(HEAVY) & set(loaded)
     assert [name for name in loaded if name.startswith("hvdtrain")] == [
-        "hvdtrain.core", "hvdtrain.core.lazy", "hvdtrain.core.version", "hvdtrain",
+        "hvdtrain.core", "hvdtrain.core.version", "hvdtrain",
     ]  # fmt: skip
 
 

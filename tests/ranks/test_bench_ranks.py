@@ -13,8 +13,8 @@ from harness import run_ranks
 from matplotlib.image import imread
 
 from hvdtrain.bench import compared, train
-from hvdtrain.core import stats
 from hvdtrain.core.errors import HvdtrainError
+from hvdtrain.runs import stats
 
 
 def test_report_says_when_the_target_is_missed() -> None:

@@ -28,7 +28,7 @@ from hvdtrain.bench.turns import InterleavedJobs, launched
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.flags import positive, whole
 from hvdtrain.core.startup import find_modules
-from hvdtrain.core.stats import rotated
+from hvdtrain.runs.stats import rotated
 
 LEAST_FACTOR = 4  # three sizes: two to fit, one between
 BLOCK_S, MOST_REPEATS = 0.1, 200

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdtrain.bench.comm.model import COUNTS, crossings
 from hvdtrain.bench.report import measured_on, versions
-from hvdtrain.core import stats
+from hvdtrain.runs import stats
 
 TABLED = 4  # a factor between the sizes of a table: all are in the file
 FIT_TARGET = 0.15

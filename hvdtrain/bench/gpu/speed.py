@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.bench.gpu.found import Goal, arguments, main, say
-from hvdtrain.core import stats
+from hvdtrain.runs import stats
 from hvdtrain.torch.engine import device_of
 
 CLASSES, OVERHEAD = 1000, 1.01

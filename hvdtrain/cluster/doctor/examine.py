@@ -23,8 +23,8 @@ from hvdtrain.cluster.doctor.network import Folder, Links
 from hvdtrain.cluster.doctor.sessions import Sessions
 from hvdtrain.cluster.launch.job import Job
 from hvdtrain.cluster.ssh import SshProblem
-from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.runs import stats
 
 FLOW_S = 0.2
 # packets that a firewall drops are given up after that

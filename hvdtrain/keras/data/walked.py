@@ -11,9 +11,9 @@ import numpy as np
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from hvdtrain.core.data.records import Head, Noted, check_ends, head
-from hvdtrain.core.data.streams import StreamPlan, StreamStep, walk
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.records import Head, Noted, check_ends, head
+from hvdtrain.core.streams import StreamPlan, StreamStep, walk
 from hvdtrain.core.world import World
 from hvdtrain.keras.data.drawing import OwnRng
 from hvdtrain.keras.data.loader import Loader, for_tensorflow

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.errors import ConfigError, is_out_of_memory
-from hvdtrain.core.stats import Interval, mean_of, ratio_of_means, rotated
 from hvdtrain.pipeline.plan.schedule import Schedule, micro_batch_sizes, usual_counts
 from hvdtrain.pipeline.tuning.plots import SplitCurve
 from hvdtrain.pipeline.tuning.search import REFERENCE, Search
+from hvdtrain.runs.stats import Interval, mean_of, ratio_of_means, rotated
 
 if TYPE_CHECKING:
     from torch import Tensor

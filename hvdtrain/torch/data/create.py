@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hvdtrain.core import same_data
-from hvdtrain.core.data.records import BATCH_SAMPLER, SAMPLER, STREAM, check_heads, stream_of
-from hvdtrain.core.data.streams import StreamPlan
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.records import BATCH_SAMPLER, SAMPLER, STREAM, check_heads, stream_of
 from hvdtrain.core.resources import usable_cores, workers_for
 from hvdtrain.core.sharding import Plan
+from hvdtrain.core.streams import StreamPlan
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.memory import Memory, Rows, memory_of

@@ -15,8 +15,8 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
-from hvdtrain.core.data.records import STREAM
 from hvdtrain.core.errors import ConfigError, HvdtrainError
+from hvdtrain.core.records import STREAM
 from hvdtrain.torch.data.forks import worker_context
 
 

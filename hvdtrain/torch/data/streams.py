@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from hvdtrain.core.data.records import STREAM, Head, Kind, Noted, check_ends, head
-from hvdtrain.core.data.streams import StreamPlan, StreamStep, epoch_seed, walk
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.records import STREAM, Head, Kind, Noted, check_ends, head
 from hvdtrain.core.sharding import Step
+from hvdtrain.core.streams import StreamPlan, StreamStep, epoch_seed, walk
 from hvdtrain.core.world import World
 from hvdtrain.torch.data.loader import Loader
 from hvdtrain.torch.data.memory import Memory

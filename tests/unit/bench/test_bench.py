@@ -9,8 +9,8 @@ import pytest
 from bench_arguments import arguments
 
 from hvdtrain.bench import torch_train, train, turns
-from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError, LauncherError
+from hvdtrain.runs import stats
 
 
 def test_ratio_of_pairs_is_blind_to_a_slow_while() -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from hvdtrain.bench import input as bench
 from hvdtrain.bench import keras_input
-from hvdtrain.core import stats
 from hvdtrain.core.engines import SoloEngine
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import ALONE
 from hvdtrain.core.world import World
+from hvdtrain.runs import stats
 
 
 def arguments(*flags: str) -> argparse.Namespace:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.bench import pipeline
-from hvdtrain.core import stats
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.runs import stats
 
 
 def arguments(*flags: str) -> argparse.Namespace:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.core.data.records import HEAD, Noted, head, stream_of
-from hvdtrain.core.data.streams import StreamPlan, StreamStep, walk
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.records import HEAD, Noted, head, stream_of
 from hvdtrain.core.sharding import Plan
+from hvdtrain.core.streams import StreamPlan, StreamStep, walk
 
 
 def steps_of(

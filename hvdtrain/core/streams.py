@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from hvdtrain.core.data.records import STREAM, Kind, Noted
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.records import STREAM, Kind, Noted
 from hvdtrain.core.sharding import Plan, Step, contiguous
 
 if TYPE_CHECKING:
