@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import json
 import os
@@ -75,7 +76,9 @@ class GroupEngine(TensorCollectives):
 
     def shutdown(self) -> None:
         self.barrier()  # rank 0 holds the store that the others still use
-        # whatever still refers to the group when the interpreter ends would end its threads too late, in an abort
+        # whatever still refers to the group when the interpreter ends would end its threads too late, in an abort;
+        # models that nobody has any more go at once, as each that is closed costs a collection of its own
+        gc.collect()
         for model in list(self._models):
             model.close()
         self._models.clear()
