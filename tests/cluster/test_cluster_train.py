@@ -85,7 +85,7 @@ def check_training(done: Result, run_dir: Path, places: set[str], c: Cluster) ->
     ("launcher", "name"),
     [
         ("horovodrun", "keras_mnist"),
-        ("mpirun", "torch_resnet"),
+        pytest.param("mpirun", "torch_resnet", marks=pytest.mark.thorough),
         pytest.param("horovodrun", "torch_resnet", marks=pytest.mark.thorough),
         pytest.param("mpirun", "keras_mnist", marks=pytest.mark.thorough),
     ],
@@ -140,6 +140,7 @@ def test_launch_trains_whatever_the_interfaces_names(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_four_hosts_with_one_rank_each(mixed_hosts: Cluster, programs: dict[str, list[str]], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     program = command(programs, "torch_resnet", run_dir)

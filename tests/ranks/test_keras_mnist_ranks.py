@@ -97,7 +97,12 @@ def check_in_plain_keras(saved: Path, tmp_path: Path, ended: dict[str, Any]) -> 
     ("launcher", "ranks", "flags"),
     [
         ("none", 1, ()),
-        ("mpirun", 2, ("--compression", "fp16", "--lr-scale", "linear", "--no-epochs-divided")),
+        pytest.param(
+            "mpirun",
+            2,
+            ("--compression", "fp16", "--lr-scale", "linear", "--no-epochs-divided"),
+            marks=pytest.mark.thorough,
+        ),
         pytest.param("horovodrun", 4, ("--no-epochs-divided", "--watch-every", "3"), marks=pytest.mark.thorough),
         pytest.param("none", 1, ("--backend", "torch"), marks=pytest.mark.thorough),
         ("horovodrun", 2, ("--backend", "torch")),

@@ -76,7 +76,12 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.fixture(
     scope="module",
-    params=[("horovod", 2), ("horovod", 4), ("ddp", 2), pytest.param(("ddp", 4), marks=pytest.mark.thorough)],
+    params=[
+        ("horovod", 2),
+        pytest.param(("horovod", 4), marks=pytest.mark.thorough),
+        ("ddp", 2),
+        pytest.param(("ddp", 4), marks=pytest.mark.thorough),
+    ],
     ids=lambda param: "-".join(map(str, param)),
 )
 def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,12 +51,13 @@ class DdpModel:
         self._reducer: Reducer | None = None
         self._afterwards: bool | None = None
         self._device = engine.device
+        self._ddp: nn.Module | None = None
         _silence_ddp_warning()
         self._wrap()
 
     def _wrap(self) -> None:
         self._trainable = trainable(self._module)
-        self._ddp: nn.Module | None = None  # before the next one sets its hooks
+        self._drop()  # before the next one sets its hooks
         ddp = DistributedDataParallel(
             _LossCarrier(self._module),
             broadcast_buffers=False,
@@ -120,10 +120,14 @@ class DdpModel:
 
     def close(self) -> None:
         """Ends DDP: its reducer takes its hooks off the parameters when nothing refers to it any more."""
-        self._ddp = None
+        self._drop()
         if self._reducer is not None:
             self._reducer.close()
-        gc.collect()
+
+    def _drop(self) -> None:
+        if self._ddp is not None:
+            vars(self._ddp).clear()  # at once, circles or not; the group too, which must not outlive `shutdown`
+        self._ddp = None
 
 
 def _sum(wire_type: torch.dtype | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

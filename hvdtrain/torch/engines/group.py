@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import itertools
 import json
 import os
@@ -76,9 +75,7 @@ class GroupEngine(TensorCollectives):
 
     def shutdown(self) -> None:
         self.barrier()  # rank 0 holds the store that the others still use
-        # whatever still refers to the group when the interpreter ends would end its threads too late, in an abort;
-        # models that nobody has any more go at once, as each that is closed costs a collection of its own
-        gc.collect()
+        # whatever still refers to the group when the interpreter ends would end its threads too late, in an abort
         for model in list(self._models):
             model.close()
         self._models.clear()
