@@ -7,17 +7,13 @@ from typing import Any
 
 import libcst as cst
 
+from hvdtrain.migrate.keras_names import binds, callers, for_many, reaching, uses_of
 from hvdtrain.migrate.plan import (
     Plan,
     assignments,
-    binds,
-    callers,
     condition_above,
-    for_many,
-    reaching,
     statement_of,
     target_of,
-    uses_of,
 )
 from hvdtrain.migrate.source import KERAS_SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import libcst as cst
 
 from hvdtrain.migrate.plan import Plan, own_nodes, target_of
-from hvdtrain.migrate.source import Flow, Source, calls, code, is_chain, literal, runs_later, tail, walk
-from hvdtrain.migrate.torch_calls import without_gradients
+from hvdtrain.migrate.source import Source, calls, code, is_chain, literal, runs_later, tail, walk
 
 _PURE = ("len", "int", "float", "max", "min", "ceil", "floor", "size", "numel")
 
@@ -400,98 +397,3 @@ def _negated(test: cst.BaseExpression) -> str:
         if isinstance(target.operator, cst.Equal):
             return f"{code(test.left)} != {code(target.comparator)}"
     return f"not ({code(test)})"
-
-
-# -- what happened last on the ways to a node -----------------------------------------------------------------------
-_LEAVES = (cst.Return, cst.Raise, cst.Continue, cst.Break)
-_BLOCKS = (cst.SimpleStatementLine, cst.SimpleStatementSuite, cst.IndentedBlock, cst.Module)
-NOBODYS = "?"  # of a function that nothing here calls
-
-
-class Paths:
-    """What may have happened last on the ways to a node, back to the beginning of its loop; "" for nothing."""
-
-    def __init__(self, source: Source, flow: Flow, event: Callable[[cst.Call], str]) -> None:
-        self._source, self._flow, self._event = source, flow, event
-        self._known: dict[cst.FunctionDef, set[str]] = {}
-
-    def before(self, node: cst.CSTNode, within: cst.CSTNode | None = None) -> set[str]:
-        """Goes back from a node; not out of the function `within`."""
-        found = self._calls(one for one in calls(node, now=True) if one is not node)
-        at, up = node, self._source.parent(node)
-        while "" in found and up is not None:
-            if isinstance(up, _BLOCKS):
-                body: list[Any] = list(up.body)
-                found = _behind(found, self._block(body[: next(i for i, one in enumerate(body) if one is at)]))
-            elif isinstance(up, (cst.For, cst.While)) and at is up.body:
-                return found
-            elif isinstance(up, cst.With) and at is up.body:
-                found = _behind(found, self._calls(one for item in up.items for one in calls(item)))
-            elif isinstance(up, cst.FunctionDef):
-                return found if up is within else _behind(found, self._callers(up))
-            elif isinstance(up, cst.Lambda):
-                return found
-            at, up = up, self._source.parent(up)
-        return found
-
-    def _callers(self, function: cst.FunctionDef) -> set[str]:
-        sites = [call for call in calls(self._source.module) if function in self._flow.called(call)]
-        if not sites:
-            return {""} if any(map(self._event, calls(function.body))) else {NOBODYS}
-        if function in self._known:
-            return self._known[function]
-        self._known[function] = {""}  # one that calls itself
-        found = set().union(*(self.before(site) for site in sites))
-        del self._known[function]
-        return found
-
-    def _calls(self, found: Iterable[cst.Call]) -> set[str]:
-        last = {""}
-        for call in reversed(list(found)):
-            if "" in last:
-                word = self._event(call)
-                last = _behind(last, {word} if word else self._called(call))
-        return last
-
-    def _called(self, call: cst.Call) -> set[str]:
-        functions = [] if without_gradients(self._source, call) else self._flow.called(call)
-        return set().union(*map(self._function, functions)) if functions else {""}
-
-    def _function(self, function: cst.FunctionDef) -> set[str]:
-        """What has happened last when it returns."""
-        if function not in self._known:
-            self._known[function] = {""}
-            ends = [node for node in walk(function.body) if isinstance(node, cst.Return)]
-            ends = [node for node in ends if self._source.function(node) is function]
-            found = self._of(function.body).union(*(self.before(node, function) for node in ends))
-            del self._known[function]
-            return found
-        return self._known[function]
-
-    def _block(self, statements: Sequence[cst.CSTNode]) -> set[str]:
-        found = {""}
-        for one in reversed(statements):
-            if "" not in found:
-                break
-            found = _behind(found, self._of(one))
-        return found
-
-    def _of(self, node: cst.CSTNode) -> set[str]:
-        if isinstance(node, _BLOCKS):
-            return self._block(list(node.body))
-        if isinstance(node, _LEAVES):
-            return set()
-        if isinstance(node, cst.If):
-            found = self._of(node.body) | (self._of(node.orelse) if node.orelse is not None else {""})
-            return _behind(found, self._calls(calls(node.test, now=True)))
-        if isinstance(node, (cst.For, cst.While)):  # which are taken to turn once at least
-            return self._of(node.body) or {""}
-        if isinstance(node, cst.With):
-            return _behind(self._of(node.body), self._calls(one for item in node.items for one in calls(item)))
-        if isinstance(node, (cst.Else, cst.Try)):
-            return self._of(node.body)
-        return self._calls(calls(node, now=True))
-
-
-def _behind(later: set[str], earlier: set[str]) -> set[str]:
-    return (later - {""}) | earlier if "" in later else later
