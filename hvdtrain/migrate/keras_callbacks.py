@@ -7,13 +7,14 @@ from typing import Any
 import libcst as cst
 
 from hvdtrain.migrate.keras_names import binds, callers, for_many, reaching, uses_of, value_of
-from hvdtrain.migrate.keras_wrapping import arguments_of, keras_of, then
-from hvdtrain.migrate.plan import Plan, statement_of, target_of
+from hvdtrain.migrate.keras_wrapping import keras_of, then
+from hvdtrain.migrate.plan import Plan, arguments_of, statement_of, target_of
 from hvdtrain.migrate.ranks import SEEDS, ranks
-from hvdtrain.migrate.source import Source, calls, code, is_chain, literal, tail, walk
+from hvdtrain.migrate.source import Source, calls, code, find, is_chain, literal, owner_of, tail, walk
 
 # hvdtrain's own callbacks do what these do
 _REPLACED = ("callbacks.BroadcastGlobalVariablesCallback", "callbacks.MetricAverageCallback")
+_ADDS = ("append", "extend", "insert")
 _OTHERWISE = (
     "hvd.{} is moved out of a list of which can be told which model.fit is given it (callbacks=): made, added to,"
     " returned, and not used in another way, under no condition but `if hvd.size() > 1:`"
@@ -80,7 +81,7 @@ def _goes(plan: Plan, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]
     source = plan.source
     outer = source.parent(node)
     if isinstance(outer, cst.Arg) and isinstance(to := source.parent(outer), cst.Call):
-        if is_fit(to) and _given(to) is outer:
+        if _is_fit(to) and _given(to) is outer:
             return [to]
         return (
             _goes(plan, to, call, seen) if code(to.func) in ("list", "tuple") else _added_to(plan, to, node, call, seen)
@@ -95,8 +96,7 @@ def _goes(plan: Plan, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]
         return None if found is None or None in found else [fit for fits in found for fit in fits or ()]
     if isinstance(outer, cst.AugAssign) and isinstance(outer.operator, cst.AddAssign):
         return _held(plan, outer.target, node, call, seen)
-    statement = source.statement(node)
-    target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
+    target, value = target_of(source.statement(node))
     return _held(plan, target, node, call, seen) if value is node and target is not None else None
 
 
@@ -104,9 +104,8 @@ def _added_to(
     plan: Plan, to: cst.Call, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]
 ) -> list[cst.Call] | None:
     """The same of what `append`, `extend` or `insert` is given."""
-    if isinstance(to.func, cst.Attribute) and tail(to.func) in ("append", "extend", "insert"):
-        return _held(plan, to.func.value, node, call, seen)
-    return None
+    name = owner_of(to, *_ADDS)
+    return None if name is None else _held(plan, name, node, call, seen)
 
 
 def _held(
@@ -142,9 +141,8 @@ def _held(
 
 def _is_added_to(source: Source, node: cst.CSTNode) -> bool:
     outer = source.parent(node)
-    call = source.parent(outer) if isinstance(outer, cst.Attribute) and outer.value is node else None
-    adds = isinstance(outer, cst.Attribute) and tail(outer) in ("append", "extend", "insert")
-    return adds and isinstance(call, cst.Call) and isinstance(source.parent(call), cst.Expr)
+    call = source.parent(outer) if outer is not None else None
+    return owner_of(call, *_ADDS) is node and call is not None and isinstance(source.parent(call), cst.Expr)
 
 
 def _holds(plan: Plan, target: cst.CSTNode | None, call: cst.Call, name: cst.CSTNode) -> bool:
@@ -238,14 +236,9 @@ def _given(fit: cst.Call) -> cst.Arg:
     return next(arg for arg in fit.args if literal(arg.keyword) == "callbacks")
 
 
-def is_fit(call: cst.Call) -> bool:
+def _is_fit(call: cst.Call) -> bool:
     """Whether it is `model.fit(..., callbacks=...)`, of a model that has a name."""
-    return (
-        isinstance(call.func, cst.Attribute)
-        and tail(call.func) == "fit"
-        and is_chain(call.func.value)
-        and any(literal(arg.keyword) == "callbacks" for arg in call.args)
-    )
+    return is_chain(owner_of(call, "fit")) and any(literal(arg.keyword) == "callbacks" for arg in call.args)
 
 
 def _note_what_is_new(plan: Plan, fit: cst.Call, theirs: list[cst.Call]) -> None:
@@ -297,8 +290,8 @@ def note_differences(plan: Plan) -> None:
 def _note_readers(plan: Plan, fits: dict[cst.Call, list[cst.Call]]) -> None:
     """Callbacks that went by their own rank's logs; and those that change one rank's weights before the broadcast."""
     source = plan.source
-    own = {node.name.value: node for node in walk(source.module) if isinstance(node, cst.ClassDef)}
-    own = {name: node for name, node in own.items() if any(tail(base.value) == "Callback" for base in node.bases)}
+    classes = find(source.module, cst.ClassDef)
+    own = {node.name.value: node for node in classes if any(tail(base.value) == "Callback" for base in node.bases)}
     for call in calls(source.module):
         name, short = source.qualified(call.func), tail(call.func)
         reads = short in _READERS or any(
@@ -313,7 +306,7 @@ def _note_readers(plan: Plan, fits: dict[cst.Call, list[cst.Call]]) -> None:
             plan.note(call, _AVERAGED.format(code(call.func)))
     for node in own.values():
         for begins in _methods(node, "on_train_begin"):
-            of_one_rank = any(source.qualified(one) == plan.prefix + "rank" for one in walk(begins))
+            of_one_rank = source.mentions(begins, plan.prefix + "rank")
             loads = [call for call in calls(begins) if tail(call.func) in _LOADS]
             if of_one_rank and loads:
                 plan.refuse(loads[0], "hvk.callbacks(model), which send rank 0's, stand first in fit: load before fit")

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import libcst as cst
 
+from hvdtrain.migrate import ranks
 from hvdtrain.migrate.keras_callbacks import move_callbacks, note_differences, seed_each_rank
-from hvdtrain.migrate.keras_wrapping import arguments_of
-from hvdtrain.migrate.plan import Plan
-from hvdtrain.migrate.ranks import (
-    RUN_REASON,
-    Arguments,
-    attribute,
-    initialized,
-    method,
-    move_run,
-    object_of,
-    ranks,
-    root_of,
-    shutdown,
-    uses,
-)
-from hvdtrain.migrate.source import KERAS_SIGNATURES, bind, code, literal
+from hvdtrain.migrate.plan import Plan, arguments_of
+from hvdtrain.migrate.ranks import Arguments, Handler, attribute, initialized, method, object_of, shutdown
+from hvdtrain.migrate.source import code, literal
 
 # they set the optimizer's learning rate, and nothing else
 _KEPT = ("callbacks.LearningRateWarmupCallback", "callbacks.LearningRateScheduleCallback")
@@ -36,11 +22,10 @@ _REASONS = {
     "elastic": "elastic state has no counterpart: hvdtrain resumes from checkpoints, exactly, at any number of ranks"
     " (hvdtrain.Checkpointer, hvdtrain launch --max-restarts)",
     "callbacks.BestModelCheckpoint": "write keras.callbacks.ModelCheckpoint(..., save_best_only=True), on rank 0",
-    "add_process_set": "process sets: hvdtrain trains one model on all ranks",
-    "remove_process_set": "process sets: hvdtrain trains one model on all ranks",
     "allgather": "hvd.allgather has no counterpart of its form: world.gather(value) is a list of all ranks' values",
-    "ProcessSet": "process sets: hvdtrain trains one model on all ranks",
-    "horovod.run": RUN_REASON,
+    **dict.fromkeys(("add_process_set", "remove_process_set", "ProcessSet"), ranks.SETS_REASON),
+    "horovod.run": ranks.RUN_REASON,
+    "": "has no counterpart in hvdtrain",
 }
 
 
@@ -54,26 +39,11 @@ def kept_imports(plan: Plan) -> dict[str, str]:
 
 def move_rest(plan: Plan) -> None:
     """Moves every use of Horovod that is left, or refuses it."""
-    source = plan.source
     move_callbacks(plan)
     note_differences(plan)
     seed_each_rank(plan)
-    for node, meaning in uses(plan):
-        outer, short = source.parent(node), meaning.removeprefix(plan.prefix)
-        called = outer if isinstance(outer, cst.Call) and outer.func is node else None
-        if called is not None and short in _HANDLERS:
-            _move_call(plan, called, short)
-        elif called is not None and short == "horovod.run":
-            move_run(plan, called)
-        elif short in ("Compression.fp16", "Compression.none"):
-            plan.replace(node, '"fp16"' if short.endswith("fp16") else "None")
-        elif short in _KEPT:
-            _keep(plan, node, short)
-        elif short in (plan.module, "horovod"):
-            plan.refuse(node, f"{code(node)} itself as a value: what is done with it cannot be told")
-        else:
-            reason = next((text for begin, text in _REASONS.items() if short.startswith(begin)), "")
-            plan.refuse(node, reason or f"{code(node)} has no counterpart in hvdtrain")
+    movers = dict.fromkeys(_HANDLERS, _move_call) | {"horovod.run": ranks.move_run}
+    ranks.move_rest(plan, movers, _REASONS, dict.fromkeys(_KEPT, _keep))
 
 
 def _keep(plan: Plan, node: cst.CSTNode, short: str) -> None:
@@ -87,7 +57,7 @@ def _keep(plan: Plan, node: cst.CSTNode, short: str) -> None:
 # -- the rest ----------------------------------------------------------------------------------------------------
 def _move_call(plan: Plan, call: cst.Call, name: str) -> None:
     arguments = arguments_of(plan, call, name)
-    if arguments is not None and name != "init":
+    if arguments is not None:
         plan.settle(arguments.get("compression"))
         _HANDLERS[name](plan, call, name, arguments)
 
@@ -97,14 +67,9 @@ def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> N
     if plan.module == "horovod.tensorflow":
         plan.refuse(call, "hvd.broadcast of a tensor: world.broadcast is of what can be pickled")
         return
-    world = ranks(plan, call)
-    plan.note(call, f"{world}.broadcast gives what rank 0 has, as it is; Horovod's made an array of it")
-
-    def written(updated: cst.Call) -> str:
-        found = bind(updated, name, KERAS_SIGNATURES) or {}
-        return f"{world}.broadcast({code(found['value'])}{root_of(found)})"
-
-    plan.replace(call, written)
+    does = f"{ranks.ranks(plan, call)}.broadcast"
+    plan.note(call, f"{does} gives what rank 0 has, as it is; Horovod's made an array of it")
+    ranks.send(plan, call, name, does)
 
 
 def _number(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
@@ -123,18 +88,18 @@ def _number(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None
         return
     plan.settle(op)
     does = "sum" if found == "Sum" or (op is None and average == "False") else "mean"
-    world, key = ranks(plan, call), literal(arguments.get("name"))
+    world, key = ranks.ranks(plan, call), literal(arguments.get("name"))
     key = key if isinstance(arguments.get("name"), cst.SimpleString) else '"value"'
     plan.note(call, f"world.{does} is of numbers: where this is an array, or in a graph, it raises")
 
     def written(updated: cst.Call) -> str:
-        value = code((bind(updated, name, KERAS_SIGNATURES) or {})["value"])
+        value = code(plan.bind(updated, name)["value"])
         return f"{world}.{does}({{{key}: {value}}})[{key}]"
 
     plan.replace(call, written)
 
 
-_HANDLERS: dict[str, Callable[[Plan, cst.Call, str, Arguments], None]] = {
+_HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("rank", "size", "local_rank", "local_size"), attribute),
     "allreduce": _number,
     "broadcast": _broadcast,

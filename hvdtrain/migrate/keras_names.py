@@ -29,8 +29,7 @@ def uses_of(source: Source, name: cst.CSTNode) -> list[cst.CSTNode]:
     return [
         node
         for node in walk(source.module)
-        if isinstance(node, (cst.Name, cst.Attribute))
-        and tail(node) == tail(name)
+        if tail(node) == tail(name)
         and is_chain(node)
         and code(node) == text
         and not isinstance(source.parent(node), (cst.Param, cst.Nonlocal, cst.Global, cst.NameItem))
@@ -52,8 +51,7 @@ def binds(source: Source, node: cst.CSTNode) -> bool:
 
 def value_of(source: Source, target: cst.CSTNode) -> cst.BaseExpression | None:
     """What is assigned to a name, where it alone is assigned to."""
-    statement = source.statement(target)
-    found, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
+    found, value = target_of(source.statement(target))
     return value if found is target else None
 
 

@@ -9,7 +9,19 @@ from typing import Any
 import libcst as cst
 from libcst import metadata
 
-from hvdtrain.migrate.source import Finding, Source, Statement, children, code, is_chain, walk
+from hvdtrain.migrate.source import (
+    KERAS_SIGNATURES,
+    SIGNATURES,
+    Finding,
+    Source,
+    Statement,
+    bind,
+    calls,
+    children,
+    code,
+    is_chain,
+    walk,
+)
 
 Expression = Callable[[Any], cst.BaseExpression]
 Statements = Callable[[Any], Sequence[Any]]
@@ -99,6 +111,19 @@ class Plan:
     @property
     def framework(self) -> str:
         return "torch" if self.module == "horovod.torch" else "keras"
+
+    @property
+    def signatures(self) -> Mapping[str, str]:
+        """The parameters of Horovod's functions, by the names of these."""
+        return SIGNATURES if self.framework == "torch" else KERAS_SIGNATURES
+
+    def bind(self, call: cst.Call, name: str) -> dict[str, cst.BaseExpression]:
+        """The arguments of a call of Horovod's function `name`, which can be told."""
+        return bind(call, name, self.signatures) or {}
+
+    def calls(self, name: str) -> list[cst.Call]:
+        """The calls of Horovod's function `name`."""
+        return [call for call in calls(self.source.module) if self.source.qualified(call.func) == self.prefix + name]
 
     def refuse(self, node: cst.CSTNode, reason: str) -> None:
         self.refused.add(Finding(self.source.line(node), reason))
@@ -217,6 +242,18 @@ def _begins_blank(statement: Any) -> bool:
     return bool(statement.leading_lines) and not statement.leading_lines[0].comment
 
 
+def arguments_of(plan: Plan, call: cst.Call, name: str) -> dict[str, cst.BaseExpression] | None:
+    """A call's arguments; None, and refused, where they cannot be told."""
+    found = bind(call, name, plan.signatures)
+    if found is None or set(found) - set(plan.signatures[name].split()):
+        plan.refuse(call, f"the arguments of hvd.{name} cannot be told")
+        return None
+    for other in found.values():
+        if plan.source.qualified(other) == plan.prefix + "global_process_set":
+            plan.settle(other)
+    return found
+
+
 def statement_of(plan: Plan, call: cst.CSTNode, what: str) -> cst.SimpleStatementLine | None:
     """The line of its own that a call is; None, and refused, where it is a part of something else."""
     source = plan.source
@@ -240,8 +277,10 @@ def condition_above(source: Source, node: cst.CSTNode) -> cst.CSTNode | None:
     return None
 
 
-def target_of(statement: cst.SimpleStatementLine) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
-    """(what is assigned to, what is assigned) of `name = value`; (None, value) of `return value`."""
+def target_of(statement: cst.CSTNode | None) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
+    """(what is assigned to, what is assigned) of `name = value`; (None, value) of `return value`; else two None."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return None, None
     [small] = statement.body if len(statement.body) == 1 else [None]
     if isinstance(small, cst.Assign) and len(small.targets) == 1:
         return small.targets[0].target, small.value
@@ -257,11 +296,16 @@ def assignments(source: Source, name: str, before: cst.CSTNode) -> list[cst.Base
     function, line = source.function(before), source.line(before)
     found = []
     for node in own_nodes(function):
-        if isinstance(node, cst.SimpleStatementLine) and source.line(node) < line and len(node.body) == 1:
+        if isinstance(node, cst.SimpleStatementLine) and source.line(node) < line:
             target, value = target_of(node)
-            if target is not None and value is not None and is_chain(target) and code(target) == name:
+            if value is not None and is_chain(target) and code(target) == name:
                 found.append(value)
     return found[::-1]
+
+
+def made_of(source: Source, node: cst.BaseExpression | None, before: cst.CSTNode) -> cst.BaseExpression | None:
+    """What a name was last given above a node, in the same function; what is no name, itself."""
+    return next(iter(assignments(source, code(node), before)), None) if is_chain(node) else node
 
 
 def own_nodes(function: cst.CSTNode) -> list[cst.CSTNode]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import libcst as cst
 from libcst import metadata
 
 Statement: TypeAlias = "cst.SimpleStatementLine | cst.BaseCompoundStatement"
+Node = TypeVar("Node", bound=cst.CSTNode)
 _BLANK = cst.Module([])
 
 
@@ -34,11 +35,18 @@ def tail(node: cst.CSTNode) -> str:
     return node.value if isinstance(node, cst.Name) else ""
 
 
-def is_chain(node: cst.CSTNode) -> bool:
+def is_chain(node: cst.CSTNode | None) -> TypeGuard[cst.Name | cst.Attribute]:
     """Whether it is a name with attributes, and no call among them."""
     while isinstance(node, cst.Attribute):
         node = node.value
     return isinstance(node, cst.Name)
+
+
+def owner_of(node: cst.CSTNode | None, *methods: str) -> cst.BaseExpression | None:
+    """Whose method a call is of: `loss` of `loss.backward()`; None of another method, or of no call of one."""
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in methods:
+        return node.func.value
+    return None
 
 
 def literal(node: cst.CSTNode | None) -> str:
@@ -115,13 +123,26 @@ class Source:
 
     def names(self) -> set[str]:
         """Every identifier of the script."""
-        return {node.value for node in walk(self.module) if isinstance(node, cst.Name)}
+        return names_in(self.module)
+
+    def definitions(self) -> set[str]:
+        """The names of its functions and classes."""
+        return {node.name.value for node in walk(self.module) if isinstance(node, (cst.FunctionDef, cst.ClassDef))}
+
+    def mentions(self, node: cst.CSTNode, name: str) -> bool:
+        """Whether something in a node stands for a name, as `qualified` has it."""
+        return any(self.qualified(one) == name for one in walk(node))
+
+    def is_above(self, node: cst.CSTNode, other: cst.CSTNode) -> bool:
+        """Whether a node stands above another one, in the same function."""
+        return self.line(node) < self.line(other) and self.function(node) is self.function(other)
 
     def variables(self) -> set[str]:
         """The same without those of attributes."""
-        found = (node for node in walk(self.module) if isinstance(node, cst.Name))
         return {
-            node.value for node in found if not (isinstance(up := self.parent(node), cst.Attribute) and up.attr is node)
+            node.value
+            for node in find(self.module, cst.Name)
+            if not (isinstance(up := self.parent(node), cst.Attribute) and up.attr is node)
         }
 
 
@@ -137,6 +158,16 @@ def walk(node: cst.CSTNode, into: Callable[[cst.CSTNode], bool] = lambda node: T
     if into(node):
         for child in children(node):
             yield from walk(child, into)
+
+
+def find(node: cst.CSTNode, kind: type[Node]) -> Iterator[Node]:
+    """Yields those of one kind."""
+    return (one for one in walk(node) if isinstance(one, kind))
+
+
+def names_in(node: cst.CSTNode) -> set[str]:
+    """Every identifier in a node."""
+    return {name.value for name in find(node, cst.Name)}
 
 
 def runs_later(node: cst.CSTNode) -> bool:

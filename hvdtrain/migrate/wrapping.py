@@ -8,11 +8,10 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.plan import HVDTRAIN, Plan, Target, assignments, condition_above, target_of
-from hvdtrain.migrate.source import SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
+from hvdtrain.migrate.plan import HVDTRAIN, Plan, Target, condition_above, made_of, target_of
+from hvdtrain.migrate.source import SIGNATURES, Source, bind, calls, code, find, is_chain, literal, owner_of, tail, walk
 from hvdtrain.migrate.training import Optimizers, trainers, trains
 
-_WRAPPER = "horovod.torch.DistributedOptimizer"
 _NORM = "horovod.torch.SyncBatchNorm"
 _BROADCASTS = ("horovod.torch.broadcast_parameters", "horovod.torch.broadcast_optimizer_state")
 _ENDS = 'if {}:\n    raise SystemExit("{} averages gradients, and has no Adasum")'
@@ -59,16 +58,11 @@ class Wrap:
             optimizers.makers[function.name.value] = {-1: literal(passes)}
 
 
-def wraps_of(source: Source) -> list[cst.Call]:
-    """Every call of DistributedOptimizer."""
-    return [call for call in calls(source.module) if source.qualified(call.func) == _WRAPPER]
-
-
 def move_wraps(plan: Plan) -> Optimizers:
     """Moves every wrapped optimizer of a script; returns what is known of its optimizers."""
     source, optimizers = plan.source, Optimizers()
     norms = _norms(plan)
-    for call in wraps_of(source):
+    for call in plan.calls("DistributedOptimizer"):
         plan.settle(call.func)
         wrap = read(plan, call)
         if wrap is None:
@@ -88,8 +82,8 @@ def move_wraps(plan: Plan) -> Optimizers:
 
 def _move_questions(plan: Plan, adasum: str) -> None:
     """`if args.use_adasum and hvd.nccl_built()`, as Horovod's examples have it, asks for Adasum alone."""
-    for node in walk(plan.source.module):
-        if isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.And):
+    for node in find(plan.source.module, cst.BooleanOperation):
+        if isinstance(node.operator, cst.And):
             asked = isinstance(node.right, cst.Call) and plan.source.qualified(node.right.func)
             if code(node.left) == adasum and asked == "horovod.torch.nccl_built":
                 plan.settle(node.right)
@@ -100,8 +94,8 @@ def _norms(plan: Plan) -> tuple[cst.IfExp, bool] | None:
     """`hvd.SyncBatchNorm if ... else nn.BatchNorm2d`, where it is all that a script has of Horovod's; and whether the
     first is Horovod's."""
     source = plan.source
-    wraps = wraps_of(source)
-    uses = [node for node in walk(source.module) if is_chain(node) and source.qualified(node) == _NORM]
+    wraps = plan.calls("DistributedOptimizer")
+    uses = [node for node in walk(source.module) if source.qualified(node) == _NORM]
     if len(wraps) != 1 or len(uses) != 1:
         return None
     choice = source.parent(uses[0])
@@ -123,7 +117,7 @@ def read(plan: Plan, call: cst.Call) -> Wrap | None:
     """What a call of DistributedOptimizer wraps; None, and refused, where it cannot be told, or moved."""
     source = plan.source
     statement = source.statement(call)
-    target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
+    target, value = target_of(statement)
     named = target is None or is_chain(target)
     if value is not call or not named or not isinstance(statement, cst.SimpleStatementLine):
         plan.refuse(call, "DistributedOptimizer is moved where it is assigned to one name, or returned")
@@ -157,9 +151,8 @@ def read(plan: Plan, call: cst.Call) -> Wrap | None:
 def is_parameter(source: Source, node: cst.CSTNode, name: str) -> bool:
     """Whether a name is one of those that the function of a node is called with."""
     function = source.function(node)
-    return isinstance(function, cst.FunctionDef) and any(
-        isinstance(one, cst.Param) and one.name.value == name for one in walk(function.params)
-    )
+    given = find(function.params, cst.Param) if isinstance(function, cst.FunctionDef) else ()
+    return any(one.name.value == name for one in given)
 
 
 def _adasum_test(source: Source, op: cst.BaseExpression) -> str | None:
@@ -200,16 +193,12 @@ def _check_arguments(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseEx
 
 def _model(source: Source, statement: cst.SimpleStatementLine, arguments: dict[str, cst.BaseExpression]) -> str | None:
     """The model, as text: of its named parameters, or else of those that the optimizer was made of."""
-    named = arguments.get("named_parameters")
-    if named is not None and is_chain(named):
-        named = next(iter(assignments(source, code(named), statement)), None)
+    named = made_of(source, arguments.get("named_parameters"), statement)
     if named is not None and (found := _owner(named, "named_parameters")) is not None:
         return found
     if "named_parameters" in arguments and code(arguments["named_parameters"]) != "None":
         return None
-    made: cst.BaseExpression | None = arguments["optimizer"]
-    if made is not None and is_chain(made):
-        made = next(iter(assignments(source, code(made), statement)), None)
+    made = made_of(source, arguments["optimizer"], statement)
     if isinstance(made, cst.Call) and made.args:
         return _owner(made.args[0].value, "parameters")
     return None
@@ -221,14 +210,10 @@ def _owner(node: cst.BaseExpression, method: str) -> str | None:
         node = node.args[0].value
     if not isinstance(node, cst.Call) or any(literal(arg.keyword) != "prefix" for arg in node.args):
         return None
-    if isinstance(node.func, cst.Attribute):
-        owner = node.func.value
-        inner = owner
-        while isinstance(inner, cst.Subscript):
-            inner = inner.value
-        if node.func.attr.value == method and is_chain(inner):
-            return code(owner)
-    return None
+    inner = owner = owner_of(node, method)
+    while isinstance(inner, cst.Subscript):
+        inner = inner.value
+    return code(owner) if owner is not None and is_chain(inner) else None
 
 
 def _place(plan: Plan, wrap: Wrap) -> None:
@@ -291,11 +276,10 @@ def _is_of(plan: Plan, call: cst.Call, model: str, optimizers: set[str]) -> bool
 
 def _reads(source: Source, statement: cst.CSTNode, model: str) -> bool:
     """Whether a statement may use what a model holds: a copy, a teacher; all but what makes an optimizer of it."""
-    own = {node.name.value for node in walk(source.module) if isinstance(node, (cst.FunctionDef, cst.ClassDef))}
-    if isinstance(statement, cst.SimpleStatementLine):
-        _, value = target_of(statement)
-        if isinstance(value, cst.Call) and source.qualified(value.func).startswith("torch.optim."):
-            return False
+    own = source.definitions()
+    _, value = target_of(statement)
+    if isinstance(value, cst.Call) and source.qualified(value.func).startswith("torch.optim."):
+        return False
     return any(is_chain(node) and code(node) == model for node in walk(statement)) or any(
         isinstance(call.func, cst.Name) and call.func.value in own for call in calls(statement)
     )
@@ -306,10 +290,9 @@ def _touches(source: Source, statement: cst.CSTNode, texts: set[str]) -> bool:
     scheduler."""
     if isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
         return False
-    if isinstance(statement, cst.SimpleStatementLine):
-        _, value = target_of(statement)
-        if isinstance(value, cst.Call) and source.qualified(value.func).startswith("torch.optim.lr_scheduler."):
-            return False
+    _, value = target_of(statement)
+    if isinstance(value, cst.Call) and source.qualified(value.func).startswith("torch.optim.lr_scheduler."):
+        return False
     return any(is_chain(node) and code(node) in texts for node in walk(statement))
 
 
@@ -344,12 +327,12 @@ def move_synchronize(plan: Plan, optimizers: Optimizers) -> None:
     for node in walk(plan.source.module):
         if isinstance(node, cst.With) and len(node.items) == 1:
             call = node.items[0].item
-            if isinstance(call, cst.Call) and _is_method(call, "skip_synchronize", optimizers):
+            if _is_method(call, "skip_synchronize", optimizers):
                 around.append(call)
                 plan.statements[node] = _unwrapped
-        elif isinstance(node, cst.Call) and _is_method(node, "skip_synchronize", optimizers) and node not in around:
+        elif _is_method(node, "skip_synchronize", optimizers) and node not in around:
             plan.refuse(node, "optimizer.skip_synchronize() goes where it is all that a `with` has")
-        elif isinstance(node, cst.Call) and _is_method(node, "synchronize", optimizers):
+        elif _is_method(node, "synchronize", optimizers):
             statement = plan.source.statement(node)
             if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
                 plan.remove(statement)
@@ -357,12 +340,9 @@ def move_synchronize(plan: Plan, optimizers: Optimizers) -> None:
                 plan.refuse(node, "optimizer.synchronize() goes where it is a line of its own")
 
 
-def _is_method(call: cst.Call, name: str, optimizers: Optimizers) -> bool:
-    return (
-        isinstance(call.func, cst.Attribute)
-        and tail(call.func) == name
-        and (tail(call.func.value) in optimizers.prepared)
-    )
+def _is_method(call: cst.CSTNode, name: str, optimizers: Optimizers) -> bool:
+    owner = owner_of(call, name)
+    return owner is not None and tail(owner) in optimizers.prepared
 
 
 def _unwrapped(updated: Any) -> Sequence[Any]:

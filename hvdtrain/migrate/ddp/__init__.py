@@ -7,13 +7,13 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate import torch_calls, training, wrapping
+from hvdtrain.migrate import ranks, torch_calls, training, wrapping
 from hvdtrain.migrate.ddp import start, updates
 from hvdtrain.migrate.ddp.calls import HANDLERS, REASONS, move_imports, move_init, names_taken
 from hvdtrain.migrate.ddp.models import Models
 from hvdtrain.migrate.plan import DDP, Plan
 from hvdtrain.migrate.ranks import Arguments
-from hvdtrain.migrate.source import bind, calls, code, is_chain, literal, tail, walk
+from hvdtrain.migrate.source import bind, code, is_chain, literal, walk
 
 __all__ = ["move", "move_imports", "names_taken"]
 
@@ -33,7 +33,7 @@ def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
     move_init(plan)
     start.refuse_variables(plan)
     for node in walk(plan.source.module):
-        if is_chain(node) and plan.source.qualified(node) == _PREFIX + "SyncBatchNorm":
+        if plan.source.qualified(node) == _PREFIX + "SyncBatchNorm":
             plan.needs.add("torch")
             plan.settle(node)
             plan.replace(node, "torch.nn.SyncBatchNorm")
@@ -45,17 +45,15 @@ def move(plan: Plan, imports: Sequence[cst.SimpleStatementLine]) -> None:
             updates.check_pass(plan, optimizers, models, call)
         training.refuse_other_passes(plan)
         updates.refuse_other_updates(plan, optimizers, models)
-        for call in calls(plan.source.module):
-            owner = call.func.value if isinstance(call.func, cst.Attribute) and tail(call.func) == "step" else None
-            if owner is not None and call.args and tail(owner) in optimizers.prepared:
-                plan.refuse(call, "step(closure): Horovod averages before the closure runs, and its ranks part")
+        for call in training.closures(plan.source, optimizers):
+            plan.refuse(call, "step(closure): Horovod averages before the closure runs, and its ranks part")
         wrapping.move_synchronize(plan, optimizers)
-    torch_calls.move_rest(plan, HANDLERS, REASONS)
+    ranks.move_rest(plan, torch_calls.movers(HANDLERS, REASONS), REASONS)
 
 
 def _move_wraps(plan: Plan) -> tuple[training.Optimizers, Models]:
     optimizers, models = training.Optimizers(), Models(plan)
-    for call in wrapping.wraps_of(plan.source):
+    for call in plan.calls("DistributedOptimizer"):
         plan.settle(call.func)
         wrap = wrapping.read(plan, call)
         if wrap is None:

@@ -9,8 +9,8 @@ import libcst as cst
 from hvdtrain.migrate import ranks, torch_calls
 from hvdtrain.migrate.ddp.start import refuse_root
 from hvdtrain.migrate.plan import Plan
-from hvdtrain.migrate.ranks import Arguments, root_of
-from hvdtrain.migrate.source import bind, code, is_chain, literal, tail
+from hvdtrain.migrate.ranks import Arguments, Handler
+from hvdtrain.migrate.source import code, literal, tail
 
 # what the new script imports, by what needs it
 LINES = {
@@ -92,8 +92,7 @@ REASONS = {
     " loop, by hand",
     **dict.fromkeys(("add_process_set", "remove_process_set", "ProcessSet", "global_process_set"), _SETS),
     "horovod.run": "torchrun starts the ranks: take horovod.run away",
-    "synchronize": "handles of operations under way: take the call that waits",
-    "poll": "handles of operations under way: take the call that waits",
+    **dict.fromkeys(("synchronize", "poll"), "handles of operations under way: take the call that waits"),
     "": "has no counterpart in torch.distributed that is moved",
 }
 
@@ -123,12 +122,7 @@ def _of_ranks(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> No
 def _of_objects(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
     does = "broadcast_value" if name == "broadcast_object" else "gather_values"
     plan.needs.add(does)
-
-    def written(updated: cst.Call) -> str:
-        found = bind(updated, name) or {}
-        return f"{does}({code(found['obj'])}{root_of(found)})"
-
-    plan.replace(call, written)
+    ranks.send(plan, call, name, does)
 
 
 def _parameters(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
@@ -139,30 +133,16 @@ def _parameters(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> 
     if refuse_root(plan, call, literal(arguments.get("root_rank"))):
         return
     plan.needs.add("broadcast_state")
-
-    def written(updated: cst.Call) -> str:
-        found = bind(updated, name) or {}
-        return f"broadcast_state({code(found['params'])}{root_of(found)})"
-
-    plan.replace(call, written)
+    ranks.send(plan, call, name, "broadcast_state")
 
 
 def _optimizer_state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
     given = arguments.get("optimizer")
-    if given is None or not is_chain(given):
-        plan.refuse(call, f"hvd.{name} is moved where it is given a name")
-        return
-    plan.needs.add("broadcast_value")
-    owner = code(given)
-
-    def written(updated: cst.Call) -> str:
-        root = root_of(bind(updated, name) or {})
-        return f"{owner}.load_state_dict(broadcast_value({owner}.state_dict(){root}))"
-
-    plan.replace(call, written)
+    if torch_calls.load_state(plan, call, name, given, "broadcast_value"):
+        plan.needs.add("broadcast_value")
 
 
-HANDLERS: dict[str, torch_calls.Handler] = {
+HANDLERS: dict[str, Handler] = {
     **torch_calls.HANDLERS,
     **dict.fromkeys(_RANKS, _of_ranks),
     **dict.fromkeys(("broadcast_object", "allgather_object"), _of_objects),

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import libcst as cst
 
-from hvdtrain.migrate.source import Source, calls, code, is_chain, tail, walk
+from hvdtrain.migrate.source import Source, calls, code, find, is_chain, owner_of, tail, walk
 from hvdtrain.migrate.torch_calls import without_gradients
 
 # where a name is assigned, and the name; attributes are told apart by their last name only
@@ -46,15 +46,14 @@ class Flow:
     def __init__(self, source: Source) -> None:
         self._source = source
         self.functions: dict[str, list[cst.FunctionDef]] = defaultdict(list)
-        for node in walk(source.module):
-            if isinstance(node, cst.FunctionDef):
-                self.functions[self._name(node)].append(node)
+        for function in find(source.module, cst.FunctionDef):
+            self.functions[self._name(function)].append(function)
         self.uses: dict[Variable, list[cst.CSTNode]] = defaultdict(list)
         self.givers: dict[Variable, list[Giver]] = defaultdict(list)
         for node in walk(source.module):
             if isinstance(node, cst.Return) and node.value is not None:
                 self._return(node, node.value)
-            if isinstance(node, (cst.Name, cst.Attribute)) and (known := self.variable(node)) is not None:
+            if (known := self.variable(node)) is not None:
                 self.uses[known].append(node)
             for target, value in _assigned(node):
                 self._give(target, value, node)
@@ -63,7 +62,7 @@ class Flow:
 
     def variable(self, node: cst.CSTNode | None) -> Variable | None:
         """The variable that a node names; None of a keyword, a method that is called, or a name of a module's."""
-        if not isinstance(node, (cst.Name, cst.Attribute)) or not is_chain(node):
+        if not is_chain(node):
             return None
         outer = self._source.parent(node)
         if isinstance(node, cst.Attribute):
@@ -139,8 +138,8 @@ class Flow:
         if isinstance(value, cst.IfExp):
             self._note(known, value.body, site)
             self._note(known, value.orelse, site)
-        elif isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute) and tail(value.func) in SAME:
-            self._note(known, value.func.value, site)
+        elif (same := owner_of(value, *SAME)) is not None:
+            self._note(known, same, site)
         elif isinstance(value, cst.Call):
             self._note_returned(known, value, -1, site)
         else:
@@ -255,8 +254,7 @@ class Paths:
         """What has happened last when it returns."""
         if function not in self._known:
             self._known[function] = {""}
-            ends = [node for node in walk(function.body) if isinstance(node, cst.Return)]
-            ends = [node for node in ends if self._source.function(node) is function]
+            ends = [node for node in find(function.body, cst.Return) if self._source.function(node) is function]
             found = self._of(function.body).union(*(self.before(node, function) for node in ends))
             del self._known[function]
             return found

@@ -6,9 +6,9 @@ import re
 
 import libcst as cst
 
-from hvdtrain.migrate.plan import Plan, assignments, own_nodes
-from hvdtrain.migrate.source import Source, bind, calls, code, is_chain, literal, tail, walk
-from hvdtrain.migrate.wrapping import Wrap, wraps_of
+from hvdtrain.migrate.plan import Plan, assignments, made_of, own_nodes
+from hvdtrain.migrate.source import Source, calls, code, find, is_chain, literal, owner_of
+from hvdtrain.migrate.wrapping import Wrap
 
 # what horovodrun and mpirun tell each rank, and torchrun does not
 _VARIABLES = re.compile("(HOROVOD|OMPI_COMM_WORLD|PMI|PMIX)_((LOCAL|CROSS|NODE)_)?(RANK|SIZE)")
@@ -16,8 +16,8 @@ _VARIABLES = re.compile("(HOROVOD|OMPI_COMM_WORLD|PMI|PMIX)_((LOCAL|CROSS|NODE)_
 
 def refuse_variables(plan: Plan) -> None:
     """Refuses environment variables that no longer tell a rank who it is."""
-    for node in walk(plan.source.module):
-        if isinstance(node, cst.SimpleString) and _VARIABLES.fullmatch(str(node.evaluated_value)):
+    for node in find(plan.source.module, cst.SimpleString):
+        if _VARIABLES.fullmatch(str(node.evaluated_value)):
             plan.refuse(node, f"{code(node)} is not set by torchrun: that sets RANK, WORLD_SIZE, LOCAL_RANK")
 
 
@@ -25,10 +25,8 @@ def check_start(plan: Plan, wrap: Wrap) -> None:
     """Refuses, or tells, what would begin otherwise once an optimizer's model is wrapped."""
     _check_parameters(plan, wrap)
     source = plan.source
-    roots = [
-        call for call in calls(source.module) if source.qualified(call.func) == "horovod.torch.broadcast_parameters"
-    ]
-    given = [literal((bind(call, "broadcast_parameters") or {}).get("params")) for call in roots]
+    roots = plan.calls("broadcast_parameters")
+    given = [literal(plan.bind(call, "broadcast_parameters").get("params")) for call in roots]
     if all(text.startswith(f"{wrap.model}.") and text != f"{wrap.model}.state_dict()" for text in given):
         plan.note(
             wrap.call,
@@ -62,7 +60,7 @@ def refuse_root(plan: Plan, call: cst.Call, root: str) -> bool:
     source = plan.source
     late = any(
         source.function(wrap) is not source.function(call) or source.line(wrap) < source.line(call)
-        for wrap in wraps_of(source)
+        for wrap in plan.calls("DistributedOptimizer")
     )
     if root in ("", "0") or not late:
         return False
@@ -78,9 +76,7 @@ def refuse_root(plan: Plan, call: cst.Call, root: str) -> bool:
 def _check_parameters(plan: Plan, wrap: Wrap) -> None:
     """Horovod averages the gradients that its optimizer steps with; DistributedDataParallel those of a model."""
     source = plan.source
-    made: cst.BaseExpression | None = wrap.optimizer
-    if is_chain(wrap.optimizer):
-        made = next(iter(assignments(source, code(wrap.optimizer), wrap.statement)), None)
+    made = made_of(source, wrap.optimizer, wrap.statement)
     if not isinstance(made, cst.Call) or not made.args:
         return
     kind = _kind(source, made.args[0].value, wrap)
@@ -101,19 +97,15 @@ def _check_parameters(plan: Plan, wrap: Wrap) -> None:
 def _kind(source: Source, node: cst.BaseExpression, wrap: Wrap) -> str:
     """Whose parameters these are: the "whole" model's, of a "part", of an "other" too; "" where it cannot be told."""
     if is_chain(node):
-        grown = any(
-            isinstance(one, cst.Call) and code(one.func) in (f"{code(node)}.append", f"{code(node)}.extend")
-            for one in walk(source.module)
-        )
+        grown = any(code(one.func) in (f"{code(node)}.append", f"{code(node)}.extend") for one in calls(source.module))
         found = assignments(source, code(node), wrap.statement)
         return _kind(source, found[0], wrap) if len(found) == 1 and not grown and not is_chain(found[0]) else ""
     if isinstance(node, cst.Call) and code(node.func) in ("list", "tuple", "iter") and len(node.args) == 1:
         return _kind(source, node.args[0].value, wrap)
     if isinstance(node, cst.Call) and code(node.func) == "filter" and len(node.args) == 2:
         return _fewer(_kind(source, node.args[1].value, wrap), "requires_grad" in code(node.args[0]))
-    if isinstance(node, cst.Call) and tail(node.func) in ("parameters", "named_parameters"):
-        assert isinstance(node.func, cst.Attribute)
-        owner = code(node.func.value)
+    if (named := owner_of(node, "parameters", "named_parameters")) is not None:
+        owner = code(named)
         inner = owner.startswith((f"{wrap.model}.", f"{wrap.model}["))
         return "whole" if owner == wrap.model else "part" if inner else "other"
     if isinstance(node, (cst.ListComp, cst.GeneratorExp)):

@@ -8,7 +8,7 @@ from hvdtrain.migrate import torch_calls, training
 from hvdtrain.migrate.ddp.flow import Paths
 from hvdtrain.migrate.ddp.models import Models
 from hvdtrain.migrate.plan import Plan
-from hvdtrain.migrate.source import calls, code, is_chain, literal, tail, walk
+from hvdtrain.migrate.source import calls, code, is_chain, literal, names_in, owner_of, tail, walk
 
 _AVERAGES = "Horovod averages at the step, DistributedDataParallel in a backward() behind a call of the wrapped model"
 
@@ -62,7 +62,7 @@ def _keep_back(
     first, model = begins
     test = more.removeprefix(", more=")
     block = source.block(statement)
-    names = {node.value for node in walk(cst.parse_expression(test or "None")) if isinstance(node, cst.Name)}
+    names = names_in(cst.parse_expression(test or "None"))
     if any(names & training.stored(one) for one in block[block.index(first) : block.index(statement) + 1]):
         return False
     text = f"with {model}.no_sync():"
@@ -92,12 +92,10 @@ def refuse_other_updates(plan: Plan, optimizers: training.Optimizers, models: Mo
     for node in walk(plan.source.module):
         if _sets_gradients(node):
             plan.refuse(node, f"gradients that are assigned: {_AVERAGES}")
-        if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
-            continue
-        owner = tail(node.func.value)
-        if tail(node.func) == "add_param_group" and (owner in optimizers.prepared or owner in optimizers.wrapped):
+        grown = owner_of(node, "add_param_group")
+        if grown is not None and optimizers.knows(grown):
             plan.refuse(node, "add_param_group: DistributedDataParallel averages the wrapped model's parameters only")
-        name = _stepped(optimizers, node)
+        name = _stepped(optimizers, node) if isinstance(node, cst.Call) else ""
 
         def event(call: cst.Call, name: str = name) -> str:
             return "pass" if call in passes else "step" if name and _stepped(optimizers, call) == name else ""
@@ -112,10 +110,7 @@ def refuse_other_updates(plan: Plan, optimizers: training.Optimizers, models: Mo
 
 def _stepped(optimizers: training.Optimizers, call: cst.Call) -> str:
     """The prepared optimizer that a call steps."""
-    if not isinstance(call.func, cst.Attribute) or tail(call.func) != "step":
-        return ""
-    names = [tail(one) for one in (call.func.value, *(arg.value for arg in call.args[:1]))]
-    return next((name for name in names if name in optimizers.prepared), "")
+    return next((name for name in map(tail, training.stepped(call)) if name in optimizers.prepared), "")
 
 
 def _sets_gradients(node: cst.CSTNode) -> bool:
@@ -125,18 +120,14 @@ def _sets_gradients(node: cst.CSTNode) -> bool:
         targets = [one.target for one in node.targets]
     elif isinstance(node, cst.Call) and code(node.func) == "setattr" and len(node.args) == 3:
         return code(node.args[1].value).strip("'\"") == "grad" and literal(node.args[2].value) != "None"
-    elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and tail(node.func) in ("copy_", "set_"):
-        targets = [node.func.value]
+    elif (target := owner_of(node, "copy_", "set_")) is not None:
+        targets = [target]
     for target in targets:
         while isinstance(target, cst.Subscript) or (isinstance(target, cst.Attribute) and tail(target) == "data"):
             target = target.value
         if isinstance(target, cst.Attribute) and tail(target) == "grad" and is_chain(target):
             return True
     return False
-
-
-def _differentiates(call: cst.Call) -> bool:
-    return isinstance(call.func, cst.Attribute) and tail(call.func) == "backward"
 
 
 def _begins(plan: Plan, models: Models, backward: cst.Call) -> tuple[cst.CSTNode, str] | None:
@@ -147,7 +138,7 @@ def _begins(plan: Plan, models: Models, backward: cst.Call) -> tuple[cst.CSTNode
         found += [(one, code(call.func)) for call in calls(one) if call in models.calls]
         if one is statement:
             break
-        if any(map(_differentiates, calls(one))):
+        if any(owner_of(call, "backward") is not None for call in calls(one)):
             found = []
     return found[0] if len({model for _, model in found}) == 1 else None
 
@@ -178,7 +169,7 @@ def _is_of_a_copy(plan: Plan, models: Models, node: cst.CSTNode) -> bool:
     loop = next((one for one in source.above(node) if isinstance(one, cst.For)), None)
     over = node.func if isinstance(node, cst.Call) else None
     if loop is not None and isinstance(loop.iter, cst.Call):
-        names = [one.value for one in walk(loop.target) if isinstance(one, cst.Name)]
+        names = names_in(loop.target)
         own = (node.func, *(arg.value for arg in node.args[:1])) if isinstance(node, cst.Call) else (
             one.target for one in node.targets) if isinstance(node, cst.Assign) else ()  # fmt: skip
         if any(code(one).split(".")[0] in names for one in own):
