@@ -6,8 +6,8 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.keras_names import binds, callers, for_many, reaching, uses_of, value_of
-from hvdtrain.migrate.keras_wrapping import keras_of, then
+from hvdtrain.migrate.keras_names import binds, for_many, of_callers, reaching, uses_of, value_of
+from hvdtrain.migrate.keras_wrapping import keras_of
 from hvdtrain.migrate.plan import Plan, arguments_of, statement_of, target_of
 from hvdtrain.migrate.ranks import SEEDS, ranks
 from hvdtrain.migrate.source import Source, calls, code, find, is_chain, literal, owner_of, tail, walk
@@ -91,9 +91,7 @@ def _goes(plan: Plan, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]
     if isinstance(outer, cst.StarredElement) and (around := source.parent(outer)) is not None:
         return _goes(plan, around, call, seen)
     if isinstance(outer, cst.Return):
-        calling = callers(source, node)
-        found = None if calling is None else [_goes(plan, one, call, seen) for one in calling]
-        return None if found is None or None in found else [fit for fits in found for fit in fits or ()]
+        return of_callers(source, node, lambda one: _goes(plan, one, call, seen))
     if isinstance(outer, cst.AugAssign) and isinstance(outer.operator, cst.AddAssign):
         return _held(plan, outer.target, node, call, seen)
     target, value = target_of(source.statement(node))
@@ -344,7 +342,7 @@ def seed_each_rank(plan: Plan) -> None:
             drawn.append(call)
     statement = source.statement(init) if init is not None else None
     if drawn and init is not None and isinstance(statement, cst.SimpleStatementLine):
-        then(plan, statement, [f"{keras_of(plan)}.utils.set_random_seed({ranks(plan, init)}.rank)"])
+        plan.then(statement, [f"{keras_of(plan)}.utils.set_random_seed({ranks(plan, init)}.rank)"])
         plan.note(
             drawn[0],
             "drawn unseeded, by each rank its own; hvdtrain.init seeds all ranks alike, and the new script each by its"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import libcst as cst
@@ -18,9 +18,7 @@ def home(source: Source, name: cst.CSTNode) -> object:
         base = base.value
     if base is not name and tail(base) == "self":
         return next((one for one in source.above(name) if isinstance(one, cst.ClassDef)), None)
-    scope = source.scope(name)
-    found = {one.scope for one in scope[tail(base)]} if scope is not None else set()
-    return found.pop() if len(found) == 1 else None
+    return source.home(base) if isinstance(base, cst.Name) else None
 
 
 def uses_of(source: Source, name: cst.CSTNode) -> list[cst.CSTNode]:
@@ -118,12 +116,18 @@ def for_many(plan: Plan, node: cst.CSTNode, other: cst.CSTNode) -> bool:
     return True
 
 
-def callers(source: Source, node: cst.CSTNode) -> list[cst.Call] | None:
-    """The calls of the function that returns a node; None where they, or what it returns, cannot be told."""
+def of_callers(
+    source: Source, node: cst.CSTNode, follow: Callable[[cst.Call], list[cst.Call] | None]
+) -> list[cst.Call] | None:
+    """What is found at all calls of the function that returns a node; None where they, or what it returns, or what
+    becomes of it, cannot be told."""
     function = source.function(node)
     if not isinstance(function, cst.FunctionDef) or source.parent(function) is not source.module:
         return None
     returns = [one for one in own_nodes(function) if isinstance(one, (cst.Return, cst.Yield))]
     uses = [one for one in uses_of(source, function.name) if one is not function.name]
-    found = [call for one in uses if isinstance(call := source.parent(one), cst.Call) and call.func is one]
-    return found if len(returns) == 1 and len(found) == len(uses) else None
+    calling = [call for one in uses if isinstance(call := source.parent(one), cst.Call) and call.func is one]
+    if len(returns) != 1 or len(calling) != len(uses):
+        return None
+    found = [follow(call) for call in calling]
+    return None if None in found else [one for some in found for one in some or ()]

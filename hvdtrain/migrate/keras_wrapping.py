@@ -7,7 +7,7 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.keras_names import binds, callers, for_many, reaching, uses_of
+from hvdtrain.migrate.keras_names import binds, for_many, of_callers, reaching, uses_of
 from hvdtrain.migrate.plan import (
     Plan,
     arguments_of,
@@ -134,7 +134,7 @@ def _take_off(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpressio
         text = _prepare(plan, code(found.func.value), arguments)
         if source.function(found) is not source.function(call) and text.count("=") > text.count(_FP16):
             plan.refuse(call, "compression= and sparse_as_dense= are moved within one function")
-        then(plan, statement, [text])
+        plan.then(statement, [text])
     line = source.statement(call)
     target, value = target_of(line)
     if line is not None and value is call and target is not None and code(target) == code(arguments["optimizer"]):
@@ -179,20 +179,8 @@ def _compiles(plan: Plan, call: cst.Call) -> list[cst.Call] | None:
     if value is not call:
         return None
     if target is None:
-        return _compiled_by_callers(plan, call)
+        return of_callers(source, call, lambda one: _compiles(plan, one))
     return _compiled_with(plan, target) if is_chain(target) else None
-
-
-def _compiled_by_callers(plan: Plan, node: cst.CSTNode) -> list[cst.Call] | None:
-    """The same of what a function returns."""
-    found: list[cst.Call] = []
-    if (calling := callers(plan.source, node)) is None:
-        return None
-    for call in calling:
-        if (compiles := _compiles(plan, call)) is None:
-            return None
-        found += compiles
-    return found
 
 
 def _compiled_with(plan: Plan, target: cst.BaseExpression) -> list[cst.Call] | None:
@@ -210,7 +198,7 @@ def _compiled_with(plan: Plan, target: cst.BaseExpression) -> list[cst.Call] | N
         if isinstance(call, cst.Call) and _is_compile(call) and _optimizer_of(call) is use:
             more: list[cst.Call] | None = [call]
         elif isinstance(outer, cst.Return):
-            more = _compiled_by_callers(plan, use)
+            more = of_callers(source, use, lambda one: _compiles(plan, one))
         elif isinstance(call, cst.Call) and not _is_own(source, call):
             continue  # a library's: print, Checkpoint
         else:
@@ -243,18 +231,6 @@ def _refuse_other_optimizers(plan: Plan, prepared: cst.Call, others: Sequence[cs
                 f"{code(model)} was compiled with a wrapped optimizer, and is now with one of each rank's own: what"
                 " hvdtrain has prepared trains on all ranks; train a clone of it alone",
             )
-
-
-def then(plan: Plan, statement: cst.SimpleStatementLine, texts: Sequence[str]) -> None:
-    """Puts statements behind one, which stays."""
-    before = plan.statements.get(statement)
-
-    def written(updated: Any) -> Sequence[Any]:
-        config = plan.source.module.config_for_parsing
-        made = [updated] if before is None else list(before(updated))
-        return [*made, *(cst.parse_statement(text, config) for text in texts)]
-
-    plan.statements[statement] = written
 
 
 # -- loaded models -----------------------------------------------------------------------------------------------
@@ -293,7 +269,7 @@ def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> None:
             "hvd.load_model forgets backward_passes_per_step, and so does the new script: take the line with"
             " gradient_accumulation_steps = None out to go on accumulating",
         )
-    then(plan, statement, [*more, _prepare(plan, model, arguments)])
+    plan.then(statement, [*more, _prepare(plan, model, arguments)])
 
 
 def keras_of(plan: Plan) -> str:

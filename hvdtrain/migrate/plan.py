@@ -173,13 +173,20 @@ class Plan:
 
     def follow(self, statement: Statement, texts: Sequence[str]) -> None:
         """Puts functions behind a statement, whatever else becomes of it, and two blank lines behind them."""
-        before = self.statements.get(statement, lambda updated: [updated])
         made = [self._parsed(text) for text in texts]
         block = self.source.block(statement)
         rest = block[block.index(statement) + 1 :]
         blank = sum(not line.comment for line in rest[0].leading_lines) if rest else 2
         footer = [cst.EmptyLine(indent=False)] * max(0, 2 - blank)
         made[-1] = made[-1].with_deep_changes(made[-1].body, footer=footer)
+        self._add(statement, made)
+
+    def then(self, statement: Statement, texts: Sequence[str]) -> None:
+        """Puts statements behind one, whatever else becomes of it."""
+        self._add(statement, [self._parsed(text) for text in texts])
+
+    def _add(self, statement: Statement, made: Sequence[Any]) -> None:
+        before = self.statements.get(statement, lambda updated: [updated])
         self.statements[statement] = lambda updated: [*before(updated), *made]
 
     def _parsed(self, text: str) -> Any:

@@ -43,6 +43,11 @@ class Wrap:
     adasum: str = ""
     extra: list[str] = field(default_factory=list)
 
+    @property
+    def name(self) -> cst.BaseExpression:
+        """What it is called by from here on."""
+        return self.optimizer if self.target is None else self.target
+
     def ends(self, target: Target) -> list[str]:
         """The statement that ends a script where it asks for Adasum."""
         return [_ENDS.format(self.adasum, target.title)] if self.adasum else []
@@ -194,7 +199,7 @@ def _check_arguments(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseEx
 def _model(source: Source, statement: cst.SimpleStatementLine, arguments: dict[str, cst.BaseExpression]) -> str | None:
     """The model, as text: of its named parameters, or else of those that the optimizer was made of."""
     named = made_of(source, arguments.get("named_parameters"), statement)
-    if named is not None and (found := _owner(named, "named_parameters")) is not None:
+    if (found := _owner(named, "named_parameters")) is not None:
         return found
     if "named_parameters" in arguments and code(arguments["named_parameters"]) != "None":
         return None
@@ -204,7 +209,7 @@ def _model(source: Source, statement: cst.SimpleStatementLine, arguments: dict[s
     return None
 
 
-def _owner(node: cst.BaseExpression, method: str) -> str | None:
+def _owner(node: cst.BaseExpression | None, method: str) -> str | None:
     """`model` of `model.parameters()`, also within list(...)."""
     if isinstance(node, cst.Call) and code(node.func) in ("list", "iter", "tuple") and len(node.args) == 1:
         node = node.args[0].value
@@ -221,8 +226,8 @@ def _place(plan: Plan, wrap: Wrap) -> None:
     source = plan.source
     block = list(source.block(wrap.statement))
     at, known = block.index(wrap.statement), trainers(source)
-    target = wrap.target if wrap.target is not None else wrap.optimizer
-    texts = {code(target), code(wrap.optimizer)}
+    target = code(wrap.name)
+    texts = {target, code(wrap.optimizer)}
     end = next((i for i, one in enumerate(block) if i > at and trains(one, known)), len(block))
     theirs = [i for i in range(end) if (call := _broadcast(source, block[i])) and _is_of(plan, call, wrap.model, texts)]
     last = max([at, *theirs])
@@ -244,11 +249,11 @@ def _place(plan: Plan, wrap: Wrap) -> None:
 
     def stays(updated: Any) -> Sequence[str]:
         ends = _prepare(wrap, updated, parts)[:-1]
-        return ends if parts["optimizer"] == code(target) else [*ends, f"{code(target)} = {parts['optimizer']}"]
+        return ends if parts["optimizer"] == target else [*ends, f"{target} = {parts['optimizer']}"]
 
     plan.rewrite(wrap.statement, stays)
     moved = block[last]
-    plan.rewrite(moved, lambda _: [_written(wrap.model, code(target), code(target), parts["extra"])])
+    plan.rewrite(moved, lambda _: [_written(wrap.model, target, target, parts["extra"])])
 
 
 def _broadcast(source: Source, statement: cst.CSTNode) -> cst.Call | None:
@@ -262,16 +267,13 @@ def _broadcast(source: Source, statement: cst.CSTNode) -> cst.Call | None:
 
 def _is_of(plan: Plan, call: cst.Call, model: str, optimizers: set[str]) -> bool:
     """Whether it gives rank 0's state of this model or its optimizer to all."""
-    name = tail(call.func) if isinstance(call.func, cst.Attribute) else plan.source.qualified(call.func).split(".")[-1]
-    arguments = bind(call, name)
-    if arguments is None or literal(arguments.get("root_rank")) not in ("0", ""):
+    name = plan.source.qualified(call.func).split(".")[-1]
+    arguments = plan.bind(call, name)
+    if literal(arguments.get("root_rank")) not in ("0", ""):
         return False
     if name == "broadcast_optimizer_state":
         return literal(arguments.get("optimizer")) in optimizers
-    params = arguments.get("params")
-    return params is not None and any(
-        _owner(params, method) == model for method in ("state_dict", "named_parameters", "parameters")
-    )
+    return model in (_owner(arguments.get("params"), one) for one in ("state_dict", "named_parameters", "parameters"))
 
 
 def _reads(source: Source, statement: cst.CSTNode, model: str) -> bool:

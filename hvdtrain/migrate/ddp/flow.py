@@ -73,9 +73,8 @@ class Flow:
             return None
         if isinstance(outer, (cst.FunctionDef, cst.ClassDef, cst.ImportAlias, cst.AsName)):
             return None
-        scope = self._source.scope(node)
-        found = {one.scope for one in scope[node.value]} if scope is not None else set()
-        return (next(iter(found)), node.value) if len(found) == 1 else None
+        home = self._source.home(node)
+        return None if home is None else (home, node.value)
 
     def called(self, call: cst.Call) -> list[cst.FunctionDef]:
         """The script's functions that a call may be of."""
@@ -198,7 +197,7 @@ def _name_of(call: cst.Call) -> str:
 # -- what happened last on the ways to a node -----------------------------------------------------------------------
 _LEAVES = (cst.Return, cst.Raise, cst.Continue, cst.Break)
 _BLOCKS = (cst.SimpleStatementLine, cst.SimpleStatementSuite, cst.IndentedBlock, cst.Module)
-NOBODYS = "?"  # of a function that nothing here calls
+_NOBODYS = "?"  # of a function that nothing here calls
 
 
 class Paths:
@@ -230,7 +229,7 @@ class Paths:
     def _callers(self, function: cst.FunctionDef) -> set[str]:
         sites = [call for call in calls(self._source.module) if function in self._flow.called(call)]
         if not sites:
-            return {""} if any(map(self._event, calls(function.body))) else {NOBODYS}
+            return {""} if any(map(self._event, calls(function.body))) else {_NOBODYS}
         if function in self._known:
             return self._known[function]
         self._known[function] = {""}  # one that calls itself

@@ -13,7 +13,7 @@ import libcst as cst
 
 from hvdtrain.migrate.ddp.flow import SAME, Flow, Giver, Variable
 from hvdtrain.migrate.plan import Plan, own_nodes
-from hvdtrain.migrate.source import Source, calls, code, tail, walk
+from hvdtrain.migrate.source import Source, calls, code, find, names_in, tail, walk
 from hvdtrain.migrate.torch_calls import without_gradients
 from hvdtrain.migrate.wrapping import Wrap, is_parameter
 
@@ -183,9 +183,7 @@ class Models:
         function = self._source.function(node)
         if function in model.moments:
             statement = model.moments[function]
-            late = self._source.line(node) > self._source.line(statement) and not any(
-                one is node for one in walk(statement)
-            )
+            late = self._source.line(node) > self._source.line(statement) and not self._source.within(node, statement)
             waits = any(isinstance(one, cst.Lambda) for one in self._source.above(node))
             return {"after"} if late else {"before", "after"} if waits else {"before"}
         names = {name for name, made in self.flow.functions.items() if function in made}
@@ -274,12 +272,8 @@ class Models:
     def _is_bound_anew(self, node: cst.CSTNode) -> bool:
         """Whether the statement assigns to the same variable: the old object is nobody's then."""
         statement = self._source.statement(node)
-        targets = [
-            target.target
-            for part in (walk(statement) if statement is not None else ())
-            if isinstance(part, cst.Assign)
-            for target in part.targets
-        ]
+        assigns = find(statement, cst.Assign) if statement is not None else ()
+        targets = [target.target for part in assigns for target in part.targets]
         parts = [one.value for target in targets if isinstance(target, cst.Tuple) for one in target.elements]
         return self.flow.variable(node) in map(self.flow.variable, (*targets, *parts))
 
@@ -309,13 +303,7 @@ class Models:
             if tail(top) not in _PARTS:
                 return False
             loops = [one for one in source.above(top) if isinstance(one, (cst.For, cst.CompFor))]
-            named = {
-                one.value
-                for loop in loops
-                if any(node is top for node in walk(loop.iter))
-                for one in walk(loop.target)
-                if isinstance(one, cst.Name)
-            }
+            named = set().union(*(names_in(loop.target) for loop in loops if source.within(top, loop.iter)))
             around = source.statement(top)
             return tail(top) == "get_submodule" or any(
                 isinstance(other.func, cst.Name) and other.func.value in named

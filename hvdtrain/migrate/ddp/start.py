@@ -33,9 +33,8 @@ def check_start(plan: Plan, wrap: Wrap) -> None:
             f"nothing broadcasts the whole of {wrap.model}: with Horovod each rank keeps weights of its own,"
             " DistributedDataParallel sends rank 0's",
         )
-    inner = code(wrap.optimizer)
-    target = wrap.target if wrap.target is not None else wrap.optimizer
-    loads = [call for call in calls(source.module) if code(call.func) == f"{code(target)}.load_state_dict"]
+    inner, target = code(wrap.optimizer), code(wrap.name)
+    loads = [call for call in calls(source.module) if code(call.func) == f"{target}.load_state_dict"]
     for call in own_nodes(source.function(wrap.call)):
         if not isinstance(call, cst.Call) or source.line(call) >= source.line(wrap.call):
             continue
@@ -50,7 +49,7 @@ def check_start(plan: Plan, wrap: Wrap) -> None:
         if source.qualified(call.func).startswith("torch.optim.lr_scheduler.") and inner in of and later:
             plan.note(
                 call,
-                f"{code(target)}.load_state_dict parted Horovod's optimizer from this scheduler of the one within; in"
+                f"{target}.load_state_dict parted Horovod's optimizer from this scheduler of the one within; in"
                 " the new script the scheduler goes on",
             )
 
