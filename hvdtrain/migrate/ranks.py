@@ -141,6 +141,7 @@ def root_of(arguments: Arguments) -> str:
 def send(plan: Plan, call: cst.Call, name: str, does: str) -> None:
     """The call becomes one of `does`, with the first of its arguments, and whose it is."""
     first = plan.signatures[name].split()[0]
+    plan.needs.add(does.split(".")[0])
 
     def written(updated: cst.Call) -> str:
         found = plan.bind(updated, name)

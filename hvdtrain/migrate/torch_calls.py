@@ -237,6 +237,7 @@ def load_state(plan: Plan, call: cst.Call, name: str, given: cst.BaseExpression 
         plan.refuse(call, f"hvd.{name} is moved where it is given a name")
         return False
     owner = code(given)
+    plan.needs.add(does.split(".")[0])
 
     def written(updated: cst.Call) -> str:
         return f"{owner}.load_state_dict({does}({owner}.state_dict(){root_of(plan.bind(updated, name))}))"

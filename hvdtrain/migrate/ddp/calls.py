@@ -120,9 +120,7 @@ def _of_ranks(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> No
 
 
 def _of_objects(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    does = "broadcast_value" if name == "broadcast_object" else "gather_values"
-    plan.needs.add(does)
-    ranks.send(plan, call, name, does)
+    ranks.send(plan, call, name, "broadcast_value" if name == "broadcast_object" else "gather_values")
 
 
 def _parameters(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
@@ -130,16 +128,12 @@ def _parameters(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> 
     if not isinstance(given, cst.Call) or tail(given.func) != "state_dict" or given.args:
         plan.refuse(call, "broadcast_parameters is moved where it is given model.state_dict()")
         return
-    if refuse_root(plan, call, literal(arguments.get("root_rank"))):
-        return
-    plan.needs.add("broadcast_state")
-    ranks.send(plan, call, name, "broadcast_state")
+    if not refuse_root(plan, call, literal(arguments.get("root_rank"))):
+        ranks.send(plan, call, name, "broadcast_state")
 
 
 def _optimizer_state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    given = arguments.get("optimizer")
-    if torch_calls.load_state(plan, call, name, given, "broadcast_value"):
-        plan.needs.add("broadcast_value")
+    torch_calls.load_state(plan, call, name, arguments.get("optimizer"), "broadcast_value")
 
 
 HANDLERS: dict[str, Handler] = {

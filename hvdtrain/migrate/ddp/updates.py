@@ -21,7 +21,7 @@ def check_pass(plan: Plan, optimizers: training.Optimizers, models: Models, call
     steps = training.step_after(source, optimizers, call)
     if steps and training.is_of_one_rank(plan, optimizers, call, steps[0].optimizer):
         return
-    if not is_called_before(plan, models, call):
+    if not _is_called_before(plan, models, call):
         plan.refuse(
             call,
             "no call of a wrapped model stands before this pass, in its loop, with gradients and on every way to it:"
@@ -74,7 +74,7 @@ def _keep_back(
     return True
 
 
-def is_called_before(plan: Plan, models: Models, backward: cst.Call) -> bool:
+def _is_called_before(plan: Plan, models: Models, backward: cst.Call) -> bool:
     """Whether on every way to a pass a wrapped model was called, with gradients, behind the pass before it."""
     passes = training.passes(plan.source)
 
@@ -95,17 +95,16 @@ def refuse_other_updates(plan: Plan, optimizers: training.Optimizers, models: Mo
         grown = owner_of(node, "add_param_group")
         if grown is not None and optimizers.knows(grown):
             plan.refuse(node, "add_param_group: DistributedDataParallel averages the wrapped model's parameters only")
-        name = _stepped(optimizers, node) if isinstance(node, cst.Call) else ""
+    for step in calls(plan.source.module):
+        if not (name := _stepped(optimizers, step)):
+            continue
 
         def event(call: cst.Call, name: str = name) -> str:
-            return "pass" if call in passes else "step" if name and _stepped(optimizers, call) == name else ""
+            return "pass" if call in passes else "step" if _stepped(optimizers, call) == name else ""
 
-        if name:
-            found = Paths(plan.source, models.flow, event).before(node)
-            if "" in found or found == {"step"}:
-                plan.refuse(
-                    node, f"a step that on some way to it has no backward() behind the step before: {_AVERAGES}"
-                )
+        found = Paths(plan.source, models.flow, event).before(step)
+        if "" in found or found == {"step"}:
+            plan.refuse(step, f"a step that on some way to it has no backward() behind the step before: {_AVERAGES}")
 
 
 def _stepped(optimizers: training.Optimizers, call: cst.Call) -> str:
