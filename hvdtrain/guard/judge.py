@@ -121,8 +121,9 @@ class Judge:
         if any(report.get("clipped") for report in reports):
             return None  # scaled while Horovod sends it: they part or not as its threads run, and the cause is named
         shown = [f"{report['value'][:8]} {report['line']}" for report in reports]
-        keras_2nd = step > 1 and first["framework"].startswith("tensorflow")  # "before" it all have updated once
-        if not equal["value"] and (when == "after" or (keras_2nd and not first["averaged"])):
+        # "before" the second step of what runs on TensorFlow all have updated once
+        updated_once = step > 1 and first["framework"].startswith("tensorflow")
+        if not equal["value"] and (when == "after" or (updated_once and not first["averaged"])):
             return self._new(_not_averaged(first, step, by_rank(shown)))
         if not equal["value"]:
             remedy = (
@@ -131,7 +132,7 @@ class Judge:
                 " first step; Keras: BroadcastGlobalVariablesCallback(0); a tape: hvd.broadcast_variables()"
             )
             rule = "all ranks must start with the same weights: rank 0's are to be broadcast"
-            if step > 1 and not keras_2nd:
+            if step > 1 and not updated_once:
                 rule = "the weights of all ranks must stay the same: something changes them between updates"
                 remedy = "what is drawn or loaded on one rank only is to be broadcast"
             return self._new(Finding("broadcast", first["line"], rule, by_rank(shown), remedy))

@@ -8,7 +8,7 @@ import libcst as cst
 
 from hvdtrain.migrate import ddp, keras_calls, keras_wrapping, ranks, torch_calls, training, wrapping
 from hvdtrain.migrate.plan import DDP, HVDTRAIN, Plan, Target
-from hvdtrain.migrate.source import Finding, Source, children, code, walk
+from hvdtrain.migrate.source import Finding, Source, children, code, find, walk
 
 _MODULES = ("horovod.torch", "horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow")
 
@@ -53,8 +53,8 @@ def _convert(text: str, target: Target) -> Conversion:
         ddp.move(plan, imports)
     else:
         _move_to_hvdtrain(plan)
-    for node in walk(source.module):
-        if isinstance(node, cst.SimpleString) and node.evaluated_value == "horovod":
+    for node in find(source.module, cst.SimpleString):
+        if node.evaluated_value == "horovod":
             plan.refuse(node, "a name of Horovod as text: a library that trains on it by itself (Lightning's strategy)")
     own = sorted({"hvt", "hvk", "hvdtrain"} & plan.needs & source.names())
     for name in ddp.names_taken(plan) if target is DDP else own:
@@ -82,7 +82,7 @@ def _move_torch(plan: Plan) -> None:
     optimizers = wrapping.move_wraps(plan)
     optimizers.spread(plan.source)
     torch_calls.refuse_in_losses(plan)
-    ranks.refuse_shared_orders(plan, wrapping.wraps_of(plan.source))
+    ranks.refuse_shared_orders(plan)
     _move_passes(plan, optimizers)
     torch_calls.move_rest(plan)
 
@@ -137,7 +137,10 @@ def _move_passes(plan: Plan, optimizers: training.Optimizers) -> None:
         for call in passes:
             training.move_backward(plan, optimizers, call)
         training.refuse_other_passes(plan)
-        training.note_closures(plan, optimizers)
+        for call in training.closures(plan.source, optimizers):
+            plan.note(
+                call, "step(closure): Horovod averages before the closure runs, and its ranks part; hvdtrain within it"
+            )
         wrapping.move_synchronize(plan, optimizers)
     elif passes and not (plan.refused or torch_calls.averages_by_hand(plan.source)):
         plan.note(

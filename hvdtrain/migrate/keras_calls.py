@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import libcst as cst
 
-from hvdtrain.migrate.keras_wrapping import arguments_of, keras_of, then
-from hvdtrain.migrate.plan import (
-    Plan,
-    binds,
-    callers,
-    for_many,
-    reaching,
-    statement_of,
-    target_of,
-    uses_of,
-    value_of,
-)
-from hvdtrain.migrate.ranks import (
-    RUN_REASON,
-    SEEDS,
-    Arguments,
-    attribute,
-    initialized,
-    method,
-    move_run,
-    object_of,
-    ranks,
-    root_of,
-    shutdown,
-    uses,
-)
-from hvdtrain.migrate.source import KERAS_SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
+from hvdtrain.migrate import ranks
+from hvdtrain.migrate.keras_callbacks import move_callbacks, note_differences, seed_each_rank
+from hvdtrain.migrate.plan import Plan, arguments_of
+from hvdtrain.migrate.ranks import Arguments, Handler, attribute, initialized, method, object_of, shutdown
+from hvdtrain.migrate.source import code, literal
 
-# hvdtrain's own callbacks do what these do
-_REPLACED = ("callbacks.BroadcastGlobalVariablesCallback", "callbacks.MetricAverageCallback")
 # they set the optimizer's learning rate, and nothing else
 _KEPT = ("callbacks.LearningRateWarmupCallback", "callbacks.LearningRateScheduleCallback")
 _SENT = "hvk.callbacks(model) of fit give all ranks rank 0's variables; outside of fit there is none"
@@ -49,11 +22,10 @@ _REASONS = {
     "elastic": "elastic state has no counterpart: hvdtrain resumes from checkpoints, exactly, at any number of ranks"
     " (hvdtrain.Checkpointer, hvdtrain launch --max-restarts)",
     "callbacks.BestModelCheckpoint": "write keras.callbacks.ModelCheckpoint(..., save_best_only=True), on rank 0",
-    "add_process_set": "process sets: hvdtrain trains one model on all ranks",
-    "remove_process_set": "process sets: hvdtrain trains one model on all ranks",
     "allgather": "hvd.allgather has no counterpart of its form: world.gather(value) is a list of all ranks' values",
-    "ProcessSet": "process sets: hvdtrain trains one model on all ranks",
-    "horovod.run": RUN_REASON,
+    **dict.fromkeys(("add_process_set", "remove_process_set", "ProcessSet"), ranks.SETS_REASON),
+    "horovod.run": ranks.RUN_REASON,
+    "": "has no counterpart in hvdtrain",
 }
 
 
@@ -67,26 +39,11 @@ def kept_imports(plan: Plan) -> dict[str, str]:
 
 def move_rest(plan: Plan) -> None:
     """Moves every use of Horovod that is left, or refuses it."""
-    source = plan.source
-    _move_callbacks(plan)
-    _note_differences(plan)
-    _seed_each_rank(plan)
-    for node, meaning in uses(plan):
-        outer, short = source.parent(node), meaning.removeprefix(plan.prefix)
-        called = outer if isinstance(outer, cst.Call) and outer.func is node else None
-        if called is not None and short in _HANDLERS:
-            _move_call(plan, called, short)
-        elif called is not None and short == "horovod.run":
-            move_run(plan, called)
-        elif short in ("Compression.fp16", "Compression.none"):
-            plan.replace(node, '"fp16"' if short.endswith("fp16") else "None")
-        elif short in _KEPT:
-            _keep(plan, node, short)
-        elif short in (plan.module, "horovod"):
-            plan.refuse(node, f"{code(node)} itself as a value: what is done with it cannot be told")
-        else:
-            reason = next((text for begin, text in _REASONS.items() if short.startswith(begin)), "")
-            plan.refuse(node, reason or f"{code(node)} has no counterpart in hvdtrain")
+    move_callbacks(plan)
+    note_differences(plan)
+    seed_each_rank(plan)
+    movers = dict.fromkeys(_HANDLERS, _move_call) | {"horovod.run": ranks.move_run}
+    ranks.move_rest(plan, movers, _REASONS, dict.fromkeys(_KEPT, _keep))
 
 
 def _keep(plan: Plan, node: cst.CSTNode, short: str) -> None:
@@ -97,356 +54,10 @@ def _keep(plan: Plan, node: cst.CSTNode, short: str) -> None:
     plan.note(node, f"{name} stays Horovod's, which must be there: hvdtrain.LR(warmup=...) is its counterpart, by hand")
 
 
-# -- callbacks ---------------------------------------------------------------------------------------------------
-_OTHERWISE = (
-    "hvd.{} is moved out of a list of which can be told which model.fit is given it (callbacks=): made, added to,"
-    " returned, and not used in another way, under no condition but `if hvd.size() > 1:`"
-)
-
-
-def _move_callbacks(plan: Plan) -> None:
-    """Horovod's callbacks leave their lists, and `fit` is given hvdtrain's of the same model."""
-    source = plan.source
-    moved: dict[cst.CSTNode, list[cst.CSTNode]] = {}
-    fits: dict[cst.Call, list[cst.Call]] = {}
-    for call in calls(source.module):
-        short = source.qualified(call.func).removeprefix(plan.prefix)
-        if short not in _REPLACED:
-            continue
-        plan.settle(call.func)
-        arguments = arguments_of(plan, call, short)
-        if arguments is None:
-            continue
-        if literal(arguments.get("root_rank")) not in ("", "0") or "local_variables" in arguments:
-            plan.refuse(call, "hvk.callbacks(model) give all ranks all that rank 0 has: neither another's, nor a part")
-            continue
-        found = _fits_of(plan, call)
-        if not found:
-            plan.refuse(call, _OTHERWISE.format(short))
-            continue
-        for fit in found:
-            fits.setdefault(fit, []).append(call)
-        element = source.parent(call)
-        assert element is not None
-        at = source.parent(element)
-        if isinstance(at, (cst.List, cst.Tuple)):
-            moved.setdefault(at, []).append(element)
-        elif at is not None and (statement := statement_of(plan, at, "what adds it")) is not None:
-            plan.remove(statement)
-    empty: list[cst.CSTNode] = []
-    for at, gone in moved.items():
-        empty += _take_out(plan, at, gone, list(fits))
-    for fit, theirs in fits.items():
-        _give(plan, fit, empty)
-        _note_what_is_new(plan, fit, theirs)
-    if fits:
-        _note_readers(plan, fits)
-
-
-def _fits_of(plan: Plan, call: cst.Call) -> list[cst.Call] | None:
-    """The calls of `fit` that get a callback; None where that cannot be told."""
-    element = plan.source.parent(call)
-    at = plan.source.parent(element) if isinstance(element, (cst.Element, cst.Arg)) else None
-    if isinstance(at, cst.Call):
-        return _added_to(plan, at, call, call, [])
-    return _goes(plan, at, call, []) if isinstance(at, (cst.List, cst.Tuple)) else None
-
-
-def _goes(plan: Plan, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]) -> list[cst.Call] | None:
-    """The calls of `fit` that get what a list of callbacks holds; None where it is used in another way too.
-
-    Args:
-        plan: the script's.
-        node: the list, or what has become of it.
-        call: of Horovod's, that it holds.
-        seen: names that it was followed to.
-    """
-    source = plan.source
-    outer = source.parent(node)
-    if isinstance(outer, cst.Arg) and isinstance(to := source.parent(outer), cst.Call):
-        if is_fit(to) and _given(to) is outer:
-            return [to]
-        return (
-            _goes(plan, to, call, seen) if code(to.func) in ("list", "tuple") else _added_to(plan, to, node, call, seen)
-        )
-    if isinstance(outer, cst.BinaryOperation) and isinstance(outer.operator, cst.Add):
-        return _goes(plan, outer, call, seen)
-    if isinstance(outer, cst.StarredElement) and (around := source.parent(outer)) is not None:
-        return _goes(plan, around, call, seen)
-    if isinstance(outer, cst.Return):
-        calling = callers(source, node)
-        found = None if calling is None else [_goes(plan, one, call, seen) for one in calling]
-        return None if found is None or None in found else [fit for fits in found for fit in fits or ()]
-    if isinstance(outer, cst.AugAssign) and isinstance(outer.operator, cst.AddAssign):
-        return _held(plan, outer.target, node, call, seen)
-    statement = source.statement(node)
-    target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
-    return _held(plan, target, node, call, seen) if value is node and target is not None else None
-
-
-def _added_to(
-    plan: Plan, to: cst.Call, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]
-) -> list[cst.Call] | None:
-    """The same of what `append`, `extend` or `insert` is given."""
-    if isinstance(to.func, cst.Attribute) and tail(to.func) in ("append", "extend", "insert"):
-        return _held(plan, to.func.value, node, call, seen)
-    return None
-
-
-def _held(
-    plan: Plan, name: cst.CSTNode, node: cst.CSTNode, call: cst.Call, seen: list[cst.CSTNode]
-) -> list[cst.Call] | None:
-    """The same of a list that has a name, from where `node` is assigned to it, or added."""
-    source = plan.source
-    if name in seen or not is_chain(name):
-        return [] if name in seen else None
-    seen.append(name)
-    assigned = binds(source, name)
-    origins = [name] if assigned else reaching(source, name, node)
-    found: list[cst.Call] = []
-    for use in uses_of(source, name):
-        outer = source.parent(use)
-        reach = reaching(source, use, use)
-        if binds(source, use) or not set(origins) & set(reach) or use is name:
-            continue
-        added = isinstance(outer, cst.AugAssign) and isinstance(outer.operator, cst.AddAssign) and outer.target is use
-        if added or _is_added_to(source, use):
-            continue
-        if not assigned and source.function(use) is source.function(node) and source.line(use) < source.line(node):
-            continue  # before it was added
-        fits = _goes(plan, use, call, seen)
-        others = [one for one in reach if one not in origins and not _holds(plan, one, call, name)]
-        if fits is None or ((others or not assigned) and not for_many(plan, node, use)):
-            return None
-        if others and reach[0] not in origins:
-            return None
-        found += fits
-    return found
-
-
-def _is_added_to(source: Source, node: cst.CSTNode) -> bool:
-    outer = source.parent(node)
-    call = source.parent(outer) if isinstance(outer, cst.Attribute) and outer.value is node else None
-    adds = isinstance(outer, cst.Attribute) and tail(outer) in ("append", "extend", "insert")
-    return adds and isinstance(call, cst.Call) and isinstance(source.parent(call), cst.Expr)
-
-
-def _holds(plan: Plan, target: cst.CSTNode | None, call: cst.Call, name: cst.CSTNode) -> bool:
-    """Whether what is assigned to a name is a list with the same callback, or made of the one that had the name."""
-    value = None if target is None else value_of(plan.source, target)
-    return value is not None and any(
-        (is_chain(node) and code(node) == code(name))
-        or (isinstance(node, cst.Call) and plan.source.qualified(node.func) == plan.source.qualified(call.func))
-        for node in walk(value)
-    )
-
-
-def _take_out(plan: Plan, at: cst.CSTNode, gone: list[cst.CSTNode], fits: list[cst.Call]) -> list[cst.CSTNode]:
-    """Takes elements out of a list; where it is empty, of no other use, and goes: what `fit` was given of it."""
-    source = plan.source
-    assert isinstance(at, (cst.List, cst.Tuple))
-    statement = source.statement(at)
-    if len(gone) == len(at.elements) and isinstance(statement, cst.SimpleStatementLine):
-        target, value = target_of(statement)
-        given = [_given(fit).value for fit in fits]
-        if value is at and isinstance(source.parent(at), cst.AugAssign):
-            plan.remove(statement)
-            return []
-        if value is at and target is not None and all(use is target or use in given for use in uses_of(source, target)):
-            plan.remove(statement)
-            return [use for use in uses_of(source, target) if use is not target]
-        outer = source.parent(at)
-        to = source.parent(outer) if isinstance(outer, cst.Arg) else None
-        if isinstance(to, cst.Call) and tail(to.func) == "extend" and isinstance(source.parent(to), cst.Expr):
-            plan.remove(statement)
-            return []
-    plan.replace(at, lambda updated: _without(at, updated, gone))
-    return []
-
-
-def _without(at: cst.List | cst.Tuple, updated: Any, gone: list[cst.CSTNode]) -> str:
-    """A list without elements, nor what is said above and beside them."""
-    left: list[Any] = []
-    begins = updated.lbracket.whitespace_after if isinstance(updated, cst.List) else None
-    for old, new in zip(at.elements, updated.elements, strict=True):
-        if old not in gone:
-            left.append(new)
-            continue
-        after = new.comma.whitespace_after if isinstance(new.comma, cst.Comma) else None
-        before = left[-1].comma.whitespace_after if left else begins
-        if not isinstance(after, cst.ParenthesizedWhitespace) or before is None:
-            continue
-        if isinstance(before, cst.ParenthesizedWhitespace):
-            after = after.with_changes(first_line=before.first_line)
-        if left:
-            left[-1] = left[-1].with_changes(comma=left[-1].comma.with_changes(whitespace_after=after))
-        else:
-            begins = after
-    if not left:
-        return "[]" if isinstance(updated, cst.List) else "()"
-    if isinstance(at, cst.List):
-        comma, ends = left[-1].comma, updated.rbracket.whitespace_before
-        if at.elements[-1] in gone and all(
-            isinstance(one, cst.ParenthesizedWhitespace) for one in (ends, getattr(comma, "whitespace_after", None))
-        ):
-            ends = ends.with_changes(first_line=comma.whitespace_after.first_line)
-            left[-1] = left[-1].with_changes(comma=cst.Comma())
-        if not isinstance(at.elements[-1].comma, cst.Comma):
-            left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        begins = begins or cst.SimpleWhitespace("")
-        brackets = cst.LeftSquareBracket(begins), cst.RightSquareBracket(ends)
-        updated = updated.with_changes(lbracket=brackets[0], rbracket=brackets[1])
-    return code(updated.with_changes(elements=left))
-
-
-def _give(plan: Plan, fit: cst.Call, empty: list[cst.CSTNode]) -> None:
-    """`fit` gets hvdtrain's callbacks before its own."""
-    assert isinstance(fit.func, cst.Attribute)
-    model = code(fit.func.value)
-    plan.needs.add("hvk")
-    arg = _given(fit)
-    old = plan.expressions.get(arg.value)
-
-    def written(updated: cst.BaseExpression) -> str:
-        now = old(updated) if old is not None else updated
-        ours = f"hvk.callbacks({model})"
-        if isinstance(now, cst.List):
-            inner = code(now.with_changes(lbracket=cst.LeftSquareBracket(), rbracket=cst.RightSquareBracket()))[1:-1]
-            return f"[*{ours}, {inner}]" if now.elements else ours
-        return ours if arg.value in empty or code(now) == "()" else f"[*{ours}, *{code(now)}]"
-
-    plan.replace(arg.value, written)
-
-
-def _given(fit: cst.Call) -> cst.Arg:
-    return next(arg for arg in fit.args if literal(arg.keyword) == "callbacks")
-
-
-def is_fit(call: cst.Call) -> bool:
-    """Whether it is `model.fit(..., callbacks=...)`, of a model that has a name."""
-    return (
-        isinstance(call.func, cst.Attribute)
-        and tail(call.func) == "fit"
-        and is_chain(call.func.value)
-        and any(literal(arg.keyword) == "callbacks" for arg in call.args)
-    )
-
-
-def _note_what_is_new(plan: Plan, fit: cst.Call, theirs: list[cst.Call]) -> None:
-    """What hvdtrain's callbacks do more than those that `fit` was given; of a model that it has prepared."""
-    source = plan.source
-    assert isinstance(fit.func, cst.Attribute)
-    model = code(fit.func.value)
-    if "BroadcastGlobalVariablesCallback" not in {source.qualified(call.func).split(".")[-1] for call in theirs}:
-        plan.note(fit, f"hvk.callbacks({model}) also give all ranks rank 0's variables: MetricAverageCallback did not")
-    compiles = [
-        call
-        for call in calls(source.function(fit))
-        if code(call.func) == f"{model}.compile" and source.line(call) < source.line(fit)
-    ]
-    plain = compiles and source.statement(compiles[-1]) not in plan.statements and not plan.refused
-    if plain and f"{model}.optimizer" not in code(compiles[-1]):
-        plan.refuse(fit, f"{model} is compiled with an optimizer of each rank's own, and given Horovod's callbacks")
-
-
-# -- what trains otherwise than before -----------------------------------------------------------------------------
-_READERS = ("ReduceLROnPlateau", "EarlyStopping")
-_LOADS = ("set_weights", "load_weights", "assign")
-_DRAWS = ("permutation", "shuffle", "choice", "rand", "randn", "randint", "random", "uniform", "normal", "sample")
-_AVERAGED = "{} sees averages over all ranks from now on: hvk.callbacks(model), which average, stand first"
-_DENOMINATOR = (
-    "a mean over what is not left out, or by weights: Horovod took the mean of ranks' means, hvdtrain weighs each rank"
-    " by what it counts, which is the mean over all"
-)
-_MASKS = "hvdtrain gives each rank masks of its own; ranks that are seeded alike drew the same ones with Horovod"
-_SYNCHRONIZED = "synchronized=True: over each rank's own samples with Horovod, over those of all ranks with hvdtrain"
-
-
-def _note_differences(plan: Plan) -> None:
-    """Says what hvdtrain does in another way than Horovod, on purpose, where it can be seen."""
-    source = plan.source
-    for call in calls(source.module):
-        short = source.qualified(call.func).split(".")[-1]
-        given = {literal(arg.keyword): literal(arg.value) for arg in call.args}
-        if given.get("ignore_class", "None") != "None" or given.get("mask_zero") == "True" or short == "Masking":
-            plan.note(call, _DENOMINATOR)
-        if given.get("reduction", "")[1:-1] == "mean_with_sample_weight":
-            plan.note(call, _DENOMINATOR)
-        if given.get("synchronized") == "True":
-            plan.note(call, _SYNCHRONIZED)
-        if short.endswith("Dropout") or short == "GaussianNoise" or "recurrent_dropout" in given:
-            plan.note(call, _MASKS)
-
-
-def _note_readers(plan: Plan, fits: dict[cst.Call, list[cst.Call]]) -> None:
-    """Callbacks that went by their own rank's logs; and those that change one rank's weights before the broadcast."""
-    source = plan.source
-    own = {node.name.value: node for node in walk(source.module) if isinstance(node, cst.ClassDef)}
-    own = {name: node for name, node in own.items() if any(tail(base.value) == "Callback" for base in node.bases)}
-    for call in calls(source.module):
-        name, short = source.qualified(call.func), tail(call.func)
-        reads = short in _READERS or any(
-            literal(arg.keyword) == "save_best_only" and literal(arg.value) != "False" for arg in call.args
-        )
-        if name in own:
-            reads = any(
-                literal(node) == "logs" for one in _methods(own[name], "on_epoch_end") for node in walk(one.body)
-            )
-        given = _fits_of(plan, call) if reads else []
-        if any(_is_averaged_anew(plan, call, fits[fit]) for fit in (fits if given is None else given) if fit in fits):
-            plan.note(call, _AVERAGED.format(code(call.func)))
-    for node in own.values():
-        for begins in _methods(node, "on_train_begin"):
-            of_one_rank = any(source.qualified(one) == plan.prefix + "rank" for one in walk(begins))
-            loads = [call for call in calls(begins) if tail(call.func) in _LOADS]
-            if of_one_rank and loads:
-                plan.refuse(loads[0], "hvk.callbacks(model), which send rank 0's, stand first in fit: load before fit")
-
-
-def _is_averaged_anew(plan: Plan, call: cst.Call, theirs: list[cst.Call]) -> bool:
-    """Whether a callback stood before MetricAverageCallback, or there was none."""
-    source = plan.source
-    order = list(calls(source.module))
-    averages = [one for one in theirs if "MetricAverage" in source.qualified(one.func)]
-
-    def around(one: cst.Call) -> cst.CSTNode | None:
-        return source.parent(source.parent(one) or one)
-
-    return not any(around(one) is not around(call) or order.index(one) < order.index(call) for one in averages)
-
-
-def _methods(node: cst.ClassDef, name: str) -> list[cst.FunctionDef]:
-    return [one for one in node.body.body if isinstance(one, cst.FunctionDef) and one.name.value == name]
-
-
-def _seed_each_rank(plan: Plan) -> None:
-    """A script that seeds nothing draws other numbers on each rank; hvdtrain.init would seed all alike."""
-    source = plan.source
-    drawn, init = list[cst.Call](), None
-    for call in calls(source.module):
-        name, short = source.qualified(call.func), tail(call.func)
-        if name in SEEDS:
-            return
-        if name == plan.prefix + "init":
-            init = call
-        seeded = [arg for arg in call.args if literal(arg.keyword) == "seed"] or len(call.args) == 0
-        shuffles = short == "shuffle" and not seeded and isinstance(call.func, cst.Attribute)  # of a data set
-        if shuffles or (name.startswith(("numpy.random.", "random.")) and name.count(".") < 3 and short in _DRAWS):
-            drawn.append(call)
-    statement = source.statement(init) if init is not None else None
-    if drawn and init is not None and isinstance(statement, cst.SimpleStatementLine):
-        then(plan, statement, [f"{keras_of(plan)}.utils.set_random_seed({ranks(plan, init)}.rank)"])
-        plan.note(
-            drawn[0],
-            "drawn unseeded, by each rank its own; hvdtrain.init seeds all ranks alike, and the new script each by its"
-            " own number behind it",
-        )
-
-
 # -- the rest ----------------------------------------------------------------------------------------------------
 def _move_call(plan: Plan, call: cst.Call, name: str) -> None:
     arguments = arguments_of(plan, call, name)
-    if arguments is not None and name != "init":
+    if arguments is not None:
         plan.settle(arguments.get("compression"))
         _HANDLERS[name](plan, call, name, arguments)
 
@@ -456,14 +67,9 @@ def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> N
     if plan.module == "horovod.tensorflow":
         plan.refuse(call, "hvd.broadcast of a tensor: world.broadcast is of what can be pickled")
         return
-    world = ranks(plan, call)
-    plan.note(call, f"{world}.broadcast gives what rank 0 has, as it is; Horovod's made an array of it")
-
-    def written(updated: cst.Call) -> str:
-        found = bind(updated, name, KERAS_SIGNATURES) or {}
-        return f"{world}.broadcast({code(found['value'])}{root_of(found)})"
-
-    plan.replace(call, written)
+    does = f"{ranks.ranks(plan, call)}.broadcast"
+    plan.note(call, f"{does} gives what rank 0 has, as it is; Horovod's made an array of it")
+    ranks.send(plan, call, name, does)
 
 
 def _number(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
@@ -482,18 +88,18 @@ def _number(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None
         return
     plan.settle(op)
     does = "sum" if found == "Sum" or (op is None and average == "False") else "mean"
-    world, key = ranks(plan, call), literal(arguments.get("name"))
+    world, key = ranks.ranks(plan, call), literal(arguments.get("name"))
     key = key if isinstance(arguments.get("name"), cst.SimpleString) else '"value"'
     plan.note(call, f"world.{does} is of numbers: where this is an array, or in a graph, it raises")
 
     def written(updated: cst.Call) -> str:
-        value = code((bind(updated, name, KERAS_SIGNATURES) or {})["value"])
+        value = code(plan.bind(updated, name)["value"])
         return f"{world}.{does}({{{key}: {value}}})[{key}]"
 
     plan.replace(call, written)
 
 
-_HANDLERS: dict[str, Callable[[Plan, cst.Call, str, Arguments], None]] = {
+_HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("rank", "size", "local_rank", "local_size"), attribute),
     "allreduce": _number,
     "broadcast": _broadcast,

@@ -7,19 +7,26 @@ from typing import Any
 
 import libcst as cst
 
+from hvdtrain.migrate.keras_names import binds, for_many, of_callers, reaching, uses_of
 from hvdtrain.migrate.plan import (
     Plan,
+    arguments_of,
     assignments,
-    binds,
-    callers,
     condition_above,
-    for_many,
-    reaching,
     statement_of,
     target_of,
-    uses_of,
 )
-from hvdtrain.migrate.source import KERAS_SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
+from hvdtrain.migrate.source import (
+    Source,
+    calls,
+    code,
+    find,
+    is_chain,
+    literal,
+    owner_of,
+    tail,
+    walk,
+)
 
 _OF_NO_MATTER = ("name", "device_dense", "device_sparse", "gradient_predivide_factor", "num_groups", "groups")
 _ACCUMULATES = (
@@ -28,37 +35,22 @@ _ACCUMULATES = (
 )
 
 
-def arguments_of(plan: Plan, call: cst.Call, name: str) -> dict[str, cst.BaseExpression] | None:
-    """A call's arguments; None, and refused, where they cannot be told."""
-    found = bind(call, name, KERAS_SIGNATURES)
-    if found is None or set(found) - set(KERAS_SIGNATURES[name].split()):
-        plan.refuse(call, f"the arguments of hvd.{name} cannot be told")
-        return None
-    for other in found.values():
-        if plan.source.qualified(other) == plan.prefix + "global_process_set":
-            plan.settle(other)
-    return found
-
-
 # -- optimizers --------------------------------------------------------------------------------------------------
 def move_wraps(plan: Plan) -> None:
     """Takes the wrapper off every optimizer, and prepares the models that are compiled with them, or loaded."""
-    source = plan.source
     _move_pinning(plan)
     accumulates, prepared = False, list[cst.Call]()
-    for call in calls(source.module):
-        if source.qualified(call.func) == plan.prefix + "DistributedOptimizer" and plan.module != "horovod.tensorflow":
-            plan.settle(call.func)
-            arguments = arguments_of(plan, call, "DistributedOptimizer")
-            if arguments is not None and _check(plan, call, arguments):
-                accumulates |= _accumulate(plan, call, arguments)
-                prepared += _take_off(plan, call, arguments)
+    for call in plan.calls("DistributedOptimizer") if plan.module != "horovod.tensorflow" else ():
+        plan.settle(call.func)
+        arguments = arguments_of(plan, call, "DistributedOptimizer")
+        if arguments is not None and _check(plan, call, arguments):
+            accumulates |= _accumulate(plan, call, arguments)
+            prepared += _take_off(plan, call, arguments)
     for call in prepared:
         _refuse_other_optimizers(plan, call, prepared)
-    for call in calls(source.module):
-        if source.qualified(call.func) == plan.prefix + "load_model":
-            plan.settle(call.func)
-            _move_load(plan, call, accumulates=accumulates)
+    for call in plan.calls("load_model"):
+        plan.settle(call.func)
+        _move_load(plan, call, accumulates=accumulates)
 
 
 def _check(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpression]) -> bool:
@@ -142,16 +134,13 @@ def _take_off(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseExpressio
         text = _prepare(plan, code(found.func.value), arguments)
         if source.function(found) is not source.function(call) and text.count("=") > text.count(_FP16):
             plan.refuse(call, "compression= and sparse_as_dense= are moved within one function")
-        then(plan, statement, [text])
+        plan.then(statement, [text])
     line = source.statement(call)
-    if isinstance(line, cst.SimpleStatementLine):
-        target, value = target_of(line)
-        if value is call and target is not None and code(target) == code(arguments["optimizer"]):
-            plan.remove(line)
-            return compiles
-    plan.replace(
-        call, lambda updated: code((bind(updated, "DistributedOptimizer", KERAS_SIGNATURES) or {})["optimizer"])
-    )
+    target, value = target_of(line)
+    if line is not None and value is call and target is not None and code(target) == code(arguments["optimizer"]):
+        plan.remove(line)
+        return compiles
+    plan.replace(call, lambda updated: code(plan.bind(updated, "DistributedOptimizer")["optimizer"]))
     return compiles
 
 
@@ -176,34 +165,22 @@ def _optimizer_of(call: cst.Call) -> cst.BaseExpression | None:
 
 
 def _is_compile(call: cst.CSTNode | None) -> bool:
-    return isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and tail(call.func) == "compile"
+    return owner_of(call, "compile") is not None
 
 
 def _compiles(plan: Plan, call: cst.Call) -> list[cst.Call] | None:
     """The calls of `model.compile` that are given what a call makes; None where it may go elsewhere too."""
     source = plan.source
-    arg, statement = source.parent(call), source.statement(call)
+    arg = source.parent(call)
     compiles = source.parent(arg) if isinstance(arg, cst.Arg) else None
     if isinstance(compiles, cst.Call) and _is_compile(compiles) and _optimizer_of(compiles) is call:
         return [compiles]
-    target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
+    target, value = target_of(source.statement(call))
     if value is not call:
         return None
     if target is None:
-        return _compiled_by_callers(plan, call)
+        return of_callers(source, call, lambda one: _compiles(plan, one))
     return _compiled_with(plan, target) if is_chain(target) else None
-
-
-def _compiled_by_callers(plan: Plan, node: cst.CSTNode) -> list[cst.Call] | None:
-    """The same of what a function returns."""
-    found: list[cst.Call] = []
-    if (calling := callers(plan.source, node)) is None:
-        return None
-    for call in calling:
-        if (compiles := _compiles(plan, call)) is None:
-            return None
-        found += compiles
-    return found
 
 
 def _compiled_with(plan: Plan, target: cst.BaseExpression) -> list[cst.Call] | None:
@@ -221,7 +198,7 @@ def _compiled_with(plan: Plan, target: cst.BaseExpression) -> list[cst.Call] | N
         if isinstance(call, cst.Call) and _is_compile(call) and _optimizer_of(call) is use:
             more: list[cst.Call] | None = [call]
         elif isinstance(outer, cst.Return):
-            more = _compiled_by_callers(plan, use)
+            more = of_callers(source, use, lambda one: _compiles(plan, one))
         elif isinstance(call, cst.Call) and not _is_own(source, call):
             continue  # a library's: print, Checkpoint
         else:
@@ -234,8 +211,7 @@ def _compiled_with(plan: Plan, target: cst.BaseExpression) -> list[cst.Call] | N
 
 def _is_own(source: Source, call: cst.Call) -> bool:
     """Whether what is called may be the script's, or keeps what it is given."""
-    own = {node.name.value for node in walk(source.module) if isinstance(node, (cst.FunctionDef, cst.ClassDef))}
-    return tail(call.func) in own | {"dict", "list", "tuple", "partial"}
+    return tail(call.func) in source.definitions() | {"dict", "list", "tuple", "partial"}
 
 
 def _refuse_other_optimizers(plan: Plan, prepared: cst.Call, others: Sequence[cst.Call]) -> None:
@@ -257,18 +233,6 @@ def _refuse_other_optimizers(plan: Plan, prepared: cst.Call, others: Sequence[cs
             )
 
 
-def then(plan: Plan, statement: cst.SimpleStatementLine, texts: Sequence[str]) -> None:
-    """Puts statements behind one, which stays."""
-    before = plan.statements.get(statement)
-
-    def written(updated: Any) -> Sequence[Any]:
-        config = plan.source.module.config_for_parsing
-        made = [updated] if before is None else list(before(updated))
-        return [*made, *(cst.parse_statement(text, config) for text in texts)]
-
-    plan.statements[statement] = written
-
-
 # -- loaded models -----------------------------------------------------------------------------------------------
 def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> None:
     """`hvd.load_model` wraps what it loads: a plain file's model is prepared."""
@@ -276,8 +240,8 @@ def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> None:
     if arguments is None:
         return
     statement = plan.source.statement(call)
-    target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
-    if value is not call or target is None or not is_chain(target) or "filepath" not in arguments:
+    target, value = target_of(statement)
+    if value is not call or not is_chain(target) or "filepath" not in arguments:
         plan.refuse(call, "hvd.load_model is moved where what it loads is assigned to one name")
         return
     if "custom_optimizers" in arguments:
@@ -292,7 +256,7 @@ def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> None:
     keras = keras_of(plan)
 
     def loads(updated: cst.Call) -> str:
-        found = bind(updated, "load_model", KERAS_SIGNATURES) or {}
+        found = plan.bind(updated, "load_model")
         objects = [f"custom_objects={code(found['custom_objects'])}"] if "custom_objects" in found else []
         return f"{keras}.models.load_model({', '.join([code(found['filepath']), *objects])})"
 
@@ -305,7 +269,7 @@ def _move_load(plan: Plan, call: cst.Call, *, accumulates: bool) -> None:
             "hvd.load_model forgets backward_passes_per_step, and so does the new script: take the line with"
             " gradient_accumulation_steps = None out to go on accumulating",
         )
-    then(plan, statement, [*more, _prepare(plan, model, arguments)])
+    plan.then(statement, [*more, _prepare(plan, model, arguments)])
 
 
 def keras_of(plan: Plan) -> str:
@@ -313,8 +277,7 @@ def keras_of(plan: Plan) -> str:
     found = {
         plan.source.qualified(node): code(node)
         for node in walk(plan.source.module)
-        if isinstance(node, (cst.Name, cst.Attribute))
-        and plan.source.qualified(node) in ("keras", "tensorflow.keras")
+        if plan.source.qualified(node) in ("keras", "tensorflow.keras")
         and not isinstance(plan.source.parent(node), (cst.ImportAlias, cst.ImportFrom, cst.AsName))
     }
     if not found:
@@ -330,10 +293,9 @@ def _move_pinning(plan: Plan) -> None:
     pins = [
         call
         for call in calls(source.module)
-        if _device_call(source, call) == "set_visible_devices"
-        and any(source.qualified(node) == local for node in walk(call))
+        if _device_call(source, call) == "set_visible_devices" and source.mentions(call, local)
     ]
-    init = [source.line(call) for call in calls(source.module) if source.qualified(call.func) == plan.prefix + "init"]
+    init = [source.line(call) for call in plan.calls("init")]
     for call in calls(source.module):
         sets = source.qualified(call.func).startswith("tensorflow.config.threading.set_")
         if sets and init and source.line(call) > init[0]:
@@ -350,9 +312,9 @@ def _move_pinning(plan: Plan) -> None:
     for call in calls(source.module):
         if _device_call(source, call) == "list_physical_devices" and gone:
             statement = source.statement(call)
-            target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
-            if value is call and isinstance(target, cst.Name) and not _used(source, target, gone):
-                assert isinstance(statement, cst.SimpleStatementLine)
+            target, value = target_of(statement)
+            found = value is call and isinstance(target, cst.Name) and not _used(source, target, gone)
+            if found and statement is not None:
                 plan.remove(statement)
 
 
@@ -367,7 +329,7 @@ def _pins(source: Source, node: cst.CSTNode, local: str) -> bool:
         [small] = node.body if len(node.body) == 1 else [None]
         value = small.value if isinstance(small, cst.Expr) else None
         does = "" if value is None else _device_call(source, value)
-        ours = does == "set_visible_devices" and any(source.qualified(one) == local for one in walk(node))
+        ours = does == "set_visible_devices" and source.mentions(node, local)
         return ours or does == "set_memory_growth"
     if isinstance(node, (cst.If, cst.For)) and node.orelse is None and isinstance(node.body, cst.IndentedBlock):
         return all(_pins(source, one, local) for one in node.body.body)
@@ -377,9 +339,6 @@ def _pins(source: Source, node: cst.CSTNode, local: str) -> bool:
 def _used(source: Source, name: cst.Name, gone: Sequence[cst.CSTNode]) -> bool:
     """Whether a name is used elsewhere than in statements that go."""
     return any(
-        isinstance(node, cst.Name)
-        and node.value == name.value
-        and node is not name
-        and not any(above in gone for above in source.above(node))
-        for node in walk(source.module)
+        node.value == name.value and node is not name and not any(above in gone for above in source.above(node))
+        for node in find(source.module, cst.Name)
     )

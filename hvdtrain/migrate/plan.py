@@ -9,7 +9,19 @@ from typing import Any
 import libcst as cst
 from libcst import metadata
 
-from hvdtrain.migrate.source import Finding, Source, Statement, children, code, is_chain, tail, walk
+from hvdtrain.migrate.source import (
+    KERAS_SIGNATURES,
+    SIGNATURES,
+    Finding,
+    Source,
+    Statement,
+    bind,
+    calls,
+    children,
+    code,
+    is_chain,
+    walk,
+)
 
 Expression = Callable[[Any], cst.BaseExpression]
 Statements = Callable[[Any], Sequence[Any]]
@@ -100,6 +112,19 @@ class Plan:
     def framework(self) -> str:
         return "torch" if self.module == "horovod.torch" else "keras"
 
+    @property
+    def signatures(self) -> Mapping[str, str]:
+        """The parameters of Horovod's functions, by the names of these."""
+        return SIGNATURES if self.framework == "torch" else KERAS_SIGNATURES
+
+    def bind(self, call: cst.Call, name: str) -> dict[str, cst.BaseExpression]:
+        """The arguments of a call of Horovod's function `name`, which can be told."""
+        return bind(call, name, self.signatures) or {}
+
+    def calls(self, name: str) -> list[cst.Call]:
+        """The calls of Horovod's function `name`."""
+        return [call for call in calls(self.source.module) if self.source.qualified(call.func) == self.prefix + name]
+
     def refuse(self, node: cst.CSTNode, reason: str) -> None:
         self.refused.add(Finding(self.source.line(node), reason))
 
@@ -148,13 +173,20 @@ class Plan:
 
     def follow(self, statement: Statement, texts: Sequence[str]) -> None:
         """Puts functions behind a statement, whatever else becomes of it, and two blank lines behind them."""
-        before = self.statements.get(statement, lambda updated: [updated])
         made = [self._parsed(text) for text in texts]
         block = self.source.block(statement)
         rest = block[block.index(statement) + 1 :]
         blank = sum(not line.comment for line in rest[0].leading_lines) if rest else 2
         footer = [cst.EmptyLine(indent=False)] * max(0, 2 - blank)
         made[-1] = made[-1].with_deep_changes(made[-1].body, footer=footer)
+        self._add(statement, made)
+
+    def then(self, statement: Statement, texts: Sequence[str]) -> None:
+        """Puts statements behind one, whatever else becomes of it."""
+        self._add(statement, [self._parsed(text) for text in texts])
+
+    def _add(self, statement: Statement, made: Sequence[Any]) -> None:
+        before = self.statements.get(statement, lambda updated: [updated])
         self.statements[statement] = lambda updated: [*before(updated), *made]
 
     def _parsed(self, text: str) -> Any:
@@ -217,6 +249,18 @@ def _begins_blank(statement: Any) -> bool:
     return bool(statement.leading_lines) and not statement.leading_lines[0].comment
 
 
+def arguments_of(plan: Plan, call: cst.Call, name: str) -> dict[str, cst.BaseExpression] | None:
+    """A call's arguments; None, and refused, where they cannot be told."""
+    found = bind(call, name, plan.signatures)
+    if found is None or set(found) - set(plan.signatures[name].split()):
+        plan.refuse(call, f"the arguments of hvd.{name} cannot be told")
+        return None
+    for other in found.values():
+        if plan.source.qualified(other) == plan.prefix + "global_process_set":
+            plan.settle(other)
+    return found
+
+
 def statement_of(plan: Plan, call: cst.CSTNode, what: str) -> cst.SimpleStatementLine | None:
     """The line of its own that a call is; None, and refused, where it is a part of something else."""
     source = plan.source
@@ -240,8 +284,10 @@ def condition_above(source: Source, node: cst.CSTNode) -> cst.CSTNode | None:
     return None
 
 
-def target_of(statement: cst.SimpleStatementLine) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
-    """(what is assigned to, what is assigned) of `name = value`; (None, value) of `return value`."""
+def target_of(statement: cst.CSTNode | None) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
+    """(what is assigned to, what is assigned) of `name = value`; (None, value) of `return value`; else two None."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return None, None
     [small] = statement.body if len(statement.body) == 1 else [None]
     if isinstance(small, cst.Assign) and len(small.targets) == 1:
         return small.targets[0].target, small.value
@@ -257,135 +303,19 @@ def assignments(source: Source, name: str, before: cst.CSTNode) -> list[cst.Base
     function, line = source.function(before), source.line(before)
     found = []
     for node in own_nodes(function):
-        if isinstance(node, cst.SimpleStatementLine) and source.line(node) < line and len(node.body) == 1:
+        if isinstance(node, cst.SimpleStatementLine) and source.line(node) < line:
             target, value = target_of(node)
-            if target is not None and value is not None and is_chain(target) and code(target) == name:
+            if value is not None and is_chain(target) and code(target) == name:
                 found.append(value)
     return found[::-1]
+
+
+def made_of(source: Source, node: cst.BaseExpression | None, before: cst.CSTNode) -> cst.BaseExpression | None:
+    """What a name was last given above a node, in the same function; what is no name, itself."""
+    return next(iter(assignments(source, code(node), before)), None) if is_chain(node) else node
 
 
 def own_nodes(function: cst.CSTNode) -> list[cst.CSTNode]:
     """The nodes of a function, without those of functions within it."""
     inner = (cst.FunctionDef, cst.Lambda)
     return list(walk(function, lambda node: node is function or not isinstance(node, inner)))[1:]
-
-
-# -- names -------------------------------------------------------------------------------------------------------
-def home(source: Source, name: cst.CSTNode) -> object:
-    """Whose variable a name is: a scope, for `self.name` a class; None: of several, or of none here."""
-    base = name
-    while isinstance(base, cst.Attribute):
-        base = base.value
-    if base is not name and tail(base) == "self":
-        return next((one for one in source.above(name) if isinstance(one, cst.ClassDef)), None)
-    scope = source.scope(name)
-    found = {one.scope for one in scope[tail(base)]} if scope is not None else set()
-    return found.pop() if len(found) == 1 else None
-
-
-def uses_of(source: Source, name: cst.CSTNode) -> list[cst.CSTNode]:
-    """Where a variable stands, also where it is assigned to."""
-    its, text = home(source, name), code(name)
-    return [
-        node
-        for node in walk(source.module)
-        if isinstance(node, (cst.Name, cst.Attribute))
-        and tail(node) == tail(name)
-        and is_chain(node)
-        and code(node) == text
-        and not isinstance(source.parent(node), (cst.Param, cst.Nonlocal, cst.Global, cst.NameItem))
-        and not (isinstance(outer := source.parent(node), cst.Attribute) and outer.attr is node)
-        and not (isinstance(outer, cst.Arg) and outer.keyword is node)
-        and home(source, node) is its
-    ]
-
-
-def binds(source: Source, node: cst.CSTNode) -> bool:
-    """Whether a name is given a value where it stands."""
-    outer = source.parent(node)
-    while isinstance(outer, (cst.Element, cst.StarredElement, cst.Tuple, cst.List)):
-        node, outer = outer, source.parent(outer)
-    if isinstance(outer, (cst.AssignTarget, cst.AsName, cst.Del)):
-        return True
-    return isinstance(outer, (cst.For, cst.CompFor, cst.NamedExpr, cst.AnnAssign)) and outer.target is node
-
-
-def value_of(source: Source, target: cst.CSTNode) -> cst.BaseExpression | None:
-    """What is assigned to a name, where it alone is assigned to."""
-    statement = source.statement(target)
-    found, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
-    return value if found is target else None
-
-
-def reaching(source: Source, name: cst.CSTNode, at: cst.CSTNode) -> list[cst.CSTNode | None]:
-    """Where the value that a name has at a node may have been given to it, the nearest first; None: somewhere else."""
-    bound = [node for node in uses_of(source, name) if binds(source, node)]
-    function = source.function(at)
-    if bound and all(source.function(one) is not function for one in bound):
-        last = source.function(bound[-1])  # of another function: what it has at its end
-        if any(source.function(one) is not last for one in bound):
-            return [None, *bound]
-        body = last.body.body if isinstance(last, cst.FunctionDef) else last.body
-        return _before(source, bound, list(body))[0]
-    found: list[cst.CSTNode | None] = []
-    one: cst.CSTNode | None = at
-    while one is not None and one is not function:
-        block = source.block(one)
-        more, certain = _before(source, bound, block[: block.index(one)] if one in block else [])
-        found += [node for node in more if node not in found]
-        if certain:
-            return found
-        if isinstance(one, (cst.For, cst.While)):
-            found += [node for node in bound if node not in found and one in source.above(node)]
-        one = source.parent(one)
-    return [*found, None]
-
-
-def _before(source: Source, bound: list[cst.CSTNode], block: Sequence[Any]) -> tuple[list[Any], bool]:
-    """Where statements in a row may give a name its value, and whether they do in any case."""
-    found: list[Any] = []
-    for statement in reversed(block):
-        inside = [node for node in bound if statement in source.above(node)]
-        found += inside
-        if inside and _always(source, inside, statement):
-            return found, True
-    return found, False
-
-
-def _always(source: Source, bound: Sequence[cst.CSTNode], statement: cst.CSTNode) -> bool:
-    if isinstance(statement, cst.If):
-        branches = [statement.body, statement.orelse]
-        return all(one is not None and _always(source, bound, one) for one in branches)
-    if isinstance(statement, (cst.IndentedBlock, cst.Else, cst.With)):
-        inner = statement.body if isinstance(statement, cst.IndentedBlock) else [statement.body]
-        return any(_always(source, bound, one) for one in inner)
-    return isinstance(statement, cst.SimpleStatementLine) and any(statement in source.above(one) for one in bound)
-
-
-def for_many(plan: Plan, node: cst.CSTNode, other: cst.CSTNode) -> bool:
-    """Whether what keeps a node from running, and not another, is nothing but `if hvd.size() > 1:`."""
-    source = plan.source
-    shared, below = list(source.above(other)), node
-    for one in source.above(node):
-        if one in shared or isinstance(one, cst.FunctionDef):
-            break
-        if isinstance(one, (cst.If, cst.For, cst.While, cst.Try, cst.Match, cst.IfExp, cst.BooleanOperation)):
-            test = one.test if isinstance(one, cst.If) and one.body is below else None
-            size = test.left if isinstance(test, cst.Comparison) and isinstance(test.left, cst.Call) else None
-            if size is None or test is None or source.qualified(size.func) != plan.prefix + "size":
-                return False
-            if not code(test).replace(" ", "").endswith(("()>1", "()>=2", "()!=1")):
-                return False
-        below = one
-    return True
-
-
-def callers(source: Source, node: cst.CSTNode) -> list[cst.Call] | None:
-    """The calls of the function that returns a node; None where they, or what it returns, cannot be told."""
-    function = source.function(node)
-    if not isinstance(function, cst.FunctionDef) or source.parent(function) is not source.module:
-        return None
-    returns = [one for one in own_nodes(function) if isinstance(one, (cst.Return, cst.Yield))]
-    uses = [one for one in uses_of(source, function.name) if one is not function.name]
-    found = [call for one in uses if isinstance(call := source.parent(one), cst.Call) and call.func is one]
-    return found if len(returns) == 1 and len(found) == len(uses) else None

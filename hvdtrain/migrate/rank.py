@@ -8,15 +8,13 @@ their names, how many updates there were, and whether these were all of the scri
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import os
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -53,17 +51,6 @@ class Watching(Protocol):
 
     def end(self) -> None:
         """Waits for the other ranks, and leaves them."""
-
-
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Puts `around`, which is given the original first, in the place of a function or a method."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
 
 
 def main() -> None:

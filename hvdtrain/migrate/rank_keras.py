@@ -20,7 +20,8 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from tensorflow.python.eager import context
 
-from hvdtrain.migrate.rank import Enough, seed, wrap
+from hvdtrain.guard.hooks import wrap
+from hvdtrain.migrate.rank import Enough, seed
 
 _SEEDS = (GLOBAL_SEED_GENERATOR, GLOBAL_RANDOM_SEED)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 from collections import Counter
@@ -17,7 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hvdtrain.migrate.rank import Enough, seed, wrap
+from hvdtrain.guard.hooks import wrap
+from hvdtrain.migrate.rank import Enough, seed
 
 
 class TorchWatch:
@@ -36,14 +36,11 @@ class TorchWatch:
         torch.manual_seed(seed())
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ends)
-        plain = nn.Module.__init__
+        wrap(nn.Module, "__init__", self._made)
 
-        @functools.wraps(plain)
-        def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            self._modules.append(module)
-            plain(module, *args, **kwargs)
-
-        setattr(nn.Module, "__init__", init)  # noqa: B010 - mypy has it that methods stay
+    def _made(self, original: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self._modules.append(module)
+        original(module, *args, **kwargs)
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth[id(optimizer)] += 1

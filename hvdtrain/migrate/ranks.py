@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import libcst as cst
 from libcst import metadata
 
 from hvdtrain.migrate.plan import Plan, condition_above, statement_of
-from hvdtrain.migrate.source import Source, bind, calls, code, literal, walk
+from hvdtrain.migrate.source import Source, calls, code, is_chain, literal, walk
 
 Arguments = dict[str, cst.BaseExpression]
+Mover: TypeAlias = Callable[[Plan, cst.Call, str], None]
+Handler: TypeAlias = Callable[[Plan, cst.Call, str, Arguments], None]
+SETS_REASON = "process sets: hvdtrain trains one model on all ranks"
 RUN_REASON = "horovod.run is moved where it is called, with args=, kwargs=, np=, hosts= and hostfile="
 SEEDS = (
     "torch.manual_seed", "numpy.random.seed", "random.seed", "tensorflow.random.set_seed",
@@ -27,8 +30,7 @@ _ORDERS = (
 
 def inits(plan: Plan) -> Iterator[tuple[cst.Call, cst.SimpleStatementLine]]:
     """The one `hvd.init()`, and its line; others are refused."""
-    source = plan.source
-    found = [call for call in calls(source.module) if source.qualified(call.func) == plan.prefix + "init"]
+    source, found = plan.source, plan.calls("init")
     for call in found:
         plan.settle(call)
         if call is not found[0]:
@@ -65,8 +67,7 @@ def _note_seeds(plan: Plan, init: cst.Call) -> None:
     """hvdtrain.init seeds: what was seeded before it is seeded anew."""
     source = plan.source
     for call in calls(source.module):
-        above = source.line(call) < source.line(init) and source.function(call) is source.function(init)
-        if above and source.qualified(call.func) in SEEDS:
+        if source.qualified(call.func) in SEEDS and source.is_above(call, init):
             library = {"torch": "PyTorch", "keras": "Keras"}[plan.framework]
             plan.note(call, f"hvdtrain.init seeds Python, numpy and {library} anew: give it seed=, or seed after it")
 
@@ -137,17 +138,23 @@ def root_of(arguments: Arguments) -> str:
     return "" if root in ("", "0") else f", {root}"
 
 
-def object_of(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    world, does = ranks(plan, call), "broadcast" if name == "broadcast_object" else "gather"
+def send(plan: Plan, call: cst.Call, name: str, does: str) -> None:
+    """The call becomes one of `does`, with the first of its arguments, and whose it is."""
+    first = plan.signatures[name].split()[0]
+    plan.needs.add(does.split(".")[0])
 
     def written(updated: cst.Call) -> str:
-        found = bind(updated, name) or {}
-        return f"{world}.{does}({code(found['obj'])}{root_of(found)})"
+        found = plan.bind(updated, name)
+        return f"{does}({code(found[first])}{root_of(found)})"
 
     plan.replace(call, written)
 
 
-def move_run(plan: Plan, call: cst.Call) -> None:
+def object_of(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
+    send(plan, call, name, f"{ranks(plan, call)}.{'broadcast' if name == 'broadcast_object' else 'gather'}")
+
+
+def move_run(plan: Plan, call: cst.Call, name: str) -> None:
     """`horovod.run(f, args=(...), np=2)` starts ranks from Python; hvdtrain's have Gloo between them."""
     names = ["func", "args", "kwargs", "np"][: len(call.args)]
     names = [names[i] if arg.keyword is None else arg.keyword.value for i, arg in enumerate(call.args)]
@@ -171,10 +178,9 @@ def uses(plan: Plan) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
     """Every use of Horovod that is left, settled here, and what it means; what may be another's too is refused."""
     source = plan.source
     for node in list(walk(source.module)):
-        meanings = source.meanings(node) if isinstance(node, (cst.Name, cst.Attribute)) else set()
-        if not any(name.startswith("horovod") for name in meanings) or plan.is_settled(node):
+        meanings = source.meanings(node)
+        if not is_chain(node) or not any(name.startswith("horovod") for name in meanings) or plan.is_settled(node):
             continue
-        assert isinstance(node, (cst.Name, cst.Attribute))
         outer = source.parent(node)
         if isinstance(outer, cst.AsName) or (isinstance(outer, cst.Attribute) and outer.attr is node):
             continue
@@ -185,19 +191,43 @@ def uses(plan: Plan) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
             yield node, meanings.pop()
 
 
+def move_rest(
+    plan: Plan, movers: Mapping[str, Mover], reasons: Mapping[str, str], kept: Mapping[str, Callable[..., None]] = {}
+) -> None:
+    """Moves every use of Horovod that is left, or refuses it.
+
+    Args:
+        plan: gets the changes.
+        movers: what moves a call, by the name of Horovod's function.
+        reasons: why what has none is refused, by how its name begins; "" for the rest.
+        kept: what moves a name that is not called, by that name.
+    """
+    for node, meaning in uses(plan):
+        outer, short = plan.source.parent(node), meaning.removeprefix(plan.prefix)
+        if isinstance(outer, cst.Call) and outer.func is node and short in movers:
+            movers[short](plan, outer, short)
+        elif short in ("Compression.fp16", "Compression.none"):
+            plan.replace(node, plan.use("fp16") if short.endswith("fp16") else "None")
+        elif short in kept:
+            kept[short](plan, node, short)
+        elif short in (plan.module, "horovod"):
+            plan.refuse(node, f"{code(node)} itself as a value: what is done with it cannot be told")
+        else:
+            name = "synchronize" if short.endswith(("_async", "_async_")) else short
+            found = next(reason for begin, reason in reasons.items() if name.startswith(begin))
+            plan.refuse(node, found if found != reasons[""] else f"{code(node)} {found}")
+
+
 # -- orders that ranks draw alike, each by itself, and share out by rank -------------------------------------------
-def refuse_shared_orders(plan: Plan, wraps: list[cst.Call]) -> None:
+def refuse_shared_orders(plan: Plan) -> None:
     """Refuses orders drawn behind `hvt.prepare` in a script that takes parts of something by its rank."""
     source = plan.source
-    if not wraps:
+    if not (wraps := plan.calls("DistributedOptimizer")):
         return
     shares = _shares_out(source)
     for call in calls(source.module):
         known = source.qualified(call.func) in _ORDERS and "generator" not in "".join(code(arg) for arg in call.args)
-        before = any(
-            source.function(wrap) is source.function(call) and source.line(call) < source.line(wrap) for wrap in wraps
-        )
-        if not known or before:
+        if not known or any(source.is_above(call, wrap) for wrap in wraps):
             continue
         if source.qualified(call.func) == "torch.utils.data.random_split":
             plan.note(call, "where this runs after hvt.prepare, each rank splits in its own way: give it a generator")
@@ -212,7 +242,7 @@ def refuse_shared_orders(plan: Plan, wraps: list[cst.Call]) -> None:
 def _shares_out(source: Source) -> bool:
     """Whether a part is taken by rank: x[hvd.rank()::hvd.size()], range(hvd.rank(), ...)."""
     return any(
-        any(source.qualified(one) == "horovod.torch.rank" for one in walk(node))
+        source.mentions(node, "horovod.torch.rank")
         for node in walk(source.module)
         if isinstance(node, cst.Slice) or (isinstance(node, cst.Call) and code(node.func) in ("range", "islice"))
     )

@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Mapping
 
 import libcst as cst
 
-from hvdtrain.migrate.plan import Plan, assignments, statement_of
-from hvdtrain.migrate.ranks import (
-    RUN_REASON,
-    Arguments,
-    attribute,
-    initialized,
-    method,
-    move_run,
-    object_of,
-    ranks,
-    root_of,
-    shutdown,
-    uses,
-)
-from hvdtrain.migrate.source import SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
+from hvdtrain.migrate import ranks
+from hvdtrain.migrate.plan import Plan, arguments_of, assignments, statement_of
+from hvdtrain.migrate.ranks import Arguments, Handler, attribute, initialized, method, object_of, root_of, shutdown
+from hvdtrain.migrate.source import SIGNATURES, Source, calls, code, find, is_chain, literal, owner_of, tail, walk
 
 _PREFIX = "horovod.torch."
 _COLLECTIVES = ("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_", "allgather", "broadcast")
-Handler: TypeAlias = Callable[[Plan, cst.Call, str, Arguments], None]
 # what of `Target.words` each is
 _DOES = {name: "gather" if "gather" in name else "broadcast" if "broad" in name else "reduce" for name in _COLLECTIVES}
 _OPS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max"}
 # what hvdtrain has nothing in place of, by how its name begins; "" is the rest
-REASONS = {
+_REASONS = {
     "Adasum": "hvdtrain averages gradients, and has no Adasum",
     "elastic": "elastic state and samplers have no counterpart: hvdtrain resumes from checkpoints, exactly, at any"
     " number of ranks (hvdtrain.Checkpointer, hvdtrain launch --max-restarts)",
     "join": "ranks with unequal numbers of batches: Horovod counts those of a rank that is done as zero gradients;"
     " hvt.loader over the data of all ranks gives each rank as many batches, and weighs them right",
     "SyncBatchNorm": "hvt.prepare(..., sync_batchnorm=True) makes it of a model's nn.BatchNorm layers: build these",
-    "add_process_set": "process sets: hvdtrain trains one model on all ranks",
-    "remove_process_set": "process sets: hvdtrain trains one model on all ranks",
-    "ProcessSet": "process sets: hvdtrain trains one model on all ranks",
-    "global_process_set": "process sets: hvdtrain trains one model on all ranks",
-    "horovod.run": RUN_REASON,
-    "synchronize": "handles of operations under way have no counterpart: take the call that waits",
-    "poll": "handles of operations under way have no counterpart: take the call that waits",
+    **dict.fromkeys(("add_process_set", "remove_process_set", "ProcessSet", "global_process_set"), ranks.SETS_REASON),
+    "horovod.run": ranks.RUN_REASON,
+    **dict.fromkeys(
+        ("synchronize", "poll"), "handles of operations under way have no counterpart: take the call that waits"
+    ),
     "": "has no counterpart in hvdtrain",
 }
 
@@ -52,13 +37,13 @@ REASONS = {
 def refuse_in_losses(plan: Plan) -> None:
     """Refuses collectives that a gradient goes through: there hvdtrain has none."""
     source = plan.source
-    functions = {f.name.value: f for f in walk(source.module) if isinstance(f, cst.FunctionDef)}
+    functions = {function.name.value: function for function in find(source.module, cst.FunctionDef)}
     for call in calls(source.module):
-        if isinstance(call.func, cst.Attribute) and tail(call.func) == "backward":
-            _follow(plan, call, call.func.value, functions, set())
-    for node in walk(source.module):
-        if isinstance(node, cst.FunctionDef) and node.name.value == "forward":
-            _refuse_in(plan, node.body)
+        if (loss := owner_of(call, "backward")) is not None:
+            _follow(plan, call, loss, functions, set())
+    for function in find(source.module, cst.FunctionDef):
+        if function.name.value == "forward":
+            _refuse_in(plan, function.body)
 
 
 def _follow(
@@ -96,7 +81,7 @@ def _is_detached(source: Source, call: cst.Call) -> bool:
     given = code(call.args[0].value) if call.args else ""
     if any(mark in given for mark in (".detach()", ".item()", "torch.tensor(", ".data", ".grad")):
         return True
-    names = [one for one in walk(call.args[0].value) if isinstance(one, cst.Name)] if call.args else []
+    names = list(find(call.args[0].value, cst.Name)) if call.args else []
     made = [
         assignments(source, name.value, call)[:1] for name in names if not source.qualified(name).startswith("torch")
     ]
@@ -122,55 +107,28 @@ def averages_by_hand(source: Source) -> bool:
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------
-def move_rest(plan: Plan, handlers: Mapping[str, Handler] | None = None, reasons: Mapping[str, str] = REASONS) -> None:
-    """Moves every use of Horovod that is left, or refuses it.
-
-    Args:
-        plan: gets the changes.
-        handlers: what moves a call, by the name of Horovod's function.
-        reasons: why what has none is refused, by how its name begins.
-    """
-    handlers = HANDLERS if handlers is None else handlers
-    source = plan.source
-    for node, meaning in uses(plan):
-        outer, short = source.parent(node), meaning.removeprefix(_PREFIX)
-        if isinstance(outer, cst.Call) and outer.func is node and short in SIGNATURES:
-            _move_call(plan, outer, short, handlers, reasons)
-        elif isinstance(outer, cst.Call) and outer.func is node and short == "horovod.run" and reasons is REASONS:
-            move_run(plan, outer)
-        elif short in ("Compression.fp16", "Compression.none"):
-            plan.replace(node, plan.use("fp16") if short.endswith("fp16") else "None")
-        else:
-            plan.refuse(node, _reason(reasons, short, code(node)))
+def move_rest(plan: Plan) -> None:
+    """Moves every use of Horovod that is left, or refuses it."""
+    ranks.move_rest(plan, movers(HANDLERS, _REASONS) | {"horovod.run": ranks.move_run}, _REASONS)
 
 
-def _reason(reasons: Mapping[str, str], name: str, text: str) -> str:
-    if name.endswith(("_async", "_async_")):
-        return reasons["synchronize"]
-    if name in ("horovod.torch", "horovod"):
-        return f"{text} itself as a value: what is done with it cannot be told"
-    found = next(reason for begin, reason in reasons.items() if name.startswith(begin))
-    return found if found != reasons[""] else f"{text} {found}"
+def movers(handlers: Mapping[str, Handler], reasons: Mapping[str, str]) -> dict[str, ranks.Mover]:
+    """What moves a call of each of Horovod's functions: `handlers` of the same names, given its arguments."""
 
-
-def _move_call(
-    plan: Plan, call: cst.Call, name: str, handlers: Mapping[str, Handler], reasons: Mapping[str, str]
-) -> None:
-    arguments = bind(call, name)
-    if arguments is None or set(arguments) - set(SIGNATURES[name].split()):
-        plan.refuse(call, f"the arguments of hvd.{name} cannot be told")
-        return
-    sets = arguments.get("process_set")
-    if sets is not None:
-        plan.settle(sets)
-        if plan.source.qualified(sets) != _PREFIX + "global_process_set":
-            plan.refuse(call, reasons["ProcessSet"])
+    def move(plan: Plan, call: cst.Call, name: str) -> None:
+        arguments = arguments_of(plan, call, name)
+        if arguments is None:
             return
-    if name == "DistributedOptimizer" or name == "init":
-        return
-    for dropped in ("name", "compression", "model"):
-        plan.settle(arguments.get(dropped))
-    handlers[name](plan, call, name, arguments)
+        sets = arguments.get("process_set")
+        plan.settle(sets)
+        if sets is not None and plan.source.qualified(sets) != _PREFIX + "global_process_set":
+            plan.refuse(call, reasons["ProcessSet"])
+        elif name in handlers:  # else it has been moved
+            for dropped in ("name", "compression", "model"):
+                plan.settle(arguments.get(dropped))
+            handlers[name](plan, call, name, arguments)
+
+    return dict.fromkeys(SIGNATURES, move)
 
 
 def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
@@ -182,7 +140,7 @@ def _reduced(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> Non
     detached = _was_differentiated(plan.source, call) or _is_a_number(plan.source, call)
 
     def written(updated: cst.Call) -> str:
-        given = (bind(updated, name) or {})["tensors" if name.startswith("grouped") else "tensor"]
+        given = plan.bind(updated, name)["tensors" if name.startswith("grouped") else "tensor"]
         tensor = code(given)
         if name.startswith("grouped"):
             one = f"{reduce}(tensor{last})"
@@ -223,21 +181,14 @@ def _is_a_number(source: Source, call: cst.Call) -> bool:
 def _was_differentiated(source: Source, call: cst.Call) -> bool:
     """Whether its tensor is a loss whose backward pass is done, above in the same function: its graph is gone."""
     given = call.args[0].value if call.args else None
-    if given is None or not is_chain(given):
-        return False
-    return any(
-        isinstance(other.func, cst.Attribute)
-        and tail(other.func) == "backward"
-        and code(other.func.value) == code(given)
-        and source.line(other) < source.line(call)
-        and source.function(other) is source.function(call)
+    return is_chain(given) and any(
+        (loss := owner_of(other, "backward")) is not None and code(loss) == code(given) and source.is_above(other, call)
         for other in calls(source.function(call))
     )
 
 
 def _gathered(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
-    gather = plan.use("gather")
-    plan.replace(call, lambda updated: f"{gather}({code((bind(updated, name) or {})['tensor'])})")
+    ranks.send(plan, call, name, plan.use("gather"))
 
 
 def _is_written_to(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> bool:
@@ -245,7 +196,7 @@ def _is_written_to(plan: Plan, call: cst.Call, name: str, arguments: Arguments) 
     given = arguments.get("tensor")
     while isinstance(given, cst.Subscript) and not any(True for part in given.slice for _ in calls(part)):
         given = given.value
-    if not name.endswith("_") or name.startswith("grouped") or (given is not None and is_chain(given)):
+    if not name.endswith("_") or name.startswith("grouped") or is_chain(given):
         return False
     plan.refuse(call, f"hvd.{name} is moved where what it writes to has a name")
     return True
@@ -254,16 +205,17 @@ def _is_written_to(plan: Plan, call: cst.Call, name: str, arguments: Arguments) 
 def _broadcast(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
     if _is_written_to(plan, call, name, arguments):
         return
-    send = plan.use("broadcast")
+    does = plan.use("broadcast")
 
     def written(updated: cst.Call) -> str:
-        found = bind(updated, name) or {}
+        found = plan.bind(updated, name)
         tensor = code(found["tensor"])
-        if name.endswith("_"):  # of a parameter, too: without a gradient, as Horovod does
-            return f"{tensor}.data.copy_({send}({tensor}.data{root_of(found)}))"
-        return f"{send}({tensor}{root_of(found)})"
+        return f"{tensor}.data.copy_({does}({tensor}.data{root_of(found)}))"
 
-    plan.replace(call, written)
+    if name.endswith("_"):  # of a parameter, too: without a gradient, as Horovod does
+        plan.replace(call, written)
+    else:
+        ranks.send(plan, call, name, does)
 
 
 def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
@@ -275,18 +227,23 @@ def _state(plan: Plan, call: cst.Call, name: str, arguments: Arguments) -> None:
             plan.refuse(call, "broadcast_parameters is moved where it is given model.state_dict()")
             return
         given = of.value
-    if given is None or not is_chain(given):
+    if load_state(plan, call, name, given, f"{ranks.ranks(plan, call)}.broadcast"):
+        statement_of(plan, call, f"hvd.{name}")
+
+
+def load_state(plan: Plan, call: cst.Call, name: str, given: cst.BaseExpression | None, does: str) -> bool:
+    """Loads the state of what has a name from one rank's, which `does` gives to all; whether it has one."""
+    if not is_chain(given):
         plan.refuse(call, f"hvd.{name} is moved where it is given a name")
-        return
-    if statement_of(plan, call, f"hvd.{name}") is None:
-        return
-    world, owner = ranks(plan, call), code(given)
-    plan.replace(
-        call,
-        lambda updated: (
-            f"{owner}.load_state_dict({world}.broadcast({owner}.state_dict(){root_of(bind(updated, name) or {})}))"
-        ),
-    )
+        return False
+    owner = code(given)
+    plan.needs.add(does.split(".")[0])
+
+    def written(updated: cst.Call) -> str:
+        return f"{owner}.load_state_dict({does}({owner}.state_dict(){root_of(plan.bind(updated, name))}))"
+
+    plan.replace(call, written)
+    return True
 
 
 HANDLERS: dict[str, Handler] = {

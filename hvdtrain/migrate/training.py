@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import libcst as cst
 
 from hvdtrain.migrate.plan import Plan, own_nodes, target_of
-from hvdtrain.migrate.source import Flow, Source, calls, code, is_chain, literal, runs_later, tail, walk
-from hvdtrain.migrate.torch_calls import without_gradients
+from hvdtrain.migrate.source import (
+    Source,
+    calls,
+    code,
+    find,
+    is_chain,
+    literal,
+    names_in,
+    owner_of,
+    runs_later,
+    tail,
+    walk,
+)
 
+_LEAVES = (cst.Continue, cst.Break, cst.Return)
 _PURE = ("len", "int", "float", "max", "min", "ceil", "floor", "size", "numel")
 
 
 def trainers(source: Source) -> set[str]:
     """Names of the script's functions that train, or call one that does."""
-    functions = [node for node in walk(source.module) if isinstance(node, cst.FunctionDef)]
+    functions = list(find(source.module, cst.FunctionDef))
     found: set[str] = set()
     while True:
         new = {f.name.value for f in functions if any(_trains(call, found) for call in calls(f.body))} - found
@@ -27,8 +37,7 @@ def trainers(source: Source) -> set[str]:
 
 
 def _trains(call: cst.Call, known: set[str]) -> bool:
-    name = tail(call.func)
-    return (isinstance(call.func, cst.Attribute) and name in ("backward", "step")) or name in known
+    return owner_of(call, "backward", "step") is not None or tail(call.func) in known
 
 
 def trains(statement: cst.CSTNode, known: set[str]) -> bool:
@@ -52,10 +61,14 @@ class Optimizers:
     wrapped: set[str] = field(default_factory=set)
     makers: dict[str, dict[int, str]] = field(default_factory=dict)
 
+    def knows(self, optimizer: cst.BaseExpression) -> bool:
+        """Whether it is prepared, or wrapped under this name."""
+        return tail(optimizer) in self.prepared or tail(optimizer) in self.wrapped
+
     def spread(self, source: Source) -> None:
         """Follows them through functions that return them, to what is assigned there."""
-        functions = [node for node in walk(source.module) if isinstance(node, cst.FunctionDef)]
-        lines = [node for node in walk(source.module) if isinstance(node, cst.SimpleStatementLine)]
+        functions = list(find(source.module, cst.FunctionDef))
+        lines = list(find(source.module, cst.SimpleStatementLine))
         for _ in range(3):  # functions that return what others returned
             for function in functions:
                 self.makers.setdefault(function.name.value, {}).update(self._returned(function))
@@ -104,29 +117,27 @@ class Step:
 
     optimizer: cst.BaseExpression
     call: cst.Call
-    loops: list[cst.CSTNode]
+    loops: list[cst.For | cst.While]
     tests: list[cst.If]
 
 
 def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> list[Step]:
     """The steps that follow a pass in its function, up to the next pass: the first is its own."""
-    zeroed = {
-        code(call.func.value)
-        for call in calls(source.function(backward))
-        if isinstance(call.func, cst.Attribute) and tail(call.func) == "zero_grad"
-    }
-    loops: list[cst.CSTNode] = []
+    own = [owner_of(call, "zero_grad") for call in calls(source.function(backward))]
+    zeroed = {code(owner) for owner in own if owner is not None}
+    loops: list[cst.For | cst.While] = []
     at = source.statement(backward)
     while at is not None:
         block = list(source.block(at))
         found: list[Step] = []
         for statement in block[block.index(at) + 1 :]:
             for call in calls(statement, now=True):
-                if isinstance(call.func, cst.Attribute) and tail(call.func) == "backward" and found:
+                if found and owner_of(call, "backward") is not None:
                     return found
-                optimizer = _stepped(source, optimizers, call, zeroed)
-                if optimizer is not None:
-                    tests = [one for one in _within(source, call, statement) if isinstance(one, cst.If)]
+                known = (one for one in stepped(call) if optimizers.knows(one) or is_chain(one) and code(one) in zeroed)
+                if (optimizer := next(known, None)) is not None:
+                    around = list(source.above(statement))
+                    tests = [one for one in source.above(call) if isinstance(one, cst.If) and one not in around]
                     found.append(Step(optimizer, call, loops, tests))
         if found:
             return found
@@ -139,24 +150,10 @@ def step_after(source: Source, optimizers: Optimizers, backward: cst.Call) -> li
     return []
 
 
-def _within(source: Source, node: cst.CSTNode, top: cst.CSTNode) -> list[cst.CSTNode]:
-    found = []
-    for one in source.above(node):
-        found.append(one)
-        if one is top:
-            break
-    return found
-
-
-def _stepped(source: Source, optimizers: Optimizers, call: cst.Call, zeroed: set[str]) -> cst.BaseExpression | None:
-    """The optimizer that a call steps, by itself or through a gradient scaler."""
-    if not isinstance(call.func, cst.Attribute) or tail(call.func) != "step":
-        return None
-    for one in (call.func.value, *(arg.value for arg in call.args[:1])):
-        known = tail(one) in optimizers.prepared or tail(one) in optimizers.wrapped
-        if known or (is_chain(one) and code(one) in zeroed):
-            return one
-    return None
+def stepped(call: cst.Call) -> list[cst.BaseExpression]:
+    """What may be the optimizer that a call steps: its object, or what a gradient scaler is given."""
+    owner = owner_of(call, "step")
+    return [] if owner is None else [owner, *(arg.value for arg in call.args[:1])]
 
 
 def passes(source: Source) -> list[cst.Call]:
@@ -164,26 +161,25 @@ def passes(source: Source) -> list[cst.Call]:
     return [
         call
         for call in calls(source.module)
-        if isinstance(call.func, cst.Attribute)
-        and tail(call.func) == "backward"
-        and not _is_own(call.func)
-        and not (is_chain(call.func.value) and source.qualified(call.func.value).startswith("torch."))
+        if (loss := owner_of(call, "backward")) is not None
+        and not _is_own(loss)
+        and not source.qualified(loss).startswith("torch.")
     ]
 
 
 def refuse_other_passes(plan: Plan) -> None:
     """Refuses `backward` that is no method of a loss, called there."""
     source = plan.source
-    for node in walk(source.module):
-        if isinstance(node, cst.Attribute) and tail(node) == "backward" and not _is_own(node):
+    for node in find(source.module, cst.Attribute):
+        if tail(node) == "backward" and not _is_own(node.value):
             outer = source.parent(node)
             called = isinstance(outer, cst.Call) and outer.func is node
             if not called or source.qualified(node).startswith("torch."):
                 plan.refuse(node, f"{code(node)}: what is moved is loss.backward(), called there")
 
 
-def _is_own(node: cst.Attribute) -> bool:
-    return code(node.value).startswith("super(") or code(node.value) in ("self", "cls")
+def _is_own(owner: cst.BaseExpression) -> bool:
+    return code(owner).startswith("super(") or code(owner) in ("self", "cls")
 
 
 def move_backward(plan: Plan, optimizers: Optimizers, call: cst.Call) -> None:
@@ -247,23 +243,17 @@ def note_clipping(plan: Plan, backward: cst.Call, step: Step) -> None:
                 )
 
 
-def note_closures(plan: Plan, optimizers: Optimizers) -> None:
-    """Horovod's step(closure) averages nothing that the closure differentiates."""
-    for call in calls(plan.source.module):
-        owner = call.func.value if isinstance(call.func, cst.Attribute) and tail(call.func) == "step" else None
-        if owner is not None and call.args and tail(owner) in optimizers.prepared:
-            plan.note(
-                call, "step(closure): Horovod averages before the closure runs, and its ranks part; hvdtrain within it"
-            )
+def closures(source: Source, optimizers: Optimizers) -> list[cst.Call]:
+    """The calls of step(closure), of prepared optimizers: Horovod averages nothing that the closure differentiates."""
+    owners = ((call, owner_of(call, "step")) for call in calls(source.module) if call.args)
+    return [call for call, owner in owners if owner is not None and tail(owner) in optimizers.prepared]
 
 
 def _only(plan: Plan, optimizers: Optimizers, call: cst.Call) -> cst.BaseExpression | None:
     """The one optimizer there is, where the function of a backward pass can name it."""
     function = plan.source.function(call)
     found: dict[str, cst.BaseExpression] = {
-        code(node): node
-        for node in walk(function)
-        if isinstance(node, (cst.Name, cst.Attribute)) and is_chain(node) and tail(node) in optimizers.prepared
+        code(node): node for node in walk(function) if is_chain(node) and tail(node) in optimizers.prepared
     }
     if not found:
         found = {code(node): node for node in _reachable(plan, optimizers, call)}
@@ -282,10 +272,9 @@ def _reachable(plan: Plan, optimizers: Optimizers, call: cst.Call) -> list[cst.B
     source = plan.source
     owner = next((one for one in source.above(call) if isinstance(one, cst.ClassDef)), None)
     if owner is not None:
-        attributes = [node for node in walk(owner) if isinstance(node, cst.Attribute) and code(node.value) == "self"]
+        attributes = [node for node in find(owner, cst.Attribute) if code(node.value) == "self"]
         return [node for node in attributes if tail(node) in optimizers.prepared]
-    lines = [line for line in source.module.body if isinstance(line, cst.SimpleStatementLine)]
-    targets = [target for target, _ in map(target_of, lines) if target is not None]
+    targets = [target for target, _ in map(target_of, source.module.body)]
     return [target for target in targets if isinstance(target, cst.Name) and target.value in optimizers.prepared]
 
 
@@ -299,18 +288,23 @@ def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[
         plan.refuse(call, "of several passes an update which is the last cannot be told: no step() follows here")
         return None
     loops, tests = steps[0].loops, steps[0].tests
-    later = _later_passes(source, call, steps[0])
-    if _may_leave_before(source, call, steps[0]):
+    between = [
+        node
+        for node in walk(source.function(call))
+        if isinstance(node, (cst.Call, *_LEAVES)) and source.line(call) < source.line(node) < source.line(steps[0].call)
+    ]
+    later = any(owner_of(node, "backward") is not None for node in between)
+    if any(isinstance(node, _LEAVES) for node in between):
         plan.refuse(call, "of several passes an update which is the last cannot be told: the step may be left out")
         return None
     if not loops and not tests:
         return ", more=True" if later else ""
     if len(loops) == 1 and not tests and not later:
         bounds = _range(loops[0])
-        if bounds is not None and _asks_only(loops[0]) and not _stores(source, loops[0], bounds):
-            return f", more={bounds}"
+        if bounds is not None and _asks_only(loops[0]) and not names_in(bounds) & stored(loops[0].body):
+            return f", more={code(bounds)}"
     if not loops and len(tests) == 1 and not later and tests[0].orelse is None:
-        names = {node.value for node in walk(tests[0].test) if isinstance(node, cst.Name)}
+        names = names_in(tests[0].test)
         if _asks_only(tests[0].test) and not names & _stored_between(source, call, tests[0]):
             return f", more={_negated(tests[0].test)}"
     plan.refuse(
@@ -319,15 +313,6 @@ def more_passes(plan: Plan, optimizers: Optimizers, call: cst.Call, steps: list[
         " `for i in range(...)` before the step, and where an `if` of the same block holds the step",
     )
     return None
-
-
-def _may_leave_before(source: Source, call: cst.Call, step: Step) -> bool:
-    """Whether `continue`, `break` or `return` stands between a pass and its step."""
-    leaves = (cst.Continue, cst.Break, cst.Return)
-    return any(
-        isinstance(node, leaves) and source.line(call) < source.line(node) < source.line(step.call)
-        for node in walk(source.function(call))
-    )
 
 
 def _asks_only(node: cst.CSTNode) -> bool:
@@ -340,21 +325,8 @@ def _asks_only(node: cst.CSTNode) -> bool:
     )
 
 
-def _later_passes(source: Source, call: cst.Call, step: Step) -> bool:
-    """Whether another pass stands between a pass and its step."""
-
-    def line(node: cst.CSTNode) -> int:
-        return source.line(node)
-
-    return any(
-        isinstance(other.func, cst.Attribute) and tail(other.func) == "backward"
-        and line(call) < line(other) < line(step.call)
-        for other in calls(source.function(call))
-    )  # fmt: skip
-
-
-def _range(loop: cst.CSTNode) -> str | None:
-    """Whether another turn of `for i in range(...)` follows, as text."""
+def _range(loop: cst.CSTNode) -> cst.BaseExpression | None:
+    """Whether another turn of `for i in range(...)` follows, as the script can ask it."""
     if not isinstance(loop, cst.For) or not isinstance(loop.target, cst.Name) or loop.orelse is not None:
         return None
     over = loop.iter
@@ -363,14 +335,8 @@ def _range(loop: cst.CSTNode) -> str | None:
     values = [code(arg.value).strip() for arg in over.args]
     if any(isinstance(node, (cst.Break, cst.Continue)) for node in walk(loop.body)):
         return None
-    return f"{loop.target.value} + {values[2] if len(values) == 3 else 1} < {values[min(1, len(values) - 1)]}"
-
-
-def _stores(source: Source, block: cst.CSTNode, text: str) -> bool:
-    """Whether a loop's body assigns to a name of an expression."""
-    names = {node.value for node in walk(cst.parse_expression(text)) if isinstance(node, cst.Name)}
-    assert isinstance(block, cst.For)
-    return bool(names & stored(block.body))
+    step, end = values[2] if len(values) == 3 else 1, values[min(1, len(values) - 1)]
+    return cst.parse_expression(f"{loop.target.value} + {step} < {end}")
 
 
 def stored(node: cst.CSTNode) -> set[str]:
@@ -382,7 +348,7 @@ def stored(node: cst.CSTNode) -> set[str]:
             targets = [target.target for target in one.targets]
         elif isinstance(one, (cst.AugAssign, cst.AnnAssign, cst.NamedExpr, cst.For)):
             targets = [one.target]
-        found |= {name.value for target in targets for name in walk(target) if isinstance(name, cst.Name)}
+        found = found.union(*map(names_in, targets))
     return found
 
 
@@ -391,7 +357,7 @@ def _stored_between(source: Source, call: cst.Call, test: cst.If) -> set[str]:
     assert start is not None and top is not None
     block = list(source.block(start))
     between = block[block.index(start) : block.index(top)] if top in block else []
-    return set().union(*(stored(statement) for statement in between)) if between else set()
+    return set().union(*map(stored, between))
 
 
 def _negated(test: cst.BaseExpression) -> str:
@@ -400,98 +366,3 @@ def _negated(test: cst.BaseExpression) -> str:
         if isinstance(target.operator, cst.Equal):
             return f"{code(test.left)} != {code(target.comparator)}"
     return f"not ({code(test)})"
-
-
-# -- what happened last on the ways to a node -----------------------------------------------------------------------
-_LEAVES = (cst.Return, cst.Raise, cst.Continue, cst.Break)
-_BLOCKS = (cst.SimpleStatementLine, cst.SimpleStatementSuite, cst.IndentedBlock, cst.Module)
-NOBODYS = "?"  # of a function that nothing here calls
-
-
-class Paths:
-    """What may have happened last on the ways to a node, back to the beginning of its loop; "" for nothing."""
-
-    def __init__(self, source: Source, flow: Flow, event: Callable[[cst.Call], str]) -> None:
-        self._source, self._flow, self._event = source, flow, event
-        self._known: dict[cst.FunctionDef, set[str]] = {}
-
-    def before(self, node: cst.CSTNode, within: cst.CSTNode | None = None) -> set[str]:
-        """Goes back from a node; not out of the function `within`."""
-        found = self._calls(one for one in calls(node, now=True) if one is not node)
-        at, up = node, self._source.parent(node)
-        while "" in found and up is not None:
-            if isinstance(up, _BLOCKS):
-                body: list[Any] = list(up.body)
-                found = _behind(found, self._block(body[: next(i for i, one in enumerate(body) if one is at)]))
-            elif isinstance(up, (cst.For, cst.While)) and at is up.body:
-                return found
-            elif isinstance(up, cst.With) and at is up.body:
-                found = _behind(found, self._calls(one for item in up.items for one in calls(item)))
-            elif isinstance(up, cst.FunctionDef):
-                return found if up is within else _behind(found, self._callers(up))
-            elif isinstance(up, cst.Lambda):
-                return found
-            at, up = up, self._source.parent(up)
-        return found
-
-    def _callers(self, function: cst.FunctionDef) -> set[str]:
-        sites = [call for call in calls(self._source.module) if function in self._flow.called(call)]
-        if not sites:
-            return {""} if any(map(self._event, calls(function.body))) else {NOBODYS}
-        if function in self._known:
-            return self._known[function]
-        self._known[function] = {""}  # one that calls itself
-        found = set().union(*(self.before(site) for site in sites))
-        del self._known[function]
-        return found
-
-    def _calls(self, found: Iterable[cst.Call]) -> set[str]:
-        last = {""}
-        for call in reversed(list(found)):
-            if "" in last:
-                word = self._event(call)
-                last = _behind(last, {word} if word else self._called(call))
-        return last
-
-    def _called(self, call: cst.Call) -> set[str]:
-        functions = [] if without_gradients(self._source, call) else self._flow.called(call)
-        return set().union(*map(self._function, functions)) if functions else {""}
-
-    def _function(self, function: cst.FunctionDef) -> set[str]:
-        """What has happened last when it returns."""
-        if function not in self._known:
-            self._known[function] = {""}
-            ends = [node for node in walk(function.body) if isinstance(node, cst.Return)]
-            ends = [node for node in ends if self._source.function(node) is function]
-            found = self._of(function.body).union(*(self.before(node, function) for node in ends))
-            del self._known[function]
-            return found
-        return self._known[function]
-
-    def _block(self, statements: Sequence[cst.CSTNode]) -> set[str]:
-        found = {""}
-        for one in reversed(statements):
-            if "" not in found:
-                break
-            found = _behind(found, self._of(one))
-        return found
-
-    def _of(self, node: cst.CSTNode) -> set[str]:
-        if isinstance(node, _BLOCKS):
-            return self._block(list(node.body))
-        if isinstance(node, _LEAVES):
-            return set()
-        if isinstance(node, cst.If):
-            found = self._of(node.body) | (self._of(node.orelse) if node.orelse is not None else {""})
-            return _behind(found, self._calls(calls(node.test, now=True)))
-        if isinstance(node, (cst.For, cst.While)):  # which are taken to turn once at least
-            return self._of(node.body) or {""}
-        if isinstance(node, cst.With):
-            return _behind(self._of(node.body), self._calls(one for item in node.items for one in calls(item)))
-        if isinstance(node, (cst.Else, cst.Try)):
-            return self._of(node.body)
-        return self._calls(calls(node, now=True))
-
-
-def _behind(later: set[str], earlier: set[str]) -> set[str]:
-    return (later - {""}) | earlier if "" in later else later

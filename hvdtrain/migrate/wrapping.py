@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.plan import HVDTRAIN, Plan, Target, assignments, condition_above, own_nodes, target_of
-from hvdtrain.migrate.source import SIGNATURES, Source, bind, calls, code, is_chain, literal, tail, walk
+from hvdtrain.migrate.plan import HVDTRAIN, Plan, Target, condition_above, made_of, target_of
+from hvdtrain.migrate.source import SIGNATURES, Source, bind, calls, code, find, is_chain, literal, owner_of, tail, walk
 from hvdtrain.migrate.training import Optimizers, trainers, trains
 
-_WRAPPER = "horovod.torch.DistributedOptimizer"
 _NORM = "horovod.torch.SyncBatchNorm"
 _BROADCASTS = ("horovod.torch.broadcast_parameters", "horovod.torch.broadcast_optimizer_state")
 _ENDS = 'if {}:\n    raise SystemExit("{} averages gradients, and has no Adasum")'
 # how gradients travel, which changes nothing but the time it takes
 _OF_NO_MATTER = ("num_groups", "groups", "gradient_predivide_factor", "named_parameters", "sparse_as_dense")
-# what horovodrun and mpirun tell each rank, and torchrun does not
-_VARIABLES = re.compile("(HOROVOD|OMPI_COMM_WORLD|PMI|PMIX)_((LOCAL|CROSS|NODE)_)?(RANK|SIZE)")
 
 
 @dataclass
@@ -47,6 +43,11 @@ class Wrap:
     adasum: str = ""
     extra: list[str] = field(default_factory=list)
 
+    @property
+    def name(self) -> cst.BaseExpression:
+        """What it is called by from here on."""
+        return self.optimizer if self.target is None else self.target
+
     def ends(self, target: Target) -> list[str]:
         """The statement that ends a script where it asks for Adasum."""
         return [_ENDS.format(self.adasum, target.title)] if self.adasum else []
@@ -62,16 +63,11 @@ class Wrap:
             optimizers.makers[function.name.value] = {-1: literal(passes)}
 
 
-def wraps_of(source: Source) -> list[cst.Call]:
-    """Every call of DistributedOptimizer."""
-    return [call for call in calls(source.module) if source.qualified(call.func) == _WRAPPER]
-
-
 def move_wraps(plan: Plan) -> Optimizers:
     """Moves every wrapped optimizer of a script; returns what is known of its optimizers."""
     source, optimizers = plan.source, Optimizers()
     norms = _norms(plan)
-    for call in wraps_of(source):
+    for call in plan.calls("DistributedOptimizer"):
         plan.settle(call.func)
         wrap = read(plan, call)
         if wrap is None:
@@ -91,8 +87,8 @@ def move_wraps(plan: Plan) -> Optimizers:
 
 def _move_questions(plan: Plan, adasum: str) -> None:
     """`if args.use_adasum and hvd.nccl_built()`, as Horovod's examples have it, asks for Adasum alone."""
-    for node in walk(plan.source.module):
-        if isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.And):
+    for node in find(plan.source.module, cst.BooleanOperation):
+        if isinstance(node.operator, cst.And):
             asked = isinstance(node.right, cst.Call) and plan.source.qualified(node.right.func)
             if code(node.left) == adasum and asked == "horovod.torch.nccl_built":
                 plan.settle(node.right)
@@ -103,8 +99,8 @@ def _norms(plan: Plan) -> tuple[cst.IfExp, bool] | None:
     """`hvd.SyncBatchNorm if ... else nn.BatchNorm2d`, where it is all that a script has of Horovod's; and whether the
     first is Horovod's."""
     source = plan.source
-    wraps = wraps_of(source)
-    uses = [node for node in walk(source.module) if is_chain(node) and source.qualified(node) == _NORM]
+    wraps = plan.calls("DistributedOptimizer")
+    uses = [node for node in walk(source.module) if source.qualified(node) == _NORM]
     if len(wraps) != 1 or len(uses) != 1:
         return None
     choice = source.parent(uses[0])
@@ -126,7 +122,7 @@ def read(plan: Plan, call: cst.Call) -> Wrap | None:
     """What a call of DistributedOptimizer wraps; None, and refused, where it cannot be told, or moved."""
     source = plan.source
     statement = source.statement(call)
-    target, value = target_of(statement) if isinstance(statement, cst.SimpleStatementLine) else (None, None)
+    target, value = target_of(statement)
     named = target is None or is_chain(target)
     if value is not call or not named or not isinstance(statement, cst.SimpleStatementLine):
         plan.refuse(call, "DistributedOptimizer is moved where it is assigned to one name, or returned")
@@ -160,9 +156,8 @@ def read(plan: Plan, call: cst.Call) -> Wrap | None:
 def is_parameter(source: Source, node: cst.CSTNode, name: str) -> bool:
     """Whether a name is one of those that the function of a node is called with."""
     function = source.function(node)
-    return isinstance(function, cst.FunctionDef) and any(
-        isinstance(one, cst.Param) and one.name.value == name for one in walk(function.params)
-    )
+    given = find(function.params, cst.Param) if isinstance(function, cst.FunctionDef) else ()
+    return any(one.name.value == name for one in given)
 
 
 def _adasum_test(source: Source, op: cst.BaseExpression) -> str | None:
@@ -203,35 +198,27 @@ def _check_arguments(plan: Plan, call: cst.Call, arguments: dict[str, cst.BaseEx
 
 def _model(source: Source, statement: cst.SimpleStatementLine, arguments: dict[str, cst.BaseExpression]) -> str | None:
     """The model, as text: of its named parameters, or else of those that the optimizer was made of."""
-    named = arguments.get("named_parameters")
-    if named is not None and is_chain(named):
-        named = next(iter(assignments(source, code(named), statement)), None)
-    if named is not None and (found := _owner(named, "named_parameters")) is not None:
+    named = made_of(source, arguments.get("named_parameters"), statement)
+    if (found := _owner(named, "named_parameters")) is not None:
         return found
     if "named_parameters" in arguments and code(arguments["named_parameters"]) != "None":
         return None
-    made: cst.BaseExpression | None = arguments["optimizer"]
-    if made is not None and is_chain(made):
-        made = next(iter(assignments(source, code(made), statement)), None)
+    made = made_of(source, arguments["optimizer"], statement)
     if isinstance(made, cst.Call) and made.args:
         return _owner(made.args[0].value, "parameters")
     return None
 
 
-def _owner(node: cst.BaseExpression, method: str) -> str | None:
+def _owner(node: cst.BaseExpression | None, method: str) -> str | None:
     """`model` of `model.parameters()`, also within list(...)."""
     if isinstance(node, cst.Call) and code(node.func) in ("list", "iter", "tuple") and len(node.args) == 1:
         node = node.args[0].value
     if not isinstance(node, cst.Call) or any(literal(arg.keyword) != "prefix" for arg in node.args):
         return None
-    if isinstance(node.func, cst.Attribute):
-        owner = node.func.value
-        inner = owner
-        while isinstance(inner, cst.Subscript):
-            inner = inner.value
-        if node.func.attr.value == method and is_chain(inner):
-            return code(owner)
-    return None
+    inner = owner = owner_of(node, method)
+    while isinstance(inner, cst.Subscript):
+        inner = inner.value
+    return code(owner) if owner is not None and is_chain(inner) else None
 
 
 def _place(plan: Plan, wrap: Wrap) -> None:
@@ -239,8 +226,8 @@ def _place(plan: Plan, wrap: Wrap) -> None:
     source = plan.source
     block = list(source.block(wrap.statement))
     at, known = block.index(wrap.statement), trainers(source)
-    target = wrap.target if wrap.target is not None else wrap.optimizer
-    texts = {code(target), code(wrap.optimizer)}
+    target = code(wrap.name)
+    texts = {target, code(wrap.optimizer)}
     end = next((i for i, one in enumerate(block) if i > at and trains(one, known)), len(block))
     theirs = [i for i in range(end) if (call := _broadcast(source, block[i])) and _is_of(plan, call, wrap.model, texts)]
     last = max([at, *theirs])
@@ -262,11 +249,11 @@ def _place(plan: Plan, wrap: Wrap) -> None:
 
     def stays(updated: Any) -> Sequence[str]:
         ends = _prepare(wrap, updated, parts)[:-1]
-        return ends if parts["optimizer"] == code(target) else [*ends, f"{code(target)} = {parts['optimizer']}"]
+        return ends if parts["optimizer"] == target else [*ends, f"{target} = {parts['optimizer']}"]
 
     plan.rewrite(wrap.statement, stays)
     moved = block[last]
-    plan.rewrite(moved, lambda _: [_written(wrap.model, code(target), code(target), parts["extra"])])
+    plan.rewrite(moved, lambda _: [_written(wrap.model, target, target, parts["extra"])])
 
 
 def _broadcast(source: Source, statement: cst.CSTNode) -> cst.Call | None:
@@ -280,25 +267,21 @@ def _broadcast(source: Source, statement: cst.CSTNode) -> cst.Call | None:
 
 def _is_of(plan: Plan, call: cst.Call, model: str, optimizers: set[str]) -> bool:
     """Whether it gives rank 0's state of this model or its optimizer to all."""
-    name = tail(call.func) if isinstance(call.func, cst.Attribute) else plan.source.qualified(call.func).split(".")[-1]
-    arguments = bind(call, name)
-    if arguments is None or literal(arguments.get("root_rank")) not in ("0", ""):
+    name = plan.source.qualified(call.func).split(".")[-1]
+    arguments = plan.bind(call, name)
+    if literal(arguments.get("root_rank")) not in ("0", ""):
         return False
     if name == "broadcast_optimizer_state":
         return literal(arguments.get("optimizer")) in optimizers
-    params = arguments.get("params")
-    return params is not None and any(
-        _owner(params, method) == model for method in ("state_dict", "named_parameters", "parameters")
-    )
+    return model in (_owner(arguments.get("params"), one) for one in ("state_dict", "named_parameters", "parameters"))
 
 
 def _reads(source: Source, statement: cst.CSTNode, model: str) -> bool:
     """Whether a statement may use what a model holds: a copy, a teacher; all but what makes an optimizer of it."""
-    own = {node.name.value for node in walk(source.module) if isinstance(node, (cst.FunctionDef, cst.ClassDef))}
-    if isinstance(statement, cst.SimpleStatementLine):
-        _, value = target_of(statement)
-        if isinstance(value, cst.Call) and source.qualified(value.func).startswith("torch.optim."):
-            return False
+    own = source.definitions()
+    _, value = target_of(statement)
+    if isinstance(value, cst.Call) and source.qualified(value.func).startswith("torch.optim."):
+        return False
     return any(is_chain(node) and code(node) == model for node in walk(statement)) or any(
         isinstance(call.func, cst.Name) and call.func.value in own for call in calls(statement)
     )
@@ -309,10 +292,9 @@ def _touches(source: Source, statement: cst.CSTNode, texts: set[str]) -> bool:
     scheduler."""
     if isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
         return False
-    if isinstance(statement, cst.SimpleStatementLine):
-        _, value = target_of(statement)
-        if isinstance(value, cst.Call) and source.qualified(value.func).startswith("torch.optim.lr_scheduler."):
-            return False
+    _, value = target_of(statement)
+    if isinstance(value, cst.Call) and source.qualified(value.func).startswith("torch.optim.lr_scheduler."):
+        return False
     return any(is_chain(node) and code(node) in texts for node in walk(statement))
 
 
@@ -347,12 +329,12 @@ def move_synchronize(plan: Plan, optimizers: Optimizers) -> None:
     for node in walk(plan.source.module):
         if isinstance(node, cst.With) and len(node.items) == 1:
             call = node.items[0].item
-            if isinstance(call, cst.Call) and _is_method(call, "skip_synchronize", optimizers):
+            if _is_method(call, "skip_synchronize", optimizers):
                 around.append(call)
                 plan.statements[node] = _unwrapped
-        elif isinstance(node, cst.Call) and _is_method(node, "skip_synchronize", optimizers) and node not in around:
+        elif _is_method(node, "skip_synchronize", optimizers) and node not in around:
             plan.refuse(node, "optimizer.skip_synchronize() goes where it is all that a `with` has")
-        elif isinstance(node, cst.Call) and _is_method(node, "synchronize", optimizers):
+        elif _is_method(node, "synchronize", optimizers):
             statement = plan.source.statement(node)
             if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
                 plan.remove(statement)
@@ -360,12 +342,9 @@ def move_synchronize(plan: Plan, optimizers: Optimizers) -> None:
                 plan.refuse(node, "optimizer.synchronize() goes where it is a line of its own")
 
 
-def _is_method(call: cst.Call, name: str, optimizers: Optimizers) -> bool:
-    return (
-        isinstance(call.func, cst.Attribute)
-        and tail(call.func) == name
-        and (tail(call.func.value) in optimizers.prepared)
-    )
+def _is_method(call: cst.CSTNode, name: str, optimizers: Optimizers) -> bool:
+    owner = owner_of(call, name)
+    return owner is not None and tail(owner) in optimizers.prepared
 
 
 def _unwrapped(updated: Any) -> Sequence[Any]:
@@ -374,137 +353,3 @@ def _unwrapped(updated: Any) -> Sequence[Any]:
         body = [cst.SimpleStatementLine(list(updated.body.body))]
     body[0] = body[0].with_changes(leading_lines=[*updated.leading_lines, *body[0].leading_lines])
     return body
-
-
-# -- what plain PyTorch would begin otherwise with ------------------------------------------------------------------
-def refuse_variables(plan: Plan) -> None:
-    """Refuses environment variables that no longer tell a rank who it is."""
-    for node in walk(plan.source.module):
-        if isinstance(node, cst.SimpleString) and _VARIABLES.fullmatch(str(node.evaluated_value)):
-            plan.refuse(node, f"{code(node)} is not set by torchrun: that sets RANK, WORLD_SIZE, LOCAL_RANK")
-
-
-def check_start(plan: Plan, wrap: Wrap) -> None:
-    """Refuses, or tells, what would begin otherwise once an optimizer's model is wrapped."""
-    _check_parameters(plan, wrap)
-    source = plan.source
-    roots = [
-        call for call in calls(source.module) if source.qualified(call.func) == "horovod.torch.broadcast_parameters"
-    ]
-    given = [literal((bind(call, "broadcast_parameters") or {}).get("params")) for call in roots]
-    if all(text.startswith(f"{wrap.model}.") and text != f"{wrap.model}.state_dict()" for text in given):
-        plan.note(
-            wrap.call,
-            f"nothing broadcasts the whole of {wrap.model}: with Horovod each rank keeps weights of its own,"
-            " DistributedDataParallel sends rank 0's",
-        )
-    inner = code(wrap.optimizer)
-    target = wrap.target if wrap.target is not None else wrap.optimizer
-    loads = [call for call in calls(source.module) if code(call.func) == f"{code(target)}.load_state_dict"]
-    for call in own_nodes(source.function(wrap.call)):
-        if not isinstance(call, cst.Call) or source.line(call) >= source.line(wrap.call):
-            continue
-        if code(call.func) in (f"{inner}.load_state_dict", f"{inner}.step"):
-            plan.note(
-                call,
-                "Horovod's DistributedOptimizer begins without the state (momentum, Adam's) of the optimizer that it"
-                " is given; the new script keeps it",
-            )
-        of = [code(arg.value) for arg in call.args]
-        later = any(source.line(one) > source.line(wrap.call) for one in loads)
-        if source.qualified(call.func).startswith("torch.optim.lr_scheduler.") and inner in of and later:
-            plan.note(
-                call,
-                f"{code(target)}.load_state_dict parted Horovod's optimizer from this scheduler of the one within; in"
-                " the new script the scheduler goes on",
-            )
-
-
-def refuse_root(plan: Plan, call: cst.Call, root: str) -> bool:
-    """Whether weights of another rank than 0 are broadcast to models that have been given rank 0's."""
-    source = plan.source
-    late = any(
-        source.function(wrap) is not source.function(call) or source.line(wrap) < source.line(call)
-        for wrap in wraps_of(source)
-    )
-    if root in ("", "0") or not late:
-        return False
-    plan.refuse(
-        call,
-        f"root_rank={root}: DistributedDataParallel has given all ranks rank 0's weights by then; broadcast before the"
-        " optimizer is wrapped",
-    )
-    return True
-
-
-# -- whose parameters --------------------------------------------------------------------------------------------
-def _check_parameters(plan: Plan, wrap: Wrap) -> None:
-    """Horovod averages the gradients that its optimizer steps with; DistributedDataParallel those of a model."""
-    source = plan.source
-    made: cst.BaseExpression | None = wrap.optimizer
-    if is_chain(wrap.optimizer):
-        made = next(iter(assignments(source, code(wrap.optimizer), wrap.statement)), None)
-    if not isinstance(made, cst.Call) or not made.args:
-        return
-    kind = _kind(source, made.args[0].value, wrap)
-    if kind in ("part", "other"):
-        plan.refuse(
-            made,
-            f"an optimizer of {'a part of' if kind == 'part' else 'others than'} {wrap.model}.parameters(): Horovod"
-            f" averages the gradients of what is in it, DistributedDataParallel those of {wrap.model}",
-        )
-    elif kind != "whole":
-        plan.note(
-            made,
-            f"whether these are all parameters of {wrap.model} is not read off: DistributedDataParallel averages those"
-            " that are in no optimizer too, and none but the model's",
-        )
-
-
-def _kind(source: Source, node: cst.BaseExpression, wrap: Wrap) -> str:
-    """Whose parameters these are: the "whole" model's, of a "part", of an "other" too; "" where it cannot be told."""
-    if is_chain(node):
-        grown = any(
-            isinstance(one, cst.Call) and code(one.func) in (f"{code(node)}.append", f"{code(node)}.extend")
-            for one in walk(source.module)
-        )
-        found = assignments(source, code(node), wrap.statement)
-        return _kind(source, found[0], wrap) if len(found) == 1 and not grown and not is_chain(found[0]) else ""
-    if isinstance(node, cst.Call) and code(node.func) in ("list", "tuple", "iter") and len(node.args) == 1:
-        return _kind(source, node.args[0].value, wrap)
-    if isinstance(node, cst.Call) and code(node.func) == "filter" and len(node.args) == 2:
-        return _fewer(_kind(source, node.args[1].value, wrap), "requires_grad" in code(node.args[0]))
-    if isinstance(node, cst.Call) and tail(node.func) in ("parameters", "named_parameters"):
-        assert isinstance(node.func, cst.Attribute)
-        owner = code(node.func.value)
-        inner = owner.startswith((f"{wrap.model}.", f"{wrap.model}["))
-        return "whole" if owner == wrap.model else "part" if inner else "other"
-    if isinstance(node, (cst.ListComp, cst.GeneratorExp)):
-        loop = node.for_in
-        kept = all("requires_grad" in code(one.test) for one in loop.ifs) and loop.inner_for_in is None
-        return _fewer(_kind(source, loop.iter, wrap), kept)
-    if isinstance(node, cst.BinaryOperation):
-        return _sum({_kind(source, node.left, wrap), _kind(source, node.right, wrap)})
-    if isinstance(node, (cst.List, cst.Tuple)):
-        return _sum({_of_element(source, one, wrap) for one in node.elements})
-    return ""
-
-
-def _of_element(source: Source, element: cst.BaseElement, wrap: Wrap) -> str:
-    if isinstance(element, cst.StarredElement):
-        return _kind(source, element.value, wrap)
-    if not isinstance(element.value, cst.Dict):
-        return "other"
-    for one in element.value.elements:
-        if isinstance(one, cst.DictElement) and code(one.key).strip("'\"") == "params":
-            return _kind(source, one.value, wrap)
-    return ""
-
-
-def _fewer(kind: str, all_that_learn: bool) -> str:
-    return kind if kind != "whole" or all_that_learn else "part"
-
-
-def _sum(kinds: set[str]) -> str:
-    """Of several groups: parts may make a whole."""
-    return "other" if "other" in kinds else kinds.pop() if kinds == {"whole"} else ""

@@ -13,14 +13,19 @@ from harness import PROGRAMS, run_ranks
 EXACT = 1e-10
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.thorough)])
+SIZES = [2, pytest.param(3, marks=pytest.mark.thorough)]
+
+
+def reports(name: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """What each rank of a program has written."""
+    program = [PROGRAMS / "keras" / name, folder]
+    run_ranks(program, ranks, launcher="horovodrun", env={"KERAS_BACKEND": "tensorflow"}, timeout_s=400).check()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module", params=SIZES)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    ranks, folder = request.param, tmp_path_factory.mktemp("own")
-    program = PROGRAMS / "keras" / "horovods_own.py"
-    run_ranks(
-        [program, folder], ranks, launcher="horovodrun", env={"KERAS_BACKEND": "tensorflow"}, timeout_s=400
-    ).check()
-    return [json.loads(Path(folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return reports("horovods_own.py", request.param, tmp_path_factory.mktemp("own"))
 
 
 def test_fits_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
@@ -85,14 +90,9 @@ def test_sync_batch_norm_is_that_of_all_samples(found: list[dict[str, Any]]) -> 
         assert gaps.pop("alone") > 1e-4 and len(gaps) == 3 and max(gaps.values()) <= EXACT, one["batch norm"]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.fixture(scope="module", params=SIZES)
 def edges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    ranks, folder = request.param, tmp_path_factory.mktemp("edges")
-    program = PROGRAMS / "keras" / "horovods_edges.py"
-    run_ranks(
-        [program, folder], ranks, launcher="horovodrun", env={"KERAS_BACKEND": "tensorflow"}, timeout_s=400
-    ).check()
-    return [json.loads(Path(folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return reports("horovods_edges.py", request.param, tmp_path_factory.mktemp("edges"))
 
 
 def test_gradients_that_are_none_on_some_ranks_count_as_zeros(edges: list[dict[str, Any]]) -> None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
+from hvdtrain.migrate.ddp.flow import SAME, Flow, Giver, Variable
 from hvdtrain.migrate.plan import Plan, own_nodes
-from hvdtrain.migrate.source import SAME, Flow, Giver, Source, Variable, calls, code, literal, tail, walk
+from hvdtrain.migrate.source import Source, calls, code, find, names_in, tail, walk
 from hvdtrain.migrate.torch_calls import without_gradients
 from hvdtrain.migrate.wrapping import Wrap, is_parameter
 
@@ -135,8 +136,6 @@ class Models:
             for function, place in (*model.plain, *model.wrapped):
                 if isinstance(function, cst.FunctionDef):
                     self._follow_calls(function, whole=place == "-1")
-        if self._models:
-            self._refuse_freezing()
 
     def _follow_calls(self, function: cst.FunctionDef, *, whole: bool) -> None:
         """Refuses calls of a function that returns a model, alone or in a tuple, of which the flow loses sight."""
@@ -184,15 +183,17 @@ class Models:
         function = self._source.function(node)
         if function in model.moments:
             statement = model.moments[function]
-            late = self._source.line(node) > self._source.line(statement) and not any(
-                one is node for one in walk(statement)
-            )
+            late = self._source.line(node) > self._source.line(statement) and not self._source.within(node, statement)
             waits = any(isinstance(one, cst.Lambda) for one in self._source.above(node))
             return {"after"} if late else {"before", "after"} if waits else {"before"}
         names = {name for name, made in self.flow.functions.items() if function in made}
         found = {"before"} if names & model.before else set()
         late = bool(names & (model.after | self._handed)) or not names & model.only
         return found | ({"after"} if late else set())
+
+    def is_early(self, node: cst.CSTNode) -> bool:
+        """Whether a node runs before any model is wrapped, and never later."""
+        return all(self._when(model, node) == {"before"} for model in self._models)
 
     # -- where -------------------------------------------------------------------------------------------------
     def _spread(self, model: _Followed) -> None:
@@ -240,7 +241,7 @@ class Models:
     # -- what --------------------------------------------------------------------------------------------------
     def _use(self, variable: Variable, node: cst.CSTNode) -> None:
         source, states = self._source, self._states(variable, node)
-        early = all(self._when(model, node) == {"before"} for model in self._models)
+        early = self.is_early(node)
         outer = source.parent(node)
         if isinstance(outer, (cst.Attribute, cst.Subscript)) and outer.value is node:
             self._of_it(node, outer, states, early)
@@ -271,12 +272,8 @@ class Models:
     def _is_bound_anew(self, node: cst.CSTNode) -> bool:
         """Whether the statement assigns to the same variable: the old object is nobody's then."""
         statement = self._source.statement(node)
-        targets = [
-            target.target
-            for part in (walk(statement) if statement is not None else ())
-            if isinstance(part, cst.Assign)
-            for target in part.targets
-        ]
+        assigns = find(statement, cst.Assign) if statement is not None else ()
+        targets = [target.target for part in assigns for target in part.targets]
         parts = [one.value for target in targets if isinstance(target, cst.Tuple) for one in target.elements]
         return self.flow.variable(node) in map(self.flow.variable, (*targets, *parts))
 
@@ -306,13 +303,7 @@ class Models:
             if tail(top) not in _PARTS:
                 return False
             loops = [one for one in source.above(top) if isinstance(one, (cst.For, cst.CompFor))]
-            named = {
-                one.value
-                for loop in loops
-                if any(node is top for node in walk(loop.iter))
-                for one in walk(loop.target)
-                if isinstance(one, cst.Name)
-            }
+            named = set().union(*(names_in(loop.target) for loop in loops if source.within(top, loop.iter)))
             around = source.statement(top)
             return tail(top) == "get_submodule" or any(
                 isinstance(other.func, cst.Name) and other.func.value in named
@@ -384,50 +375,6 @@ class Models:
                 f"{model.wrap.model} is given by another file, which keeps the plain one: where it trains with that,"
                 " nothing is averaged",
             )
-
-    def _refuse_freezing(self) -> None:
-        """Horovod takes zeros for gradients that do not come; DistributedDataParallel waits for them."""
-        for node in walk(self._source.module):
-            frozen = (
-                isinstance(node, cst.Call)
-                and tail(node.func) == "requires_grad_"
-                and (node.args and literal(node.args[0].value) != "True")
-            )
-            if isinstance(node, cst.Assign):
-                frozen = (
-                    any(tail(one.target) == "requires_grad" for one in node.targets) and literal(node.value) != "True"
-                )
-            if isinstance(node, cst.Call) and code(node.func) == "setattr" and len(node.args) == 3:
-                frozen = "requires_grad" in code(node.args[1].value) and literal(node.args[2].value) != "True"
-            if (
-                frozen
-                and not self._is_of_a_copy(node)
-                and any(self._when(model, node) != {"before"} for model in self._models)
-            ):
-                self._plan.refuse(
-                    node,
-                    "parameters that are frozen after they are wrapped: Horovod averages zeros for them, and"
-                    " DistributedDataParallel waits for their gradients",
-                )
-
-    def _is_of_a_copy(self, node: cst.CSTNode) -> bool:
-        """Whether what is frozen is a copy's, which nobody trains: in `for p in copy.parameters():`, or the whole."""
-        source = self._source
-        loop = next((one for one in source.above(node) if isinstance(one, cst.For)), None)
-        over = node.func if isinstance(node, cst.Call) else None
-        if loop is not None and isinstance(loop.iter, cst.Call):
-            names = [one.value for one in walk(loop.target) if isinstance(one, cst.Name)]
-            own = (node.func, *(arg.value for arg in node.args[:1])) if isinstance(node, cst.Call) else (
-                one.target for one in node.targets) if isinstance(node, cst.Assign) else ()  # fmt: skip
-            if any(code(one).split(".")[0] in names for one in own):
-                over = loop.iter.func
-        owner = self.flow.variable(over.value) if isinstance(over, cst.Attribute) else None
-        made = [giver.site for giver in self.flow.givers[owner]] if owner is not None else []
-        return bool(made) and all(
-            isinstance(one, cst.Assign) and isinstance(one.value, cst.Call)
-            and (source.qualified(one.value.func) or code(one.value.func)) == "copy.deepcopy"
-            for one in made
-        )  # fmt: skip
 
 
 def _whole(source: Source, node: cst.CSTNode) -> tuple[cst.CSTNode, cst.CSTNode | None]:
