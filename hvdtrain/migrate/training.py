@@ -220,7 +220,7 @@ def refuse_arguments(plan: Plan, call: cst.Call) -> bool:
 
 def is_of_one_rank(plan: Plan, optimizers: Optimizers, call: cst.Call, optimizer: cst.BaseExpression) -> bool:
     """Whether a pass is for an optimizer that nobody wraps; one that is wrapped, and steps by itself, is refused."""
-    if tail(optimizer) not in optimizers.plain or tail(optimizer) in optimizers.prepared:
+    if tail(optimizer) in optimizers.prepared or tail(optimizer) not in optimizers.plain | optimizers.wrapped:
         return False
     if tail(optimizer) in optimizers.wrapped:
         plan.refuse(call, f"{code(optimizer)} steps, which DistributedOptimizer wraps under another name")
