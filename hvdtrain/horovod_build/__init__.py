@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cuda",
         default="auto",
         metavar="auto|wheels|DIR",
-        help="CUDA compiler (auto: an installed toolkit of PyTorch's version, for TensorFlow alone 13.0; else PyPI's wheels)",
+        help="CUDA compiler (auto: a toolkit of PyTorch's version, for TensorFlow alone of 13.0; else PyPI's wheels)",
     )
     add("--sdist", type=Path, metavar="FILE", help="horovod-0.28.1.tar.gz, instead of PyPI")
     add = parser.add_argument_group("what to do with it").add_argument
