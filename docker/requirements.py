@@ -1,6 +1,6 @@
 """Prints the requirements file of an image: hvdtrain's own requirements and extras, as setup.cfg pins them.
 
-    python requirements.py cpu|cuda FRAMEWORKS TORCH_INDEX
+    python requirements.py cpu|cuda|cuda-tensorflow FRAMEWORKS TORCH_INDEX
     python requirements.py --lock REPORT REQUIREMENTS
 
 FRAMEWORKS: extras of setup.cfg, with commas between them; empty: the variant's default. TORCH_INDEX: a package index
@@ -17,10 +17,11 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-DEFAULTS = {"cpu": "keras", "cuda": "torch,keras,gpu"}
-# Keras computes on PyTorch in a CUDA image: TensorFlow's build for CPUs would be of no use there, and the CUDA 12
-# libraries of its build for GPUs would take the places of PyTorch's (nvidia/cudnn/lib, nvidia/nccl/lib).
-NOT_FOR_CUDA = "tensorflow"
+DEFAULTS = {"cpu": "keras", "cuda": "torch,keras,gpu", "cuda-tensorflow": "keras,gpu"}
+# The CUDA 12 libraries of TensorFlow's build for GPUs and PyTorch's of CUDA 13 are the same files (nvidia/cudnn/lib,
+# nvidia/nccl/lib): an image for GPUs has one of the two. With PyTorch, Keras computes on it, and TensorFlow's build for
+# CPUs would be of no use.
+FOR_CPUS, FOR_GPUS = "tensorflow-cpu", "tensorflow[and-cuda]"
 
 
 def requirements(setup_cfg: str, variant: str, frameworks: str, torch_index: str) -> list[str]:
@@ -28,7 +29,7 @@ def requirements(setup_cfg: str, variant: str, frameworks: str, torch_index: str
 
     Args:
         setup_cfg: the text of setup.cfg.
-        variant: "cpu" or "cuda".
+        variant: one of DEFAULTS.
         frameworks: extras, with commas between them; "" for the variant's default.
         torch_index: URL of a further index, or "".
 
@@ -36,7 +37,7 @@ def requirements(setup_cfg: str, variant: str, frameworks: str, torch_index: str
         ValueError: a variant or an extra that does not exist, or a variant without what it is for.
     """
     if variant not in DEFAULTS:
-        raise ValueError(f"VARIANT must be cpu or cuda, not {variant!r}")
+        raise ValueError(f"VARIANT must be {', '.join(DEFAULTS)}, not {variant!r}")
     setup = configparser.ConfigParser()
     setup.read_string(setup_cfg)
     extras = setup["options.extras_require"]
@@ -47,12 +48,16 @@ def requirements(setup_cfg: str, variant: str, frameworks: str, torch_index: str
     if not {"torch", "keras"} & set(wanted):
         raise ValueError(f"FRAMEWORKS must have torch or keras in it: Horovod is built for them; received: {wanted}")
     if variant == "cuda" and "torch" not in wanted:
-        raise ValueError("VARIANT=cuda needs torch in FRAMEWORKS: Horovod's NCCL support is PyTorch's")
+        raise ValueError("VARIANT=cuda needs torch in FRAMEWORKS: TensorFlow's is VARIANT=cuda-tensorflow")
+    if variant == "cuda-tensorflow" and "torch" in wanted:
+        raise ValueError("VARIANT=cuda-tensorflow takes no torch: the CUDA libraries of both are the same files")
     lists = [setup["options"]["install_requires"], *(extras[name] for name in [*wanted, "build"])]
     lines = [line.strip() for text in lists for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if variant == "cuda":
-        lines = [line for line in lines if not line.startswith(NOT_FOR_CUDA)]
+        lines = [line for line in lines if not line.startswith(FOR_CPUS)]
+    if variant == "cuda-tensorflow":
+        lines = [line.replace(FOR_CPUS, FOR_GPUS) for line in lines]
     return [*([f"--extra-index-url {torch_index}"] if torch_index else []), *dict.fromkeys(lines)]
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Builds the images and shows that they work: a CPU image that trains, a CUDA image with NCCL (no GPU is needed), a cluster
-# of two containers, and what must never be in an image. Prints sizes and times as a table, and as JSON.
+# Builds the images and shows that they work: a CPU image that trains, CUDA images with NCCL for PyTorch and for TensorFlow
+# (no GPU is needed), a cluster of two containers, and what must never be in an image. Prints sizes and times as a table, and as JSON.
 #
 #   scripts/docker_check.sh                        everything
-#   scripts/docker_check.sh --only lint,cpu        parts of it: lint, cpu, cuda, compose (which uses the CPU image)
+#   scripts/docker_check.sh --only lint,cpu        parts of it: lint, cpu, cuda, cuda-tensorflow, compose (which uses the CPU
+#                                                  image)
 #   scripts/docker_check.sh --keep DIR             keeps images and build cache, and goes on from them the next time
 #   scripts/docker_check.sh --json FILE            the figures as JSON, there instead of on standard output
 #
@@ -16,7 +17,8 @@
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-PARTS=lint,cpu,cuda,compose
+ALL_PARTS=lint,cpu,cuda,cuda-tensorflow,compose
+PARTS=$ALL_PARTS
 KEEP=""
 JSON=""
 BASE_IMAGE=${BASE_IMAGE:-debian:bookworm-slim}
@@ -64,7 +66,7 @@ parse() {
   done
   local part
   for part in ${PARTS//,/ }; do
-    case $part in lint | cpu | cuda | compose) ;; *) die "--only takes lint, cpu, cuda, compose; not '$part'" ;; esac
+    case ,$ALL_PARTS, in *",$part,"*) ;; *) die "--only takes ${ALL_PARTS//,/, }; not '$part'" ;; esac
   done
 }
 
@@ -213,7 +215,7 @@ build() {
     [ -z "${!name:-}" ] || arguments+=(--build-arg "$name")
   done
   docker buildx version >/dev/null 2>&1 || export DOCKER_BUILDKIT=0
-  say "building the $variant image (2 quiet cores: about $([ "$variant" = cuda ] && echo 15 || echo 7) minutes)"
+  say "building the $variant image (2 quiet cores: about $([ "$variant" = cpu ] && echo 7 || echo 15) minutes)"
   IMAGES+=("$tag")
   logged "build-$variant" docker build --network host --file docker/Dockerfile --tag "$tag" \
     --build-arg VARIANT="$variant" --build-arg BASE_IMAGE="$BASE_IMAGE" --build-arg BUILD_IMAGE="$BUILD_IMAGE" \
@@ -240,7 +242,7 @@ main() {
   trap 'exit 130' INT
   trap 'exit 143' TERM
   if wants lint; then check_lint; fi
-  if wants cpu || wants cuda || wants compose; then
+  if [ "$PARTS" != lint ]; then
     install_missing
     start_engine
     docker network create --label "$PROJECT" "$PROJECT" >/dev/null
@@ -249,7 +251,8 @@ main() {
   if wants cpu || wants compose; then build cpu; fi
   if wants cpu; then check_cpu; fi
   if wants compose; then check_compose; fi
-  if wants cuda; then build cuda; check_cuda; fi
+  if wants cuda; then build cuda; check_cuda cuda torch; fi
+  if wants cuda-tensorflow; then build cuda-tensorflow; check_cuda cuda-tensorflow tensorflow; fi
   show_figures
   say "all of it holds: $PARTS"
 }

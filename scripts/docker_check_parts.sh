@@ -89,38 +89,44 @@ check_cpu() {
   say "cpu: hvdtrain doctor finds nothing that is wrong"
 }
 
-# ---- the CUDA image: what can be seen of it without a GPU
+# ---- the CUDA images: what can be seen of them without a GPU
 
+# check_cuda VARIANT FRAMEWORK: the one that the image is for, which Keras computes on
 check_cuda() {
-  check_user cuda
-  check_no_secrets cuda
-  logged check-build in_image cuda horovodrun --check-build
-  local part
-  for part in PyTorch MPI NCCL Gloo; do
-    grep -qF "[X] $part" "$WORK/check-build.log" || die "Horovod in the CUDA image lacks $part: $(cat "$WORK/check-build.log")"
+  local variant=$1 framework=$2 part
+  check_user "$variant"
+  check_no_secrets "$variant"
+  logged "check-build-$variant" in_image "$variant" horovodrun --check-build
+  for part in "$([ "$framework" = torch ] && echo PyTorch || echo TensorFlow)" MPI NCCL Gloo; do
+    grep -qF "[X] $part" "$WORK/check-build-$variant.log" ||
+      die "Horovod in the $variant image lacks $part: $(cat "$WORK/check-build-$variant.log")"
   done
   # without a GPU they exchange over Gloo; that the extension loads, NCCL's library and all, is what shows
-  logged prove-torch in_image cuda horovodrun --gloo -np 2 python -m hvdtrain.horovod_build.prove_rank torch
-  grep -q 'torch rank 1 of 2 .*built with .*nccl.*: proven' "$WORK/prove-torch.log" ||
-    die "Horovod's torch extension has no NCCL, or does not work on 2 ranks: $(cat "$WORK/prove-torch.log")"
-  # Keras on PyTorch, where no TensorFlow is
-  logged train-cuda in_image cuda horovodrun --gloo -np 2 python -m hvdtrain.keras_mnist --data digits --epochs 2
-  grep -q 'weights: bit-equal on 2 ranks' "$WORK/train-cuda.log" || die "Keras on PyTorch: $(cat "$WORK/train-cuda.log")"
-  check_doctor_cuda
-  say "cuda: Horovod with NCCL, MPI and Gloo loads and works on 2 ranks, Keras trains on PyTorch; doctor shows NCCL and CUDA support"
+  logged "prove-$variant" in_image "$variant" horovodrun --gloo -np 2 python -m hvdtrain.horovod_build.prove_rank "$framework"
+  grep -q "$framework rank 1 of 2 .*built with .*nccl.*: proven" "$WORK/prove-$variant.log" ||
+    die "Horovod's $framework extension has no NCCL, or does not work on 2 ranks: $(cat "$WORK/prove-$variant.log")"
+  logged "train-$variant" in_image "$variant" horovodrun --gloo -np 2 python -m hvdtrain.keras_mnist --data digits --epochs 2
+  grep -q 'weights: bit-equal on 2 ranks' "$WORK/train-$variant.log" ||
+    die "Keras on $framework: $(cat "$WORK/train-$variant.log")"
+  check_doctor_cuda "$variant" "$framework"
+  say "$variant: Horovod with NCCL, MPI and Gloo loads and works on 2 ranks, Keras trains on $framework; doctor shows NCCL and CUDA support"
 }
 
 check_doctor_cuda() {
-  local code=0
-  in_image cuda hvdtrain doctor --no-live --json >"$WORK/doctor.json" 2>"$WORK/doctor.log" || code=$?
-  [ $code -le 1 ] || die "hvdtrain doctor finds errors in the CUDA image: $(cat "$WORK/doctor.json" "$WORK/doctor.log")"
-  python3 - "$WORK/doctor.json" <<'PYTHON' || die "hvdtrain doctor shows no NCCL or CUDA: $(cat "$WORK/doctor.json")"
+  local variant=$1 framework=$2 code=0
+  in_image "$variant" hvdtrain doctor --no-live --json >"$WORK/doctor.json" 2>"$WORK/doctor.log" || code=$?
+  [ $code -le 1 ] || die "hvdtrain doctor finds errors in the $variant image: $(cat "$WORK/doctor.json" "$WORK/doctor.log")"
+  python3 - "$WORK/doctor.json" "$framework" <<'PYTHON' || die "hvdtrain doctor shows no NCCL or CUDA: $(cat "$WORK/doctor.json")"
 import json, sys
 
 (host,) = json.load(open(sys.argv[1]))["hosts"].values()
-extension = host["horovod"]["extensions"]["torch"]
+framework, packages = sys.argv[2], host["packages"]
+assert list(host["horovod"]["extensions"]) == [framework], host["horovod"]
+extension = host["horovod"]["extensions"][framework]
 assert extension["nccl"] and not extension["missing"], extension
-assert host["torch"]["cuda"] and host["packages"]["nvidia-nccl-cu13"], host["packages"]
+# one framework, one CUDA: the other's libraries would lie over these
+assert [name for name in packages if "nccl" in name] == ["nvidia-nccl-cu" + {"torch": "13", "tensorflow": "12"}[framework]], packages
+assert host["torch"]["cuda"] if framework == "torch" else "tensorflow" in packages and "torch" not in packages, packages
 PYTHON
 }
 

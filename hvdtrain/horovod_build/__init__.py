@@ -37,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         choices=["auto", "none", "nccl"],
         default="auto",
-        help="GPU support of the torch extension (auto: NCCL if PyTorch is a CUDA build)",
+        help="GPU support (auto: NCCL if PyTorch is a CUDA build; without PyTorch, beside tensorflow[and-cuda])",
     )
     add("--mpi", choices=["auto", "on", "off"], default="auto", help="MPI (auto: if mpicxx is found)")
     add(
         "--cuda",
         default="auto",
         metavar="auto|wheels|DIR",
-        help="CUDA compiler (auto: an installed toolkit of PyTorch's version, else PyPI's wheels)",
+        help="CUDA compiler (auto: a toolkit of PyTorch's version, for TensorFlow alone of 13.0; else PyPI's wheels)",
     )
     add("--sdist", type=Path, metavar="FILE", help="horovod-0.28.1.tar.gz, instead of PyPI")
     add = parser.add_argument_group("what to do with it").add_argument

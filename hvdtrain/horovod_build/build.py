@@ -39,7 +39,7 @@ def cache_key(environment: Environment, cuda: str = "auto", sdist_sha256: str = 
         "sdist": sdist_sha256,
         "patches": [patch.diff for patch in patching.needed(environment.gpu)],  # a better reason compiles nothing again
         "environment": asdict(environment),
-        "cuda": cuda if environment.gpu != "none" else "",
+        "cuda": [environment.cuda, cuda] if environment.cuda else "",
     }
     return hashlib.sha256(json.dumps(matters, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -185,9 +185,8 @@ def _build_variables(environment: Environment, cuda: str, cache: Path, jobs: int
     variables["HOROVOD_WITH_MPI" if environment.mpi else "HOROVOD_WITHOUT_MPI"] = "1"
     variables |= {"HOROVOD_WITHOUT_MXNET": "1", "HOROVOD_WITH_GLOO": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     variables |= {"HVDTRAIN_MPI_RPATH": mpi_rpath() if environment.mpi else "", "MAKEFLAGS": f"-j{jobs or _jobs()}"}
-    if environment.gpu == "nccl":
-        assert environment.torch_cuda is not None  # look() chose nccl because of it
-        found, origin = cuda_toolchain.find(environment.torch_cuda, source=cuda, cache=cache, run=run)
+    if environment.cuda:
+        found, origin = cuda_toolchain.find(environment.cuda, source=cuda, cache=cache, run=run)
         run.say(f"CUDA compiler: {origin}")
         variables |= found
     return variables

@@ -1,4 +1,4 @@
-"""Finds a CUDA compiler and NCCL for the torch extension, or puts them together from PyPI's wheels."""
+"""Finds a CUDA compiler and NCCL for the extensions, or puts them together from PyPI's wheels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Runner = Callable[[str, list[str]], object]  # (what is done, command)
 
 
 def find(version: str, *, source: str, cache: Path, run: Runner) -> tuple[dict[str, str], str]:
-    """A CUDA compiler of `version` (PyTorch's, "13.0"): variables for Horovod's build; and in words, where it is from.
+    """A CUDA compiler of `version` ("13.0"): variables for Horovod's build; and in words, where it is from.
 
     Args:
         source: "auto" (a complete installed toolkit of that version, else wheels), "wheels", or a toolkit's folder.
@@ -35,13 +35,13 @@ def find(version: str, *, source: str, cache: Path, run: Runner) -> tuple[dict[s
         "HOROVOD_NCCL_LINK": "SHARED",
         "HOROVOD_BUILD_CUDA_CC_LIST": CUDA_ARCHITECTURES.get(version, "80,90"),
     }
-    # NCCL of PyTorch's own wheel, so that both use one library, under the name the linker wants; else CMake searches
-    if library := _of_pytorch("nccl/lib/libnccl.so.2"):
+    # NCCL of the framework's own wheel: both use one library; under the name the linker wants; else CMake searches
+    if library := _of_framework("nccl/lib/libnccl.so.2"):
         nccl = cache / "nccl"
         _link(nccl / "lib" / "libnccl.so", str(library))
         _link(nccl / "include", str(library.parent.parent / "include"))
         variables["HOROVOD_NCCL_HOME"] = str(nccl)
-    if headers := _of_pytorch("cu13/include"):  # cuBLAS and others
+    if headers := _of_framework("cu13/include"):  # cuBLAS and others, which PyTorch's headers include
         variables["CPATH"] = str(headers)
     return variables, f"toolkit {toolkit}" if toolkit else f"wheels {', '.join(CUDA_WHEELS[version])}"
 
@@ -59,7 +59,7 @@ def _installed_toolkit(version: str, source: str) -> Path | None:
         reasons.append(f"{candidate}: {reason}")
     if source != "auto":
         raise HvdtrainError(
-            rule=f"--cuda must name a CUDA toolkit of version {version}, the one PyTorch was built with",
+            rule=f"--cuda must name a CUDA toolkit of version {version} (PyTorch's; for TensorFlow alone, 13.0)",
             received="; ".join(reasons),
             remedy="give another folder, or --cuda wheels",
         )
@@ -101,8 +101,8 @@ def _home_from_wheels(version: str, cache: Path, run: Runner) -> Path:
     return home
 
 
-def _of_pytorch(path: str) -> Path | None:
-    """A file or folder of the CUDA wheels that PyTorch comes with, when it is there."""
+def _of_framework(path: str) -> Path | None:
+    """A file or folder of the CUDA wheels that the framework comes with, when it is there."""
     found = importlib.util.find_spec("nvidia")
     places = [Path(folder) / path for folder in (found and found.submodule_search_locations) or []]
     return next((place for place in places if place.exists()), None)

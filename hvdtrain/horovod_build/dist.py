@@ -2,6 +2,7 @@
 
     0.28.1+torch2.12cpu.tf2.21            what it was compiled for
     0.28.1+torch2.12cu130.tf2.21.openmpi  with NCCL; with MPI, whose library must be there
+    0.28.1+tf2.21cu130                    with NCCL, for TensorFlow alone
 
 pip sees that torch is another (`Requires-Dist`), but not so TensorFlow, which has two names (a wheel cannot ask for one
 or the other; extras name each), nor whether PyTorch is a CUDA build: `ready` asks for the very version that fits, and
@@ -28,7 +29,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from hvdtrain.core.errors import HvdtrainError, install_command
-from hvdtrain.horovod_build.environment import Environment
+from hvdtrain.horovod_build.environment import NCCL_OF_TENSORFLOW, Environment
 from hvdtrain.horovod_build.proof import prove
 from hvdtrain.horovod_build.steps import Steps
 from hvdtrain.horovod_build.support import HOROVOD_VERSION, parse
@@ -43,15 +44,15 @@ def version_for(torch: str | None, cuda: str | None, tensorflow: str | None, mpi
 
     Args:
         torch: its version, if the wheel is for it.
-        cuda: the version of CUDA that PyTorch was built with, if the wheel has NCCL.
+        cuda: the version of CUDA that the wheel is compiled with, if it has NCCL.
         tensorflow: its version, if the wheel is for it.
         mpi: what `mpirun --version` says first, if the wheel has MPI.
     """
-    parts = []
+    parts, with_nccl = [], f"cu{cuda.replace('.', '')}" if cuda else ""
     if torch:
-        parts.append(f"torch{_release(torch)}" + (f"cu{cuda.replace('.', '')}" if cuda else "cpu"))
+        parts.append(f"torch{_release(torch)}{with_nccl or 'cpu'}")
     if tensorflow:
-        parts.append(f"tf{_release(tensorflow)}")
+        parts.append(f"tf{_release(tensorflow)}{'' if torch else with_nccl}")
     if mpi:
         parts.append("openmpi" if "Open MPI" in mpi or "open-mpi" in mpi.lower() else "mpi")
     return f"{HOROVOD_VERSION}+{'.'.join(parts)}"
@@ -62,9 +63,10 @@ def requirements(environment: Environment) -> list[str]:
     lines = []
     if environment.torch:
         lines.append(f"torch=={_release(environment.torch)}.*")
-    if environment.gpu == "nccl" and environment.nccl and environment.nccl[0].isdigit() and environment.torch_cuda:
+    if environment.gpu == "nccl" and environment.nccl and environment.nccl[0].isdigit():
         # PyTorch's CUDA builds bring it, and its CPU builds do not: pip refuses the wheel beside those
-        lines.append(f"nvidia-nccl-cu{environment.torch_cuda.partition('.')[0]}")
+        cuda = environment.torch_cuda
+        lines.append(f"nvidia-nccl-cu{cuda.partition('.')[0]}" if cuda else NCCL_OF_TENSORFLOW)
     if environment.tensorflow:
         wanted = f"=={_release(environment.tensorflow)}.*"
         lines += [f'{name}{wanted}; extra == "{name}"' for name in ("tensorflow", "tensorflow-cpu")]
@@ -88,8 +90,7 @@ def make(wheel: Path, environment: Environment, folder: Path, run: Steps) -> Pat
             f"not installed here: {', '.join(missing)}",
             install_command("dist"),
         )
-    gpu = environment.torch_cuda if environment.gpu == "nccl" else None
-    version = version_for(environment.torch, gpu, environment.tensorflow, environment.mpi)
+    version = version_for(environment.torch, environment.cuda, environment.tensorflow, environment.mpi)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-dist-") as scratch:
         renamed = rename(wheel, Path(scratch), version, requirements(environment))
         excluded = [word for name in SHARED for word in ("--exclude", name)]

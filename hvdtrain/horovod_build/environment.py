@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.errors import HvdtrainError
-from hvdtrain.horovod_build.support import refuse_unsupported
+from hvdtrain.horovod_build.support import CUDA_FOR_TENSORFLOW, refuse_unsupported
 
 # Needed by Horovod's setup.py, and (but for setuptools and wheel) at run time by horovodrun.
 BUILD_MODULES = {
     "setuptools": "setuptools", "wheel": "wheel", "packaging": "packaging", "cloudpickle": "cloudpickle",
     "psutil": "psutil", "yaml": "pyyaml", "cffi": "cffi",
 }  # fmt: skip
+NCCL_OF_TENSORFLOW = "nvidia-nccl-cu12"  # brought by tensorflow[and-cuda]
 
 _PROBE_TORCH = """
 import json, torch
@@ -50,13 +51,18 @@ class Environment:
     gpu: str  # "none" or "nccl"
     nccl: str | None
 
+    @property
+    def cuda(self) -> str | None:
+        """The CUDA that it is compiled with: PyTorch's; without PyTorch, the one for TensorFlow; None: with none."""
+        return (self.torch_cuda or CUDA_FOR_TENSORFLOW) if self.gpu == "nccl" else None
+
     def frameworks(self) -> list[str]:
         return [name for name in ("torch", "tensorflow") if getattr(self, name)]
 
     def describe(self) -> str:
         torch = f"torch {self.torch}" if self.torch else "no torch"
         tensorflow = f"TensorFlow {self.tensorflow}" if self.tensorflow else "no TensorFlow"
-        gpu = f"NCCL {self.nccl} on CUDA {self.torch_cuda} for torch" if self.gpu == "nccl" else "no GPU support"
+        gpu = f"NCCL {self.nccl} on CUDA {self.cuda}" if self.cuda else "no GPU support"
         return (
             f"Python {self.python}, {torch}, {tensorflow}, {self.mpi or 'no MPI'}, {gpu}, "
             f"gcc {self.gcc}, cmake {self.cmake}"
@@ -67,7 +73,7 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
     """Probes the environment this runs in.
 
     Args:
-        gpu: "auto" (NCCL when PyTorch is a CUDA build), "none" or "nccl".
+        gpu: "auto" (NCCL where `cuda_here` finds what it is for), "none" or "nccl".
         mpi: "auto" (use MPI when its compiler wrapper is there), "on" or "off".
 
     Raises:
@@ -94,7 +100,7 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
             received="; ".join(problems),
             remedy="change what is named above, then run `hvdtrain build-horovod` again",
         )
-    use_nccl = gpu == "nccl" or (gpu == "auto" and torch.get("cuda") is not None)
+    use_nccl = gpu == "nccl" or (gpu == "auto" and cuda_here(torch) is not None)
     return Environment(
         python=platform.python_version(),
         python_tag=sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag,
@@ -108,7 +114,7 @@ def look(gpu: str = "auto", mpi: str = "auto") -> Environment:
         gcc=gcc or "",
         mpi=mpi_version,
         gpu="nccl" if use_nccl else "none",
-        nccl=(distribution_version("nvidia-nccl-cu13", "nvidia-nccl-cu12") or "of the system") if use_nccl else None,
+        nccl=(distribution_version("nvidia-nccl-cu13", NCCL_OF_TENSORFLOW) or "of the system") if use_nccl else None,
     )
 
 
@@ -121,6 +127,18 @@ def torch_here(problems: list[str]) -> dict[str, Any]:
         problems.append(f"`import torch` fails: {done.stderr.strip().splitlines()[-1]}")
         return {}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def cuda_here(torch: dict[str, Any]) -> str | None:
+    """The CUDA that a Horovod for the frameworks installed here is compiled with; None: they compute on CPUs.
+
+    Args:
+        torch: what `torch_here` found. A build for CPUs decides: its extension takes no CUDA, whatever TensorFlow is.
+    """
+    if torch:
+        return torch.get("cuda")
+    for_gpus = distribution_version("tensorflow") and distribution_version(NCCL_OF_TENSORFLOW)
+    return CUDA_FOR_TENSORFLOW if for_gpus else None
 
 
 def distribution_version(*names: str) -> str | None:
@@ -147,9 +165,8 @@ def _tool_version(tool: str, problems: list[str]) -> str | None:
 
 
 def _gpu_problems(gpu: str, torch: dict[str, Any]) -> list[str]:
-    if gpu == "nccl" and torch.get("cuda") is None:
-        have = f"torch {torch['version']}" if torch else "no torch"
-        return [f"--gpu nccl needs a CUDA build of PyTorch, found {have}"]
+    if gpu == "nccl" and torch and torch.get("cuda") is None:
+        return [f"--gpu nccl needs a CUDA build of PyTorch, or TensorFlow alone; found torch {torch['version']}"]
     if torch.get("hip") is not None:
         return ["ROCm builds of PyTorch are not supported: nothing here was ever run on one"]
     return []

@@ -16,7 +16,7 @@ from pathlib import Path
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.horovod_build.build import cache_folder
 from hvdtrain.horovod_build.dist import NAME, metadata_of, version_for
-from hvdtrain.horovod_build.environment import distribution_version, torch_here
+from hvdtrain.horovod_build.environment import cuda_here, distribution_version, torch_here
 from hvdtrain.horovod_build.proof import prove
 from hvdtrain.horovod_build.steps import Say, Steps
 from hvdtrain.horovod_build.swap import pip, replace
@@ -40,7 +40,7 @@ def install(location: str, say: Say) -> str:
         )
     _check_place(location)
     frameworks = [name for name, there in (("torch", torch), ("tensorflow", tensorflow)) if there]
-    cuda = torch.get("cuda")
+    cuda = cuda_here(torch)
     wanted = {version_for(torch.get("version"), cuda, tensorflow, mpi): mpi for mpi in _mpi()}
     cache_folder().mkdir(parents=True, exist_ok=True)
     run = Steps(cache_folder() / "ready.log", say)

@@ -25,6 +25,9 @@ CUDA_WHEELS = {
 # Compute capabilities the kernels are compiled for: A100, A10/RTX 30, RTX 40/L4, H100/H200, B200, RTX 50.
 # CUDA 13 dropped everything older than 7.5. PTX of the last one serves newer devices.
 CUDA_ARCHITECTURES = {"13.0": "80,86,89,90,100,120"}
+# Without PyTorch, TensorFlow's extension is compiled with this one and has its runtime inside. TensorFlow's own CUDA is
+# 12, of whose compiler PyPI has parts only (nvidia-cuda-nvcc-cu12: ptxas and libnvvm; no nvcc, cudafe++, fatbinary).
+CUDA_FOR_TENSORFLOW = "13.0"
 
 
 @dataclass(frozen=True)

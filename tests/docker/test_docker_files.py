@@ -48,15 +48,15 @@ def instructions() -> list[tuple[str, str]]:
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in text.splitlines() if line.strip())]
 
 
-def final_stage() -> list[tuple[str, str]]:
-    """Instructions that make the final image: its stage, and the stages it starts from (VARIANT=cuda)."""
+def final_stage(variant: str = "cuda") -> list[tuple[str, str]]:
+    """Instructions that make the final image: its stage, and the stages it starts from."""
     stages: dict[str, list[tuple[str, str]]] = {}
     base: dict[str, str] = {}
     for name, rest in instructions():
         if name == "FROM":
             image, _, own = rest.partition(" AS ")
             current = own or "final"
-            stages[current], base[current] = [], image.replace("${VARIANT}", "cuda")
+            stages[current], base[current] = [], image.replace("${VARIANT}", variant)
         elif base:
             stages[current].append((name, rest))
     chain = ["final"]
@@ -101,6 +101,22 @@ def test_arguments_choose_base_variant_frameworks_and_versions() -> None:
     assert arguments >= {"BASE_IMAGE", "BUILD_IMAGE", "VARIANT", "FRAMEWORKS", "PYTHON", "TORCH_INDEX", "USER_ID"}
     (version,) = [rest for name, rest in instructions() if name == "ARG" and rest.startswith("VERSION=")]
     assert version == f"VERSION={setup_cfg()['metadata']['version']}"
+
+
+@pytest.mark.parametrize(("variant", "backend"), [("cpu", None), ("cuda", "torch"), ("cuda-tensorflow", "tensorflow")])
+def test_each_variant_has_its_backend_and_sees_gpus_if_it_is_for_them(variant: str, backend: str | None) -> None:
+    set_there = " ".join(rest for name, rest in final_stage(variant) if name == "ENV")
+    assert re.findall(r"KERAS_BACKEND=(\w+)", set_there) == ([backend] if backend else [])
+    assert ("NVIDIA_VISIBLE_DEVICES=all" in set_there) == ("NVIDIA_DRIVER_CAPABILITIES" in set_there) == bool(backend)
+
+
+def test_the_variants_are_the_same_in_all_that_knows_them() -> None:
+    stages = {rest.partition(" AS runtime-")[2] for name, rest in instructions() if name == "FROM"} - {""}
+    parts = re.search(r"^ALL_PARTS=(.*)$", CHECK.read_text(), re.MULTILINE)
+    assert parts is not None
+    assert set(requirements.DEFAULTS) == stages == set(parts.group(1).split(",")) - {"lint", "compose"}
+    head = (DOCKER / "Dockerfile").read_text().partition("\nARG ")[0]
+    assert all(re.search(rf"VARIANT=.*\b{name} ", head) or name == "cpu" for name in stages)
 
 
 def test_it_builds_with_the_engines_older_builder_too() -> None:
@@ -167,6 +183,16 @@ def test_each_variant_gets_the_pins_of_setup_cfg() -> None:
     assert len(cuda) == len(set(cuda)) and not [line for line in cuda if line.startswith("#")]
 
 
+def test_tensorflow_for_gpus_is_the_pinned_one_alone() -> None:
+    """Without PyTorch, whose CUDA libraries would lie over its own, and without the build for CPUs: the same module."""
+    text = (REPOSITORY / "setup.cfg").read_text()
+    (pin,) = re.findall(r"^ *tensorflow-cpu(==\S+)$", text, re.MULTILINE)
+    lines = requirements.requirements(text, "cuda-tensorflow", "", "")
+    assert [line for line in lines if "tensorflow" in line] == [f"tensorflow[and-cuda]{pin}"]
+    assert [line for line in lines if line.startswith("keras==")] and "nvidia-ml-py" in lines
+    assert not [line for line in lines if line.startswith("torch")]
+
+
 def test_another_index_is_asked_as_well() -> None:
     text = (REPOSITORY / "setup.cfg").read_text()
     lines = requirements.requirements(text, "cpu", "torch, keras", "https://index.example/cpu")
@@ -202,10 +228,11 @@ def test_an_image_can_be_built_again_with_the_same_packages(tmp_path: Path, limi
 @pytest.mark.parametrize(
     ("variant", "frameworks", "said"),
     [
-        ("rocm", "", "cpu or cuda"),
+        ("rocm", "", "cpu, cuda, cuda-tensorflow"),
         ("cpu", "jax", "extras of setup.cfg"),
         ("cpu", "tensorboard", "torch or keras"),
-        ("cuda", "keras", "needs torch"),
+        ("cuda", "keras", "VARIANT=cuda-tensorflow"),
+        ("cuda-tensorflow", "torch,keras", "takes no torch"),
     ],
 )
 def test_what_cannot_be_built_is_refused(variant: str, frameworks: str, said: str) -> None:

@@ -16,6 +16,8 @@ from hvdtrain.cluster.doctor.findings import (
     known,
     odd_ones,
 )
+from hvdtrain.horovod_build.environment import NCCL_OF_TENSORFLOW
+from hvdtrain.horovod_build.support import CUDA_FOR_TENSORFLOW
 
 # the oldest driver that runs programs of a CUDA version (NVIDIA, "CUDA Compatibility", minor version compatibility)
 _DRIVERS = {13: 580, 12: 525, 11: 450}
@@ -94,7 +96,7 @@ def _unanswered(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Find
 
 # -- GPUs -----------------------------------------------------------------------------------------------------
 def _gpus(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
-    gpus, cuda = known(facts, "gpus"), (known(facts, "torch") or {}).get("cuda")
+    gpus = known(facts, "gpus")
     if gpus is None:
         return
     count = len(gpus["devices"])
@@ -113,9 +115,11 @@ def _gpus(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
     if not count:
         return
-    yield from _driver(host, gpus, cuda)
+    extensions = (known(facts, "horovod") or {}).get("extensions") or {}
+    framework, cuda = _computes(facts, extensions)
+    yield from _driver(host, gpus, framework, cuda)
     yield from _order(host, facts, [device["name"] for device in gpus["devices"]])
-    yield from _nccl(cluster, host, facts, cuda)
+    yield from _nccl(cluster, host, facts, extensions.get(framework), cuda)
     for number, device in enumerate(gpus["devices"]):
         if device["used_bytes"] > _GPU_USED_SHARE * device["memory_bytes"]:
             used, total = bytes_text(device["used_bytes"]), bytes_text(device["memory_bytes"])
@@ -126,14 +130,24 @@ def _gpus(cluster: ClusterFacts, host: str, facts: Facts) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _driver(host: str, gpus: Facts, cuda: str | None) -> Iterator[Finding]:
+def _computes(facts: Facts, extensions: Facts) -> tuple[str, str | None]:
+    """The framework that is there for GPUs, and the newest CUDA in its ranks; None: a build for CPUs."""
+    packages = known(facts, "packages") or {}
+    if "torch" in packages or not {"tensorflow", NCCL_OF_TENSORFLOW} <= set(packages):
+        return "torch", (known(facts, "torch") or {}).get("cuda")
+    with_nccl = extensions.get("tensorflow", {}).get("nccl")
+    return "tensorflow", CUDA_FOR_TENSORFLOW if with_nccl else "12"  # its own
+
+
+def _driver(host: str, gpus: Facts, framework: str, cuda: str | None) -> Iterator[Finding]:
     if not cuda or not gpus["driver"]:
         return
     least = _DRIVERS.get(int(cuda.partition(".")[0]))
     major = gpus["driver"].partition(".")[0]
     if least and major.isdigit() and int(major) < least:
+        built = "PyTorch is" if framework == "torch" else "what TensorFlow's ranks load is"
         yield Finding(
-            "driver-too-old", "error", (host,), f"driver {gpus['driver']}, PyTorch is built for CUDA {cuda}",
+            "driver-too-old", "error", (host,), f"driver {gpus['driver']}, {built} built for CUDA {cuda}",
             f"CUDA {cuda.partition('.')[0]} needs driver {least} or newer", "install a newer driver there, and reboot",
         )  # fmt: skip
 
@@ -151,14 +165,15 @@ def _order(host: str, facts: Facts, names: list[str]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _nccl(cluster: ClusterFacts, host: str, facts: Facts, cuda: str | None) -> Iterator[Finding]:
+def _nccl(
+    cluster: ClusterFacts, host: str, facts: Facts, extension: Facts | None, cuda: str | None
+) -> Iterator[Finding]:
     if known(facts, "torch") is not None and not cuda:
         yield Finding(
             "torch-without-cuda", "warning", (host,), "GPUs are there, but PyTorch is a build without CUDA",
             "ranks would train on its processor",
             cluster.on(host, cluster.python_on(host), "-m", "pip", "install", "--upgrade", "torch"),
         )  # fmt: skip
-    extension = ((known(facts, "horovod") or {}).get("extensions") or {}).get("torch")
     if cuda and extension is not None and not extension["nccl"]:
         yield Finding(
             "horovod-without-nccl", "warning", (host,), "GPUs are there, but Horovod was built without NCCL",

@@ -93,6 +93,21 @@ def test_a_ready_wheel_is_horovod_and_fits_every_mending_release() -> None:
         assert named(everything(cluster(host(1), host(2, **(ready | changes)), host(3)))) == {id_: ("host2",)}
 
 
+def test_gpus_for_tensorflow_alone() -> None:
+    """Horovod's extension has CUDA 13 in it, whose driver must be newer than the one that TensorFlow asks for."""
+    packages = {name: version for name, version in HOST["packages"].items() if not name.startswith(("torch", "nvidia"))}
+    del packages["tensorflow-cpu"]
+    packages |= {"tensorflow": "2.21.0", "nvidia-nccl-cu12": "2.32.3"}
+    alone = {"torch": None, "packages": packages, "horovod__extensions": {"tensorflow": EXTENSION}}
+    without = alone | {"horovod__extensions": {"tensorflow": EXTENSION | {"nccl": False}}}
+    for changes, driver, ids in (
+        (alone, "580.95", []), (alone, "570.1", ["driver-too-old"]), (without, "570.1", ["horovod-without-nccl"]),
+        (without, "470.1", ["driver-too-old", "horovod-without-nccl"]),
+    ):  # fmt: skip
+        found = everything(cluster(host(1, **changes, gpus__driver=driver)))
+        assert [finding.id for finding in found] == ids, (driver, found)
+
+
 NO_GPU = {"gpu_count": 0, "gpus": {"cards": 0, "driver": None, "error": None, "devices": []}}
 OTHER_GPU = [GPU | {"name": "NVIDIA A10", "memory_bytes": 24 * GIB}] * 4
 

@@ -32,6 +32,7 @@ from hvdtrain.horovod_build import dist, support
         (("2.12.1+cu130", "13.0", "2.21.0", "mpirun (Open MPI) 4.1.4"), "torch2.12cu130.tf2.21.openmpi"),
         (("2.13.0+cpu", None, None, "HYDRA build details:"), "torch2.13cpu.mpi"),
         ((None, None, "2.21.0", None), "tf2.21"),
+        ((None, "13.0", "2.21.0", None), "tf2.21cu130"),
     ],
 )
 def test_the_version_names_what_the_wheel_is_for(frameworks, local):
@@ -57,6 +58,13 @@ def test_pip_is_told_which_frameworks_fit():
     assert "nvidia-nccl-cu13" not in wants(gpu="none") and "nvidia-nccl-cu13" not in wants(nccl="of the system")
     assert set(wants(torch=None, gpu="none")) == {"tensorflow", "tensorflow-cpu"}
     assert set(wants(tensorflow=None, gpu="none")) == {"torch"}
+
+
+def test_pip_is_told_of_the_nccl_that_tensorflow_alone_brings():
+    alone = wants(torch=None, torch_cuda=None)
+    assert (
+        set(alone) == {"nvidia-nccl-cu12", "tensorflow", "tensorflow-cpu"} and alone["nvidia-nccl-cu12"].marker is None
+    )
 
 
 def test_a_renamed_wheel_has_the_same_files_under_its_own_name(tmp_path):

@@ -158,6 +158,45 @@ def test_the_cache_key_sees_every_field(field):
     assert build.cache_key(other) != build.cache_key(HERE)
 
 
+FOR_TENSORFLOW = dataclasses.replace(HERE, torch=None, torch_cuda=None, torch_cxx11=None)
+
+
+def test_tensorflow_alone_is_compiled_with_a_cuda_whose_compiler_can_be_had(monkeypatch):
+    assert (HERE.cuda, FOR_TENSORFLOW.cuda) == ("13.0", support.CUDA_FOR_TENSORFLOW)
+    assert support.CUDA_FOR_TENSORFLOW in support.CUDA_WHEELS and "on CUDA 13.0" in FOR_TENSORFLOW.describe()
+    key, keys = build.cache_key(FOR_TENSORFLOW), build.cache_key(HERE)
+    monkeypatch.setattr(environment, "CUDA_FOR_TENSORFLOW", "13.1")
+    assert build.cache_key(FOR_TENSORFLOW) != key and build.cache_key(HERE) == keys
+    # the twin: without NCCL nothing is compiled with CUDA, whatever PyTorch was built with
+    assert (
+        dataclasses.replace(HERE, gpu="none").cuda is None
+        and dataclasses.replace(FOR_TENSORFLOW, gpu="none").cuda is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("torch", "packages", "cuda"),
+    [
+        ({"version": "2.12.1", "cuda": "13.0"}, ["tensorflow-cpu"], "13.0"),
+        ({}, ["tensorflow", "nvidia-nccl-cu12"], support.CUDA_FOR_TENSORFLOW),
+        ({}, ["tensorflow"], None),  # without the extra and-cuda
+        ({}, ["tensorflow-cpu", "nvidia-nccl-cu12"], None),
+        ({"version": "2.12.1+cpu", "cuda": None}, ["tensorflow", "nvidia-nccl-cu12"], None),
+    ],
+)
+def test_nccl_is_built_in_where_a_framework_for_gpus_is(monkeypatch, torch, packages, cuda):
+    def version(*names: str) -> str | None:
+        return next(("1.0" for name in names if name in packages), None)
+
+    monkeypatch.setattr(environment, "distribution_version", version)
+    assert environment.cuda_here(torch) == cuda
+    refused = environment._gpu_problems("nccl", torch)
+    assert bool(refused) == (bool(torch) and cuda is None), (
+        "asked for, TensorFlow alone gets it: CMake finds NCCL or fails"
+    )
+    assert environment._gpu_problems("auto", torch) == []
+
+
 def test_the_cache_key_sees_source_and_patches(tmp_path, monkeypatch):
     key = build.cache_key(HERE)
     assert build.cache_key(HERE) == key
