@@ -142,7 +142,7 @@ def test_zero_grad_takes_set_to_none():
 
 
 def test_horovods_keras_wrapper_of_tensorflow_refuses_another_backend_and_names_the_one_that_takes_it():
-    done = python("import horovod.tensorflow.keras", KERAS_BACKEND="torch")
+    done = python("import keras, horovod.tensorflow.keras", KERAS_BACKEND="torch")
     assert done.returncode and "ImportError" in done.stderr and "import horovod.keras;" in done.stderr, done.stderr
     legacy = python("import horovod.keras as hvd; hvd.init()", KERAS_BACKEND="torch", TF_USE_LEGACY_KERAS="1")
     assert legacy.returncode == 0, legacy.stderr
