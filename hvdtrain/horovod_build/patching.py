@@ -22,7 +22,8 @@ ALWAYS = (
     "cxx17", "gcc13", "gcc13-gloo", "cmake4-gloo", "no-distutils", "rpath", "torch-answers-first",
     "check-build-survives", "built-at-once", "gloo-stall-check", "gloo-interface", "gloo-address", "gloo-start-again",
     "torch-wait-sleeps", "idle-cycle", "zero-grad-set-to-none", "broadcast-takes-no-step",
-    "horovodrun-no-traceback", "keras3-optimizer", "keras3-sync-batch-norm", "unity-build", "xla-ops",
+    "horovodrun-no-traceback", "keras3-optimizer", "keras3-sync-batch-norm", "keras3-on-torch", "unity-build",
+    "xla-ops",
 )  # fmt: skip
 # Then, for one target only, and why not for the other. They are the last ones: line numbers above hold for both.
 BY_GPU = {

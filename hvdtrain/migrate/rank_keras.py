@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # Horovod's wrapper is of no other
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # this module is of no other
 
 import horovod.tensorflow as hvd
 import keras

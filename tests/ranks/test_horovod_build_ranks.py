@@ -141,12 +141,11 @@ def test_zero_grad_takes_set_to_none():
     assert done.stdout.split() == ["0.0", "None"], done.stderr
 
 
-def test_horovods_keras_wrapper_refuses_a_backend_that_it_does_not_average():
-    done = python(
-        "import keras, horovod.keras as hvd; hvd.init(); hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))",
-        KERAS_BACKEND="torch",
-    )
-    assert done.returncode and "horovod.torch.DistributedOptimizer" in done.stderr, done.stderr
+def test_horovods_keras_wrapper_of_tensorflow_refuses_another_backend_and_names_the_one_that_takes_it():
+    done = python("import keras, horovod.tensorflow.keras", KERAS_BACKEND="torch")
+    assert done.returncode and "ImportError" in done.stderr and "import horovod.keras;" in done.stderr, done.stderr
+    legacy = python("import horovod.keras as hvd; hvd.init()", KERAS_BACKEND="torch", TF_USE_LEGACY_KERAS="1")
+    assert legacy.returncode == 0, legacy.stderr
 
 
 def extension(framework: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import accepted  # noqa: F401  (its cases)
 import keras
 import numpy as np
-from common import BACKEND, L, cnn, dense, images, loss, numpy_of
+from common import L, cnn, dense, images, loss, numpy_of
 from jobs import CASES, RANK, SIZE, O, case, compiled, data, fit, hvk, run_cases
 
 import hvdtrain
@@ -47,14 +47,14 @@ def cloned_optimizer() -> str:
 
 @case
 def stock() -> str:
-    import horovod.tensorflow.keras as horovod_keras
+    import horovod.keras as horovod_keras
 
     return str(hvk.verify(compiled(horovod_keras.DistributedOptimizer(O.SGD(0.1)))))
 
 
 @case
 def stock_adam_fit() -> str:
-    import horovod.tensorflow.keras as horovod_keras
+    import horovod.keras as horovod_keras
 
     model = compiled(horovod_keras.DistributedOptimizer(O.Adam(1e-2)))
     fit(model, hvk.callbacks(model))
@@ -246,6 +246,4 @@ def evaluates_replicas_that_differ() -> str:
 
 
 if __name__ == "__main__":
-    if BACKEND != "tensorflow":  # Horovod's own Keras wrapper is TensorFlow's
-        CASES[:] = [job for job in CASES if not job.__name__.startswith("stock")]
     run_cases("catches")
