@@ -12,7 +12,7 @@ import accepted  # noqa: F401  (its cases)
 import keras
 import numpy as np
 from common import L, cnn, dense, images, loss, numpy_of
-from jobs import CASES, RANK, SIZE, O, case, compiled, data, fit, hvk, run_cases
+from jobs import RANK, SIZE, O, case, compiled, data, fit, hvk, run_cases
 
 import hvdtrain
 
