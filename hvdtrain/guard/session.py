@@ -78,9 +78,12 @@ class Session:
             self._rates()
             return
         self._met, self.rank, self.size = True, rank, size
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
+        reason = "an elastic job's ranks come and go" if os.environ.get("HOROVOD_ELASTIC") == "1" else ""
+        if getattr(sys.modules.get("keras.src.backend.config"), "_BACKEND", "") == "torch":
+            reason = "Keras on its PyTorch backend"
+        if reason:
             if rank == 0:
-                print(f"{PROGRAM}: not watched: an elastic job's ranks come and go", file=sys.stderr, flush=True)
+                print(f"{PROGRAM}: not watched: {reason}", file=sys.stderr, flush=True)
             return
         found = launchers.detect(os.environ)
         listener, meeting = watch.listen(found, os.environ) if rank == 0 else (None, None)

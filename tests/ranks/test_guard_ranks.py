@@ -106,6 +106,19 @@ def test_a_finding_ends_all_ranks(launcher: str, tmp_path: Path) -> None:
     assert "ended with rank 0" in result.ranks_error[1]
 
 
+def test_keras_on_pytorch_trains_and_is_said_not_to_be_watched(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import keras, numpy as np, horovod.keras as hvd\nhvd.init()\n"
+        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\n"
+        "model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), 'mse')\n"
+        "model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)\nprint('trained')\n"
+    )
+    result = run_ranks([*GUARD, path], 2, env={"KERAS_BACKEND": "torch"}, timeout_s=90).check()
+    assert result.out.count("trained") == 2, result.text
+    assert result.err.count("not watched: Keras on its PyTorch backend") == 1, result.text
+
+
 def test_a_script_is_run_as_python_runs_it(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text(
         "import sys\nX = 3\nif __name__ == '__main__':\n    print(__name__, sys.argv[1:])\n"
