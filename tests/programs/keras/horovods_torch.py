@@ -408,7 +408,10 @@ def values() -> float:
     """Arrays, numbers, tensors and variables."""
     rank, size = hvd.rank(), hvd.size()
     mean = (size - 1) / 2
+    through = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    (hvd.allreduce(through, op=hvd.Sum) * torch.arange(3.0)).sum().backward()
     found = [
+        (through.grad, size * np.arange(3.0)),
         (hvd.allreduce(np.arange(4.0) + rank), np.arange(4.0) + mean),
         (hvd.allreduce(float(rank), name="a number"), mean),
         (hvd.allreduce(variables([1.0 * rank])[0], op=hvd.Sum), [mean * size]),
