@@ -87,3 +87,14 @@ def weights_of(model: keras.Model) -> list[np.ndarray]:
 
 def report(folder: str | Path, name: str, rank: int, data: dict[str, Any]) -> None:
     Path(folder, f"{name}.rank{rank}.json").write_text(json.dumps(data, default=str))
+
+
+class Rates(keras.callbacks.Callback):
+    """The learning rate at the end of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(round(float(self.model.optimizer.learning_rate.numpy()), 6))

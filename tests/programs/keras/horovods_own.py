@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import horovod.keras as hvd
 import horovod.tensorflow as hvd_tf
 import horovod.tensorflow.keras as hvd_tf_keras
@@ -163,18 +164,9 @@ def sync_batch_norm() -> dict[str, float]:
     return gaps | {"alone": apart(alone[2:], found(L.BatchNormalization(), X, rows >= 0, {})[1][2:])}
 
 
-class Rates(keras.callbacks.Callback):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.seen.append(round(float(self.model.optimizer.learning_rate.numpy()), 6))
-
-
 def callbacks() -> dict[str, Any]:
     """Different weights, broadcast; rates that warm up and fall; no correction of momentum, which is said."""
-    rates, model = Rates(), dense()
+    rates, model = common.Rates(), dense()
     model.set_weights([w + hvd.rank() for w in model.get_weights()])
     model.compile(hvd.DistributedOptimizer(O.SGD(0.2, momentum=0.9)), "mse", jit_compile=False)
     schedule = hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.2, multiplier=0.1, start_epoch=3)

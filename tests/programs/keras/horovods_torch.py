@@ -311,18 +311,9 @@ def bfloat16() -> float:
     return apart([half.value.double(), whole], [[1.0 - hvd.size()]] * 2)
 
 
-class Rates(keras.callbacks.Callback):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.seen.append(round(float(self.model.optimizer.learning_rate.numpy()), 6))
-
-
 def callbacks() -> dict[str, Any]:
     """Different weights, broadcast; rates that warm up and fall; no correction of momentum, which is said."""
-    rates, model = Rates(), dense()
+    rates, model = common.Rates(), dense()
     model.set_weights([w + hvd.rank() for w in model.get_weights()])
     model.compile(hvd.DistributedOptimizer(O.SGD(0.2, momentum=0.9)), Mse())
     schedule = hvd.callbacks.LearningRateScheduleCallback(initial_lr=0.2, multiplier=0.1, start_epoch=3)
