@@ -63,14 +63,16 @@ class _LaterCompiler(types.ModuleType):
     def graph_break(self) -> None:
         """Nothing is being compiled."""
 
-    def disable(self, function: Callable[..., Any], recursive: bool = True, wrapping: bool = True) -> Any:
+    def disable(self, function: Callable[..., Any] | None = None, recursive: bool = True, **others: Any) -> Any:
+        if function is None or others.keys() - {"wrapping"}:  # not an optimizer: `torch.compiler.disable`
+            return _compiler().disable(function, recursive, **others)
         disabled: Callable[..., Any] | None = None
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal disabled
             if isinstance(sys.modules[COMPILER], _LaterCompiler):
                 return function(*args, **kwargs)
-            disabled = disabled or _compiler().disable(function, recursive, wrapping=wrapping)
+            disabled = disabled or _compiler().disable(function, recursive, **others)
             return disabled(*args, **kwargs)
 
         return call
