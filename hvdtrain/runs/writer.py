@@ -1,8 +1,8 @@
 """The process that writes checkpoints while training goes on: one for each process that saves.
 
 It is given images of the files (`hvdtrain.runs.staging`), which it finishes writing even when the process that trains
-is killed, and imports no framework. Signals that end a job are the trainer's to act on: when that has gone, and the last
-image is on disk, it ends.
+is killed, and imports no framework. Signals that end a job are the trainer's to act on: when that has gone, and the
+last image is on disk, it ends.
 
     trainer -> writer   {"directory": ..., "name": ..., "files": {name: size}, ...} and the files' descriptors
     writer -> trainer   {"seconds": ...} or {"failure": [rule, received, remedy]}

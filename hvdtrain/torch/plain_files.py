@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ def write(content: Mapping[str, Any], file: StateFile, what: str) -> None:
     summed = get_crc32_options()
     set_crc32_options(False)  # twice as fast; the manifest has a SHA-256
     try:
-        torch.save(plain, file)  # type: ignore[arg-type] (it writes, no more)
+        torch.save(plain, cast(BinaryIO, file))
     finally:
         set_crc32_options(summed)
 
