@@ -214,6 +214,8 @@ def serve(descriptor: int, parent: int) -> None:
                 if os.getppid() != parent:
                     return
                 continue
+            except ConnectionError:  # the trainer went before it read an answer; what it sent before is still to come
+                continue
             if not data:
                 return
             message = json.loads(data)
