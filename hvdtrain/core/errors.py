@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import traceback as traceback_module
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -135,12 +135,26 @@ def describe(program: str, error: BaseException, rank: int) -> str:
     return who + str(error)
 
 
+_before_end: list[Callable[[], object]] = []
+
+
+def before_end(call: Callable[[], object]) -> None:
+    """Has `call()` run before `end_now`, as `atexit` has it run before a normal end."""
+    _before_end.append(call)
+
+
+def end_now(code: int) -> NoReturn:
+    """Ends this process without the exit hooks of engines, which would wait for ranks that do not come."""
+    for call in _before_end:
+        call()
+    os._exit(code)
+
+
 def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
     """Prints one clear block on standard error and ends this process: with exit code 2 for an `HvdtrainError`, else 1.
 
-    With a collective engine up the process ends at once (`os._exit`): the engine's exit hooks would wait for
-    ranks that do not come, and the launcher ends the others when it sees this rank gone. Clean up (run log,
-    files) before you call this.
+    With a collective engine up the process ends at once (`end_now`); the launcher ends the others when it sees this
+    rank gone. Clean up (run log, files) before you call this.
 
     Args:
         program: the name to blame, for example "hvdtrain.keras_mnist".
@@ -154,5 +168,5 @@ def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
     world_module = sys.modules.get("hvdtrain.core.world")  # which may not have been imported
     world = world_module.current() if world_module is not None else None
     if world is not None and world.engine != "solo":
-        os._exit(code)
+        end_now(code)
     sys.exit(code)

@@ -18,6 +18,7 @@ from hvdtrain.keras import moving_average, rng
 from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.session import KEY, Session, is_built, optimizers_of, require_compiled, session_of
 from hvdtrain.runs.parts import ExtraPart, Part, Progress
+from hvdtrain.runs.staging import StateFile
 
 
 def check_saveable(model: keras.Model) -> None:
@@ -64,9 +65,9 @@ class ModelPart(Part):
             replicas.average(replicas.accumulators(self.model), world)
         replicas.check_finite(self.model, world)
 
-    def save(self, path: Path) -> None:
+    def write(self, file: StateFile) -> None:
         with moving_average.themselves(self.model, self.session):
-            self.model.save(path)
+            self.model.save(file)
 
     def load(self, path: Path) -> None:
         """Reads weights and optimizer state into the model as it stands; runs no code from the file.
@@ -138,13 +139,12 @@ class RandomPart(Part):
     def collect(self) -> None:
         self.states = self.world.gather(rng.capture(self.model))
 
-    def save(self, path: Path) -> None:
+    def write(self, file: StateFile) -> None:
         arrays = {f"{rank}/{key}": value for rank, state in enumerate(self.states) for key, value in state.items()}
-        with open(path, "wb") as file:
-            kept = {f"kept.{i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(_not_in_file(self.model))}
-            order = vars(self.model)[KEY].order
-            told = {} if order is None else {"order": np.array(order)}
-            np.savez(file, world_size=np.array(len(self.states)), **told, **arrays, **kept)  # type: ignore[arg-type]
+        kept = {f"kept.{i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(_not_in_file(self.model))}
+        order = vars(self.model)[KEY].order
+        told = {} if order is None else {"order": np.array(order)}
+        np.savez(file, world_size=np.array(len(self.states)), **told, **arrays, **kept)  # type: ignore[arg-type]
 
     def load(self, path: Path) -> None:
         """Puts this rank's state back; at another world size, streams that follow from rank 0's.
@@ -200,11 +200,10 @@ class Extra(ExtraPart):
             return super().put_back(value, saved)
         return value
 
-    def save(self, path: Path) -> None:
+    def write(self, file: StateFile) -> None:
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps(_packed(self.states(), arrays, "extra"))
-        with open(path, "wb") as file:
-            np.savez(file, structure=np.frombuffer(text.encode(), np.uint8), **arrays)  # type: ignore[arg-type]
+        np.savez(file, structure=np.frombuffer(text.encode(), np.uint8), **arrays)  # type: ignore[arg-type]
 
     def load(self, path: Path) -> None:
         with np.load(path, allow_pickle=False) as stored:

@@ -349,6 +349,11 @@ class Save(Callback):
         metrics = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
         self._save(metrics)
 
+    def on_train_end(self, logs: Any = None) -> None:
+        before = self.session.clock.enter("checkpoint")
+        self.checkpointer.wait()
+        self.session.clock.enter(before)
+
     def _save(self, metrics: dict[str, float]) -> None:
         progress = self.session.progress
         self._saved_at = progress.step

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.core.world import World
+from hvdtrain.runs.staging import StateFile
 
 MANIFEST = "manifest.json"
 # how metrics are called that are better when they are greater, and when they are less; without "val_" and numbers at
@@ -31,14 +32,11 @@ _LESS = re.compile(
 _TURNED = re.compile(r"(.+_)?(neg|negative|minus|inverse|one_minus)_")  # says the opposite of the rest
 
 
-def seal(path: Path, mode: int) -> dict[str, Any]:
-    """Gives a file its permissions, forces it to disk, and returns its size and checksum."""
-    if not path.is_file():
-        raise CheckpointError("a part must write one file at the path it is given", f"{path.name}: no file there")
-    with open(path, "rb+") as file:
-        os.fchmod(file.fileno(), mode)
-        os.fsync(file.fileno())
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": _sha256(file)}
+def seal(file: StateFile) -> dict[str, Any]:
+    """Forces a file to disk, and returns its size and checksum."""
+    os.fsync(file.fileno())
+    with open(file.path, "rb") as written:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": _sha256(written)}
 
 
 def _sha256(file: Any) -> str:
@@ -46,9 +44,9 @@ def _sha256(file: Any) -> str:
 
 
 def write_manifest(path: Path, body: dict[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({**body, "digest": _digest(body)}, file, indent=1, allow_nan=False)
-        file.flush()
+    text = json.dumps({**body, "digest": _digest(body)}, indent=1, allow_nan=False)
+    with StateFile.on_disk(path) as file:
+        file.write(text.encode())
         os.fsync(file.fileno())
 
 

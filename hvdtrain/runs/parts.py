@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
+from hvdtrain.runs.staging import StateFile
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,14 @@ class Part:
     """One file of a checkpoint."""
 
     def collect(self) -> None:
-        """Called on every rank before `save`; may be collective: brings together what rank 0 is going to write.
+        """Called on every rank before `write`; may be collective: brings together what rank 0 is going to write.
 
         Raises:
             HvdtrainError: the state is not worth keeping, or could not be restored exactly.
         """
 
-    def save(self, path: Path) -> None:
-        """Writes the state to `path`; called on rank 0."""
+    def write(self, file: StateFile) -> None:
+        """Writes the state; called on rank 0, while training waits."""
         raise NotImplementedError
 
     def check(self, path: Path) -> None:

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.core.world import World, current
 from hvdtrain.runs.parts import Part, Progress
+from hvdtrain.runs.staging import StateFile
 from hvdtrain.torch import start
 from hvdtrain.torch.checks import nonfinite
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.random_state import restore_streams
 from hvdtrain.torch.engines import buffers
 from hvdtrain.torch.engines.shell import unwrap
-from hvdtrain.torch.plain_files import Extra, read, revived, write
+from hvdtrain.torch.plain_files import Extra, read, revived, write, write_tensors
 from hvdtrain.torch.session import Session
 from hvdtrain.torch.update.optimizer import Optimizer
 from hvdtrain.torch.update.several import kind_of
@@ -112,11 +112,9 @@ class ModelPart(Part):
         buffers.synchronize(self.model, self.world)
         nonfinite.check_weights(self.module, self.world)
 
-    def save(self, path: Path) -> None:
+    def write(self, file: StateFile) -> None:
         tensors, shared = _once_each(self.module.state_dict())
-        places: set[int] = set()
-        on_host = {name: _alone(tensor.detach(), places) for name, tensor in tensors.items()}
-        save_file(on_host, path, metadata={"format": "pt", **shared})
+        write_tensors({name: tensor.detach() for name, tensor in tensors.items()}, {"format": "pt", **shared}, file)
 
     def check(self, path: Path) -> None:
         """Reads the file.
@@ -183,16 +181,6 @@ def _once_each(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, s
     return {name: state[name] for name in state if name not in shared}, shared
 
 
-def _alone(tensor: Tensor, places: set[int]) -> Tensor:
-    """Returns the values on the host, in memory that no tensor returned before has a part of."""
-    tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    place = tensor.untyped_storage().data_ptr()
-    if place in places:
-        return tensor.clone()
-    places.add(place)
-    return tensor
-
-
 def _check_tied(name: str, other: str, stored: Mapping[str, Tensor]) -> None:
     if name in stored and other in stored and not torch.equal(stored[name], stored[other]):
         raise CheckpointError(
@@ -255,7 +243,7 @@ class TrainingPart(Part):
         if session.parted is not None:
             self._gathered = session.parted.state_dict(keep=session.world.is_main)
 
-    def save(self, path: Path) -> None:
+    def write(self, file: StateFile) -> None:
         optimizer = self.optimizer
         content = {
             "format": 1,
@@ -268,7 +256,7 @@ class TrainingPart(Part):
             "streams": self.streams,
         }
         self._gathered = None
-        write(content, path, "training state")
+        write(content, file, "training state")
 
     def check(self, path: Path) -> None:
         """Reads the file.

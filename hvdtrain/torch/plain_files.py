@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import io
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.parts import ExtraPart
+from hvdtrain.runs.staging import StateFile
 
 _SCALARS = (bool, int, float, str)
 _ARRAY, _NUMBER = "numpy.ndarray", "numpy.generic"  # the key of the dict that stands for one
@@ -22,8 +27,8 @@ _TOO_WIDE = ("float96", "float128", "longdouble", "complex192", "complex256", "c
 class Extra(ExtraPart):
     """`extra.pt`: objects of the user's own."""
 
-    def save(self, path: Path) -> None:
-        write(self.states(), path, "extra")
+    def write(self, file: StateFile) -> None:
+        write(self.states(), file, "extra")
 
     def load(self, path: Path) -> None:
         self.restore(revived(read(path)))
@@ -58,10 +63,46 @@ def _like(example: Any, saved: Any) -> Any:
     return saved
 
 
-def write(content: Mapping[str, Any], path: Path, what: str) -> None:
+def write(content: Mapping[str, Any], file: StateFile, what: str) -> None:
     """Saves what `weights_only=True` reads, and has it read."""
-    torch.save(_plain(content, what), path)
-    torch.load(path, weights_only=True, mmap=True)  # the structure; tensors stay on the disk
+    plain = _plain(content, what)
+    tried = io.BytesIO()
+    torch.save(_emptied(plain), tried)
+    tried.seek(0)
+    torch.load(tried, weights_only=True)
+    summed = get_crc32_options()
+    set_crc32_options(False)  # twice as fast; the manifest has a SHA-256
+    try:
+        torch.save(plain, cast(BinaryIO, file))
+    finally:
+        set_crc32_options(summed)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, str], file: StateFile) -> None:
+    """Writes a safetensors file as it is laid out (https://github.com/huggingface/safetensors#format), of which the
+    library would first make a copy: the length of the header, the header as JSON, the values."""
+    empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    named = _header_of(save(empty))  # what the library calls the types
+    header: dict[str, Any] = {"__metadata__": dict(told)}
+    offset = 0
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
+    for name in order:
+        end = offset + tensors[name].nbytes
+        place = {"shape": list(tensors[name].shape), "data_offsets": [offset, end]}
+        header[name] = {"dtype": named[name]["dtype"]} | place
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        values = tensors[name].resolve_conj().resolve_neg().cpu().contiguous()
+        file.write(values.reshape(-1).view(torch.uint8).numpy())
+
+
+def _header_of(data: bytes) -> dict[str, Any]:
+    length = int.from_bytes(data[:8], "little")
+    header: dict[str, Any] = json.loads(data[8 : 8 + length])
+    return header
 
 
 def read(path: Path) -> Any:
@@ -110,6 +151,16 @@ def _plain(value: Any, where: str) -> Any:
         "keep such objects out of the optimizer's groups and state; give them state_dict() and load_state_dict() to"
         " save them with extra=",
     )
+
+
+def _emptied(value: Any) -> Any:
+    """Returns the same structure without the tensors' values."""
+    if isinstance(value, Tensor):
+        empty = torch.empty(0, dtype=value.dtype)
+        return nn.Parameter(empty, requires_grad=False) if isinstance(value, nn.Parameter) else empty
+    if isinstance(value, dict):
+        return {key: _emptied(item) for key, item in value.items()}
+    return type(value)(map(_emptied, value)) if type(value) in (list, tuple) else value
 
 
 def _plain_key(key: Any, where: str) -> Any:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from blob import Blob
-from checkpoint_steps import restored, save, step_of, steps
+from checkpoint_steps import restored, save, step_of, steps, synchronous
 from harness import PROGRAMS, REPOSITORY, clean_environment, quick_folder, run_ranks
 
-from hvdtrain import Checkpointer, CheckpointError, Progress
+from hvdtrain import CheckpointError, Progress
 from hvdtrain.runs.checkpoint_files import MANIFEST
 
 FOLDER = PROGRAMS / "core"
@@ -80,6 +80,14 @@ class TestKills:
         assert done[4].startswith(".writing-") and done[5:] == ["rename", "new"]
 
 
+class TestFaults:
+    @pytest.mark.parametrize("fault", ["KILL", "ENOSPC", "EIO", "EROFS"])
+    def test_at_each_call_of_the_process_that_writes(self, quick_tmp: Path, fault: str) -> None:
+        done = run_ranks([FOLDER / "checkpoint_faults.py", quick_tmp, fault], 1, launcher="none", timeout_s=120).check()
+        faults, told, before = (int(number) for number in re.findall(r"\d+", done.out))
+        assert faults >= 15 and 8 <= before <= told <= before + 1 < faults
+
+
 class TestFullDisk:
     def test_the_last_good_one_stays_and_room_is_given_back(self, tmp_path: Path, mount: Any) -> None:
         mount("tmpfs", tmp_path / "small", "size=256k")
@@ -87,7 +95,7 @@ class TestFullDisk:
         save(folder, 1)
         big = {"a.bin": Blob(b"x" * 100_000), "b.bin": Blob(b"y" * 200_000)}
         with pytest.raises(CheckpointError, match="written whole") as caught:
-            Checkpointer(folder).save(big, progress=Progress(step=2))
+            synchronous(folder).save(big, progress=Progress(step=2))
         assert "No space left" in caught.value.received and "make room" in caught.value.remedy
         assert steps(folder) == [1] and step_of(restored(folder)) == 1
         assert len(list(folder.iterdir())) == 1, "the failed attempt takes no room"

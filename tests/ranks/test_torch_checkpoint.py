@@ -110,3 +110,18 @@ def test_nothing_prepared_is_left(engine: str, limit: Limit) -> None:
     limit(
         "T16", "5 models in turn: 5 stay, with their worker processes", mended="20 in turn: none, less than 20 MiB more"
     )
+
+
+KILLED = torch_cases.FOLDER / "killed_at_random.py"
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.thorough)])
+def test_killed_at_random_instants_a_run_ends_bit_for_bit(kills: int, tmp_path: Path) -> None:
+    ended = run_ranks([KILLED, tmp_path, str(kills)], 1, launcher="none", timeout_s=60 + 15 * kills).check()
+    assert f"{kills} kills" in ended.out and "all bit-equal" in ended.out
+
+
+@pytest.mark.thorough
+def test_negative_twin_with_torch_save_it_ends_otherwise(tmp_path: Path) -> None:
+    ended = run_ranks([KILLED, tmp_path, "20", "--torch-save"], 1, launcher="none", timeout_s=360)
+    assert ended.returncode == 1 and ("ended otherwise" in ended.err or "failed by itself" in ended.err), ended.text

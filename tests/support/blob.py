@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from hvdtrain.runs.parts import Part
+from hvdtrain.runs.staging import StateFile
 
 
 class Blob(Part):
@@ -14,8 +15,8 @@ class Blob(Part):
     def __init__(self, content: bytes = b"") -> None:
         self.content = content
 
-    def save(self, path: Path) -> None:
-        path.write_bytes(self.content)
+    def write(self, file: StateFile) -> None:
+        file.write(self.content)
 
     def load(self, path: Path) -> None:
         self.content = path.read_bytes()

@@ -10,9 +10,14 @@ from blob import content, state_of
 from hvdtrain import Checkpointer, Progress
 
 
+def synchronous(folder: Path, **options: Any) -> Checkpointer:
+    """Return one that starts no process."""
+    return Checkpointer(folder, asynchronous=False, **options)
+
+
 def save(folder: Path, step: int, loss: float | None = None, **options: Any) -> Path:
     metrics = {} if loss is None else {"val_loss": loss}
-    return Checkpointer(folder, **options).save(state_of(step), progress=progress_at(step), metrics=metrics)
+    return synchronous(folder, **options).save(state_of(step), progress=progress_at(step), metrics=metrics)
 
 
 def progress_at(step: int) -> Progress:

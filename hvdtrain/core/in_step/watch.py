@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from hvdtrain.core.errors import OUT_OF_STEP_CODE, ReplicaError, describe
+from hvdtrain.core.errors import OUT_OF_STEP_CODE, ReplicaError, describe, end_now
 from hvdtrain.core.in_step.arrival import listen_to_ranks, seconds_of
 from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step, waiting
 from hvdtrain.core.launchers import Detected
@@ -306,4 +306,4 @@ def end_all(
         with contextlib.suppress(OSError, ValueError):
             while time.monotonic() < deadline:
                 link.receive(0.1)
-    os._exit(code)
+    end_now(code)

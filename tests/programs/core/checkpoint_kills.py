@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,25 +21,27 @@ from typing import Any
 from blob import content, state_of
 
 from hvdtrain import Checkpointer, Progress
-from hvdtrain.runs import checkpoint as checkpoint_module
-from hvdtrain.runs import checkpoint_files as manifest_module
-from hvdtrain.runs.checkpoint import Part
+from hvdtrain.runs import checkpoint, checkpoint_files, checkpoint_folder, staging
+from hvdtrain.runs.checkpoint_folder import Folder, Written
+from hvdtrain.runs.staging import StateFile
 
-TRACED = {checkpoint_module.__file__, manifest_module.__file__, shutil.__file__}
+TRACED = {module.__file__ for module in (checkpoint, checkpoint_files, checkpoint_folder, staging, shutil)}
 
 
-class Naive(Checkpointer):
-    def _save(self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float]) -> Path:
+class Naive(Folder):
+    def add(self, written: Written, name: str, parts: Mapping[str, Callable[[StateFile], object]]) -> Path:
         for info in self.list():
             shutil.rmtree(info.path)
-        return self._write(state, progress, metrics, 1)
+        return self._write(written, name, parts, 1)
 
 
-def checkpointer(folder: Path, kind: type[Checkpointer] = Checkpointer) -> Checkpointer:
-    return kind(folder, keep=2, best="val_loss")
+def checkpointer(folder: Path, kind: type[Folder] = Folder) -> Checkpointer:
+    found = Checkpointer(folder, keep=2, best="val_loss", asynchronous=False)
+    found.folder = kind(folder, 2, "val_loss", "min")
+    return found
 
 
-def save(folder: Path, step: int, kind: type[Checkpointer] = Checkpointer) -> None:
+def save(folder: Path, step: int, kind: type[Folder] = Folder) -> None:
     losses = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.4, 5: 0.6}
     progress = Progress(step=step, samples_seen=10 * step)
     checkpointer(folder, kind).save(state_of(step), progress=progress, metrics={"val_loss": losses[step]})
@@ -67,7 +69,7 @@ def killed_save(folder: Path, line_number: int) -> bool:
     child = os.fork()
     if child == 0:
         sys.settrace(kill_at(line_number))
-        save(folder, 4, Naive if "--naive" in sys.argv else Checkpointer)
+        save(folder, 4, Naive if "--naive" in sys.argv else Folder)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or status == 0, f"exit status {status}"

@@ -30,7 +30,10 @@ SIZE_BYTES = 10_000
 def save(folder: Path, step: int, saved_step: int | None = None) -> Path:
     """Save on all ranks; `saved_step` puts another content into it."""
     state = state_of(saved_step or step, SIZE_BYTES)
-    return Checkpointer(folder).save(state, progress=Progress(step=step))
+    checkpoints = Checkpointer(folder)
+    path = checkpoints.save(state, progress=Progress(step=step))
+    checkpoints.wait()
+    return path
 
 
 def restored(folder: Path) -> int | None:
@@ -70,6 +73,7 @@ def rank_1_sees_something_else(world: World, folder: Path) -> None:
     own = folder / f"disk{world.rank}"
     solo = Checkpointer(own, world=World.solo())
     solo.save(state_of(7 if world.is_main else 8, SIZE_BYTES), progress=Progress(step=7))
+    solo.wait()
     assert restored(own) == 7
 
 

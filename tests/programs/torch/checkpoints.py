@@ -103,6 +103,7 @@ def case_a_run_goes_on_bit_for_bit(world: hvdtrain.World) -> None:
     unbroken.train(SAVED_AFTER)
     checkpoints = hvdtrain.Checkpointer(FOLDER / f"own-{sys.argv[1]}-{world.size}")
     path = checkpoints.save(unbroken.state(), progress=unbroken.optimizer.progress)
+    checkpoints.wait()
     assert sorted(p.name for p in Path(path).iterdir()) == ["manifest.json", "model.safetensors", "training.pt"]
     seen_before = sorted(i for ids in world.gather(unbroken.seen) for i in ids)
     unbroken.losses.clear()
@@ -180,6 +181,7 @@ def case_the_model_file_is_plain(world: hvdtrain.World) -> None:
     model = Tied()
     checkpoints = hvdtrain.Checkpointer(FOLDER / f"tied-{world.engine}-{world.size}")
     path = checkpoints.save(hvt.model_state(model), progress=hvdtrain.Progress())
+    checkpoints.wait()
     other = Tied()
     checkpoints.restore(hvt.model_state(other))
     assert other.second.weight is other.first.weight

@@ -1,4 +1,4 @@
-"""The ResNet program, killed in the middle of its n-th checkpoint (the environment's DIES_AT_SAVE)."""
+"""The ResNet program, killed before it has copied its n-th checkpoint (the environment's DIES_AT_SAVE)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdtrain import torch_resnet
 from hvdtrain.runs import checkpoint
 
 saves = 0
-write = checkpoint.Checkpointer._write
+submit = checkpoint.Checkpointer._submit
 
 
 def dying(self: checkpoint.Checkpointer, *args: object) -> object:
@@ -18,10 +18,10 @@ def dying(self: checkpoint.Checkpointer, *args: object) -> object:
     if saves == int(os.environ["DIES_AT_SAVE"]):
         print(f"dying at save {saves}", flush=True)
         os._exit(9)
-    return write(self, *args)
+    return submit(self, *args)
 
 
-checkpoint.Checkpointer._write = dying  # type: ignore[assignment]
+checkpoint.Checkpointer._submit = dying  # type: ignore[assignment]
 
 if __name__ == "__main__":
     sys.exit(torch_resnet.main())

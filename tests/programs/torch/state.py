@@ -77,7 +77,9 @@ class Job:
         return hvt.model_state(self.model, self.optimizer, **extra)
 
     def save(self, checkpoints: hvdtrain.Checkpointer, **extra: Any) -> Path:
-        return Path(checkpoints.save(self.state(**extra), progress=self.optimizer.progress))
+        path = checkpoints.save(self.state(**extra), progress=self.optimizer.progress)
+        checkpoints.wait()
+        return Path(path)
 
     def restore(self, checkpoints: hvdtrain.Checkpointer, **extra: Any) -> Any:
         self.batches = self.stream()
@@ -93,8 +95,9 @@ def distance(model: nn.Module, other: nn.Module) -> float:
 def folder(world: hvdtrain.World) -> Iterator[hvdtrain.Checkpointer]:
     """Checkpoints in a folder that all ranks see."""
     with tempfile.TemporaryDirectory() as own:
-        yield hvdtrain.Checkpointer(Path(world.broadcast(own)) / "checkpoints", world=world, best=None)
-        world.barrier()
+        checkpoints = hvdtrain.Checkpointer(Path(world.broadcast(own)) / "checkpoints", world=world, best=None)
+        yield checkpoints
+        checkpoints.wait()
 
 
 def case_t12_numpy_numbers_are_saved_as_numbers(world: hvdtrain.World) -> None:

@@ -17,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import Limit
 
-from hvdtrain import Checkpointer, CheckpointError, ConfigError, NonFiniteError, Progress
+from hvdtrain import CheckpointError, ConfigError, NonFiniteError, Progress
 from hvdtrain.runs.checkpoint_files import MANIFEST, read_manifest, write_manifest
+from hvdtrain.runs.staging import StateFile
 
 sys.path.insert(0, str(PROGRAMS))
 from blob import Blob, state_of
-from checkpoint_steps import progress_at, restored, save, step_of, steps
+from checkpoint_steps import progress_at, restored, save, step_of, steps, synchronous
 
 
 class TestSaveAndRestore:
@@ -36,18 +37,17 @@ class TestSaveAndRestore:
         assert set(manifest["files"]) == {"a.bin", "b.bin"}
         assert manifest["files"]["a.bin"]["bytes"] == 100 and len(manifest["files"]["a.bin"]["sha256"]) == 64
         assert manifest["metrics"] == {"val_loss": "nan"} and manifest["world_size"] == 1
-        assert math.isnan(Checkpointer(tmp_path).list()[0].metrics["val_loss"])
+        assert math.isnan(synchronous(tmp_path).list()[0].metrics["val_loss"])
 
     @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
     def test_files_have_the_permissions_that_the_umask_gives(self, tmp_path: Path, umask: int, limit: Limit) -> None:
-        class Private(Blob):
-            def save(self, path: Path) -> None:
-                with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:  # as safetensors does
-                    file.write(b"x")
+        class Made(Blob):
+            def write(self, file: StateFile) -> None:
+                file.write(b"x")
 
         before = os.umask(umask)
         try:
-            path = Checkpointer(tmp_path).save({"a.bin": Private(), "b.bin": Blob()}, progress=Progress())
+            path = synchronous(tmp_path).save({"a.bin": Made(), "b.bin": Blob()}, progress=Progress())
         finally:
             os.umask(before)
         modes = {entry.name: entry.stat().st_mode & 0o777 for entry in path.iterdir()}
@@ -55,15 +55,15 @@ class TestSaveAndRestore:
         limit("K11d", "model.safetensors is 0600, other files of a checkpoint 0644", mended="all as the umask has it")
 
     def test_nothing_there(self, tmp_path: Path) -> None:
-        checkpointer = Checkpointer(tmp_path / "none")
+        checkpointer = synchronous(tmp_path / "none")
         assert checkpointer.restore(state_of(0)) is None and checkpointer.restore(state_of(0), which="best") is None
         assert checkpointer.list() == [] and checkpointer.latest() is None and checkpointer.best() is None
         assert not (tmp_path / "none").exists(), "looking makes nothing"
 
     def test_empty_files_and_part_of_the_state(self, tmp_path: Path) -> None:
-        Checkpointer(tmp_path).save({"empty": Blob(), "x": Blob(b"x")}, progress=Progress())
+        synchronous(tmp_path).save({"empty": Blob(), "x": Blob(b"x")}, progress=Progress())
         state = {"empty": Blob(b"something")}
-        assert Checkpointer(tmp_path).restore(state) == Progress()
+        assert synchronous(tmp_path).restore(state) == Progress()
         assert state["empty"].content == b""
 
     def test_by_path(self, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ class TestSaveAndRestore:
     def test_a_file_that_is_not_in_it(self, tmp_path: Path) -> None:
         save(tmp_path, 1)
         with pytest.raises(CheckpointError, match="every file that is to be restored") as caught:
-            Checkpointer(tmp_path).restore({"a.bin": Blob(), "optimizer.bin": Blob()})
+            synchronous(tmp_path).restore({"a.bin": Blob(), "optimizer.bin": Blob()})
         assert "lacks optimizer.bin" in caught.value.received and "a.bin, b.bin" in caught.value.received
 
     def test_what_cannot_be_loaded_names_the_rank(self, tmp_path: Path) -> None:
@@ -86,19 +86,19 @@ class TestSaveAndRestore:
 
         save(tmp_path, 1)
         with pytest.raises(CheckpointError, match="able to load") as caught:
-            Checkpointer(tmp_path).restore({"a.bin": Refusing()})
+            synchronous(tmp_path).restore({"a.bin": Refusing()})
         assert "rank 0: ValueError: shape (3,) is not (4,)" in caught.value.received
 
     @pytest.mark.parametrize("name", ["../x", "a/b", "/etc/x", MANIFEST, ".hidden", "", ".", ".."])
     def test_names_that_are_not_plain(self, tmp_path: Path, name: str) -> None:
         with pytest.raises(ConfigError, match="plain file names"):
-            Checkpointer(tmp_path).save({name: Blob()}, progress=Progress())
+            synchronous(tmp_path).save({name: Blob()}, progress=Progress())
 
     def test_a_full_disk_that_a_library_tells_in_words_of_its_own(self, tmp_path: Path) -> None:
         class Opaque(Blob):
-            def save(self, path: Path) -> None:
+            def write(self, file: StateFile) -> None:
                 try:
-                    path.write_bytes(bytes(100_000))
+                    file.write(bytes(100_000))
                 except OSError:
                     raise RuntimeError("unexpected pos 5760 vs 5652") from None
                 raise RuntimeError("a mistake")
@@ -108,28 +108,18 @@ class TestSaveAndRestore:
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
             with pytest.raises(CheckpointError, match="must be written whole") as caught:
-                Checkpointer(tmp_path).save({"a.bin": Opaque()}, progress=Progress(step=2))
+                synchronous(tmp_path).save({"a.bin": Opaque()}, progress=Progress(step=2))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert "File too large" in caught.value.received
         with pytest.raises(RuntimeError, match="a mistake"):  # which is no matter of room
-            Checkpointer(tmp_path).save({"a.bin": Opaque()}, progress=Progress(step=2))
-        assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
-
-    def test_a_part_that_writes_nothing(self, tmp_path: Path) -> None:
-        class Lazy(Blob):
-            def save(self, path: Path) -> None:
-                pass
-
-        save(tmp_path, 1)
-        with pytest.raises(CheckpointError, match="must write one file"):
-            Checkpointer(tmp_path).save({"a.bin": Lazy()}, progress=Progress(step=2))
+            synchronous(tmp_path).save({"a.bin": Opaque()}, progress=Progress(step=2))
         assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
 
     @pytest.mark.parametrize("options", [{"keep": 0}, {"keep": 1.5}, {"keep": True}, {"mode": "least"}])
     def test_arguments_that_mean_nothing(self, tmp_path: Path, options: dict) -> None:
         with pytest.raises(ConfigError):
-            Checkpointer(tmp_path, **options)
+            synchronous(tmp_path, **options)
 
 
 class TestRetention:
@@ -173,7 +163,7 @@ class TestRetention:
         for name in names.split():
             folder = tmp_path / name
             for step, value in enumerate((0.1, 0.9, 0.8), start=1):
-                checkpoints = Checkpointer(folder, keep=1, best=name)
+                checkpoints = synchronous(folder, keep=1, best=name)
                 checkpoints.save(state_of(step), progress=progress_at(step), metrics={name: value})
             assert steps(folder) == ([2, 3] if greater else [1, 3]), name
         if greater:
@@ -184,9 +174,9 @@ class TestRetention:
     )
     def test_a_name_that_does_not_say_is_refused(self, tmp_path: Path, name: str, limit: Limit) -> None:
         with pytest.raises(ConfigError, match="which way its metric is better") as caught:
-            Checkpointer(tmp_path, best=name)
+            synchronous(tmp_path, best=name)
         assert 'mode="max"' in caught.value.remedy
-        assert Checkpointer(tmp_path, best=name, mode="max").mode == "max"
+        assert synchronous(tmp_path, best=name, mode="max").folder.mode == "max"
         if name == "score":
             limit("K10b", 'best="score": more or less?', refused=caught.value)
 
@@ -199,7 +189,7 @@ class TestRetention:
             save(tmp_path, step, keep=1)
         for step in (3, 4, 5):
             with pytest.raises(NonFiniteError):
-                Checkpointer(tmp_path, keep=1).save({"a.bin": Diverged()}, progress=progress_at(step))
+                synchronous(tmp_path, keep=1).save({"a.bin": Diverged()}, progress=progress_at(step))
         assert steps(tmp_path) == [2] and step_of(restored(tmp_path)) == 2
 
     def test_best_of_a_metric_nobody_saved(self, tmp_path: Path) -> None:
@@ -217,7 +207,7 @@ class TestRetention:
 
     def test_the_same_step_again(self, tmp_path: Path) -> None:
         first, second = save(tmp_path, 5), save(tmp_path, 5)
-        assert second.name == f"{first.name}.2" and Checkpointer(tmp_path).latest().path == second  # type: ignore[union-attr]
+        assert second.name == f"{first.name}.2" and synchronous(tmp_path).latest().path == second  # type: ignore[union-attr]
         assert save(tmp_path, 6, keep=1).exists() and not first.exists() and not second.exists()
 
     def test_damaged_ones_do_not_count_and_go_in_time(self, tmp_path: Path) -> None:
@@ -225,7 +215,7 @@ class TestRetention:
         damaged = save(tmp_path, 2, keep=2) / "a.bin"
         damaged.write_bytes(b"short")
         save(tmp_path, 3, keep=2)
-        assert [info.progress.step for info in Checkpointer(tmp_path).list() if info.ok] == [1, 3]
+        assert [info.progress.step for info in synchronous(tmp_path).list() if info.ok] == [1, 3]
         assert damaged.exists(), "newer than a good one that is kept: it is told about"
         save(tmp_path, 4, keep=2)
         assert steps(tmp_path) == [3, 4]
@@ -285,6 +275,7 @@ class TestDamage:
         def unreadable(step: int) -> None:
             path = tmp_path / f"epoch-0000-step-{step:06d}"
             if isinstance(reason, str):
+                (path / MANIFEST).unlink()
                 write_manifest(path / MANIFEST, {"format": 2, "progress": {}, "metrics": {}, "files": {}})
             else:
 
@@ -293,9 +284,10 @@ class TestDamage:
                         raise OSError(reason, os.strerror(reason))
                     return read_manifest(folder)
 
-                monkeypatch.setattr("hvdtrain.runs.checkpoint.read_manifest", failing)
+                for module in ("checkpoint", "checkpoint_folder"):
+                    monkeypatch.setattr(f"hvdtrain.runs.{module}.read_manifest", failing)
 
-        checkpoints = Checkpointer(tmp_path, keep=1)
+        checkpoints = synchronous(tmp_path, keep=1)
         whole = (save(tmp_path, 1) / MANIFEST).read_bytes()
         unreadable(1)
         for step in (2, 3, 4):
@@ -318,7 +310,7 @@ class TestDamage:
     def test_a_file_that_cannot_be_opened_is_no_reason_to_delete(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        checkpoints = Checkpointer(tmp_path, keep=1)
+        checkpoints = synchronous(tmp_path, keep=1)
         closed = save(tmp_path, 1) / "b.bin"
         opened = Path.open
 
@@ -365,7 +357,7 @@ class TestDamage:
             if step == 2:
                 data = (path / "a.bin").read_bytes()
         (tmp_path / "epoch-0000-step-000002" / "a.bin").write_bytes(data[::-1])  # same size: only the checksum knows
-        assert Checkpointer(tmp_path).best().progress.step == 2  # type: ignore[union-attr]
+        assert synchronous(tmp_path).best().progress.step == 2  # type: ignore[union-attr]
         assert step_of(restored(tmp_path, which="best")) == 3
 
     def test_negative_twin_without_checksums_wrong_bytes_are_loaded(

@@ -1,0 +1,270 @@
+"""One folder of checkpoints: how one is written, which are there, which go.
+
+A checkpoint is a directory, written under a temporary name, forced to disk and renamed: it is there whole or not at
+all. Its manifest has the size and SHA-256 of every file, and a digest of itself. Older ones are deleted only after a
+newer one is complete.
+
+    checkpoints/epoch-0003-step-000042/manifest.json  model.keras  random.npz
+
+A process of its own may do it (`hvdtrain.runs.writer`): nothing here needs the ranks, or a framework.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.core.errors import CheckpointError, HvdtrainError
+from hvdtrain.core.version import __version__
+from hvdtrain.runs.checkpoint_files import MANIFEST, read_manifest, seal, sync_directory, write_manifest
+from hvdtrain.runs.log_files import plain
+from hvdtrain.runs.parts import Progress
+from hvdtrain.runs.staging import StateFile
+
+_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(?:\.(\d+))?")
+_UNFINISHED = re.compile(r"\.(?:writing|deleting)-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
+_ABANDONED_S = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Info:
+    """One checkpoint on disk.
+
+    Attributes:
+        path: its directory.
+        progress, metrics: as they were saved; from the name alone, and empty, when the manifest is not readable.
+        ok: the manifest is whole and every file has its size (checksums are read on restore).
+        sequence: grows with every save into the directory; 0 when the manifest is damaged or cannot be read.
+        problem: what is wrong, when not ok.
+        damaged: it is wrong for good: files lack, or are not as they were saved. False for what cannot be read now
+            (a permission, an I/O error, a newer format): another day, or another host, may read it.
+    """
+
+    path: Path
+    progress: Progress
+    metrics: dict[str, float]
+    ok: bool
+    sequence: int = 0
+    problem: str = ""
+    damaged: bool = False
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is known of a checkpoint before its files: what its manifest says besides."""
+
+    progress: Progress
+    metrics: Mapping[str, float]
+    world_size: int
+    unix_s: float
+
+
+@dataclass
+class Folder:
+    """The checkpoints in `directory`; arguments as of `hvdtrain.Checkpointer`."""
+
+    directory: Path
+    keep: int
+    best_metric: str | None
+    mode: Literal["min", "max"]
+
+    def __post_init__(self) -> None:
+        self._reported: set[Path] = set()
+
+    # -- writing ---------------------------------------------------------------------------------------------
+    def make(self) -> None:
+        """Makes the directory.
+
+        Raises:
+            CheckpointError: it cannot be made.
+        """
+        try:
+            if not self.directory.is_dir():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                sync_directory(self.directory.parent)
+        except OSError as error:
+            raise self._not_written(error) from error
+
+    def add(self, written: Written, name: str, parts: Mapping[str, Callable[[StateFile], object]]) -> Path:
+        """Writes one checkpoint; then deletes older ones.
+
+        Args:
+            written: what it is of.
+            name: of its directory, if nothing else has it.
+            parts: file name to what writes the file.
+
+        Raises:
+            CheckpointError: it cannot be written, earlier ones are untouched.
+        """
+        try:
+            self._sweep()
+            known = [info.sequence for info in self.list()]
+            # one whose number cannot be read may have any: that of a clock is greater than it was
+            sequence = 1 + max(known + [0 if all(known) else time.time_ns() // 1_000_000])
+            path = self._write(written, name, parts, sequence)
+        except OSError as error:
+            raise self._not_written(error) from error
+        self._retain()
+        return path
+
+    def _not_written(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            "a checkpoint must be written whole",
+            f"{self.directory}: {error.strerror or error}",
+            "make room (earlier checkpoints are untouched), or give another directory",
+        )
+
+    def _write(
+        self, written: Written, name: str, parts: Mapping[str, Callable[[StateFile], object]], sequence: int
+    ) -> Path:
+        temporary = self._unfinished("writing")
+        temporary.mkdir()
+        try:
+            files = {}
+            for part, write in parts.items():
+                with StateFile.on_disk(temporary / part) as file:
+                    fill(file, write)
+                    files[part] = seal(file)
+            body = {
+                "format": 1, "sequence": sequence, "progress": asdict(written.progress),
+                "metrics": plain({metric: float(value) for metric, value in written.metrics.items()}),
+                "files": files, "saved_unix_s": round(written.unix_s, 3), "world_size": written.world_size,
+                "versions": {"hvdtrain": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
+            }  # fmt: skip
+            write_manifest(temporary / MANIFEST, body)
+            sync_directory(temporary)
+            final = self.directory / self.free_name(name)
+            os.rename(temporary, final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        sync_directory(self.directory)
+        return final
+
+    def free_name(self, name: str, taken: Sequence[str] = ()) -> str:
+        """Returns `name`, or one like it that nothing has: a resumed run comes by the same step again: "name.2"."""
+        base = name.partition(".")[0]
+        names = itertools.chain([name], (f"{base}.{again}" for again in itertools.count(2)))
+        return next(name for name in names if name not in taken and not (self.directory / name).exists())
+
+    def _unfinished(self, what: str) -> Path:
+        return self.directory / f".{what}-{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
+
+    def _retain(self) -> None:
+        """Deletes what is neither among the newest `keep` good ones nor the best."""
+        try:
+            infos = self.list()
+            good = [info for info in infos if info.ok]
+            kept = {info.path for info in [*good[-self.keep :], *self.ranking("best")[:1]]}
+            oldest_kept_step = min((info.progress.step for info in good if info.path in kept), default=0)
+            for info in infos:
+                # a damaged one goes when it is older than all that is kept: until then it is reported
+                if info.path in kept or not (info.ok or info.progress.step < oldest_kept_step):
+                    continue
+                if info.ok or info.damaged:
+                    self._delete(info.path)
+                elif info.path not in self._reported:
+                    self._reported.add(info.path)
+                    print(f"hvdtrain: keeping {info.path}, which cannot be read: {info.problem}", file=sys.stderr)
+        except OSError as error:  # the new checkpoint is safe, and that is what was asked for
+            print(f"hvdtrain: could not delete an old checkpoint: {error}", file=sys.stderr, flush=True)
+
+    def _delete(self, path: Path) -> None:
+        """Rename, then delete: a kill in between leaves rubbish that is swept, not half a checkpoint."""
+        doomed = self._unfinished("deleting")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+
+    def _sweep(self) -> None:
+        """Removes what killed processes left half-written; never what a living one is writing."""
+        for path in self.directory.iterdir():
+            match = _UNFINISHED.fullmatch(path.name)
+            if match is not None and _is_abandoned(path, match["host"], int(match["pid"])):
+                shutil.rmtree(path, ignore_errors=True)
+
+    # -- looking ---------------------------------------------------------------------------------------------
+    def list(self) -> list[Info]:
+        """Returns the checkpoints this process can see, oldest first; damaged ones too, with `ok=False`."""
+        if not self.directory.is_dir():
+            return []
+        infos = [read_info(path) for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(infos, key=lambda info: (info.sequence or math.inf, info.progress.step, info.path.name))
+
+    def latest(self) -> Info | None:
+        """Returns the newest good checkpoint, or None."""
+        return next(iter(self.ranking("latest")), None)
+
+    def best(self) -> Info | None:
+        """Returns the good checkpoint with the best `best` metric (the newer of equals), or None."""
+        return next(iter(self.ranking("best")), None)
+
+    def ranking(self, which: str) -> Sequence[Info]:
+        """Returns the good checkpoints, the one to prefer first."""
+        good = [info for info in reversed(self.list()) if info.ok]
+        if which == "latest":
+            return good
+        name = self.best_metric or ""
+        ranked = [info for info in good if math.isfinite(info.metrics.get(name, math.nan))]
+        return sorted(ranked, key=lambda info: info.metrics[name], reverse=self.mode == "max")
+
+
+def name_of(progress: Progress) -> str:
+    """Returns the name of a checkpoint's directory."""
+    return f"epoch-{progress.epoch:04d}-step-{progress.step:06d}"
+
+
+def fill(file: StateFile, write: Callable[[StateFile], object]) -> None:
+    """Has a part written; where that failed for want of room, says so: libraries do in words of their own.
+
+    Raises:
+        OSError: there is no room.
+    """
+    try:
+        write(file)
+    except Exception as error:
+        if file.failure is not None and file.failure is not error:
+            raise file.failure from error
+        raise
+
+
+def read_info(path: Path) -> Info:
+    """Returns what is known of a checkpoint without reading its files."""
+    match = _NAME.fullmatch(path.name)
+    info = Info(path, Progress(int(match[1]), int(match[2])) if match else Progress(), {}, False)
+    try:
+        manifest = read_manifest(path)
+        info = Info(path, Progress(**manifest["progress"]), manifest["metrics"], True, manifest["sequence"])
+        for name, sealed in manifest["files"].items():
+            found = (path / name).stat().st_size
+            if found != sealed["bytes"]:
+                raise CheckpointError("a file has its size", f"{name} has {found} bytes instead of {sealed['bytes']}")
+            (path / name).open("rb").close()  # what cannot be read is not good, and not damaged either
+    except (OSError, HvdtrainError) as error:
+        return unusable_info(info, error)
+    return info
+
+
+def unusable_info(info: Info, error: OSError | HvdtrainError) -> Info:
+    damaged = isinstance(error, (CheckpointError, FileNotFoundError, NotADirectoryError, IsADirectoryError))
+    problem = (error.received or error.rule) if isinstance(error, HvdtrainError) else (error.strerror or str(error))
+    return replace(info, ok=False, problem=problem, damaged=damaged)
+
+
+def _is_abandoned(path: Path, host: str, pid: int) -> bool:
+    """Whether no process can be writing there any more: it is gone, or a day has passed."""
+    if host == socket.gethostname() and (pid == os.getpid() or not Path(f"/proc/{pid}").exists()):
+        return True
+    try:
+        return time.time() - path.stat().st_mtime > _ABANDONED_S
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,64 @@
+"""Checkpoints that another process writes: what training waits for, and what is left when either process dies."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from checkpoint_steps import synchronous
+from harness import PROGRAMS, REPOSITORY, Result, clean_environment, run_ranks
+
+PROGRAM = PROGRAMS / "core" / "checkpoint_writer.py"
+
+
+def run(folder: Path, case: str) -> Result:
+    return run_ranks([PROGRAM, folder, f"case_{case}"], 1, launcher="none", timeout_s=120)
+
+
+def steps(folder: Path) -> list[int]:
+    return [info.progress.step for info in synchronous(folder).list() if info.ok]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "training_waits_for_the_third", "each_image_is_of_its_own_moment", "a_killed_one_is_told_at_the_next_save",
+        "two_directories_share_it", "a_forked_process_has_its_own", "signals_of_the_job_are_not_its_own",
+    ],
+)  # fmt: skip
+def test_case(case: str, tmp_path: Path) -> None:
+    assert "passed" in run(tmp_path, case).check().out
+
+
+def test_the_last_one_is_waited_for(tmp_path: Path) -> None:
+    run(tmp_path, "the_last_one_is_waited_for").check()
+    assert steps(tmp_path) == [1]
+
+
+def test_an_error_that_ends_the_program_waits_too(tmp_path: Path) -> None:
+    ended = run(tmp_path, "an_error_ends_the_program")
+    assert ended.returncode == 2 and "a rule" in ended.err and steps(tmp_path) == [1]
+
+
+def test_a_program_that_lost_its_last_one_does_not_end_well(tmp_path: Path) -> None:
+    ended = run(tmp_path, "the_last_one_fails")
+    assert ended.returncode == 2 and "killed by SIGKILL" in ended.err and "asynchronous=False" in ended.err
+    assert steps(tmp_path) == [1]
+
+
+def test_a_killed_program_loses_none(tmp_path: Path) -> None:
+    """Not by the harness, which ends what a program leaves."""
+    done = subprocess.run(
+        [sys.executable, PROGRAM, tmp_path, "case_killed_while_it_writes"],
+        capture_output=True, text=True, timeout=120, check=False, env=clean_environment(), cwd=REPOSITORY,
+    )  # fmt: skip
+    found = re.search(r"writer (\d+)", done.stdout)
+    assert done.returncode == -9 and found is not None, done.stderr
+    pid = int(found[1])
+    if psutil.pid_exists(pid):
+        assert not psutil.wait_procs([psutil.Process(pid)], timeout=60)[1], "it ends when it is done"
+    assert steps(tmp_path) == [1, 2, 3]

@@ -1,0 +1,170 @@
+"""Breaks the process that writes checkpoints at each of its system calls, and looks at what is left each time.
+
+Usage: checkpoint_faults.py FOLDER FAULT. FAULT is "KILL", or the name of an error (ENOSPC, EIO, EROFS).
+The fourth save writes, replaces the best and deletes an old one. The writer is forked, not started, so that its n-th
+call of write, fsync, rename, unlink, rmdir or mkdir fails; n grows until it gets through. Prints the number of faults.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from blob import content, state_of
+
+from hvdtrain import Checkpointer, CheckpointError, Progress
+from hvdtrain.runs import writer as writer_module
+from hvdtrain.runs.writer import Writer, serve
+
+CALLS = ("write", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir")
+STRUCK = mmap.mmap(-1, 1)  # shared with the forked process
+LOSSES = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.4, 5: 0.6, 6: 0.9}
+
+
+class Forked:
+    """A forked process that is asked after as one that was started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.code = pid, None
+
+    def poll(self) -> int | None:
+        return self._look(os.WNOHANG)
+
+    def wait(self) -> int:
+        code = self._look(0)
+        assert code is not None
+        return code
+
+    def _look(self, how: int) -> int | None:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+
+class Breaking(Writer):
+    """One whose process has a fault at its n-th call (0: none)."""
+
+    def __init__(self, fault: str, number: int) -> None:
+        super().__init__()
+        self.fault, self.number = fault, number
+
+    def start(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._settle(0)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent = os.getpid()
+        child = os.fork()
+        if child == 0:
+            ours.close()
+            break_at(self.number, self.fault)
+            serve(theirs.detach(), parent)
+            os._exit(0)
+        theirs.close()
+        self._process, self._socket = Forked(child), ours  # type: ignore[assignment]
+
+
+def break_at(number: int, fault: str) -> None:
+    """Have this process's n-th call end it, or fail."""
+    left = number
+
+    def broken(call: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*args: Any, **kw: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                STRUCK[0] = 1
+            if left == 0 and fault == "KILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if left == 0:
+                raise OSError(getattr(errno, fault), os.strerror(getattr(errno, fault)))
+            return call(*args, **kw)
+
+        return instead
+
+    for name in CALLS:
+        setattr(os, name, broken(getattr(os, name)))
+
+
+def checkpointer(folder: Path) -> Checkpointer:
+    return Checkpointer(folder, keep=2, best="val_loss")
+
+
+def save(checkpoints: Checkpointer, step: int) -> None:
+    progress = Progress(step=step, samples_seen=10 * step)
+    checkpoints.save(state_of(step), progress=progress, metrics={"val_loss": LOSSES[step]})
+
+
+def look(folder: Path, number: int) -> int:
+    """Check what is left after a fault; return the step that is restored."""
+    found = state_of(0)
+    progress = checkpointer(folder).restore(found)
+    assert progress is not None and progress.step in (3, 4), (number, progress)
+    assert content(found) == content(state_of(progress.step)), (number, progress)
+    infos = checkpointer(folder).list()
+    assert all(info.ok for info in infos), "half a checkpoint under a checkpoint's name"
+    steps = {info.progress.step for info in infos}
+    assert {1, 3} <= steps or {3, 4} <= steps, (number, steps)
+    return progress.step
+
+
+def told(checkpoints: Checkpointer, fault: str) -> bool:
+    """Whether the fault reaches the trainer, with its cause."""
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:
+        cause = "SIGKILL" if fault == "KILL" else os.strerror(getattr(errno, fault))
+        assert cause in error.received, error
+        return True
+    return False
+
+
+def main() -> None:
+    root, fault = Path(sys.argv[1]), sys.argv[2]
+    start = checkpointer(root / "start")
+    for step in (1, 2, 3):
+        save(start, step)
+    start.wait()
+    writer_module._writer._finish()  # type: ignore[union-attr]
+    restored, failures = [], 0
+    for number in itertools.count(1):
+        folder = root / "broken"
+        shutil.copytree(root / "start", folder)
+        writer_module._writer = breaking = Breaking(fault, number)
+        checkpoints = checkpointer(folder)
+        save(checkpoints, 4)
+        failed = told(checkpoints, fault)
+        breaking._finish()
+        writer_module._writer = well = Breaking(fault, 0)
+        there = look(folder, number)
+        assert there == 4 or failed, f"call {number}: step 4 is not there, and nobody was told"
+        restored.append(there)
+        failures += failed
+        save(checkpoints, 5)  # the next one goes well, and sweeps what a dead one left
+        save(checkpoints, 6)
+        checkpoints.wait()
+        kept = [info.progress.step for info in checkpoints.list()]
+        assert kept in ([1, 5, 6], [4, 5, 6]), (number, kept)
+        left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
+        assert not left, (number, left)
+        well._finish()
+        shutil.rmtree(folder)
+        if not STRUCK[0]:
+            break
+        STRUCK[0] = 0
+    assert restored == sorted(restored), "once the new one is there, it is there"
+    print(f"{len(restored) - 1} faults, told of {failures}, the new one was there after {restored.index(4)} of them")
+
+
+if __name__ == "__main__":
+    main()

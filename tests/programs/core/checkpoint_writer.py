@@ -1,0 +1,161 @@
+"""Saves while the process that writes is stopped, killed or left alone. Usage: checkpoint_writer.py FOLDER CASE."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+from blob import content, state_of
+
+from hvdtrain import Checkpointer, CheckpointError, HvdtrainError, Progress
+from hvdtrain.core.errors import exit_with
+
+FOLDER = Path(sys.argv[1])
+SIZE_BYTES = 3_000_000
+
+
+def save(checkpoints: Checkpointer, step: int) -> Path:
+    return checkpoints.save(state_of(step, SIZE_BYTES), progress=Progress(step=step))
+
+
+def restored(checkpoints: Checkpointer) -> int:
+    state = state_of(0)
+    progress = checkpoints.restore(state)
+    assert progress is not None and content(state) == content(state_of(progress.step, SIZE_BYTES))
+    return progress.step
+
+
+def writing() -> psutil.Process:
+    """Return the process that writes."""
+    (found,) = [child for child in psutil.Process().children() if "hvdtrain.runs.writer" in " ".join(child.cmdline())]
+    return found
+
+
+def case_training_waits_for_the_third() -> None:
+    checkpoints = Checkpointer(FOLDER, keep=9)
+    save(checkpoints, 1)
+    checkpoints.wait()
+    process = writing()
+    process.suspend()
+    paths = [save(checkpoints, 2), save(checkpoints, 3)]  # neither waits
+    assert not any(path.exists() for path in paths)
+    threading.Timer(1.0, process.resume).start()
+    started = time.monotonic()
+    save(checkpoints, 4)
+    assert time.monotonic() - started > 0.5 and paths[0].exists(), "it waited for the first of two"
+    assert [info.progress.step for info in checkpoints.list() if info.ok] == [1, 2, 3, 4]
+    assert restored(checkpoints) == 4
+
+
+def case_each_image_is_of_its_own_moment() -> None:
+    """What is changed right after save() is not in it."""
+    checkpoints = Checkpointer(FOLDER, keep=9)
+    state = state_of(1, SIZE_BYTES)
+    for step in range(1, 6):
+        for name, part in state_of(step, SIZE_BYTES).items():
+            state[name].content = part.content
+        checkpoints.save(state, progress=Progress(step=step))
+    for info in checkpoints.list():
+        found = state_of(0)
+        checkpoints.restore(found, which=info.path)
+        assert content(found) == content(state_of(info.progress.step, SIZE_BYTES)), info
+
+
+def case_a_killed_one_is_told_at_the_next_save() -> None:
+    checkpoints = Checkpointer(FOLDER, keep=9)
+    save(checkpoints, 1)
+    checkpoints.wait()
+    process = writing()
+    process.suspend()
+    save(checkpoints, 2)
+    save(checkpoints, 3)
+    process.kill()
+    try:
+        save(checkpoints, 4)
+        raise AssertionError("nobody was told")
+    except CheckpointError as error:
+        assert "killed by SIGKILL" in error.received, error
+    assert restored(checkpoints) == 1
+    save(checkpoints, 4)
+    assert writing().pid != process.pid and restored(checkpoints) == 4
+    assert not [path.name for path in FOLDER.iterdir() if path.name.startswith(".")]
+
+
+def case_two_directories_share_it() -> None:
+    one, other = Checkpointer(FOLDER / "one"), Checkpointer(FOLDER / "other", keep=1)
+    os.chdir(FOLDER)
+    relative = Checkpointer("one")
+    for step in (1, 2):
+        save(one, step)
+        save(other, step)
+    assert restored(relative) == 2 and restored(other) == 2 and len(other.list()) == 1
+    assert len(psutil.Process().children()) == 1
+
+
+def case_a_forked_process_has_its_own() -> None:
+    checkpoints = Checkpointer(FOLDER)
+    save(checkpoints, 1)
+    child = os.fork()
+    if child == 0:
+        own = Checkpointer(FOLDER / "child")
+        save(own, 7)
+        os._exit(0 if restored(own) == 7 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    save(checkpoints, 2)
+    assert restored(checkpoints) == 2
+
+
+def case_killed_while_it_writes() -> None:
+    """This process goes; its last checkpoints come all the same."""
+    checkpoints = Checkpointer(FOLDER)
+    save(checkpoints, 1)
+    checkpoints.wait()
+    process = writing()
+    process.suspend()
+    save(checkpoints, 2)
+    save(checkpoints, 3)
+    print(f"writer {process.pid}", flush=True)
+    process.resume()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def case_the_last_one_is_waited_for() -> None:
+    save(Checkpointer(FOLDER), 1)
+
+
+def case_the_last_one_fails() -> None:
+    checkpoints = Checkpointer(FOLDER)
+    save(checkpoints, 1)
+    checkpoints.wait()
+    process = writing()
+    process.suspend()
+    save(checkpoints, 2)
+    process.kill()
+
+
+def case_an_error_ends_the_program() -> None:
+    save(Checkpointer(FOLDER), 1)
+    exit_with("program", HvdtrainError("a rule"), 0)
+
+
+def case_signals_of_the_job_are_not_its_own() -> None:
+    checkpoints = Checkpointer(FOLDER)
+    save(checkpoints, 1)
+    checkpoints.wait()
+    process = writing()
+    process.suspend()
+    save(checkpoints, 2)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        process.send_signal(number)
+    process.resume()
+    assert restored(checkpoints) == 2
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[2]]()
+    print("passed", flush=True)
