@@ -20,7 +20,9 @@ from typing import Any
 
 from hvdtrain.core import launchers
 from hvdtrain.core.in_step import watch
-from hvdtrain.core.in_step.meeting import END, OFF, Place, user_line
+from hvdtrain.core.in_step.lines import user_line
+from hvdtrain.core.in_step.link import WELCOME, Link, connect
+from hvdtrain.core.in_step.meeting import END, OFF, Place
 from hvdtrain.guard import rates
 from hvdtrain.guard.judge import Finding, Judge, as_json
 
@@ -60,7 +62,7 @@ class Session:
         self.at_end: list[Callable[[], None]] = []
         self._met = False
         self._pid = os.getpid()
-        self._links: dict[int, watch.Link] = {}
+        self._links: dict[int, Link] = {}
         self._lock, self._over = threading.RLock(), threading.Event()
         self._done: set[int] = set()
         self._depth = threading.local()
@@ -99,7 +101,7 @@ class Session:
             self._welcome(door, where.token)
             broadcast(None)
         else:
-            link = watch.connect(where, rank)
+            link = connect(where, rank)
             broadcast(None)
             if link is None:
                 print(f"{PROGRAM}: rank {rank} cannot reach rank 0, and is not watched", file=sys.stderr, flush=True)
@@ -115,10 +117,10 @@ class Session:
         def take() -> None:
             while len(self._links) < self.size - 1 and not self._over.is_set():
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                    link = watch.Link(door.accept()[0])
+                    link = Link(door.accept()[0])
                     for message in link.receive(_TICK_S * 20):
                         if hmac.compare_digest(str(message["token"]), token):
-                            link.socket.sendall(watch.WELCOME)
+                            link.socket.sendall(WELCOME)
                             self._links[int(message["rank"])] = link
             door.close()
 
