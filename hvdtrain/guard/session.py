@@ -20,6 +20,7 @@ from typing import Any
 
 from hvdtrain.core import launchers
 from hvdtrain.core.in_step import watch
+from hvdtrain.core.in_step.hang import HANG_VARIABLE
 from hvdtrain.core.in_step.lines import user_line
 from hvdtrain.core.in_step.link import WELCOME, Link, connect
 from hvdtrain.core.in_step.meeting import END, OFF, Place
@@ -88,7 +89,9 @@ class Session:
                 print(f"{PROGRAM}: not watched: {reason}", file=sys.stderr, flush=True)
             return
         found = launchers.detect(os.environ)
-        listener, meeting = watch.listen(found, os.environ) if rank == 0 else (None, None)
+        # without a word of the user's, no script of theirs is ended for being slow
+        environ = {HANG_VARIABLE: "0", **os.environ}
+        listener, meeting = watch.listen(found, environ) if rank == 0 else (None, None)
         door, where = watch.listen(found, {}) if rank == 0 else (None, None)
         meeting, where = broadcast((meeting, where))
         self.tracker = watch.start(rank, size, meeting, listener)

@@ -1,9 +1,9 @@
 """Who lets the others wait, and is it hung? Pure: reports of ranks in, a verdict out.
 
 A rank that waits in a collective operation for longer than the hang time, for one that is in none, has its job ended,
-unless that rank may take longer: ten times as long before its first update, in `world.on_main`, in a checkpoint or an
-evaluation, while a framework compiles, while its main thread goes round in circles (see `looks`), and at the end of
-the program; for ever while it moves on to functions that are new, and while a debugger is in any rank.
+unless that rank may take longer: ten times as long before its first update, in `world.on_main`, while it compiles,
+saves, loads or evaluates, while its main thread goes round in circles (see `looks`), and at the end of the program; for
+ever while it moves on to functions that are new, and while a debugger is in any rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONG_PHASES = ("checkpoint", "evaluation")
 _SHOWN_FRAMES = 8
 
 # What a rank says of itself, as JSON: rank, host, pid; at: the State of the collective operation that it is in, or
-# None; updates, meetings, on_main, phase, last; idle_s, awake_s; movement, compiles, debugger; stacks.
+# None; updates, meetings, on_main, phase, last; idle_s, awake_s; movement, task, debugger; stacks.
 Report = Mapping[str, Any]
 
 
@@ -91,7 +91,7 @@ def patience(report: Report) -> float:
         report.get("updates", 1) == 0
         or report.get("on_main")
         or report.get("phase") in _LONG_PHASES
-        or report.get("compiles")
+        or report.get("task")
         or report.get("movement") == CIRCLES
         or report.get("reached") is False
     )
@@ -133,12 +133,14 @@ def who_does_not_come(rank: int, report: Report) -> list[str]:
     done = [f"{report['updates']} update(s) done"] if "updates" in report else []
     if report.get("phase"):
         done.append(f"in phase {report['phase']}")
+    if report.get("task"):
+        done.append(f"where it {report['task']}")
     if report.get("on_main"):
         done.append(f"in on_main({report['on_main']})")
     if not silent:
         frames = _users_frames(report)
         where = _line_of(frames[-1]) if frames else "?"
-        words = {MOVING: "moving on", CIRCLES: "going round"}.get(report.get("movement", ""), "in")
+        words = {MOVING: "moving on", CIRCLES: "at work"}.get(report.get("movement", ""), "in")
         head = f"{who} does not come, {words} {where}"
         return [f"{head} ({', '.join(done)})", *(f"  {_line_of(frame, within=True)}" for frame in frames[:-1])]
     state = report.get("state")

@@ -3,8 +3,9 @@
 Nothing is looked at while a rank gets along. When it has been in one place for some seconds its watch thread looks,
 once a second, at the chain of functions that the main thread is in (the functions, not their lines):
 
-still    the chain is the same in nine of ten looks, of the newest: those of the time that others may have to wait
-circles  it changes, among chains that were all seen in the first half of the time since the place was left
+still    the chain is the same in all newest looks but one: those of the time that others may have to wait
+circles  it changes, among chains that were all seen in the first half of the time since the place was left; or it is
+         the same, and the process reads or writes much
 moving   the second half has chains that are new
 """
 
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.core.in_step.lines import is_users, user_line
 from hvdtrain.core.in_step.link import Meeting
@@ -33,12 +34,35 @@ _PAUSE_S = 5.0  # without a tick: the process or the machine was stopped, and no
 _PAGE_S = 1.0
 _FRAMES, _THREADS, _LINE = 100, 50, 160  # that are told at most
 _DEBUGGERS = ("pdb", "bdb", "ipdb", "pudb", "debugpy", "pydevd", "_pydevd_bundle")
-# modules that are on the stack while a framework compiles, and not when it runs what it has compiled
-_COMPILERS = (
-    "torch._dynamo.convert_frame", "torch._dynamo.output_graph", "torch._inductor.compile_fx",
-    "torch._inductor.graph", "torch._inductor.scheduler", "torch._inductor.codecache", "torch._inductor.async_compile",
-    "tensorflow.python.eager.polymorphic_function.tracing_compilation", "tensorflow.python.framework.func_graph",
-)  # fmt: skip
+# What may take long, by modules (and functions: all of them, where none is named) that are on the stack meanwhile;
+# what a compiler has made runs without those of it that are named here
+_LONG_TASKS = {
+    "compiles": (
+        "torch._dynamo.convert_frame", "torch._dynamo.output_graph", "torch._inductor.compile_fx",
+        "torch._inductor.graph", "torch._inductor.scheduler", "torch._inductor.codecache",
+        "torch._inductor.async_compile", "tensorflow.python.eager.polymorphic_function.tracing_compilation",
+        "tensorflow.python.framework.func_graph",
+    ),
+    "saves or loads": (
+        "torch.serialization", "torch.hub", "safetensors", "keras.src.saving", "tensorflow.python.saved_model",
+        "tensorflow.python.checkpoint", "h5py", "pickle", "shutil", "zipfile", "tarfile", "urllib", "subprocess",
+    ),
+    "evaluates": (
+        "keras.src.backend.tensorflow.trainer:evaluate:predict", "keras.src.backend.torch.trainer:evaluate:predict",
+    ),
+}  # fmt: skip
+_MUCH = 16 << 20  # bytes read or written, while others may have to wait
+# what calls the user's code in the middle of an update: in the main thread, and where Keras' steps ask for their data
+_CALLERS = ("hvdtrain.torch", "hvdtrain.keras")
+_FEEDERS = ("hvdtrain.keras.data", "keras.src.trainers.data_adapters", "tensorflow.python")
+
+
+class Look(NamedTuple):
+    """What was seen at a time: the chain, as a number, and the bytes that the process had read and written."""
+
+    at: float
+    chain: int
+    moved: int = 0
 
 
 class Looks:
@@ -53,14 +77,14 @@ class Looks:
         self._every_s = window_s / 30
         self._place: object = None
         self._since = time.monotonic()
-        self._seen: list[tuple[float, int]] = []
+        self._seen: list[Look] = []
 
     def idle_s(self, place: object, now: float) -> float:
         """Looks if it is time to; returns for how long the rank has been at `place`."""
         if place != self._place:
             self._place, self._since, self._seen = place, now, []
         elif now - (self._seen[-1][0] if self._seen else self._since) >= self._every_s:
-            self._seen.append((now, hash(chain_of(main_frame()))))
+            self._seen.append(Look(now, hash(chain_of(main_frame())), bytes_moved()))
         return now - self._since
 
     @property
@@ -69,14 +93,24 @@ class Looks:
         return movement(self._seen, self._window_s)
 
 
-def movement(looks: Sequence[tuple[float, int]], window_s: float) -> str:
-    """Returns how a thread moves, of which (time, chain) were seen; pure."""
-    recent = [chain for at, chain in looks if at > looks[-1][0] - window_s]
-    if len(recent) < 3 or Counter(recent).most_common(1)[0][1] >= 0.9 * len(recent):
-        return STILL
-    middle = (looks[0][0] + looks[-1][0]) / 2
-    before = {chain for at, chain in looks if at <= middle}
-    return CIRCLES if all(chain in before for _, chain in looks) else MOVING
+def movement(looks: Sequence[Look], window_s: float) -> str:
+    """Returns how a thread moves that was looked at; pure."""
+    recent = [look for look in looks if look.at > looks[-1].at - window_s]
+    most = Counter(look.chain for look in recent).most_common(1)
+    if not most or len(recent) - most[0][1] <= 1:
+        return CIRCLES if recent and recent[-1].moved - recent[0].moved > _MUCH else STILL
+    middle = (looks[0].at + looks[-1].at) / 2
+    before = {look.chain for look in looks if look.at <= middle}
+    return CIRCLES if all(look.chain in before for look in looks) else MOVING
+
+
+def bytes_moved() -> int:
+    """Returns how much this process has read and written so far; 0 where the kernel does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    except (OSError, ValueError):
+        return 0
 
 
 def chain_of(frame: FrameType | None) -> Chain:
@@ -95,12 +129,36 @@ def main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def stacks(*, all_threads: bool = True) -> list[dict[str, Any]]:
-    """Returns the stacks of this process' threads, the main thread's first; frames outermost first."""
+def called_back() -> int | None:
+    """Returns the thread that is in code of the user's which a library calls in the middle of an update, or None.
+
+    A rank is noted to be in an update from its backward pass on, or for the whole of a step of Keras': an endless loop
+    in a hook, or in a data set of TensorFlow's, keeps it from ever coming to the reduction.
+    """
+    main = threading.main_thread().ident
+    for ident, innermost in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        outwards = _outwards(innermost)
+        for frame in outwards:
+            if _module(frame).startswith("hvdtrain."):
+                break
+            if is_users(frame):
+                callers = _CALLERS if ident == main else _FEEDERS
+                if any(_module(outer).startswith(callers) for outer in outwards):
+                    return ident
+                break
+    return None
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__") or "")
+
+
+def stacks(first: int | None = None, *, all_threads: bool = True) -> list[dict[str, Any]]:
+    """Returns the stacks of this process' threads, the main thread's or `first`'s first; frames outermost first."""
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
-    order = sorted(frames, key=lambda ident: ident != main)[: _THREADS if all_threads else 1]
+    order = sorted(frames, key=lambda ident: (ident != first, ident != main))[: _THREADS if all_threads else 1]
     return [
         {"thread": names.get(ident, str(ident)), "main": ident == main,
          "frames": [_told(frame) for frame in list(_outwards(frames[ident]))[:_FRAMES]][::-1]}
@@ -119,7 +177,7 @@ def debugger() -> str:
     """Returns how this process is being looked into by somebody, "" if it is not."""
     for frame in sys._current_frames().values():
         for each in _outwards(frame):
-            module = str(each.f_globals.get("__name__") or "").partition(".")[0]
+            module = _module(each).partition(".")[0]
             if module in _DEBUGGERS:
                 return f"a debugger ({module}) is on the stack"
             if each.f_trace is not None:
@@ -130,9 +188,16 @@ def debugger() -> str:
     return f"process {tracer} traces it" if tracer != "0" else ""
 
 
-def compiles() -> bool:
-    """Returns whether the main thread is in a framework's compiler."""
-    return any(str(frame.f_globals.get("__name__") or "").startswith(_COMPILERS) for frame in _outwards(main_frame()))
+def long_task() -> str:
+    """Returns what the main thread is in that may take long, "" if it is in nothing of the kind."""
+    for frame in _outwards(main_frame()):
+        for task, places in _LONG_TASKS.items():
+            for place in places:
+                module, *functions = place.split(":")
+                named = not functions or frame.f_code.co_name in functions
+                if named and (_module(frame) == module or _module(frame).startswith(module + ".")):
+                    return task
+    return ""
 
 
 def proc_status(pid: int) -> dict[str, str]:
@@ -211,9 +276,12 @@ class Own:
 
     def report(self, *, full: bool) -> dict[str, Any]:
         """Returns what this rank says of itself (see `hang.Report`); full: with the stacks of all threads."""
-        now = time.monotonic()
+        now, doing = time.monotonic(), self._tracker.doing()
+        busy = called_back() if doing["at"] is not None else None
+        if busy is not None:
+            doing["at"] = None
         return {
-            **self._who, **self._tracker.doing(), "idle_s": self._looks.idle_s(self._tracker.standing(), now),
+            **self._who, **doing, "idle_s": self._looks.idle_s(self._tracker.standing(), now),
             "awake_s": now - self._ticks.awake_since, "movement": self._looks.movement,
-            "compiles": compiles(), "debugger": debugger(), "stacks": stacks(all_threads=full),
+            "task": long_task(), "debugger": debugger(), "stacks": stacks(busy, all_threads=full),
         }  # fmt: skip

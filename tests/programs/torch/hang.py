@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hvdtrain
 import hvdtrain.torch as hvt
-from hvdtrain import Checkpointer, RunLog, World
+from hvdtrain import Checkpointer, World
 
 STEPS = 3
 
@@ -90,6 +90,29 @@ def sleeps(world: World, training: Training) -> None:
         time.sleep(10**6)  # here
 
 
+def sleeps_12_s(world: World, training: Training) -> None:
+    if world.rank == 1:
+        time.sleep(12)  # here
+
+
+def rank_0_stopped(world: World, training: Training) -> None:
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hook(world: World, training: Training) -> None:
+    """In the backward pass, which is noted to be the update."""
+
+    def never_ends(gradient: torch.Tensor) -> None:
+        while world.rank == 1:
+            time.sleep(0.01)  # here
+
+    x = torch.ones(4, 3)
+    outputs = training.model(x)
+    outputs.register_hook(never_ends)
+    training.optimizer.backward(outputs.square().mean())
+
+
 def skips_evaluate(world: World, training: Training) -> None:
     if world.is_main:
         data = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long))
@@ -143,8 +166,6 @@ def main() -> None:
     torch.set_num_threads(1)
     beacon.start()
     with hvdtrain.init("torch", engine=engine, device="cpu") as world:
-        folder = os.environ.get("HANG_TEST_RUN")
-        run = RunLog(folder, world, config={}, progress=False, tensorboard=False) if folder else None
         if way == "slow_first_step" and world.rank == 1:
             time.sleep(9)
         training = Training()
@@ -153,8 +174,6 @@ def main() -> None:
         beacon.parts()
         globals().get(way, lambda *_: None)(world, training)
         training.update()
-        if run is not None:
-            run.finish()
     print("done", flush=True)
 
 

@@ -10,6 +10,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.in_step import bundle, hang, looks, ring, rounds, watch
-from hvdtrain.core.in_step.looks import CIRCLES, MOVING, STILL, movement
+from hvdtrain.core.in_step.looks import CIRCLES, MOVING, STILL, Look, movement
 from hvdtrain.core.launchers import Detected
 
 UPDATE = {"kind": "update", "number": 4, "key": "of model 1", "line": "a.py:1: backward()", "updates": 3, "meetings": 2,
@@ -33,7 +35,7 @@ FRAMES = [
 def report(rank: int, at: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     return {
         "rank": rank, "host": "node", "pid": 100 + rank, "at": at, "updates": 3, "meetings": 2, "on_main": "",
-        "phase": "other", "last": None, "idle_s": 31.0, "awake_s": 9e9, "movement": STILL, "compiles": False,
+        "phase": "other", "last": None, "idle_s": 31.0, "awake_s": 9e9, "movement": STILL, "task": "",
         "debugger": "", "stacks": [{"thread": "MainThread", "main": True, "frames": FRAMES}], **more,
     }  # fmt: skip
 
@@ -53,7 +55,7 @@ def test_a_rank_that_stands_still_elsewhere_is_hung() -> None:
     "longer",
     [
         {"updates": 0}, {"phase": "evaluation"}, {"phase": "checkpoint"}, {"on_main": "save, from a.py:1"},
-        {"compiles": True}, {"movement": CIRCLES},
+        {"task": "saves or loads"}, {"movement": CIRCLES},
     ],
 )  # fmt: skip
 def test_what_may_take_ten_times_longer(longer: dict[str, Any]) -> None:
@@ -124,7 +126,7 @@ def test_of_several_the_one_that_moves_is_not_blamed() -> None:
     [
         ([], STILL),
         ([1] * 30, STILL),
-        ([1, 2, *[3] * 28], STILL),  # it came there by a few steps
+        ([1, *[3] * 29], STILL),  # it came there by a step, or was seen on its way
         ([*range(100), *[7] * 30], STILL),  # it moved, and has stood still for as long as counts
         ([1, 2, 3] * 10, CIRCLES),
         ([1, 1, 1, 2] * 10, CIRCLES),
@@ -134,7 +136,16 @@ def test_of_several_the_one_that_moves_is_not_blamed() -> None:
     ],
 )
 def test_how_a_thread_moves(chains: list[int], expected: str) -> None:
-    assert movement(list(enumerate(chains)), 30.0) == expected
+    assert movement([Look(*each) for each in enumerate(chains)], 30.0) == expected
+
+
+def test_a_thread_that_writes_much_is_at_work() -> None:
+    looked = [[Look(at, 7, at * rate) for at in range(60)] for rate in (1 << 18, 1 << 21)]
+    assert [movement(each, 30.0) for each in looked] == [STILL, CIRCLES]
+    before = looks.bytes_moved()
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(1 << 20))
+    assert looks.bytes_moved() >= before + (1 << 20) or before == 0
 
 
 def test_looks_begin_anew_where_the_rank_comes_to_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,11 +183,61 @@ def test_a_debugger_is_seen() -> None:
         sys.settrace(before)
 
 
-def test_a_compiler_is_seen() -> None:
-    assert not looks.compiles()
-    names: dict[str, Any] = {"__name__": "torch._dynamo.convert_frame", "looks": looks}
-    exec("def compile():\n    return looks.compiles()", names)
-    assert names["compile"]()
+@pytest.mark.parametrize(
+    ("module", "function", "task"),
+    [
+        ("torch._dynamo.convert_frame", "call", "compiles"), ("torch._dynamo.eval_frame", "call", ""),
+        ("torch.serialization", "call", "saves or loads"), ("pickletools", "call", ""),
+        ("keras.src.backend.torch.trainer", "evaluate", "evaluates"), ("keras.src.backend.torch.trainer", "fit", ""),
+    ],
+)  # fmt: skip
+def test_what_takes_long_is_seen(module: str, function: str, task: str) -> None:
+    names: dict[str, Any] = {"__name__": module, "looks": looks}
+    exec(f"def {function}():\n    return looks.long_task()", names)
+    assert names[function]() == task
+
+
+def named(module: str, call: str = "function()", **names: Any) -> Any:
+    """A function of a module of that name, which calls what it is given."""
+    space: dict[str, Any] = {"__name__": module, **names}
+    exec(f"def call(function):\n    return {call}", space)
+    return space["call"]
+
+
+def test_code_of_the_users_that_a_library_calls_is_no_collective() -> None:
+    hook, reducer, autograd = named("train"), named("hvdtrain.torch.engines.reducer"), named("torch.autograd")
+    with ThreadPoolExecutor(1) as pool:
+        asks = partial(
+            named("torch.waits", "function(called_back).result()", called_back=looks.called_back), pool.submit
+        )
+        assert asks() is None
+        assert reducer(partial(autograd, partial(hook, asks))) == threading.get_ident(), "a hook, in a backward pass"
+        assert hook(partial(reducer, partial(autograd, asks))) is None, "it waits in the library"
+        assert reducer(partial(hook, partial(reducer, asks))) is None, "a train_step of the user's own, which waits"
+
+
+def test_a_thread_that_feeds_keras_is_where_the_rank_is() -> None:
+    over, inside, idents = threading.Event(), threading.Event(), []
+
+    def read() -> None:
+        idents.append(threading.get_ident())
+        inside.set()
+        named("data")(over.wait)
+
+    def fed_by(module: str) -> int | None:
+        inside.clear()
+        over.clear()
+        thread = threading.Thread(target=named(module), args=(read,))
+        thread.start()
+        assert inside.wait(30)
+        found = looks.called_back()
+        over.set()
+        thread.join()
+        return found
+
+    found = fed_by("keras.src.trainers.data_adapters.py_dataset_adapter")
+    assert found is not None and found == idents[-1]
+    assert fed_by("hvdtrain.torch.data.prefetch") is None, "reads ahead, while the rank is in the reduction"
 
 
 def test_stacks_begin_with_the_main_thread() -> None:
