@@ -2,7 +2,7 @@
 
 Programs print them without a traceback and end with exit code 2, with anything else that fails with 1 (`exit_with`):
 so `hvdtrain launch --max-restarts` knows what would be refused again. Ranks that wait for one another at different
-places end with 76 (`hvdtrain.core.in_step.watch`): they are blocked, and can raise nothing.
+places, or for one that hangs, end with 76 (`hvdtrain.core.in_step.watch`): they are blocked, and can raise nothing.
 """
 
 from __future__ import annotations

@@ -247,8 +247,8 @@ class Own:
 
     def use_run_dir(self, run_dir: Path | None) -> None:
         """Leaves this rank's page, and on rank 0 the report of a hang, in this folder from here on."""
-        earlier, self.run_dir = self._tracker.ring, run_dir
-        new = open_ring(run_dir, self.token, self._tracker.rank) if self.hang_s else None
+        earlier, self.run_dir = self._tracker.ring, run_dir and run_dir.absolute()
+        new = open_ring(self.run_dir, self.token, self._tracker.rank) if self.hang_s else None
         self._tracker.ring = new or earlier
         if new is not None and earlier is not None and new.path != earlier.path:
             earlier.remove()
