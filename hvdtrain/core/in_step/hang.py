@@ -60,7 +60,8 @@ def judge(reports: Mapping[int, Report], silent: Mapping[int, Report], hang_s: f
         if report.get("at") is not None and rank in reports:
             continue
         waiting = [other for other, its in waits.items() if rank in silent or _misses(its["at"], report)]
-        waited = min([awake_s, report.get("idle_s", awake_s), max((waits[w]["idle_s"] for w in waiting), default=0.0)])
+        here_s = report["idle_s"] if rank in reports else awake_s
+        waited = min([awake_s, here_s, max((waits[w]["idle_s"] for w in waiting), default=0.0)])
         if waited >= hang_s:
             absent[rank] = waiting
             at_end = all(waits[other]["at"]["kind"] == END for other in waiting)

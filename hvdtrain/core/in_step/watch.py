@@ -275,9 +275,18 @@ def end_all(
                 link.send(end=error)
             else:  # this says that it is printed; the engine of rank 0 would abort if this rank were gone first
                 link.socket.shutdown(socket.SHUT_WR)
+    _end_children()
     deadline = time.monotonic() + _LAST_WORDS_S
     for link in links:
         with contextlib.suppress(OSError, ValueError):
             while time.monotonic() < deadline:
                 link.receive(0.1)
     os._exit(code)
+
+
+def _end_children() -> None:
+    """Ends this rank's workers: one in an endless loop would outlive it, and keep the launcher waiting."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    with contextlib.suppress(OSError, ValueError):
+        for child in multiprocessing.active_children() if multiprocessing is not None else ():
+            child.kill()

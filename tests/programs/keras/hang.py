@@ -23,29 +23,35 @@ X, Y = np.ones((16, 3), "float32"), np.zeros((16, 1), "float32")
 
 
 class Data(keras.utils.PyDataset):
-    """Whose fourth batch for rank 1 never comes."""
+    """Whose next batch never comes, once it hangs."""
 
-    def __init__(self, ends: bool) -> None:
-        super().__init__()
-        self._ends, self._given = ends, 0
+    hangs = False
 
     def __len__(self) -> int:
-        return 8
+        return 16
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        self._given += 1
-        if self._given == 4 and not self._ends:
+        if self.hangs:
             beacon.parts()
-            while True:
+            while True:  # here
                 time.sleep(0.05)  # here
         return X[:2], Y[:2]
+
+
+class Hangs(keras.callbacks.Callback):
+    def __init__(self, data: Data) -> None:
+        super().__init__()
+        self._data = data
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        self._data.hangs = batch == 1
 
 
 class Stays(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         if batch == 2:
             beacon.parts()
-            while True:
+            while True:  # here
                 pass  # here
 
 
@@ -60,10 +66,9 @@ def fit(world: World, way: str) -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
     model = hvk.prepare(model, verify=False)
-    hangs = world.rank == 1
-    mine = [Stays()] if hangs and way == "callback" else []
-    data = hvk.loader(Data(ends=not (hangs and way == "data")), world=world)
-    model.fit(data, callbacks=[*hvk.callbacks(model), *mine], verbose=0, epochs=2)
+    data = Data()
+    mine = [Stays() if way == "callback" else Hangs(data)] if world.rank == 1 else []
+    model.fit(hvk.loader(data, world=world), callbacks=[*hvk.callbacks(model), *mine], verbose=0, epochs=2)
 
 
 if __name__ == "__main__":

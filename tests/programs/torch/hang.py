@@ -55,7 +55,7 @@ class Training:
 
 
 def endless_loop(world: World, training: Training) -> None:
-    while world.rank == 1:
+    while world.rank == 1:  # here
         pass  # here
 
 
@@ -68,11 +68,11 @@ def lock(world: World, training: Training) -> None:
 
 def waits_for_a_thread(world: World, training: Training) -> None:
     if world.rank == 1:
-        while True:
-            try:
+        while True:  # here
+            try:  # here
                 queue.Queue().get(timeout=0.2)  # here
-            except queue.Empty:
-                continue
+            except queue.Empty:  # here
+                continue  # here
 
 
 def data_worker(world: World, training: Training) -> None:
@@ -104,7 +104,7 @@ def hook(world: World, training: Training) -> None:
     """In the backward pass, which is noted to be the update."""
 
     def never_ends(gradient: torch.Tensor) -> None:
-        while world.rank == 1:
+        while world.rank == 1:  # here
             time.sleep(0.01)  # here
 
     x = torch.ones(4, 3)
@@ -117,7 +117,7 @@ def skips_evaluate(world: World, training: Training) -> None:
     if world.is_main:
         data = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long))
         hvt.evaluate(training.model, data, hvt.classification(top=(1,)), per_rank_batch=4)  # waits
-    while world.rank == 1:
+    while world.rank == 1:  # here
         time.sleep(0.1)  # here
 
 

@@ -108,10 +108,11 @@ def test_ranks_that_all_wait_are_not_hung() -> None:
 
 
 def test_a_silent_rank_is_hung_unless_it_may_be_out_of_reach() -> None:
-    def silent(idle_s: float = 31.0, **known: Any) -> str:
-        return hang.judge({0: report(0, UPDATE, idle_s=idle_s, awake_s=9e9)}, {1: {"rank": 1, **known}}, 30.0).kind
+    def silent(waited: float = 31.0, **known: Any) -> str:
+        return hang.judge({0: report(0, UPDATE, idle_s=waited, awake_s=9e9)}, {1: {"rank": 1, **known}}, 30.0).kind
 
-    assert silent(reached=True) == "hung" and silent(reached=False) == ""
+    assert silent(reached=True, idle_s=0.1) == "hung", "what it said last, it did before it fell silent"
+    assert silent(reached=False) == ""
     assert silent(reached=True, updates=0) == "" and silent(301.0, reached=True, updates=0) == "hung"
 
 
