@@ -40,8 +40,7 @@ _LONG_TASKS = {
     "compiles": (
         "torch._dynamo.convert_frame", "torch._dynamo.output_graph", "torch._inductor.compile_fx",
         "torch._inductor.graph", "torch._inductor.scheduler", "torch._inductor.codecache",
-        "torch._inductor.async_compile", "tensorflow.python.eager.polymorphic_function.tracing_compilation",
-        "tensorflow.python.framework.func_graph",
+        "torch._inductor.async_compile", "tensorflow.python.framework.func_graph",
     ),
     "saves or loads": (
         "torch.serialization", "torch.hub", "safetensors", "keras.src.saving", "tensorflow.python.saved_model",

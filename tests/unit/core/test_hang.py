@@ -188,6 +188,8 @@ def test_a_debugger_is_seen() -> None:
     ("module", "function", "task"),
     [
         ("torch._dynamo.convert_frame", "call", "compiles"), ("torch._dynamo.eval_frame", "call", ""),
+        ("tensorflow.python.eager.polymorphic_function.tracing_compilation", "call_function", ""),
+        ("tensorflow.python.framework.func_graph", "func_graph_from_py_func", "compiles"),
         ("torch.serialization", "call", "saves or loads"), ("pickletools", "call", ""),
         ("keras.src.backend.torch.trainer", "evaluate", "evaluates"), ("keras.src.backend.torch.trainer", "fit", ""),
     ],
