@@ -34,7 +34,12 @@ def state_of_process(pid: int) -> dict[str, Any]:
     wchan = ""
     with contextlib.suppress(OSError):
         wchan = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8").strip("0")
-    return {"state": status["State"], "wchan": wchan}
+    tracer = status.get("TracerPid", "0")
+    return {
+        "state": status["State"],
+        "wchan": wchan,
+        "debugger": f"process {tracer} traces it" if tracer != "0" else "",
+    }
 
 
 def native_stack(pid: int) -> str:

@@ -20,6 +20,7 @@ from hvdtrain.core.in_step.meeting import END, State, described
 
 HANG_VARIABLE = "HVDTRAIN_HANG_S"
 LONGER = 10.0
+STOPPED = 2 / 3  # of a rank that is seen to be: Horovod's Gloo gives up after 30 s, and does not say for whom
 _LONG_PHASES = ("checkpoint", "evaluation")
 _SHOWN_FRAMES = 8
 
@@ -62,12 +63,14 @@ def judge(reports: Mapping[int, Report], silent: Mapping[int, Report], hang_s: f
         waiting = [other for other, its in waits.items() if rank in silent or _misses(its["at"], report)]
         here_s = report["idle_s"] if rank in reports else awake_s
         waited = min([awake_s, here_s, max((waits[w]["idle_s"] for w in waiting), default=0.0)])
-        if waited >= hang_s:
+        limit_s = hang_s * patience(report)
+        if waiting and all(waits[other]["at"]["kind"] == END for other in waiting):
+            limit_s = max(limit_s, hang_s * LONGER)
+        if waited >= min(limit_s, hang_s):
             absent[rank] = waiting
-            at_end = all(waits[other]["at"]["kind"] == END for other in waiting)
-            if waited >= hang_s * patience(report) * (LONGER if at_end else 1.0):
+            if waited >= limit_s:
                 late.append(rank)
-    debugged = [rank for rank, report in reports.items() if report["debugger"]]
+    debugged = [rank for rank, report in {**reports, **silent}.items() if report.get("debugger")]
     if debugged and absent:
         return Verdict("debugged", debugged)
     if late:
@@ -85,6 +88,8 @@ def _misses(at: State, other: Report) -> bool:
 
 def patience(report: Report) -> float:
     """Returns how many times longer than others a rank may take; pure."""
+    if report.get("gone") or str(report.get("state", "")).startswith("T"):
+        return STOPPED
     if report.get("movement") == MOVING:
         return float("inf")
     # what is not known of a silent rank does not count for it, unless nothing is, for it may be out of reach
@@ -118,7 +123,7 @@ def hung(
     first = known[verdict.ranks[0]]
     at = reports[verdict.waiting[0]]["at"] if verdict.waiting else {}
     return ReplicaError(
-        f"no rank may let the others wait in a collective operation for more than {hang_s:g} s",
+        f"no rank may let the others wait for long in a collective operation ({HANG_VARIABLE}={hang_s:g})",
         "\n".join(lines),
         _remedy(first, at, verdict.ranks[0] in silent),
         shared=True,
@@ -172,7 +177,7 @@ def _remedy(report: Report, at: Mapping[str, Any], silent: bool) -> str:
     slow = f"if it only takes long there: world.on_main(...) for work of rank 0's, or {HANG_VARIABLE}=600 (0: never)"
     if silent:
         cause = "a process that was stopped, a host that is gone, or native code that holds Python's lock"
-        if str(report.get("state", "")).startswith(("T", "t")):
+        if str(report.get("state", "")).startswith("T"):
             cause = f"it was stopped (SIGSTOP, or a debugger): kill -CONT {report.get('pid', 'PID')}"
         return f"{cause};\n{slow}"
     found = "a loop without an end, a lock that nobody gives back, or data that does not come: look at that line"
@@ -181,11 +186,11 @@ def _remedy(report: Report, at: Mapping[str, Any], silent: bool) -> str:
     return f"{found};\nit cannot be told for certain from work that takes long: {slow}"
 
 
-def notes(verdict: Verdict, reports: Mapping[int, Report], hang_s: float) -> str:
+def notes(verdict: Verdict, known: Mapping[int, Report], hang_s: float) -> str:
     """Returns what rank 0 says where a rank is late and left alone; pure."""
     if verdict.kind == "debugged":
-        why = "; ".join(f"rank {rank}: {reports[rank]['debugger']}" for rank in verdict.ranks)
+        why = "; ".join(f"rank {rank}: {known[rank]['debugger']}" for rank in verdict.ranks)
         return f"hvdtrain: ranks wait for longer than {hang_s:g} s, and are left alone: {why}"
-    where = "\n  ".join(who_does_not_come(rank, reports[rank])[0] for rank in verdict.ranks)
+    where = "\n  ".join(who_does_not_come(rank, known[rank])[0] for rank in verdict.ranks)
     late = f"{names_of(verdict.waiting)} wait{'s' * (len(verdict.waiting) == 1)} for longer than {hang_s:g} s"
     return f"hvdtrain: {late}; the job goes on, for what does not come moves:\n  {where}"

@@ -68,7 +68,7 @@ class Rounds:
             idle_s: for how long rank 0 has been where it is.
         """
         now = time.monotonic()
-        if idle_s < self._own.hang_s:
+        if idle_s < self._own.hang_s * hang.STOPPED:
             self._round = None
         elif self._round is None:
             if now >= self._next:
@@ -81,11 +81,11 @@ class Rounds:
             }
             self._judge(reports, silent, links, full=last.full)
 
-    def without_rank_0(self, idle_s: float, *, linked: bool) -> None:
-        """On rank 1, which waits, and was not asked: rank 0 may be stopped."""
+    def without_rank_0(self, *, linked: bool) -> None:
+        """On rank 1, which waits, and does not hear of rank 0: it may be stopped."""
         if linked:
             self.reached.add(0)
-        if idle_s >= self._own.hang_s:
+        if time.monotonic() >= self._next:
             self._judge({1: self._own.report(full=True)}, {0: self._unheard(0)}, {}, full=True)
 
     def _judge(
@@ -107,7 +107,7 @@ class Rounds:
             bundle.write(path, text, verdict, reports, silent)
             self._end(text, list(links.values()))
         elif verdict.kind:
-            said = hang.notes(verdict, reports, hang_s)
+            said = hang.notes(verdict, {**reports, **silent}, hang_s)
             place = f"{verdict} {reports[min(reports)]['updates']}"
             if place != self._left_alone:
                 self._left_alone = place

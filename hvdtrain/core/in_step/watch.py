@@ -30,7 +30,7 @@ from hvdtrain.core.in_step import hang, looks
 from hvdtrain.core.in_step.arrival import listen_to_ranks, seconds_of
 from hvdtrain.core.in_step.link import LONGEST_REPORT, WELCOME, Link, Meeting, connect
 from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step, waiting
-from hvdtrain.core.in_step.rounds import Rounds
+from hvdtrain.core.in_step.rounds import ANSWER_S, Rounds
 from hvdtrain.core.launchers import Detected
 
 AFTER_VARIABLE = "HVDTRAIN_IN_STEP_S"
@@ -38,7 +38,7 @@ _AFTER_S = 3.0
 _NOTE_S = 20.0
 _TICK_S = 0.25
 _HANG_S = 30.0
-_UNASKED = 1.5  # hang times that rank 1 waits for rank 0 to ask
+_UNHEARD = 0.8  # of the hang time, that rank 1 waits to hear of rank 0
 _CLOSE_S = 10.0
 _LAST_WORDS_S = 2.0  # rank 0 ends last: a launcher that sees it gone ends the others
 
@@ -138,15 +138,15 @@ class Watch:
         sent: State | None = None
         hang_s = self._meeting.hang_s
         shy_s = min(self._meeting.after_s, hang_s / 3) if hang_s else float("inf")
-        asked_s = time.monotonic()
+        heard_s, pinged = time.monotonic(), False
         while not self._closing.is_set():
             idle_s = self._own.tick()
             state = self._tracker.stuck(self._meeting.after_s)
             if link is None and (state is not None or idle_s > shy_s):
                 link, sent = connect(self._meeting, self._tracker.rank), None
-            if self._tracker.rank == 1 and hang_s and min(idle_s, time.monotonic() - asked_s) > _UNASKED * hang_s + 1:
-                self._rounds.without_rank_0(idle_s, linked=link is not None)
-                asked_s = time.monotonic() - hang_s  # and again
+            unheard_s = min(idle_s, time.monotonic() - heard_s) if self._tracker.rank == 1 and hang_s else 0.0
+            if unheard_s > _UNHEARD * hang_s + ANSWER_S and (link is None or pinged):
+                self._rounds.without_rank_0(linked=link is not None)
             if link is None:
                 self._closing.wait(_TICK_S)
                 continue
@@ -154,15 +154,18 @@ class Watch:
                 if state != sent:
                     link.send(at=state)
                     sent = state
+                if unheard_s > _UNHEARD * hang_s and not pinged:
+                    link.send(ping=True)
+                    pinged = True
                 for message in link.receive(_TICK_S):
+                    heard_s, pinged = time.monotonic(), False
                     if "end" in message:
                         end_all(message["end"], self._tracker.rank, [link])
                     if "look" in message:
-                        asked_s = time.monotonic()
                         link.send(look=self._own.report(full=message["full"]), asked=message["look"])
-                        continue
-                    sent = self._tracker.stuck(self._meeting.after_s)
-                    link.send(at=sent, asked=message.get("ask"))
+                    if "ask" in message:
+                        sent = self._tracker.stuck(self._meeting.after_s)
+                        link.send(at=sent, asked=message["ask"])
             except (OSError, ValueError):  # rank 0 is gone, which is the engine's to say
                 link.close()
                 link = None
@@ -204,6 +207,8 @@ class Watch:
             for message in link.receive(0):
                 if links[link] and "look" in message:
                     self._rounds.answer(links[link], message)
+                elif links[link] and "ping" in message:
+                    link.send(pong=True)
                 elif links[link]:
                     reports[links[link]] = message
                 elif hmac.compare_digest(str(message["token"]), self._meeting.token):

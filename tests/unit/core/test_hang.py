@@ -113,6 +113,9 @@ def test_a_silent_rank_is_hung_unless_it_may_be_out_of_reach() -> None:
 
     assert silent(reached=True, idle_s=0.1) == "hung", "what it said last, it did before it fell silent"
     assert silent(reached=False) == ""
+    assert silent(21.0, reached=True, state="T (stopped)") == silent(21.0, reached=True, gone=True) == "hung"
+    assert silent(19.0, reached=True, state="T (stopped)") == silent(21.0, reached=True, state="R (running)") == ""
+    assert silent(reached=True, state="t (tracing stop)", debugger="process 8 traces it") == "debugged"
     assert silent(reached=True, updates=0) == "" and silent(301.0, reached=True, updates=0) == "hung"
 
 
