@@ -154,5 +154,7 @@ def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
     world_module = sys.modules.get("hvdtrain.core.world")  # which may not have been imported
     world = world_module.current() if world_module is not None else None
     if world is not None and world.engine != "solo":
+        if world.tracker.ring is not None:  # of a rank that says nothing any more
+            world.tracker.ring.remove()
         os._exit(code)
     sys.exit(code)

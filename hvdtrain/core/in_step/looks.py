@@ -11,6 +11,7 @@ moving   the second half has chains that are new
 
 from __future__ import annotations
 
+import atexit
 import linecache
 import os
 import socket
@@ -242,6 +243,7 @@ class Own:
         self._who = {"rank": tracker.rank, "host": socket.gethostname(), "pid": os.getpid()}
         self.run_dir: Path | None = None
         self._next_page = 0.0
+        atexit.register(self.close)  # what ends by itself, well or not, has said so
         self.use_run_dir(Path(os.environ[RUN_VARIABLE]) if os.environ.get(RUN_VARIABLE) else None)
 
     def use_run_dir(self, run_dir: Path | None) -> None:
@@ -255,6 +257,7 @@ class Own:
 
     def close(self) -> None:
         """Ends the page."""
+        atexit.unregister(self.close)
         ring, self._tracker.ring = self._tracker.ring, None
         if ring is not None:
             ring.remove()

@@ -116,8 +116,7 @@ class Watch:
         self._question, self._asking = 0, False
         self._noted: tuple[str, int] | None = None
         self._own = looks.Own(tracker, meeting)
-        # looked up when it is called, as tests put another one in its place
-        self._rounds = Rounds(self._own, tracker.size, who, lambda text, links: end_all(text, tracker.rank, links))
+        self._rounds = Rounds(self._own, tracker.size, who, self._end_all)
         run = self._speak if tracker.rank else self._compare
         self._thread = threading.Thread(target=run, name="hvdtrain in step", daemon=True)
         self._thread.start()
@@ -131,6 +130,10 @@ class Watch:
     def use_run_dir(self, run_dir: Path) -> None:
         """See `looks.Own.use_run_dir`."""
         self._own.use_run_dir(run_dir)
+
+    def _end_all(self, error: list[str], links: Sequence[Link]) -> None:
+        self._own.close()
+        end_all(error, self._tracker.rank, links)
 
     # -- every rank but 0 ------------------------------------------------------------------------------------------
     def _speak(self) -> None:
@@ -160,7 +163,7 @@ class Watch:
                 for message in link.receive(_TICK_S):
                     heard_s, pinged = time.monotonic(), False
                     if "end" in message:
-                        end_all(message["end"], self._tracker.rank, [link])
+                        self._end_all(message["end"], [link])
                     if "look" in message:
                         link.send(look=self._own.report(full=message["full"]), asked=message["look"])
                     if "ask" in message:
@@ -240,7 +243,7 @@ class Watch:
                     link.send(ask=self._question)
         elif all(report.get("asked") == self._question for report in reports.values()):
             error = out_of_step(stuck, self._tracker.remedy)
-            end_all([error.rule, error.received, error.remedy], 0, links)
+            self._end_all([error.rule, error.received, error.remedy], links)
 
     def _note(self, absent: list[int]) -> None:
         """Tells once a place whom rank 0 waits for: a rank that is stopped cannot say so."""
