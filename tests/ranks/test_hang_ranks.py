@@ -65,9 +65,15 @@ def test_torch_ranks_that_hang(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_was_stopped(tmp_path: Path) -> None:
-    done = torch_way("stopped", tmp_path)()
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "py-spy").write_text('#!/bin/sh\necho "Thread 7 of process $4: poll (libc.so)"\n')
+    (tools / "py-spy").chmod(0o755)
+    folder = tmp_path / "stopped"
+    done = start(TORCH, ["horovod", "stopped"], folder, PATH=f"{tools}{os.pathsep}{os.environ['PATH']}")
     error = check_hung(done, tmp_path / "stopped", "does not answer: process state T")
     assert "2 update(s) done" in error and "kill -CONT" in error
+    assert re.search(r"of process \d+: poll \(libc.so\)", error), "what py-spy says, where it is installed"
 
 
 def test_slow_torch_ranks_are_left_alone(tmp_path: Path) -> None:

@@ -45,12 +45,11 @@ def state_of_process(pid: int) -> dict[str, Any]:
 def native_stack(pid: int) -> str:
     """Returns the frames of a process that does not answer, by py-spy; "" where it is not installed, or may not."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
-    if program is None:
-        return ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = [program, "dump", "--native", "--pid", str(pid)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NATIVE_S, check=True)
-        return done.stdout
+    for way in ("--native", "--nonblocking") if program is not None else ():  # the second of one that is stopped
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = [str(program), "dump", way, "--pid", str(pid)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_NATIVE_S, check=True)
+            return done.stdout[done.stdout.find("Thread ") :]  # what comes before has the command line, and secrets
     return ""
 
 

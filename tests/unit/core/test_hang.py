@@ -407,6 +407,19 @@ def test_a_rank_that_hangs_ends_the_job(pair: Pair, tmp_path: Path) -> None:
     assert [its["rank"] for its in kept["ranks"]] == [0, 1] and len(kept["ranks"][1]["stacks"]) > 2
 
 
+def test_a_callback_in_the_middle_of_an_update_is_no_collective(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "called_back", lambda: threading.get_ident())
+    assert pair.ranks[0].watch is not None
+    pair.ranks[0].begin_update("of model 1")
+    own = looks.Own(pair.ranks[0], pair.where)
+    try:
+        assert own.report(full=False)["at"] is None
+        monkeypatch.setattr(looks, "called_back", lambda: None)
+        assert own.report(full=False)["at"]["kind"] == "update"
+    finally:
+        own.close()
+
+
 def test_a_rank_that_comes_in_time_does_not(pair: Pair) -> None:
     for _ in range(4):
         pair.ranks[0].begin_update("of model 1")
