@@ -24,6 +24,7 @@ from hvdtrain.cluster.protocol import BEAT_S
 from hvdtrain.commands import command_lines, host_flags
 from hvdtrain.core import flags, launchers
 from hvdtrain.core.errors import EXIT_CODE, OUT_OF_STEP_CODE, ConfigError, LauncherError
+from hvdtrain.core.in_step.hang import HANG_VARIABLE
 
 EPILOG = """\
 examples:
@@ -63,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a host that says nothing for so long is lost (default: %(default)g)")
     add("--stopped-after", type=flags.positive, default=limits.stopped_s, metavar="S",
         help="a rank that is stopped (SIGSTOP) for so long ends the job (default: %(default)g)")
+    add("--hang-timeout", type=flags.at_least_0, metavar="S",
+        help="a rank that lets others wait for so long ends the job, named (default: 30, or HVDTRAIN_HANG_S; 0: never)")
     add("--start-timeout", type=flags.positive, default=limits.start_s, metavar="S",
         help="that hosts have to answer, to the checks and to the launcher (default: %(default)g)")
     host_flags.add(parser, "python", "ssh_port", "identity")
@@ -132,6 +135,8 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     if not argv:
         raise ConfigError("hvdtrain launch runs a command", "none", "hvdtrain launch -np 4 -- python train.py")
     ours = {launchers.JOB: launchers.job_of(environ) or uuid.uuid4().hex[:12]}
+    if args.hang_timeout is not None:
+        ours[HANG_VARIABLE] = f"{args.hang_timeout:g}"
     env = environment.passed(environ, args.variables, args.env_file) | ours
     timeouts = Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace)
     return host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts)

@@ -2,7 +2,7 @@
 
 Programs print them without a traceback and end with exit code 2, with anything else that fails with 1 (`exit_with`):
 so `hvdtrain launch --max-restarts` knows what would be refused again. Ranks that wait for one another at different
-places end with 76 (`hvdtrain.core.in_step.watch`): they are blocked, and can raise nothing.
+places, or for one that hangs, end with 76 (`hvdtrain.core.in_step.watch`): they are blocked, and can raise nothing.
 """
 
 from __future__ import annotations
@@ -168,5 +168,7 @@ def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
     world_module = sys.modules.get("hvdtrain.core.world")  # which may not have been imported
     world = world_module.current() if world_module is not None else None
     if world is not None and world.engine != "solo":
+        if world.tracker.ring is not None:  # of a rank that says nothing any more
+            world.tracker.ring.remove()
         end_now(code)
     sys.exit(code)

@@ -22,7 +22,7 @@ from hvdtrain.core.errors import (
     install_command,
 )
 from hvdtrain.core.in_step.meeting import END, Tracker
-from hvdtrain.core.in_step.watch import after_s, listen, start
+from hvdtrain.core.in_step.watch import after_s, hang_s, listen, start
 from hvdtrain.core.launchers import Detected, detect
 from hvdtrain.core.startup import load_triton_apart
 from hvdtrain.core.version import __version__
@@ -63,7 +63,8 @@ def init(
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
     detected = detect(os.environ)
-    after_s(os.environ)  # a variable that rank 0 alone reads later is refused on all ranks
+    for seconds in (after_s, hang_s):  # variables that rank 0 alone reads later are refused on all ranks
+        seconds(os.environ)
     if framework not in ("torch", "keras"):
         raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
     chosen = choose_engine(engine, detected, framework)
@@ -159,11 +160,12 @@ def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[
     in the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.
     """
     listener, where = listen(detected, os.environ) if comm.rank == 0 and comm.size > 1 else (None, None)
-    card = (socket.gethostname(), __version__, framework, seed, where)
+    card = (socket.gethostname(), __version__, framework, seed, where, os.getpid())
     cards = [pickle.loads(data) for data in comm.allgather_bytes(pickle.dumps(card))]
     for position, name in ((1, "version of hvdtrain"), (2, "framework"), (3, "seed")):
         values = [card[position] for card in cards]
         if any(value != values[0] for value in values):
             raise ReplicaError(f"the {name} must be the same on every rank", per_rank(values), shared=True)
     hosts = list(dict.fromkeys(card[0] for card in cards))
-    return hosts.index(socket.gethostname()), start(comm.rank, comm.size, cards[0][4], listener)
+    who = [(card[0], card[5]) for card in cards]
+    return hosts.index(socket.gethostname()), start(comm.rank, comm.size, cards[0][4], listener, who)

@@ -20,7 +20,10 @@ from typing import Any
 
 from hvdtrain.core import launchers
 from hvdtrain.core.in_step import watch
-from hvdtrain.core.in_step.meeting import END, OFF, Place, user_line
+from hvdtrain.core.in_step.hang import HANG_VARIABLE
+from hvdtrain.core.in_step.lines import user_line
+from hvdtrain.core.in_step.link import WELCOME, Link, connect
+from hvdtrain.core.in_step.meeting import END, OFF, Place
 from hvdtrain.guard import rates
 from hvdtrain.guard.judge import Finding, Judge, as_json
 
@@ -60,7 +63,7 @@ class Session:
         self.at_end: list[Callable[[], None]] = []
         self._met = False
         self._pid = os.getpid()
-        self._links: dict[int, watch.Link] = {}
+        self._links: dict[int, Link] = {}
         self._lock, self._over = threading.RLock(), threading.Event()
         self._done: set[int] = set()
         self._depth = threading.local()
@@ -86,7 +89,9 @@ class Session:
                 print(f"{PROGRAM}: not watched: {reason}", file=sys.stderr, flush=True)
             return
         found = launchers.detect(os.environ)
-        listener, meeting = watch.listen(found, os.environ) if rank == 0 else (None, None)
+        # without a word of the user's, no script of theirs is ended for being slow
+        environ = {HANG_VARIABLE: "0", **os.environ}
+        listener, meeting = watch.listen(found, environ) if rank == 0 else (None, None)
         door, where = watch.listen(found, {}) if rank == 0 else (None, None)
         meeting, where = broadcast((meeting, where))
         self.tracker = watch.start(rank, size, meeting, listener)
@@ -99,7 +104,7 @@ class Session:
             self._welcome(door, where.token)
             broadcast(None)
         else:
-            link = watch.connect(where, rank)
+            link = connect(where, rank)
             broadcast(None)
             if link is None:
                 print(f"{PROGRAM}: rank {rank} cannot reach rank 0, and is not watched", file=sys.stderr, flush=True)
@@ -115,10 +120,10 @@ class Session:
         def take() -> None:
             while len(self._links) < self.size - 1 and not self._over.is_set():
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                    link = watch.Link(door.accept()[0])
+                    link = Link(door.accept()[0])
                     for message in link.receive(_TICK_S * 20):
                         if hmac.compare_digest(str(message["token"]), token):
-                            link.socket.sendall(watch.WELCOME)
+                            link.socket.sendall(WELCOME)
                             self._links[int(message["rank"])] = link
             door.close()
 

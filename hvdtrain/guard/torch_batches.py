@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.core import same_data
-from hvdtrain.core.in_step.meeting import user_line
+from hvdtrain.core.in_step.lines import user_line
 from hvdtrain.guard.hooks import wrap
 from hvdtrain.guard.session import Session
 

@@ -116,6 +116,9 @@ def prepare(
         world, compression, sparse_as_dense, verify, watch_every, lr=lr,
         per_rank_batch=_batch_of(data, lr, per_rank_batch), sync_batchnorm=sync_batchnorm,
     )  # fmt: skip
+    if not session.alone:
+        clock = session.clock  # not the session, which goes with the model
+        world.tracker.phase = lambda: clock.phase
     if sync_batchnorm and isinstance(model, keras.optimizers.Optimizer):
         raise ConfigError(
             "sync_batchnorm synchronises the layers of a model",

@@ -127,6 +127,8 @@ def prepare(
         if world.is_main and world.size > 1:
             print(f"hvdtrain: {proof}", flush=True)
     start.split_streams(world)
+    if world.size > 1:
+        world.tracker.phase = lambda: CLOCK.phase
     CLOCK.use(session.engine.device)
     CLOCK.take()  # setting up is no part of a step
     return wrapped_model, wrapped_optimizer

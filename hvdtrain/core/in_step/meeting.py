@@ -10,34 +10,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-import linecache
 import os
-import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
+from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.core.engines import Engine
 from hvdtrain.core.errors import ConfigError, ReplicaError, by_rank
 from hvdtrain.core.in_step.arrival import names_of
+from hvdtrain.core.in_step.lines import function_of, in_thread, user_line, users_frame
+from hvdtrain.core.in_step.ring import MEETING, NOWHERE, UPDATE, Ring
 
-# frames of these are not the user's, who called them
-_LIBRARIES = frozenset({"hvdtrain", "keras", "tensorflow", "torch", "deepspeed", "horovod"}) | sys.stdlib_module_names
 END, BARRIER = "end", "barrier"  # may be reached on another line by each rank
 
 # What a rank says about its place, as JSON: kind, number, key, text; and updates, meetings: how many it has completed.
 State = Mapping[str, Any]
 
 
-class Closes(Protocol):
-    """What has an end."""
+class Watches(Protocol):
+    """What looks after a tracker."""
 
     def close(self) -> None: ...
+    def use_run_dir(self, run_dir: Path) -> None: ...
 
 
 @dataclass(slots=True)
@@ -78,18 +77,24 @@ class Tracker:
         updates, meetings: completed so far; the same on every rank that is in step.
         watch: ends with `close`.
         remedy: what to do when ranks are not in step, for programs that are not written with hvdtrain.
+        phase: gives the phase of training that runs, where an adapter knows it.
+        on_main_now: the function that rank 0 runs alone, while it does.
+        ring: where this rank's counts are left for whoever looks when it has gone.
     """
 
-    watch: Closes | None = None
+    watch: Watches | None = None
     remedy = ""
+    ring: Ring | None = None
 
     def __init__(self, rank: int = 0, size: int = 1, *, on: bool = True) -> None:
         self.rank, self.size = rank, size
         self.on = on and size > 1
         self.updates = self.meetings = 0
+        self.phase: Callable[[], str] = str
         self._update: Place | None = None
         self._meeting: Place | None = None
-        self._on_main = ""
+        self._last: Place | None = None
+        self.on_main_now = ""
         self._pid, self._left = os.getpid(), False
 
     def close(self) -> None:
@@ -130,16 +135,22 @@ class Tracker:
         if not self.on or (self._meeting is not None and self._meeting.agreed):
             yield 0.0 if value is None else comm.sum_floats([value])[0]
             return
-        name = kind if kind in (BARRIER, END) else kind + _in_thread()
+        name = kind if kind in (BARRIER, END) else kind + in_thread()
         line = f"at the end of {os.path.basename(sys.argv[0]) or 'the program'}" if kind == END else user_line()
         place = self._meeting = Place(name, self.meetings + 1, key, line)
-        place.within, place.receives = _function_of(_users_frame(sys._getframe(1))), receives
+        place.within, place.receives = function_of(users_frame(sys._getframe(1))), receives
+        self._mark(MEETING)
         try:
             total = self._compare(comm, place, value or 0.0)
             place.agreed = True
             yield total
         finally:
-            self._meeting = None
+            self._meeting, self._last = None, place
+            self._mark(UPDATE if self._update is not None else NOWHERE)
+
+    def _mark(self, place: int) -> None:
+        if self.ring is not None:
+            self.ring.note(place, self.updates, self.meetings)
 
     def _compare(self, comm: Engine, place: Place, value: float) -> float:
         line = "" if place.kind in (BARRIER, END) else (place.line or "").partition(": ")[0]
@@ -158,11 +169,11 @@ class Tracker:
     @contextmanager
     def on_main(self, name: str) -> Iterator[None]:
         """While it lasts, rank 0 runs the function `name` alone, and the others wait for its result."""
-        self._on_main = f"{name}, from {user_line()}"
+        self.on_main_now = f"{name}, from {user_line()}"
         try:
             yield
         finally:
-            self._on_main = ""
+            self.on_main_now = ""
 
     def _refuse_second_thread(self, kind: str) -> None:
         """Which of two threads comes first differs from rank to rank: they would get each other's answers."""
@@ -170,7 +181,7 @@ class Tracker:
         if other is not None and other.thread != threading.get_ident() and self.on:
             raise ReplicaError(
                 "one thread at a time may be in a collective operation: the ranks' threads would pair by chance",
-                f"{kind}{_in_thread()}, {user_line()}\nwhile another thread is in {other.kind}, {other.line}",
+                f"{kind}{in_thread()}, {user_line()}\nwhile another thread is in {other.kind}, {other.line}",
                 "call what is collective in one thread only",
             )
 
@@ -188,10 +199,10 @@ class Tracker:
                 f"{kind}, {user_line()}, after this rank has left its world",
                 "call it inside of `with hvdtrain.init(...)`, before the program's end",
             )
-        if self._on_main and self.on:
+        if self.on_main_now and self.on:
             raise ReplicaError(
                 "a function that rank 0 runs alone must not call a collective operation: the other ranks are not in it",
-                f"{kind}, {user_line()}\nin on_main({self._on_main})",
+                f"{kind}, {user_line()}\nin on_main({self.on_main_now})",
                 "call it on every rank, outside of on_main(); only what is done with its result is for rank 0",
             )
 
@@ -201,12 +212,14 @@ class Tracker:
         self._refuse_elsewhere("a training step")
         if self.on:
             self._update = Place("update", self.updates + 1, key)
+            self._mark(UPDATE)
 
     def end_update(self) -> None:
         """Notes that the reduction is complete."""
         if self._update is not None:
-            self._update = None
+            self._update, self._last = None, self._update
             self.updates += 1
+            self._mark(NOWHERE)
 
     def drop_update(self) -> None:
         """Notes that the step failed."""
@@ -257,6 +270,20 @@ class Tracker:
             return None
         return self.state_of(place)
 
+    def standing(self) -> object:
+        """Returns what equals another one as long as this rank has not come to another place."""
+        return self._update, self._meeting, self.updates, self.meetings, self.on_main_now
+
+    def doing(self) -> dict[str, Any]:
+        """Returns what this rank does, in a collective operation or not."""
+        update, meeting, on_main, last = self._update, self._meeting, self.on_main_now, self._last
+        place = None if on_main else update or meeting
+        return {
+            "at": None if place is None else {**self.state_of(place), "agreed": place.agreed},
+            "updates": self.updates, "meetings": self.meetings, "on_main": on_main, "phase": self.phase(),
+            "last": last and {"kind": last.kind, "number": last.number, "line": last.line},
+        }  # fmt: skip
+
     def state_of_update(self, key: object) -> State:
         """Returns the state of a rank that has just completed an update, and found that it was not the others'."""
         return self.state_of(Place("update", self.updates, key, user_line()))
@@ -305,7 +332,7 @@ def out_of_step(states: Sequence[State], remedy: str = "") -> ReplicaError:
     """Returns the error that names where each rank is; pure. Without a remedy, that for programs of hvdtrain's."""
     return ReplicaError(
         "every rank must come to the same collective operation",
-        by_rank(list(map(_described, states))),
+        by_rank(list(map(described, states))),
         remedy
         or "call what is collective (evaluate, save, gather ...) on every rank, in the same order, on the same line:"
         " not under `if world.is_main:`;\nbreak and continue on every rank alike, and give every rank the same number"
@@ -317,12 +344,13 @@ def out_of_step(states: Sequence[State], remedy: str = "") -> ReplicaError:
 def waiting(state: State, absent: Sequence[int], seconds: float) -> str:
     """Returns what rank 0 says, as `state` tells where it is, when it has waited for others so long; pure."""
     return (
-        f"hvdtrain: rank 0 has waited for {seconds:.0f} s {_described(state)}\n"
+        f"hvdtrain: rank 0 has waited for {seconds:.0f} s {described(state)}\n"
         f"  for {names_of(absent)}: slow there, or stopped, or the host cannot be reached"
     )
 
 
-def _described(state: State) -> str:
+def described(state: State) -> str:
+    """Returns where a rank is, in words; pure."""
     done = f"after {state['updates']} update(s)"
     if state["kind"] == END:
         return f"{state['line']}, {done}"
@@ -330,41 +358,3 @@ def _described(state: State) -> str:
     if state["kind"] == "update":
         what = " ".join(filter(None, ["update", str(state["number"]), state["key"]]))
     return f"in {what}: {state['line']}"
-
-
-# -- call sites ----------------------------------------------------------------------------------------------------
-def user_line(frame: FrameType | None = None) -> str:
-    """Returns the line of the user's that led here, such as "train.py:31: evaluate(model, data)"; "?" if there is none.
-
-    It is the innermost one outside of libraries: of the user's own modules, or of the program that was started.
-
-    Args:
-        frame: where to look from; by default from the caller.
-    """
-    frame = _users_frame(frame if frame is not None else sys._getframe(1))
-    if frame is None:
-        return "?"
-    path = frame.f_code.co_filename
-    text = linecache.getline(path, frame.f_lineno, frame.f_globals).strip()
-    shown = text if len(text) <= 100 else text[:97] + "..."
-    return f"{os.path.basename(path)}:{frame.f_lineno}" + (f": {shown}" if shown else "")
-
-
-def _users_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None:
-        module = (frame.f_globals.get("__name__") or "").partition(".")[0]
-        generated = os.path.basename(frame.f_code.co_filename).startswith("__autograph_generated_file")
-        if module not in _LIBRARIES and not generated:
-            break
-        frame = frame.f_back
-    return frame
-
-
-def _function_of(frame: FrameType | None) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_qualname}" if frame is not None else ""
-
-
-def _in_thread() -> str:
-    """Returns what tells this thread from others on all ranks alike: its name, less numbers, which count threads."""
-    name = threading.current_thread().name
-    return "" if name == "MainThread" else " in thread " + re.sub(r"[-_]\d+", "", name)

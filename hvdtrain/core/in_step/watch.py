@@ -1,62 +1,56 @@
-"""Finds ranks that wait for one another at different places, and ends the job with the lines of all.
+"""Finds ranks that wait in vain, and ends the job with the lines of all.
 
 Where a rank is blocked inside a collective there is no collective to ask the others through. So rank 0 listens on a
-port of its own, and a rank that has been in one place for some seconds says so there; one that is not stuck says
-nothing and opens no connection. When all are stuck, and none of them can go on (`meeting.deadlocked`), rank 0 asks once
-more, so that an old report of a rank that was stopped meanwhile does no harm; then every rank prints the error and
-ends.
+port of its own, and a rank that has been in one place for some seconds says so there; one that gets along says nothing
+and opens no connection.
+
+When all are stuck, and none of them can go on (`meeting.deadlocked`), rank 0 asks once more, so that an old report of a
+rank that was stopped meanwhile does no harm; then every rank prints the error and ends. When some have waited longer
+than the hang time for one that is in no collective, rank 0 asks all what they do (`hang.judge`), and once more, with
+all stacks, before it ends the job.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import os
 import secrets
-import select
 import selectors
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain.core.errors import OUT_OF_STEP_CODE, ReplicaError, describe, end_now
+from hvdtrain.core.in_step import hang, looks
 from hvdtrain.core.in_step.arrival import listen_to_ranks, seconds_of
+from hvdtrain.core.in_step.link import LONGEST_REPORT, WELCOME, Link, Meeting, connect
 from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step, waiting
+from hvdtrain.core.in_step.rounds import ANSWER_S, Rounds
 from hvdtrain.core.launchers import Detected
 
 AFTER_VARIABLE = "HVDTRAIN_IN_STEP_S"
 _AFTER_S = 3.0
 _NOTE_S = 20.0
 _TICK_S = 0.25
-_CONNECT_S = 2.0
+_HANG_S = 30.0
+_UNHEARD = 0.8  # of the hang time, that rank 1 waits to hear of rank 0
+_CLOSE_S = 10.0
 _LAST_WORDS_S = 2.0  # rank 0 ends last: a launcher that sees it gone ends the others
-_LONGEST_LINE = 1 << 14
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where rank 0 listens: what it tells the others when they meet.
-
-    Attributes:
-        after_s: a rank is stuck that has been in one place so long; 0: ranks are not compared at all.
-        addresses, port: of the socket.
-        token: who does not know it is turned away.
-    """
-
-    after_s: float
-    addresses: tuple[str, ...]
-    port: int
-    token: str
 
 
 def after_s(environ: Mapping[str, str]) -> float:
     """Returns how long a rank may be in one place before the others are asked; 0 for never; see `seconds_of`."""
     return seconds_of(environ, AFTER_VARIABLE, _AFTER_S, never=True)
+
+
+def hang_s(environ: Mapping[str, str]) -> float:
+    """Returns how long a rank may let others wait; 0 for ever; see `seconds_of`."""
+    return seconds_of(environ, hang.HANG_VARIABLE, _HANG_S, never=True)
 
 
 def listen(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socket | None, Meeting]:
@@ -75,20 +69,28 @@ def listen(detected: Detected, environ: Mapping[str, str]) -> tuple[socket.socke
         print(f"hvdtrain: ranks that wait for one another will not be named: {error}", file=sys.stderr, flush=True)
         return None, nowhere
     listener.setblocking(False)
-    return listener, Meeting(seconds, addresses, listener.getsockname()[1], secrets.token_hex(16))
+    port, token = listener.getsockname()[1], secrets.token_hex(16)
+    return listener, Meeting(seconds, addresses, port, token, hang_s(environ))
 
 
-def start(rank: int, size: int, meeting: Meeting | None, listener: socket.socket | None) -> Tracker:
+def start(
+    rank: int,
+    size: int,
+    meeting: Meeting | None,
+    listener: socket.socket | None,
+    who: Sequence[tuple[str, int]] = (),
+) -> Tracker:
     """Returns what keeps this rank in step with the others, watched over by a thread.
 
     Args:
         rank, size: this process, and how many there are.
         meeting: rank 0's, as all have received it; None: one process.
         listener: on rank 0.
+        who: host and process of each rank, where they are known.
     """
     tracker = Tracker(rank, size, on=meeting is not None and meeting.after_s > 0)
     if meeting is not None and meeting.addresses:
-        tracker.watch = Watch(tracker, meeting, listener)
+        tracker.watch = Watch(tracker, meeting, listener, who)
     return tracker
 
 
@@ -99,13 +101,22 @@ class Watch:
         tracker: where this rank is.
         meeting: rank 0's.
         listener: on rank 0.
+        who: host and process of each rank, where they are known.
     """
 
-    def __init__(self, tracker: Tracker, meeting: Meeting, listener: socket.socket | None = None) -> None:
+    def __init__(
+        self,
+        tracker: Tracker,
+        meeting: Meeting,
+        listener: socket.socket | None = None,
+        who: Sequence[tuple[str, int]] = (),
+    ) -> None:
         self._tracker, self._meeting, self._listener = tracker, meeting, listener
         self._closing = threading.Event()
         self._question, self._asking = 0, False
         self._noted: tuple[str, int] | None = None
+        self._own = looks.Own(tracker, meeting)
+        self._rounds = Rounds(self._own, tracker.size, who, self._end_all)
         run = self._speak if tracker.rank else self._compare
         self._thread = threading.Thread(target=run, name="hvdtrain in step", daemon=True)
         self._thread.start()
@@ -113,16 +124,32 @@ class Watch:
     def close(self) -> None:
         """Ends the thread; others that look for it find nothing."""
         self._closing.set()
-        self._thread.join(5 * _CONNECT_S)
+        self._thread.join(_CLOSE_S)
+        self._own.close()
+
+    def use_run_dir(self, run_dir: Path) -> None:
+        """See `looks.Own.use_run_dir`."""
+        self._own.use_run_dir(run_dir)
+
+    def _end_all(self, error: list[str], links: Sequence[Link]) -> None:
+        self._own.close()
+        end_all(error, self._tracker.rank, links)
 
     # -- every rank but 0 ------------------------------------------------------------------------------------------
     def _speak(self) -> None:
         link: Link | None = None
         sent: State | None = None
+        hang_s = self._meeting.hang_s
+        shy_s = min(self._meeting.after_s, hang_s / 3) if hang_s else float("inf")
+        heard_s, pinged = time.monotonic(), False
         while not self._closing.is_set():
+            idle_s = self._own.tick()
             state = self._tracker.stuck(self._meeting.after_s)
-            if link is None and state is not None:
+            if link is None and (state is not None or idle_s > shy_s):
                 link, sent = connect(self._meeting, self._tracker.rank), None
+            unheard_s = min(idle_s, time.monotonic() - heard_s) if self._tracker.rank == 1 and hang_s else 0.0
+            if unheard_s > _UNHEARD * hang_s + ANSWER_S and (link is None or pinged):
+                self._rounds.without_rank_0(linked=link is not None)
             if link is None:
                 self._closing.wait(_TICK_S)
                 continue
@@ -130,11 +157,18 @@ class Watch:
                 if state != sent:
                     link.send(at=state)
                     sent = state
+                if unheard_s > _UNHEARD * hang_s and not pinged:
+                    link.send(ping=True)
+                    pinged = True
                 for message in link.receive(_TICK_S):
+                    heard_s, pinged = time.monotonic(), False
                     if "end" in message:
-                        end_all(message["end"], self._tracker.rank, [link])
-                    sent = self._tracker.stuck(self._meeting.after_s)
-                    link.send(at=sent, asked=message.get("ask"))
+                        self._end_all(message["end"], [link])
+                    if "look" in message:
+                        link.send(look=self._own.report(full=message["full"]), asked=message["look"])
+                    if "ask" in message:
+                        sent = self._tracker.stuck(self._meeting.after_s)
+                        link.send(at=sent, asked=message["ask"])
             except (OSError, ValueError):  # rank 0 is gone, which is the engine's to say
                 link.close()
                 link = None
@@ -150,6 +184,7 @@ class Watch:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ, None)
             while not self._closing.is_set():
+                idle_s = self._own.tick()
                 for key, _ in selector.select(_TICK_S):
                     if key.data is None:
                         with contextlib.suppress(OSError):
@@ -163,6 +198,8 @@ class Watch:
                             reports.pop(rank, None)
                         key.data.close()
                 self._judge(list(links), reports)
+                if self._meeting.hang_s:
+                    self._rounds.go_on({rank: link for link, rank in links.items() if rank}, idle_s)
         for link in links:
             link.close()
         self._listener.close()
@@ -171,10 +208,16 @@ class Watch:
         """Takes what a rank says; returns whether the link is to be kept."""
         try:
             for message in link.receive(0):
-                if links[link]:
+                if links[link] and "look" in message:
+                    self._rounds.answer(links[link], message)
+                elif links[link] and "ping" in message:
+                    link.send(pong=True)
+                elif links[link]:
                     reports[links[link]] = message
                 elif hmac.compare_digest(str(message["token"]), self._meeting.token):
                     links[link] = int(message["rank"])
+                    link.longest = LONGEST_REPORT
+                    self._rounds.reached.add(links[link])
                     link.socket.sendall(WELCOME)
                 else:
                     return False
@@ -200,7 +243,7 @@ class Watch:
                     link.send(ask=self._question)
         elif all(report.get("asked") == self._question for report in reports.values()):
             error = out_of_step(stuck, self._tracker.remedy)
-            end_all([error.rule, error.received, error.remedy], 0, links)
+            self._end_all([error.rule, error.received, error.remedy], links)
 
     def _note(self, absent: list[int]) -> None:
         """Tells once a place whom rank 0 waits for: a rank that is stopped cannot say so."""
@@ -208,71 +251,6 @@ class Watch:
         if place is not None and (place["kind"], place["number"]) != self._noted:
             self._noted = (place["kind"], place["number"])
             print(waiting(place, absent, _NOTE_S), file=sys.stderr, flush=True)
-
-
-def _line(**message: Any) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-WELCOME = _line(welcome=True)
-
-
-class Link:
-    """JSON objects, a line each, over a socket."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self.socket = connected
-        self.socket.settimeout(_CONNECT_S)
-        self._poll = select.poll()
-        self._poll.register(connected, select.POLLIN)
-        self._rest = b""
-
-    def send(self, **message: Any) -> None:
-        self.socket.sendall(_line(**message))
-
-    def receive(self, wait_s: float) -> list[Mapping[str, Any]]:
-        """Returns the messages so far; raises `OSError` or `ValueError` when the other end is gone, or no rank."""
-        if not self._poll.poll(1000 * wait_s):
-            return []
-        data = self.socket.recv(1 << 16)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if not data or len(self._rest) > _LONGEST_LINE:
-            raise ConnectionError("the other end is gone")
-        return [json.loads(line) for line in lines]
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-def connect(meeting: Meeting, rank: int) -> Link | None:
-    """Returns a link through the first of rank 0's addresses that answers as it does; None if none does in time.
-
-    All are tried at once: some lead nowhere from this host, or to another program.
-    """
-    words = _line(token=meeting.token, rank=rank)
-    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
-        for address in meeting.addresses:
-            tried = stack.enter_context(socket.socket())
-            tried.setblocking(False)
-            with contextlib.suppress(OSError):  # a name that does not resolve
-                tried.connect_ex((address, meeting.port))
-                selector.register(tried, selectors.EVENT_WRITE)
-        deadline = time.monotonic() + _CONNECT_S
-        while selector.get_map() and time.monotonic() < deadline:
-            for key, event in selector.select(_TICK_S):
-                assert isinstance(key.fileobj, socket.socket)
-                tried = key.fileobj
-                try:
-                    if event & selectors.EVENT_WRITE:
-                        tried.sendall(words)
-                        selector.modify(tried, selectors.EVENT_READ)
-                    elif tried.recv(len(WELCOME)) == WELCOME:
-                        return Link(socket.socket(fileno=tried.detach()))
-                    else:
-                        selector.unregister(tried)
-                except OSError:  # refused, or out of reach
-                    selector.unregister(tried)
-    return None
 
 
 def end_all(
@@ -285,14 +263,18 @@ def end_all(
     Args:
         error: rule, what came, and remedy.
         rank: this one.
-        links: of rank 0, to all others; of the others, to rank 0.
+        links: of rank 0, to all others; of the others, to rank 0; without, the error is told whole.
         program: that says so.
         code: that the process ends with.
     """
     rule, received, remedy = error
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    print(describe(program, ReplicaError(rule, received, remedy, shared=True), rank), file=sys.stderr, flush=True)
+    print(
+        describe(program, ReplicaError(rule, received, remedy, shared=rank == 0 or bool(links)), rank),
+        file=sys.stderr,
+        flush=True,
+    )
     with contextlib.suppress(OSError):  # the engine breaks as soon as one rank is gone: no more need be said
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     for link in links:
@@ -301,9 +283,18 @@ def end_all(
                 link.send(end=error)
             else:  # this says that it is printed; the engine of rank 0 would abort if this rank were gone first
                 link.socket.shutdown(socket.SHUT_WR)
+    _end_children()
     deadline = time.monotonic() + _LAST_WORDS_S
     for link in links:
         with contextlib.suppress(OSError, ValueError):
             while time.monotonic() < deadline:
                 link.receive(0.1)
     end_now(code)
+
+
+def _end_children() -> None:
+    """Ends this rank's workers: one in an endless loop would outlive it, and keep the launcher waiting."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    with contextlib.suppress(OSError, ValueError):
+        for child in multiprocessing.active_children() if multiprocessing is not None else ():
+            child.kill()

@@ -17,7 +17,8 @@ import pytest
 from hvdtrain.core.engines import SoloEngine
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.in_step import watch
-from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step, user_line
+from hvdtrain.core.in_step.lines import user_line
+from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step
 from hvdtrain.core.launchers import Detected
 
 LEFT = "what is collective must be done before the ranks part"

@@ -1,0 +1,55 @@
+"""Call sites: the line of the user's that led somewhere, through libraries."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import threading
+from types import FrameType
+
+# frames of these are not the user's, who called them
+_LIBRARIES = frozenset({"hvdtrain", "keras", "tensorflow", "torch", "deepspeed", "horovod"}) | sys.stdlib_module_names
+
+
+def user_line(frame: FrameType | None = None) -> str:
+    """Returns the line of the user's that led here, such as "train.py:31: evaluate(model, data)"; "?" if there is none.
+
+    It is the innermost one outside of libraries: of the user's own modules, or of the program that was started.
+
+    Args:
+        frame: where to look from; by default from the caller.
+    """
+    frame = users_frame(frame if frame is not None else sys._getframe(1))
+    if frame is None:
+        return "?"
+    path = frame.f_code.co_filename
+    text = linecache.getline(path, frame.f_lineno, frame.f_globals).strip()
+    shown = text if len(text) <= 100 else text[:97] + "..."
+    return f"{os.path.basename(path)}:{frame.f_lineno}" + (f": {shown}" if shown else "")
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost frame of the user's own code."""
+    while frame is not None and not is_users(frame):
+        frame = frame.f_back
+    return frame
+
+
+def is_users(frame: FrameType) -> bool:
+    """Returns whether a frame is of the user's own code."""
+    module = (frame.f_globals.get("__name__") or "").partition(".")[0]
+    generated = os.path.basename(frame.f_code.co_filename).startswith("__autograph_generated_file")
+    return module not in _LIBRARIES and not generated
+
+
+def function_of(frame: FrameType | None) -> str:
+    """Returns what tells the function of a frame from others."""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_qualname}" if frame is not None else ""
+
+
+def in_thread() -> str:
+    """Returns what tells this thread from others on all ranks alike: its name, less numbers, which count threads."""
+    name = threading.current_thread().name
+    return "" if name == "MainThread" else " in thread " + re.sub(r"[-_]\d+", "", name)

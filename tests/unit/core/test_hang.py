@@ -1,0 +1,459 @@
+"""A rank that lets the others wait: who it is, whether it is hung, and what is said and kept of it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step import bundle, hang, looks, ring, rounds, watch
+from hvdtrain.core.in_step.looks import CIRCLES, MOVING, STILL, Look, movement
+from hvdtrain.core.launchers import Detected
+
+UPDATE = {"kind": "update", "number": 4, "key": "of model 1", "line": "a.py:1: backward()", "updates": 3, "meetings": 2,
+          "agreed": False}  # fmt: skip
+FRAMES = [
+    {"file": "/x/train.py", "line": 60, "function": "<module>", "text": "main()", "user": True},
+    {"file": "/x/train.py", "line": 31, "function": "main", "text": "while True:", "user": True},
+    {"file": "/lib/threading.py", "line": 5, "function": "wait", "text": "acquire()", "user": False},
+]
+
+
+def report(rank: int, at: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "rank": rank, "host": "node", "pid": 100 + rank, "at": at, "updates": 3, "meetings": 2, "on_main": "",
+        "phase": "other", "last": None, "idle_s": 31.0, "awake_s": 9e9, "movement": STILL, "task": "",
+        "debugger": "", "stacks": [{"thread": "MainThread", "main": True, "frames": FRAMES}], **more,
+    }  # fmt: skip
+
+
+def judged(late: dict[str, Any], at: dict[str, Any] | None = None, **waiter: Any) -> hang.Verdict:
+    return hang.judge({0: report(0, at or UPDATE, **waiter), 1: late}, {}, 30.0)
+
+
+# -- who is hung ---------------------------------------------------------------------------------------------------
+def test_a_rank_that_stands_still_elsewhere_is_hung() -> None:
+    assert judged(report(1)) == hang.Verdict("hung", [1], [0])
+    assert judged(report(1), idle_s=29.0).kind == "", "the others have not waited for long enough"
+    assert judged(report(1, idle_s=29.0)).kind == "", "it came to another place meanwhile"
+
+
+@pytest.mark.parametrize(
+    "longer",
+    [
+        {"updates": 0}, {"phase": "evaluation"}, {"phase": "checkpoint"}, {"on_main": "save, from a.py:1"},
+        {"task": "saves or loads"}, {"movement": CIRCLES},
+    ],
+)  # fmt: skip
+def test_what_may_take_ten_times_longer(longer: dict[str, Any]) -> None:
+    late = report(1, **longer)
+    assert judged(late).kind == ""
+    late["idle_s"] = 301.0
+    assert judged(late, idle_s=299.0).kind == "" and judged(late, idle_s=301.0).kind == "hung"
+
+
+def test_the_end_of_a_program_waits_ten_times_longer() -> None:
+    end = {**UPDATE, "kind": "end", "number": 3}
+    assert judged(report(1, idle_s=250.0), end, idle_s=250.0).kind == ""
+    assert judged(report(1, idle_s=301.0), end, idle_s=301.0).kind == "hung"
+
+
+def test_a_rank_that_moves_is_never_hung() -> None:
+    assert judged(report(1, movement=MOVING, idle_s=9e9), idle_s=9e9, awake_s=9e9) == hang.Verdict("moving", [1], [0])
+
+
+def test_a_debugger_suspends_it_in_any_rank() -> None:
+    assert judged(report(1, debugger="pdb")) == hang.Verdict("debugged", [1])
+    assert judged(report(1), debugger="pdb") == hang.Verdict("debugged", [0])
+    assert judged(report(1), idle_s=2.0, debugger="pdb").kind == "", "nobody waits: nothing to say"
+
+
+def test_time_in_which_any_rank_was_stopped_does_not_count() -> None:
+    assert judged(report(1, awake_s=5.0)).kind == "" and judged(report(1), awake_s=5.0).kind == ""
+
+
+def test_a_rank_that_has_done_its_part_is_not_waited_for() -> None:
+    assert judged(report(1, updates=4)).kind == ""
+    gather = {**UPDATE, "kind": "gather", "number": 3}
+    assert judged(report(1), gather).kind == "hung" and judged(report(1, meetings=3), gather).kind == ""
+    in_it = {**gather, "kind": "on_main", "agreed": True}
+    assert judged(report(1, meetings=3), in_it).kind == "", "it has come, and is done"
+
+
+def test_rank_0_alone_in_on_main_has_its_time() -> None:
+    waits = {**UPDATE, "kind": "on_main", "number": 3, "agreed": True}
+
+    def after(seconds: float) -> hang.Verdict:
+        ranks = {0: report(0, on_main="save, from a.py:1", idle_s=seconds), 1: report(1, waits, idle_s=seconds)}
+        return hang.judge({n: {**r, "awake_s": 9e9} for n, r in ranks.items()}, {}, 30.0)
+
+    assert after(299.0).kind == "" and after(301.0) == hang.Verdict("hung", [0], [1])
+
+
+def test_ranks_that_all_wait_are_not_hung() -> None:
+    assert hang.judge({0: report(0, UPDATE), 1: report(1, UPDATE)}, {}, 30.0).kind == ""
+
+
+def test_a_silent_rank_is_hung_unless_it_may_be_out_of_reach() -> None:
+    def silent(waited: float = 31.0, **known: Any) -> str:
+        return hang.judge({0: report(0, UPDATE, idle_s=waited, awake_s=9e9)}, {1: {"rank": 1, **known}}, 30.0).kind
+
+    assert silent(reached=True, idle_s=0.1) == "hung", "what it said last, it did before it fell silent"
+    assert silent(reached=False) == ""
+    assert silent(21.0, reached=True, state="T (stopped)") == silent(21.0, reached=True, gone=True) == "hung"
+    assert silent(19.0, reached=True, state="T (stopped)") == silent(21.0, reached=True, state="R (running)") == ""
+    assert silent(reached=True, state="t (tracing stop)", debugger="process 8 traces it") == "debugged"
+    assert silent(reached=True, updates=0) == "" and silent(301.0, reached=True, updates=0) == "hung"
+
+
+def test_of_several_the_one_that_moves_is_not_blamed() -> None:
+    found = hang.judge({0: report(0, UPDATE), 1: report(1, movement=MOVING), 2: report(2)}, {}, 30.0)
+    assert found == hang.Verdict("hung", [2], [0])
+
+
+# -- does it move --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("chains", "expected"),
+    [
+        ([], STILL),
+        ([1] * 30, STILL),
+        ([1, *[3] * 29], STILL),  # it came there by a step, or was seen on its way
+        ([*range(100), *[7] * 30], STILL),  # it moved, and has stood still for as long as counts
+        ([1, 2, 3] * 10, CIRCLES),
+        ([1, 1, 1, 2] * 10, CIRCLES),
+        (list(range(30)), MOVING),
+        ([1] * 15 + [2] * 15, MOVING),  # what is new may be the last thing that it does: time will tell
+        ([1, 2] * 12 + [3], MOVING),
+    ],
+)
+def test_how_a_thread_moves(chains: list[int], expected: str) -> None:
+    assert movement([Look(*each) for each in enumerate(chains)], 30.0) == expected
+
+
+def test_a_thread_that_writes_much_is_at_work() -> None:
+    looked = [[Look(at, 7, at * rate) for at in range(60)] for rate in (1 << 18, 1 << 21)]
+    assert [movement(each, 30.0) for each in looked] == [STILL, CIRCLES]
+    before = looks.bytes_moved()
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(1 << 20))
+    assert looks.bytes_moved() >= before + (1 << 20) or before == 0
+
+
+def test_looks_begin_anew_where_the_rank_comes_to_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    chains = iter(range(100))
+    monkeypatch.setattr(looks, "chain_of", lambda _: next(chains))
+    found = looks.Looks(30.0)
+    assert [round(found.idle_s("here", float(now)), 1) for now in range(100, 130)] == [float(n) for n in range(30)]
+    assert found.movement == MOVING
+    assert found.idle_s("there", 130.0) == 0.0 and found.movement == STILL
+
+
+def test_a_pause_of_the_machine_begins_the_time_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 101.0, 150.0, 151.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    ticks = looks.Ticks(5.0)
+    since = [(ticks.tick(), ticks.awake_since)[1] for _ in range(3)]
+    assert since == [100.0, 150.0, 150.0]
+
+
+def test_a_debugger_is_seen() -> None:
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        return trace
+
+    def at_a_breakpoint() -> str:
+        return looks.debugger()
+
+    before = sys.gettrace()
+    plain = {"__name__": "pdb", "looks": looks}
+    exec("def cmdloop():\n    return looks.debugger()", plain)
+    assert "pdb" in plain["cmdloop"]()  # type: ignore[operator]
+    sys.settrace(trace)
+    try:
+        assert at_a_breakpoint()
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "task"),
+    [
+        ("torch._dynamo.convert_frame", "call", "compiles"), ("torch._dynamo.eval_frame", "call", ""),
+        ("tensorflow.python.eager.polymorphic_function.tracing_compilation", "call_function", ""),
+        ("tensorflow.python.framework.func_graph", "func_graph_from_py_func", "compiles"),
+        ("torch.serialization", "call", "saves or loads"), ("pickletools", "call", ""),
+        ("keras.src.backend.torch.trainer", "evaluate", "evaluates"), ("keras.src.backend.torch.trainer", "fit", ""),
+    ],
+)  # fmt: skip
+def test_what_takes_long_is_seen(module: str, function: str, task: str) -> None:
+    names: dict[str, Any] = {"__name__": module, "looks": looks}
+    exec(f"def {function}():\n    return looks.long_task()", names)
+    assert names[function]() == task
+
+
+def named(module: str, call: str = "function()", **names: Any) -> Any:
+    """A function of a module of that name, which calls what it is given."""
+    space: dict[str, Any] = {"__name__": module, **names}
+    exec(f"def call(function):\n    return {call}", space)
+    return space["call"]
+
+
+def test_code_of_the_users_that_a_library_calls_is_no_collective() -> None:
+    hook, reducer, autograd = named("train"), named("hvdtrain.torch.engines.reducer"), named("torch.autograd")
+    with ThreadPoolExecutor(1) as pool:
+        asks = partial(
+            named("torch.waits", "function(called_back).result()", called_back=looks.called_back), pool.submit
+        )
+        assert asks() is None
+        assert reducer(partial(autograd, partial(hook, asks))) == threading.get_ident(), "a hook, in a backward pass"
+        assert hook(partial(reducer, partial(autograd, asks))) is None, "it waits in the library"
+        assert reducer(partial(hook, partial(reducer, asks))) is None, "a train_step of the user's own, which waits"
+
+
+def test_a_thread_that_feeds_keras_is_where_the_rank_is() -> None:
+    over, inside, idents = threading.Event(), threading.Event(), []
+
+    def read() -> None:
+        idents.append(threading.get_ident())
+        inside.set()
+        named("data")(over.wait)
+
+    def fed_by(module: str) -> int | None:
+        inside.clear()
+        over.clear()
+        thread = threading.Thread(target=named(module), args=(read,))
+        thread.start()
+        assert inside.wait(30)
+        found = looks.called_back()
+        over.set()
+        thread.join()
+        return found
+
+    found = fed_by("keras.src.trainers.data_adapters.py_dataset_adapter")
+    assert found is not None and found == idents[-1]
+    assert fed_by("hvdtrain.torch.data.prefetch") is None, "reads ahead, while the rank is in the reduction"
+
+
+def test_stacks_begin_with_the_main_thread() -> None:
+    over = threading.Event()
+    other = threading.Thread(target=over.wait, name="other one")
+    other.start()
+    try:
+        found = looks.stacks()
+        assert found[0]["main"] and "other one" in [stack["thread"] for stack in found]
+        assert len(looks.stacks(all_threads=False)) == 1
+        users = [frame for frame in found[0]["frames"] if frame["user"]]
+        assert users[-1]["text"] == "found = looks.stacks()", "outermost first"
+    finally:
+        over.set()
+        other.join()
+
+
+# -- what is said --------------------------------------------------------------------------------------------------
+def test_the_error_names_rank_line_and_who_waits() -> None:
+    reports = {0: report(0, UPDATE), 1: report(1, phase="input"), 2: report(2, UPDATE)}
+    error = hang.hung(hang.judge(reports, {}, 30.0), reports, {}, 30.0, "runs/1/hangs/x.json")
+    assert error.received.splitlines() == [
+        "rank 1 (host node, process 101) does not come, in train.py:31: while True: (3 update(s) done, in phase input)",
+        "  train.py:60, in <module>: main()",
+        "ranks 0, 2 wait for it in update 4 of model 1: a.py:1: backward()",
+        "for 31 s; all ranks' stacks: runs/1/hangs/x.json",
+    ]
+    assert "cannot be told for certain" in error.remedy and hang.HANG_VARIABLE in error.remedy
+
+
+def test_the_error_of_a_rank_that_was_stopped() -> None:
+    known = {"rank": 1, "host": "node", "pid": 7, "updates": 3, "phase": "input", "in": "in no collective operation",
+             "state": "T (stopped)", "wchan": "do_signal_stop", "native": "poll (libc.so)",
+             "reached": True}  # fmt: skip
+    reports = {0: report(0, UPDATE)}
+    error = hang.hung(hang.judge(reports, {1: known}, 30.0), reports, {1: known}, 30.0, "")
+    assert error.received.splitlines()[:3] == [
+        "rank 1 (host node, process 7) does not come, and does not answer: process state T (stopped), in the kernel's"
+        " do_signal_stop",
+        "  when it was last heard of: 3 update(s) done, in phase input, in no collective operation",
+        "  poll (libc.so)",
+    ]
+    assert "kill -CONT 7" in error.remedy
+
+
+def test_notes_say_who_is_left_alone() -> None:
+    reports = {0: report(0, UPDATE), 1: report(1, movement=MOVING)}
+    assert "rank 1 (host node" in hang.notes(hang.judge(reports, {}, 30.0), reports, 30.0)
+    reports[1] |= {"debugger": "process 8 traces it"}
+    assert "process 8 traces it" in hang.notes(hang.judge(reports, {}, 30.0), reports, 30.0)
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "nan"])
+def test_a_time_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="number of seconds, 0 for never"):
+        watch.hang_s({hang.HANG_VARIABLE: text})
+
+
+# -- what is kept --------------------------------------------------------------------------------------------------
+def test_a_page_outlives_its_rank(tmp_path: Path) -> None:
+    page = ring.open_ring(tmp_path, "token", 1)
+    assert page is not None
+    page.tell({"rank": 1, "phase": "input"})
+    page.tell({"rank": 1, "phase": "forward"})
+    page.note(ring.UPDATE, 41, 7)
+    found = ring.read_ring(page.path)
+    assert found is not None and found.pop("time") <= time.time()
+    assert found == {"rank": 1, "phase": "forward", "in": "in an update", "updates": 41, "meetings": 7}
+    assert page.path.stat().st_size == mmap.PAGESIZE
+    page.remove()
+    assert not page.path.parent.exists() and ring.read_ring(page.path) is None
+
+
+def test_a_page_that_was_half_written_has_the_text_before(tmp_path: Path) -> None:
+    page = ring.Ring(tmp_path / "rank-1.ring")
+    page.tell({"phase": "input"})
+    page.tell({"phase": "forward", "line": "x" * 5000})
+    found = ring.read_ring(page.path)
+    assert found is not None and found["phase"] == "forward" and len(found["line"]) == 150
+    raw = bytearray(page.path.read_bytes())
+    raw[2100:2110] = b"\0" * 10
+    page.path.write_bytes(raw)
+    found = ring.read_ring(page.path)
+    assert found is not None and found["phase"] == "input"
+    page.path.write_bytes(b"something else")
+    assert ring.read_ring(page.path) is None
+
+
+def test_pages_without_a_run_are_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    page = ring.open_ring(None, "token", 1)
+    assert page is not None and "token" not in str(page.path)
+    assert page.path.parent.stat().st_mode & 0o777 == 0o700
+    assert ring.place_of(None, "token", 1) == page.path != ring.place_of(None, "another", 1)
+    os.utime(page.path, (0, 0))
+    ring.open_ring(None, "another", 1)
+    assert not page.path.exists(), "one that is old belongs to nobody"
+    page.path.parent.chmod(0o777)
+    assert ring.open_ring(None, "token", 1) is None, "others may write there"
+    assert ring.open_ring(tmp_path / "no such run", "token", 1) is None
+
+
+def test_facts_hold_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDTRAIN_JOB", "17")
+    for name in ("HVDTRAIN_MY_TOKEN", "NCCL_PASSWORD", "AWS_SECRET_ACCESS_KEY", "SOMETHING"):
+        monkeypatch.setenv(name, "s3cret")
+    found = json.dumps(bundle.facts())
+    assert '"HVDTRAIN_JOB": "17"' in found and "s3cret" not in found
+
+
+# -- two trackers of one process, real sockets ---------------------------------------------------------------------
+class Pair:
+    """Ranks 0 and 1, watched; both are of this process, whose main thread is the test's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.ended: dict[int, list[str]] = {}
+        self.over = threading.Event()
+        monkeypatch.setattr(watch, "end_all", self._end)
+        monkeypatch.setattr(watch, "_TICK_S", 0.02)
+        monkeypatch.setattr(rounds, "ANSWER_S", 0.5)
+        monkeypatch.setenv(ring.RUN_VARIABLE, str(folder))
+        environ = {watch.AFTER_VARIABLE: "0.2", hang.HANG_VARIABLE: "0.6"}
+        listener, self.where = watch.listen(Detected("mpirun", 0, 2, 0, 2, 0, None), environ)
+        who = [("node", 1), ("node", 2)]
+        self.ranks = [watch.start(rank, 2, self.where, listener if rank == 0 else None, who) for rank in range(2)]
+        for tracker in self.ranks:
+            with tracker.update("of model 1"):
+                pass
+
+    def _end(self, error: list[str], rank: int, links: Any) -> None:
+        self.ended[rank] = error
+        for link in links if rank == 0 else ():
+            link.send(end=error)
+        if len(self.ended) == 2:
+            self.over.set()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pair]:
+    found = Pair(monkeypatch, tmp_path)
+    yield found
+    for rank in found.ranks:
+        rank.close()
+    assert not list(tmp_path.rglob("*.ring")), "removed at the end"
+
+
+def wait_here(pair: Pair, seconds: float) -> bool:
+    return pair.over.wait(seconds)
+
+
+def test_a_rank_that_hangs_ends_the_job(pair: Pair, tmp_path: Path) -> None:
+    pair.ranks[0].begin_update("of model 1")
+    assert wait_here(pair, 30)
+    assert pair.ended[0] == pair.ended[1]
+    lines = pair.ended[0][1].splitlines()
+    assert "does not come, in test_hang.py" in lines[0] and "return pair.over.wait(seconds)" in lines[0]
+    assert any("rank 0 waits for it in update 2 of model 1: test_hang.py" in line for line in lines), lines
+    (file,) = (tmp_path / ring.FOLDER).glob("*.json")
+    kept = json.loads(file.read_text())
+    assert str(file) in pair.ended[0][1] and kept["received"] == pair.ended[0][1]
+    assert [its["rank"] for its in kept["ranks"]] == [0, 1] and len(kept["ranks"][1]["stacks"]) > 2
+
+
+def test_a_callback_in_the_middle_of_an_update_is_no_collective(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "called_back", lambda: threading.get_ident())
+    assert pair.ranks[0].watch is not None
+    pair.ranks[0].begin_update("of model 1")
+    own = looks.Own(pair.ranks[0], pair.where)
+    try:
+        assert own.report(full=False)["at"] is None
+        monkeypatch.setattr(looks, "called_back", lambda: None)
+        assert own.report(full=False)["at"]["kind"] == "update"
+    finally:
+        own.close()
+
+
+def test_a_rank_that_comes_in_time_does_not(pair: Pair) -> None:
+    for _ in range(4):
+        pair.ranks[0].begin_update("of model 1")
+        assert not wait_here(pair, 0.4)
+        pair.ranks[1].begin_update("of model 1")
+        for rank in pair.ranks:
+            rank.end_update()
+    assert not pair.ended
+
+
+def test_one_that_moves_is_only_noted(pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    count = iter(range(10**9))
+    monkeypatch.setattr(looks, "chain_of", lambda _: next(count))
+    pair.ranks[0].begin_update("of model 1")
+    assert not wait_here(pair, 3.0) and not pair.ended
+    said = capsys.readouterr().err
+    assert said.count("the job goes on, for what does not come moves") == 1, said
+
+
+def test_rank_1_says_so_where_rank_0_does_not_ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It was stopped, say: here nobody listens."""
+    monkeypatch.setattr(watch, "connect", lambda meeting, rank: None)
+    pair = Pair(monkeypatch, tmp_path)
+    pair.ranks[0].close()
+    with pair.ranks[1].update("of model 1"):
+        until = time.monotonic() + 30
+        while not pair.ended and time.monotonic() < until:
+            wait_here(pair, 0.05)
+    pair.ranks[1].close()
+    assert list(pair.ended) == [1] and "rank 0 (host node, process 1) does not come" in pair.ended[1][1]
+
+
+def test_one_in_a_debugger_is_only_noted(pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(looks, "debugger", lambda: "process 8 traces it")
+    pair.ranks[0].begin_update("of model 1")
+    assert not wait_here(pair, 3.0) and not pair.ended
+    assert capsys.readouterr().err.count("process 8 traces it") == 2, "said once, of both ranks"
