@@ -2,7 +2,8 @@
 
 Programs print them without a traceback and end with exit code 2, with anything else that fails with 1 (`exit_with`):
 so `hvdtrain launch --max-restarts` knows what would be refused again. Ranks that wait for one another at different
-places, or for one that hangs, end with 76 (`hvdtrain.core.in_step.watch`): they are blocked, and can raise nothing.
+places end with 76, those that wait for one that hangs with 75 (`hvdtrain.core.in_step.watch`): they are blocked, and
+can raise nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NoReturn
 
 EXIT_CODE = 2  # of what is refused
 FAULT_CODE = 1  # of what failed, as Python's own
+HUNG_CODE = 75  # of a rank that waits for one that hangs: another attempt may go well (EX_TEMPFAIL of sysexits.h)
 OUT_OF_STEP_CODE = 76  # of a rank blocked in a collective operation that others do not come to
 # what PyTorch's CPU allocator, and CUDA libraries that allocate for themselves, say in a plain RuntimeError
 OOM_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

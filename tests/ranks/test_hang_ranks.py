@@ -17,7 +17,7 @@ from harness import PROGRAMS, Result, run_ranks, together
 from parted_ranks import NAMED_WITHIN_S
 
 from hvdtrain.commands.why import why
-from hvdtrain.core.errors import OUT_OF_STEP_CODE
+from hvdtrain.core.errors import HUNG_CODE
 from hvdtrain.core.in_step.hang import HANG_VARIABLE
 from hvdtrain.core.in_step.ring import FOLDER, RUN_VARIABLE
 
@@ -149,7 +149,7 @@ def test_under_mpirun_the_exit_code_is_the_ranks(tmp_path: Path) -> None:
     )
     check_hung(loop, tmp_path / "endless_loop")
     check_hung(stopped, tmp_path / "stopped", "does not answer: process state T")
-    assert loop.returncode == stopped.returncode == OUT_OF_STEP_CODE
+    assert loop.returncode == stopped.returncode == HUNG_CODE
 
 
 @pytest.mark.thorough

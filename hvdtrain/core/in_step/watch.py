@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain.core.errors import OUT_OF_STEP_CODE, ReplicaError, describe, end_now
+from hvdtrain.core.errors import HUNG_CODE, OUT_OF_STEP_CODE, ReplicaError, describe, end_now
 from hvdtrain.core.in_step import hang, looks
 from hvdtrain.core.in_step.arrival import listen_to_ranks, seconds_of
 from hvdtrain.core.in_step.link import LONGEST_REPORT, WELCOME, Link, Meeting, connect
@@ -131,9 +131,9 @@ class Watch:
         """See `looks.Own.use_run_dir`."""
         self._own.use_run_dir(run_dir)
 
-    def _end_all(self, error: list[str], links: Sequence[Link]) -> None:
+    def _end_all(self, error: list[str], links: Sequence[Link], code: int = HUNG_CODE) -> None:
         self._own.close()
-        end_all(error, self._tracker.rank, links)
+        end_all(error, self._tracker.rank, links, code=code)
 
     # -- every rank but 0 ------------------------------------------------------------------------------------------
     def _speak(self) -> None:
@@ -163,7 +163,7 @@ class Watch:
                 for message in link.receive(_TICK_S):
                     heard_s, pinged = time.monotonic(), False
                     if "end" in message:
-                        self._end_all(message["end"], [link])
+                        self._end_all(message["end"], [link], message["code"])
                     if "look" in message:
                         link.send(look=self._own.report(full=message["full"]), asked=message["look"])
                     if "ask" in message:
@@ -243,7 +243,7 @@ class Watch:
                     link.send(ask=self._question)
         elif all(report.get("asked") == self._question for report in reports.values()):
             error = out_of_step(stuck, self._tracker.remedy)
-            self._end_all([error.rule, error.received, error.remedy], links)
+            self._end_all([error.rule, error.received, error.remedy], links, OUT_OF_STEP_CODE)
 
     def _note(self, absent: list[int]) -> None:
         """Tells once a place whom rank 0 waits for: a rank that is stopped cannot say so."""
@@ -280,7 +280,7 @@ def end_all(
     for link in links:
         with contextlib.suppress(OSError):
             if rank == 0:
-                link.send(end=error)
+                link.send(end=error, code=code)
             else:  # this says that it is printed; the engine of rank 0 would abort if this rank were gone first
                 link.socket.shutdown(socket.SHUT_WR)
     _end_children()

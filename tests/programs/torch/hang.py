@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain import Checkpointer, World
+from hvdtrain.runs.parts import Part
+from hvdtrain.runs.staging import StateFile
 
 STEPS = 3
 
@@ -123,14 +125,11 @@ def skips_evaluate(world: World, training: Training) -> None:
 
 # -- nothing is wrong ----------------------------------------------------------------------------------------------
 def long_checkpoint(world: World, training: Training) -> None:
-    class Slow:
-        def collect(self) -> None: ...
-
-        def save(self, path: Any) -> None:
+    class Slow(Part):
+        def write(self, file: StateFile) -> None:
             time.sleep(9)
-            path.write_text("it")
 
-    Checkpointer(tempfile.mkdtemp()).save({"slow": Slow()}, progress=training.optimizer.progress)  # type: ignore[dict-item]
+    Checkpointer(tempfile.mkdtemp()).save({"slow": Slow()}, progress=training.optimizer.progress)
 
 
 def traced(world: World, training: Training) -> None:

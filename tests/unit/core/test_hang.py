@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import HUNG_CODE, ConfigError
 from hvdtrain.core.in_step import bundle, hang, looks, ring, rounds, watch
 from hvdtrain.core.in_step.looks import CIRCLES, MOVING, STILL, Look, movement
 from hvdtrain.core.launchers import Detected
@@ -373,10 +373,11 @@ class Pair:
             with tracker.update("of model 1"):
                 pass
 
-    def _end(self, error: list[str], rank: int, links: Any) -> None:
+    def _end(self, error: list[str], rank: int, links: Any, code: int) -> None:
+        assert code == HUNG_CODE
         self.ended[rank] = error
         for link in links if rank == 0 else ():
-            link.send(end=error)
+            link.send(end=error, code=code)
         if len(self.ended) == 2:
             self.over.set()
 

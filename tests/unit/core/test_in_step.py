@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.core.engines import SoloEngine
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import OUT_OF_STEP_CODE, ConfigError
 from hvdtrain.core.in_step import watch
 from hvdtrain.core.in_step.lines import user_line
 from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step
@@ -117,10 +117,11 @@ class Pair:
             self.where = dataclasses.replace(self.where, addresses=(*also, *self.where.addresses))
         self.ranks = [watch.start(rank, 2, self.where, listener if rank == 0 else None) for rank in range(2)]
 
-    def _end(self, error: list[str], rank: int, links: Any) -> None:
+    def _end(self, error: list[str], rank: int, links: Any, code: int) -> None:
+        assert code == OUT_OF_STEP_CODE
         self.ended[rank] = error
         for link in links if rank == 0 else ():
-            link.send(end=error)
+            link.send(end=error, code=code)
         if len(self.ended) == 2:
             self.over.set()
 
