@@ -33,6 +33,7 @@ def test_seconds_of_each_segment_and_size(found: dict[str, Any]) -> None:
             assert measured == pytest.approx(wanted, rel=0.4, abs=0.004), (kind, per_sample)
 
 
+@pytest.mark.thorough  # by the clock, too
 def test_segments_are_scaled_to_the_whole(found: dict[str, Any]) -> None:
     first, second = found["scaled_to_the_whole"]["forward"]
     assert first + second == pytest.approx(0.5 * 0.024, rel=0.4)
