@@ -2,7 +2,8 @@
 
 Programs print them without a traceback and end with exit code 2, with anything else that fails with 1 (`exit_with`):
 so `hvdtrain launch --max-restarts` knows what would be refused again. Ranks that wait for one another at different
-places end with 76 (`hvdtrain.core.in_step.watch`): they are blocked, and can raise nothing.
+places end with 76 (`hvdtrain.core.in_step.watch`): they are blocked, and can raise nothing. A job that was told to end
+ends with 75 (`Preempted`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NoReturn
 
 EXIT_CODE = 2  # of what is refused
 FAULT_CODE = 1  # of what failed, as Python's own
+PREEMPTED_CODE = 75  # of a job that was told to end, and has (EX_TEMPFAIL of sysexits.h: to be started again)
 OUT_OF_STEP_CODE = 76  # of a rank blocked in a collective operation that others do not come to
 # what PyTorch's CPU allocator, and CUDA libraries that allocate for themselves, say in a plain RuntimeError
 OOM_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -116,6 +118,16 @@ class MainRankError(HvdtrainError):
         super().__init__(rule, received, remedy, shared=True)
         self.error_type = error_type
         self.main_traceback = main_traceback
+
+
+class Preempted(SystemExit):
+    """The job was told to end (SIGTERM, SIGUSR1): raised on all ranks, after the same update, when they have saved.
+
+    Uncaught it ends the program with exit code 75, and no traceback.
+    """
+
+    def __init__(self, code: int = PREEMPTED_CODE) -> None:
+        super().__init__(code)
 
 
 def describe(program: str, error: BaseException, rank: int) -> str:

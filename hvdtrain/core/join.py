@@ -21,6 +21,7 @@ from hvdtrain.core.errors import (
     exit_with,
     install_command,
 )
+from hvdtrain.core.in_step import preemption
 from hvdtrain.core.in_step.meeting import END, Tracker
 from hvdtrain.core.in_step.watch import after_s, listen, start
 from hvdtrain.core.launchers import Detected, detect
@@ -64,6 +65,7 @@ def init(
         raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
     detected = detect(os.environ)
     after_s(os.environ)  # a variable that rank 0 alone reads later is refused on all ranks
+    preemption.wanted(os.environ)
     if framework not in ("torch", "keras"):
         raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
     chosen = choose_engine(engine, detected, framework)
@@ -92,6 +94,7 @@ def init(
     node, tracker = _meet(comm, framework, seed, detected)
     world = World.on(comm, detected, seed=seed, node=node, tracker=tracker)
     set_current(world)
+    preemption.watch(comm.rank, tracker, os.environ)
     if comm.size > 1:
         atexit.register(_leave_at_exit, world, os.getpid())
     return world
@@ -108,6 +111,7 @@ def _leave_at_exit(world: World, pid: int) -> None:
         with world.in_step(END):
             pass
         world.tracker.leave()
+        preemption.release()
     except ReplicaError as error:
         exit_with("hvdtrain", error, world.rank)
     except HvdtrainError:

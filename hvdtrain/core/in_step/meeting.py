@@ -76,6 +76,7 @@ class Tracker:
 
     Attributes:
         updates, meetings: completed so far; the same on every rank that is in step.
+        longest_s: that this rank has been in one update.
         watch: ends with `close`.
         remedy: what to do when ranks are not in step, for programs that are not written with hvdtrain.
     """
@@ -87,6 +88,7 @@ class Tracker:
         self.rank, self.size = rank, size
         self.on = on and size > 1
         self.updates = self.meetings = 0
+        self.longest_s = 0.0
         self._update: Place | None = None
         self._meeting: Place | None = None
         self._on_main = ""
@@ -205,6 +207,7 @@ class Tracker:
     def end_update(self) -> None:
         """Notes that the reduction is complete."""
         if self._update is not None:
+            self.longest_s = max(self.longest_s, time.monotonic() - self._update.since_s)
             self._update = None
             self.updates += 1
 
