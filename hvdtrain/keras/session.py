@@ -21,7 +21,7 @@ from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World
 from hvdtrain.runs.clock import Clock
-from hvdtrain.runs.parts import Progress
+from hvdtrain.runs.parts import Progress, Saves
 
 KEY = "_hvdtrain"
 # A rank that has no sample left takes part with a batch of one row that is none. Its sample weight says so: NaN, which
@@ -61,6 +61,8 @@ class Session:
         together: batches of an evaluation are the ranks' parts of global batches.
         even: all ranks have as many of those batches.
         test_function: `model.test_function` for those.
+        telling: this rank was told to end, as a step sends it (`notes` of the backend); told: all know that one was.
+        saving: what writes this `fit`'s checkpoints.
         records, step_loss: steps are recorded: the loss of the last step's global batch.
         own_step: the model's class has a `train_step` of its own.
         kept_batch: this rank's first batch, kept until the loss is proven on it; wants_first: not kept yet.
@@ -69,7 +71,8 @@ class Session:
         wants_broadcast: the callbacks asked for rank 0's state before the next step.
         streams_set: every rank has its own random stream (done once, so that a second `fit` goes on).
         restored_random: random state that a checkpoint gave this rank, to be put in place when training
-            starts; until then `fit` goes on where the checkpoint was taken.
+            starts; until then `fit` goes on where the checkpoint was taken. random_after: that of the end of an epoch
+            that `fit` has begun within.
         saves: this run writes checkpoints.
         clock: of a recorded run's phases; waited: seconds for which steps have waited for data, by themselves.
         step_random: Python's and numpy's generators of this rank within a train step.
@@ -110,12 +113,16 @@ class Session:
     kept_batch: Any = None
     wants_first: Any = None
     loss_proven: bool = False
+    telling: Any = None
+    told: bool = False
+    saving: Saves | None = None
     records: bool = False
     step_loss: Any = None
     ready: bool = False
     wants_broadcast: bool = False
     streams_set: bool = False
     restored_random: Mapping[str, np.ndarray] | None = None
+    random_after: Mapping[str, np.ndarray] | None = None
     saves: bool = False
     step_random: tuple[Any, Any] | None = None
     progress: Progress = field(default_factory=Progress)

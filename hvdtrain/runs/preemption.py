@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from hvdtrain.core.errors import PREEMPTED_CODE, Preempted
 from hvdtrain.core.world import World
@@ -62,10 +62,15 @@ class Saver:
         if progress == self._saved_at:
             return f"what it has learned is in {self.checkpointer.directory}"
         path = self.checkpointer.save(state, progress=progress)
-        wait = getattr(self.checkpointer, "wait", None)
-        if wait is not None:
-            wait()
+        wait_for(self.checkpointer)
         return f"saved in {path}"
+
+
+def wait_for(checkpointer: Any) -> None:
+    """Waits until a checkpoint that is written beside the training is on disk; collective."""
+    wait = getattr(checkpointer, "wait", None)
+    if wait is not None:
+        wait()
 
 
 def _progress_of(state: Mapping[str, Part]) -> Progress:
@@ -89,21 +94,17 @@ def end_if_told(trainings: Iterable[Training], world: World) -> None:
     if any(training.told for training in found):
         savers = {id(its.saver): its.saver for its in found if its.saver is not None}
         done = [saver.save() for saver in sorted(savers.values(), key=lambda saver: saver.order)]
-        end(world, done)
+        end(world, done, "checkpoints.on_preemption(state) of a Checkpointer, or a save() or restore() before")
 
 
-def end(world: World, done: Iterable[str]) -> NoReturn:
-    """Says what has been saved, and ends on all ranks at once; collective.
+def end(world: World, done: Iterable[str], remedy: str) -> NoReturn:
+    """Says what has been saved (or else how it would have been), and ends on all ranks at once; collective.
 
     Raises:
         Preempted: on every rank.
     """
-    nothing = (
-        "nothing was saved: checkpoints.on_preemption(state), a save() or a restore() tells a Checkpointer before what"
-        " there is to save"
-    )
     world.barrier()
     if world.is_main:
-        said = "; ".join(dict.fromkeys(done)) or nothing
+        said = "; ".join(dict.fromkeys(done)) or f"nothing was saved, which takes {remedy}"
         print(f"hvdtrain: told to end: {said}; exit code {PREEMPTED_CODE}", flush=True)
     raise Preempted

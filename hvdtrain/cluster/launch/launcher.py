@@ -91,8 +91,8 @@ def run(
     """Runs a job to its end.
 
     SIGINT, SIGTERM and SIGHUP end it (the ranks get the signal, then, after the grace, SIGKILL; a second one kills at
-    once; after SIGTERM ranks may use the grace to save); SIGUSR1 and SIGUSR2 are passed on to the ranks; SIGTSTP (Ctrl-Z) does nothing. Only in the main thread, as
-    signals are its.
+    once; after SIGTERM they may use the grace to save); SIGUSR1 and SIGUSR2 are passed on to the ranks; SIGTSTP
+    (Ctrl-Z) does nothing. Only in the main thread, as signals are its.
 
     Args:
         job: what to run.

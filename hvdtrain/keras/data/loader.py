@@ -208,7 +208,12 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         return self._adapter.get_tf_dataset()
 
     def get_torch_dataloader(self) -> Any:
-        return self._adapter.get_torch_dataloader()
+        made = self._adapter.get_torch_dataloader()
+        if self._done:  # a restored state has behind it what PyTorch draws, as a seed for workers, when an epoch begins
+            import torch
+
+            made.generator = torch.Generator()
+        return made
 
     @property
     def batch_size(self) -> int | None:
