@@ -22,7 +22,7 @@ import numpy as np
 
 from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.keras import fit_callbacks, moving_average, rng, start
+from hvdtrain.keras import fit_callbacks, moving_average, start
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.walked import open_ended
@@ -111,13 +111,11 @@ def _begins_within(session: Session, given: dict[str, Any]) -> bool:
 
 def _in_two(model: keras.Model, give: Callable[[str, Any], None], bound: inspect.BoundArguments) -> Any:
     """Keras' epochs have as many steps as the first: so what is left of that one is a `fit` of its own."""
-    session: Session = vars(model)[KEY]
-    epochs, first = bound.arguments["epochs"], session.progress.epoch
+    epochs, first = bound.arguments["epochs"], vars(model)[KEY].progress.epoch
     give("epochs", first + 1)
     begun = model.fit(*bound.args, **bound.kwargs)
     if model.stop_training:
         return begun
-    session.restored_random = session.random_after  # as a run that is restored from the epoch's checkpoint
     give("initial_epoch", first + 1)
     give("epochs", epochs)
     history = model.fit(*bound.args, **bound.kwargs)
@@ -211,8 +209,6 @@ class Place(fit_callbacks.Callback):
         data = self.session.fitted
         if data is not None and not self.session.alone and not self.model.stop_training:
             data.check_end(self.world)
-        if self.began_within:
-            self.session.random_after = rng.capture(self.model)
         if self.began_within or self.model.stop_training:
             moving_average.keep(self.model, self.session, began_within=self.began_within)
 

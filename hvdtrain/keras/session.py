@@ -71,8 +71,7 @@ class Session:
         wants_broadcast: the callbacks asked for rank 0's state before the next step.
         streams_set: every rank has its own random stream (done once, so that a second `fit` goes on).
         restored_random: random state that a checkpoint gave this rank, to be put in place when training
-            starts; until then `fit` goes on where the checkpoint was taken. random_after: that of the end of an epoch
-            that `fit` has begun within.
+            starts; until then `fit` goes on where the checkpoint was taken.
         saves: this run writes checkpoints.
         clock: of a recorded run's phases; waited: seconds for which steps have waited for data, by themselves.
         step_random: Python's and numpy's generators of this rank within a train step.
@@ -122,7 +121,6 @@ class Session:
     wants_broadcast: bool = False
     streams_set: bool = False
     restored_random: Mapping[str, np.ndarray] | None = None
-    random_after: Mapping[str, np.ndarray] | None = None
     saves: bool = False
     step_random: tuple[Any, Any] | None = None
     progress: Progress = field(default_factory=Progress)

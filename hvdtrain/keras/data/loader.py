@@ -83,6 +83,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
             )
         self._check_place(samples_in_epoch // self.unit)
         self.first_epoch, self._done, self._begun = epoch, samples_in_epoch, False
+        self._rest = samples_in_epoch > 0  # and nothing of it was read
         self._read(epoch)
 
     def identity(self) -> str:
@@ -209,7 +210,8 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
 
     def get_torch_dataloader(self) -> Any:
         made = self._adapter.get_torch_dataloader()
-        if self._done:  # a restored state has behind it what PyTorch draws, as a seed for workers, when an epoch begins
+        if self._rest:  # a restored state has behind it what PyTorch draws, as a seed for workers, when an epoch begins
+            self._rest = False
             import torch
 
             made.generator = torch.Generator()
