@@ -83,7 +83,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
             )
         self._check_place(samples_in_epoch // self.unit)
         self.first_epoch, self._done, self._begun = epoch, samples_in_epoch, False
-        self._rest = samples_in_epoch > 0  # and nothing of it was read
+        self._rest = False
         self._read(epoch)
 
     def identity(self) -> str:
@@ -232,6 +232,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
                 f"epoch {epoch} after the partial epoch {self.first_epoch} ({self._done} samples were done)",
                 "fit the partial epoch on its own (epochs=initial_epoch + 1), then fit() the others with the same data",
             )
+        self._rest = self._done > 0
         self.source.begin(epoch)
         if epoch != self.epoch:
             self._read(epoch)
