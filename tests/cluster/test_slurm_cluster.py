@@ -196,7 +196,6 @@ def test_at_its_time_limit_the_ranks_save_first(queue: Slurm, few_pictures: Path
     job.wait_for_text("time limit, requeued")
     saved = re.search(r"told to end: saved in \S+/epoch-(\d+)-step-(\d+);", job.text())
     assert saved is not None and "exit code 75" in job.text(), job.told()
-    assert int(saved[2]) % 51 != 0, "403 samples by 8: within an epoch"
     job.start_now()
     job.wait_for("COMPLETED", limit_s=200)
     before, after = epochs_in(run_dir)

@@ -89,6 +89,7 @@ def test_the_launcher_hands_it_on(number: signal.Signals, tmp_path: Path) -> Non
         rest = job.communicate(timeout=40)[0]
     finally:
         job.kill()
+        job.wait()
     assert job.returncode == CODE and "restart 1" not in rest, rest
     assert saved(tmp_path / "run") == [2], rest
 

@@ -69,7 +69,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
         """Makes the next `fit` begin there; a restored checkpoint does so by itself.
 
-        After `restore` `fit` goes on with the epochs after that one, too; else the rest of an epoch is a `fit` of its own
+        After `restore`, `fit` goes on with the epochs after it, too; else the rest of an epoch is a `fit` of its own
         (`epochs=initial_epoch + 1`), and the epochs after it another (with `use_ema` that goes on with the weights
         themselves, as one fit would).
 

@@ -24,7 +24,7 @@ folder, place, number, who = [*sys.argv[1:], "", "0", "none"][:4]
 
 def told(now: str, count: int) -> None:
     """Is this the place? Then this rank goes on when it knows."""
-    if (now, count) != (place, int(number)):
+    if (now, count) != ("update" if place == "launcher" else place, int(number)):
         return
     if place == "launcher":
         print("waiting to be told", flush=True)
