@@ -173,4 +173,22 @@ def release() -> None:
         its.close()
 
 
-os.register_at_fork(after_in_child=release)  # workers end by SIGTERM; what a fork of it is told is not this rank's
+# ---- forked processes (workers) end by SIGTERM, and what they are told is not this rank's, however early it comes
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if _watch is not None else None
+
+
+def _after_fork() -> None:
+    if _forking.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _in_fork() -> None:
+    release()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_fork)
