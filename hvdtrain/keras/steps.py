@@ -68,7 +68,6 @@ def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any]
         key = f"of {session.name.replace('hvdtrain.', 'model ')}"
         with session.world.tracker.update(key):  # it waits for the ranks
             logs = inner(data)
-        session.told = session.told or BACKEND.told(session)
         session.executions += 1
         if "step" not in session.compared:
             _after_first(model, session)

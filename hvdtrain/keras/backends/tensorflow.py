@@ -103,21 +103,17 @@ class TensorFlowBackend:
         return tf.where(dead, tf.zeros_like(samples), samples), shown
 
     def notes(self) -> tuple[Any, Any, Any]:
-        """A variable that is true, for `keep_first`, one for the number of `note_loss`, and two for how many ranks were
-        told to end: this one, all; to be made outside of a step.
+        """A variable that is true, for `keep_first`, one for the number of `note_loss`, and one that `tell` makes 1; to
+        be made outside of a step.
         """
         with tf.device("CPU:0"):
-            telling = [tf.Variable(0.0, trainable=False, dtype=tf.float64) for _ in range(2)]
+            telling = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         loss = tf.Variable(float("nan"), trainable=False, dtype=tf.float64)
         return tf.Variable(True, trainable=False), loss, telling
 
     def tell(self, session: Any) -> None:
         """This rank was told to end: the next step lets all others know."""
-        session.telling[0].assign(1.0)
-
-    def told(self, session: Any) -> bool:
-        """Whether the last step has let this one know."""
-        return bool(session.telling[1].numpy())
+        session.telling.assign(1.0)
 
     def note_loss(self, session: Any, loss: Any, name: str) -> None:
         """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
@@ -208,10 +204,10 @@ class TensorFlowBackend:
         with tf.device("CPU:0"):
             # Horovod's operations are not marked as stateful: what they are given must be no constant (the samples of
             # batches of one shape), or one rank's optimiser of graphs runs them once, instead of in each step
-            row = [value + self._no_constant, *([session.telling[0]] if session is not None else [])]
+            row = [value + self._no_constant, *([session.telling] if session is not None else [])]
             sums = self.hvd.allreduce(tf.stack(row), op=self.hvd.Sum, name=name, ignore_name_scope=True)
             if session is not None:
-                session.telling[1].assign(sums[1])
+                _note(session, sums[1])
             return sums[0]  # in the step's own graph: the first to ask for it may be a branch of a user's cond
 
     def finish_sum(self, started: Any) -> Any:
@@ -407,6 +403,22 @@ def _on_host(operation: Callable[..., Any], array: np.ndarray, kind: str, **opti
 
             _host_operations[key] = run
         return _host_operations[key](value).numpy()
+
+
+def _note(session: Any, told: Any) -> None:
+    """Notes in the session whether a rank was told to end: nobody need read a variable after each step for it."""
+
+    def note() -> None:
+        session.told = True
+
+    def noted() -> Any:
+        with tf.control_dependencies([tf.numpy_function(note, [], [])]):
+            return tf.no_op()
+
+    if not tf.executing_eagerly():
+        tf.cond(told > 0, noted, tf.no_op)
+    elif told > 0:
+        note()
 
 
 def _timed(data: Any, waited: Any) -> Any:

@@ -91,10 +91,6 @@ class TorchBackend:
         """This rank was told to end: the next step lets all others know."""
         session.telling = 1.0
 
-    def told(self, session: Any) -> bool:
-        """Whether the last step has let this one know."""
-        return bool(session.told)
-
     def note_loss(self, session: Any, loss: Any, name: str) -> None:
         """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
         self.loss_noted(session)
@@ -156,7 +152,7 @@ class TorchBackend:
         handle, stays, session = started
         sums = self.hvd.synchronize(handle)
         if session is not None:
-            session.told = bool(sums[1])
+            session.told = session.told or bool(sums[1])
         return sums[0] if stays else float(sums[0])
 
     def number_of_call(self, live: Any) -> int:
