@@ -52,6 +52,7 @@ def test_all_ranks_save_after_the_same_update(
     ended = launched(tmp_path, TORCH, tmp_path / "run", place, str(number), rank)
     assert ended.returncode == CODE, ended.text
     assert "got SIG" in ended.text and "told to end: " in ended.out and "Traceback" not in ended.text, ended.text
+    assert "hvdtrain launch: the ranks were told to end, and have" in ended.err, ended.text
     assert saved(tmp_path / "run") == steps, ended.text
     assert trained(launched(tmp_path, TORCH, tmp_path / "run").check().out) == unbroken
 
