@@ -14,8 +14,8 @@ from hvdtrain.core.version import __version__ as __version__
 __getattr__, __dir__, __all__ = public(__name__, {
     "cluster.function": "run",
     "cluster.launch.job": "Timeouts",
-    "core.errors": "CheckpointError ConfigError HvdtrainError LauncherError MainRankError NonFiniteError ReplicaError "
-        "exit_with",
+    "core.errors": "CheckpointError ConfigError HvdtrainError LauncherError MainRankError NonFiniteError "
+        "Preempted ReplicaError exit_with",
     "core.join": "init",
     "core.launchers": "Detected detect gpus_for",
     "core.lr": "LR",
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.errors import LauncherError as LauncherError
     from hvdtrain.core.errors import MainRankError as MainRankError
     from hvdtrain.core.errors import NonFiniteError as NonFiniteError
+    from hvdtrain.core.errors import Preempted as Preempted
     from hvdtrain.core.errors import ReplicaError as ReplicaError
     from hvdtrain.core.errors import exit_with as exit_with
     from hvdtrain.core.join import init as init

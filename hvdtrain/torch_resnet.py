@@ -166,6 +166,7 @@ def prepare(
 
 def restore(args: argparse.Namespace, plan: Settings, job: Job, world: World) -> None:
     """Goes on where a run stopped, or starts from another run's weights."""
+    job.checkpoints.on_preemption(job.state())
     progress = job.checkpoints.restore(job.state()) if args.resume else None
     if args.resume and world.is_main:
         seen = progress.samples_seen if progress else 0

@@ -23,7 +23,7 @@ from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report
 from hvdtrain.cluster.protocol import BEAT_S
 from hvdtrain.commands import command_lines, host_flags
 from hvdtrain.core import flags, launchers
-from hvdtrain.core.errors import EXIT_CODE, OUT_OF_STEP_CODE, ConfigError, LauncherError
+from hvdtrain.core.errors import EXIT_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError, LauncherError
 from hvdtrain.core.in_step.hang import HANG_VARIABLE
 
 EPILOG = """\
@@ -34,7 +34,7 @@ examples:
   hvdtrain launch -H host1:4,host2:4 --dry-run -- python train.py             what would run, and with what
 
 exit code: that of the first rank that failed, 128+N if signal N ended it, 255 if a host was lost; 130 for Ctrl-C;
-2 if the job was refused
+85 if ranks were told to end (SIGTERM, SIGUSR1), and have saved; 2 if the job was refused
 """
 _LOOK_AGAIN_S = 2.0  # at hosts, until they pass the checks for a restart
 
@@ -116,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
                 report(failure_block(failed, logs))
             if outcome.interrupted is not None:  # also while a job that had failed was ending
                 report(f"ended by {signal.Signals(outcome.interrupted).name}")
+            if failed is None and outcome.preempted:
+                report(f"the ranks were told to end, and have: exit code {PREEMPTED_CODE}; started again they go on")
             if failed is None or outcome.interrupted is not None:
                 return outcome.exit_code
             if len(attempts) > args.max_restarts or failed.code in (EXIT_CODE, OUT_OF_STEP_CODE):  # it would be again

@@ -3,7 +3,7 @@
 Programs print them without a traceback and end with exit code 2, with anything else that fails with 1 (`exit_with`):
 so `hvdtrain launch --max-restarts` knows what would be refused again. Ranks that wait for one another at different
 places end with 76, those that wait for one that hangs with 75 (`hvdtrain.core.in_step.watch`): they are blocked, and
-can raise nothing.
+can raise nothing. A job that was told to end ends with 85 (`Preempted`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import NoReturn
 EXIT_CODE = 2  # of what is refused
 FAULT_CODE = 1  # of what failed, as Python's own
 HUNG_CODE = 75  # of a rank that waits for one that hangs: another attempt may go well (EX_TEMPFAIL of sysexits.h)
+PREEMPTED_CODE = 85  # of a job that was told to end, and has saved (as HTCondor has it: "checkpoint, start me again")
 OUT_OF_STEP_CODE = 76  # of a rank blocked in a collective operation that others do not come to
 # what PyTorch's CPU allocator, and CUDA libraries that allocate for themselves, say in a plain RuntimeError
 OOM_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -118,6 +119,16 @@ class MainRankError(HvdtrainError):
         super().__init__(rule, received, remedy, shared=True)
         self.error_type = error_type
         self.main_traceback = main_traceback
+
+
+class Preempted(SystemExit):
+    """The job was told to end (SIGTERM, SIGUSR1): raised on all ranks, after the same update, when they have saved.
+
+    Uncaught it ends the program with exit code 85, and no traceback.
+    """
+
+    def __init__(self, code: int = PREEMPTED_CODE) -> None:
+        super().__init__(code)
 
 
 def describe(program: str, error: BaseException, rank: int) -> str:

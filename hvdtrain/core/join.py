@@ -21,6 +21,7 @@ from hvdtrain.core.errors import (
     exit_with,
     install_command,
 )
+from hvdtrain.core.in_step import preemption
 from hvdtrain.core.in_step.meeting import END, Tracker
 from hvdtrain.core.in_step.watch import after_s, hang_s, listen, start
 from hvdtrain.core.launchers import Detected, detect
@@ -65,6 +66,7 @@ def init(
     detected = detect(os.environ)
     for seconds in (after_s, hang_s):  # variables that rank 0 alone reads later are refused on all ranks
         seconds(os.environ)
+    preemption.wanted(os.environ)
     if framework not in ("torch", "keras"):
         raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
     chosen = choose_engine(engine, detected, framework)
@@ -93,6 +95,7 @@ def init(
     node, tracker = _meet(comm, framework, seed, detected)
     world = World.on(comm, detected, seed=seed, node=node, tracker=tracker)
     set_current(world)
+    preemption.watch(comm.rank, tracker, os.environ)
     if comm.size > 1:
         atexit.register(_leave_at_exit, world, os.getpid())
     return world
@@ -109,6 +112,7 @@ def _leave_at_exit(world: World, pid: int) -> None:
         with world.in_step(END):
             pass
         world.tracker.leave()
+        preemption.release()
     except ReplicaError as error:
         exit_with("hvdtrain", error, world.rank)
     except HvdtrainError:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hvdtrain.core.engines import Engine, SoloEngine, mpi_communicator
-from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, ReplicaError, by_rank
+from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, Preempted, ReplicaError, by_rank
+from hvdtrain.core.in_step import preemption
 from hvdtrain.core.in_step.meeting import BARRIER, END, OFF, Tracker
 from hvdtrain.core.launchers import ALONE, Detected
 
@@ -227,10 +228,14 @@ class World:
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         """Leaves the ranks. On an exception nothing collective runs: the others may be elsewhere, or gone."""
+        if exc_type is not None and issubclass(exc_type, Preempted) and self.size > 1:
+            return  # the ranks meet once more, at the end of the program: until then another signal ends none of them
+        if exc_type is None:
+            with self.in_step(END):
+                pass
+        preemption.release()
         if exc_type is not None:
             return
-        with self.in_step(END):
-            pass
         self.tracker.leave()
         self.comm.shutdown()
         if _current is self:

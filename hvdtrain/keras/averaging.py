@@ -174,15 +174,15 @@ def attach(model: keras.Model, session: Session) -> None:
         model.train_function = None  # what was traced is another session's
         vars(model)[KEY] = session
     if session.wants_first is None:
-        session.wants_first, session.step_loss = BACKEND.notes()
+        session.wants_first, session.step_loss, session.telling = BACKEND.notes()
     session.attached = True
     sync_batchnorm.synchronize(model, session)
+    steps.wrap_train_function(model)
     if session.alone:
         return
     _refuse_stateful(model)
     units.check_reduction(model)
     hook_test_step(model)
-    steps.wrap_train_function(model)
     for index, optimizer in enumerate(optimizers_of(model)):
         hook_optimizer(optimizer, session, index)
     # Horovod's operations have no XLA kernel, nor does torch.compile see through them
@@ -332,7 +332,8 @@ def _live_batch(session: Session, samples: Any, *, at_once: bool = True) -> Iter
     """Notes the samples of the batch in flight; their sum over ranks starts at once, beside the forward pass, or when
     it is needed.
     """
-    start_sum = functools.cache(lambda: BACKEND.start_sum(samples, f"{session.name}.live"))
+    told = session if at_once else None  # an evaluation ends by itself
+    start_sum = functools.cache(lambda: BACKEND.start_sum(samples, f"{session.name}.live", told))
     session.live = LiveBatch(samples, functools.cache(lambda: BACKEND.finish_sum(start_sum())))
     try:
         if at_once:

@@ -68,6 +68,8 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         (bound.arguments if name in bound.arguments else more)[name] = value
 
     _refuse_unread(given)
+    if _begins_within(session, given):
+        return _in_two(model, give, bound)
     if not session.world.is_main and "verbose" in bound.arguments and given["verbose"] == "auto":
         bound.arguments["verbose"] = 0  # one progress bar: rank 0's
     within = _begin(session, given)
@@ -93,10 +95,34 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         with timing, open_ended():
             return inner(*bound.args, **bound.kwargs)
     finally:
-        session.fitting, session.stops_in_epoch = False, True
+        session.fitting, session.stops_in_epoch, session.saving = False, True, None
         if loader is not None:
             loader.leave_nothing_out()
         session.fitted = session.restored_random = None
+
+
+def _begins_within(session: Session, given: dict[str, Any]) -> bool:
+    """Whether a restored run goes on within an epoch, and has others to train after that."""
+    data, first = given.get("x"), session.progress.epoch
+    restored = session.restored_random is not None and given.get("initial_epoch") == first
+    within = restored and session.progress.samples_in_epoch > 0 and isinstance(data, Loader)
+    return within and (given.get("epochs") or 1) > first + 1
+
+
+def _in_two(model: keras.Model, give: Callable[[str, Any], None], bound: inspect.BoundArguments) -> Any:
+    """Keras' epochs have as many steps as the first: so what is left of that one is a `fit` of its own."""
+    epochs, first = bound.arguments["epochs"], vars(model)[KEY].progress.epoch
+    give("epochs", first + 1)
+    begun = model.fit(*bound.args, **bound.kwargs)
+    if model.stop_training:
+        return begun
+    give("initial_epoch", first + 1)
+    give("epochs", epochs)
+    history = model.fit(*bound.args, **bound.kwargs)
+    if isinstance(history, _K.History) and isinstance(begun, _K.History):
+        history.epoch = begun.epoch + history.epoch
+        history.history = {name: begun.history.get(name, []) + its for name, its in history.history.items()}
+    return history
 
 
 def _by_position(bound: inspect.BoundArguments) -> dict[str, Any]:

@@ -337,13 +337,23 @@ class Save(Callback):
             )
         check_saveable(self.model)
         self._saved_at = self.session.progress.step
+        self._done = f"what it has learned is in {self.checkpointer.directory}"
+        self.session.saving = self
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         data = self.session.fitted
         last = data is not None and data.complete(batch + 1)  # the epoch's own checkpoint follows at once
         step = self.session.progress.step
-        if self.every_steps and not last and step // self.every_steps > self._saved_at // self.every_steps:
+        due = self.every_steps and step // self.every_steps > self._saved_at // self.every_steps
+        told = self.session.told and step > self._saved_at
+        if (due or (told and data is not None)) and not last:
             self._save({})
+        elif told and data is None:
+            self.session.say(
+                "told to end: data that hvdtrain does not deal has no place within an epoch, so this one goes on first,"
+                " and is saved",
+                once="told",
+            )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         metrics = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
@@ -356,15 +366,28 @@ class Save(Callback):
 
     def _save(self, metrics: dict[str, float]) -> None:
         progress = self.session.progress
-        self._saved_at = progress.step
+        self._saved_at, self._done = progress.step, "weights that are not finite are in no checkpoint"
         before = self.session.clock.enter("checkpoint")
         try:
-            self.checkpointer.save(model_state(self.model), progress=progress, metrics=metrics)
+            path = self.checkpointer.save(model_state(self.model), progress=progress, metrics=metrics)
+            self._done = f"saved in {path}"
         except NonFiniteError as error:
             self.session.say(f"no checkpoint after step {progress.step}: {error if self._finite else error.rule}")
             self._finite = False
         finally:
             self.session.clock.enter(before)
+
+    # ---- of a fit that is told to end (`hvdtrain.runs.parts.Saves`)
+    @property
+    def order(self) -> str:
+        return str(self.checkpointer.directory)
+
+    def save(self) -> str:
+        """Returns where the last step is saved; "": nowhere yet."""
+        if self._saved_at != self.session.progress.step:
+            return ""
+        self.checkpointer.wait()
+        return self._done
 
 
 def validation_loader(model: keras.Model) -> Loader | None:

@@ -21,7 +21,7 @@ from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World
 from hvdtrain.runs.clock import Clock
-from hvdtrain.runs.parts import Progress
+from hvdtrain.runs.parts import Progress, Saves
 
 KEY = "_hvdtrain"
 # A rank that has no sample left takes part with a batch of one row that is none. Its sample weight says so: NaN, which
@@ -61,6 +61,8 @@ class Session:
         together: batches of an evaluation are the ranks' parts of global batches.
         even: all ranks have as many of those batches.
         test_function: `model.test_function` for those.
+        telling: this rank was told to end, as a step sends it (`notes` of the backend); told: all know that one was.
+        saving: what writes this `fit`'s checkpoints.
         records, step_loss: steps are recorded: the loss of the last step's global batch.
         own_step: the model's class has a `train_step` of its own.
         kept_batch: this rank's first batch, kept until the loss is proven on it; wants_first: not kept yet.
@@ -110,6 +112,9 @@ class Session:
     kept_batch: Any = None
     wants_first: Any = None
     loss_proven: bool = False
+    telling: Any = None
+    told: bool = False
+    saving: Saves | None = None
     records: bool = False
     step_loss: Any = None
     ready: bool = False

@@ -11,28 +11,60 @@ import keras
 import numpy as np
 
 from hvdtrain.core.errors import ReplicaError
+from hvdtrain.core.in_step import preemption
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import decompose, replicas
 from hvdtrain.keras.session import KEY, Session, hook
+from hvdtrain.runs.preemption import end
 
 
 def wrap_train_function(model: keras.Model) -> None:
-    """Makes the function that `fit` calls for each step (or `steps_per_execution` of them) count and compare."""
+    """Makes the function that `fit` calls for each step (or `steps_per_execution` of them) count and compare, and end
+    where the ranks were told to.
+    """
 
     def make_train_function(inner: Callable[..., None], force: bool = False) -> Any:
         if model.train_function is None or force:
             inner(force=force)
-            model.train_function = _counting(model, model.train_function)
+            model.train_function = (_alone if vars(model)[KEY].alone else _counting)(model, model.train_function)
         return model.train_function
 
     if hook(model, "make_train_function", make_train_function):
         model.train_function = None
 
 
+def _alone(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(inner)
+    def train_function(data: Any) -> Any:
+        session: Session = vars(model)[KEY]
+        _end_if_told(session)
+        logs = inner(data)
+        session.told = preemption.told()
+        return logs
+
+    return train_function
+
+
+def _end_if_told(session: Session) -> None:
+    """Before a step, when all ranks know that one was told to end, and what the last one has learned is saved.
+
+    Raises:
+        Preempted: on every rank.
+    """
+    if session.told:
+        done = "" if session.saving is None else session.saving.save()
+        if done or session.saving is None:
+            give = "hvdtrain.keras.callbacks(model, checkpointer=hvdtrain.Checkpointer(...))"
+            end(session.world, [done] if done else [], give)
+
+
 def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(inner)
     def train_function(data: Any) -> Any:
         session: Session = vars(model)[KEY]
+        _end_if_told(session)
+        if preemption.told():
+            BACKEND.tell(session)
         key = f"of {session.name.replace('hvdtrain.', 'model ')}"
         with session.world.tracker.update(key):  # it waits for the ranks
             logs = inner(data)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError
 from hvdtrain.core.world import World, current
+from hvdtrain.runs import preemption
 from hvdtrain.runs.checkpoint_files import MANIFEST, direction_of, local_copy, read_manifest, verify
 from hvdtrain.runs.checkpoint_folder import Folder, Info, Written, fill, name_of, read_info, unusable_info
 from hvdtrain.runs.parts import Part, Progress
@@ -87,7 +88,13 @@ class Checkpointer:
         self.world.agree("progress at a checkpoint", progress)
         for part in state.values():
             part.collect()
-        return self.world.on_main(self._save, state, progress, dict(metrics or {}))
+        path = self.world.on_main(self._save, state, progress, dict(metrics or {}))
+        preemption.remember(self, state)
+        return path
+
+    def on_preemption(self, state: Mapping[str, Part]) -> None:
+        """Says what to save where the job is told to end (SIGTERM, SIGUSR1) before the first `save` or `restore`."""
+        preemption.remember(self, state, saved=False)
 
     def _save(self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float]) -> Path:
         _check_names(state)
@@ -184,6 +191,7 @@ class Checkpointer:
         progress = Progress(**manifest["progress"])
         for part in state.values():
             part.restored(progress)
+        preemption.remember(self, state)
         return progress
 
     def _choose(self, which: str, names: Sequence[str]) -> tuple[str, dict[str, Any]] | None:

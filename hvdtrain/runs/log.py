@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import ConfigError, Preempted
 from hvdtrain.core.launchers import job_of
 from hvdtrain.core.world import World
 from hvdtrain.runs import gpu, log_files, stats
@@ -305,12 +305,14 @@ class RunLog:
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, _: object) -> None:
         if exc is None or (isinstance(exc, SystemExit) and exc.code in (None, 0)):
             self.finish()
+        elif isinstance(exc, Preempted):
+            self.finish("preempted")
         else:
             self.finish("failed", f"{type(exc).__name__}: {exc}")
 
 
 def run_status(run_dir: str | os.PathLike[str]) -> str | None:
-    """Returns "running", "finished", "failed", "killed" (nobody is left to end it), or None if no run is there."""
+    """Returns "running", "finished", "failed", "preempted", "killed" (nobody is left to end it); None: no run."""
     run = read_run(run_dir)
     if run is None or run.get("status") != "running":
         return None if run is None else str(run.get("status"))

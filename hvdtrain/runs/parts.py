@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.runs.staging import StateFile
@@ -26,6 +26,19 @@ class Progress:
     step: int = 0
     samples_seen: int = 0
     samples_in_epoch: int = 0
+
+
+class Saves(Protocol):
+    """Saves once more what a checkpointer was given.
+
+    Attributes:
+        order: the same on every rank.
+    """
+
+    @property
+    def order(self) -> str: ...
+    def save(self) -> str:
+        """Saves, unless that was done after the last update; returns what is there, in words. Collective."""
 
 
 class Part:
@@ -55,6 +68,19 @@ class Part:
 
     def restored(self, progress: Progress) -> None:
         """Called on every rank when all parts are loaded, with the progress that was saved with them."""
+
+    # -- when the job is told to end: `hvdtrain.runs.preemption` -------------------------------------------------
+    @property
+    def progress(self) -> Progress | None:
+        """Where the training stands that this is a part of, if it knows."""
+        return None
+
+    def again(self) -> Callable[[], Part]:
+        """Returns what makes this part once more, without holding what trains."""
+        return lambda: self
+
+    def saved_by(self, saver: Saves) -> None:
+        """Called on every rank when a checkpointer knows the state that this is a part of."""
 
 
 class ExtraPart(Part):

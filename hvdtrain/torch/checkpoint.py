@@ -8,10 +8,11 @@ data, and every rank's random numbers; `extra.pt` is what else the user keeps. B
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.core.world import World, current
-from hvdtrain.runs.parts import Part, Progress
+from hvdtrain.runs.parts import Part, Progress, Saves
 from hvdtrain.runs.staging import StateFile
 from hvdtrain.torch import start
 from hvdtrain.torch.checks import nonfinite
@@ -106,6 +107,10 @@ class ModelPart(Part):
         self.module = unwrap(model)
         self.world = world
         self._read: dict[str, Tensor] = {}
+
+    def again(self) -> Callable[[], Part]:
+        module, world = self.module, self.world  # and not what it may be wrapped in, which knows the training
+        return lambda: ModelPart(module, world)
 
     def collect(self) -> None:
         CLOCK.enter("checkpoint")
@@ -222,6 +227,23 @@ class TrainingPart(Part):
         self.streams: list[dict[str, Any]] = []
         self._gathered: dict[str, Any] | None = None  # the optimizer's state, where ranks have parts of it
         self._read: dict[str, Any] = {}
+
+    @property
+    def progress(self) -> Progress:
+        return self.optimizer.progress
+
+    def again(self) -> Callable[[], Part]:
+        of, data = ref(self.optimizer), self.data
+
+        def made() -> Part:
+            optimizer = of()
+            assert optimizer is not None  # a training is under way
+            return TrainingPart(optimizer, data)
+
+        return made
+
+    def saved_by(self, saver: Saves) -> None:
+        self.optimizer.session.saver = saver
 
     def collect(self) -> None:
         """Gathers the ranks' random states, and their parts of the optimizer's.

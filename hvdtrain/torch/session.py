@@ -16,6 +16,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.lr import LR
 from hvdtrain.core.sharding import Step
 from hvdtrain.core.world import World
+from hvdtrain.runs.parts import Saves
 from hvdtrain.torch.checks.in_step import Noted
 from hvdtrain.torch.checks.loss_proof import LossProof
 from hvdtrain.torch.checks.nonfinite import Losses
@@ -70,6 +71,7 @@ class Session:
         last_call: arguments of the last training forward pass.
         last_method: the user's own that took them, in place of forward.
         entered: the model was called, or a method of it, since the last backward pass.
+        saver: what saves this training, if a checkpointer knows it.
         stepping: the optimizer's step is called by `Optimizer.step`.
     """
 
@@ -92,12 +94,18 @@ class Session:
     last_method: Callable[..., Any] | None = None
     stepping: bool = False
     entered: bool = False
+    saver: Saves | None = None
     _begun_with: dict[str, Any] | None = field(default=None, repr=False)  # random numbers, as an update began
     _empty_batch: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
     def engine(self) -> TorchEngine:
         return engine_of(self.world)
+
+    @property
+    def told(self) -> bool:
+        """All ranks know that one was told to end."""
+        return self.losses.told
 
     @property
     def accumulate(self) -> int:

@@ -83,7 +83,7 @@ def test_ranks_are_asked_to_save_before_the_requeue(asks: bool, tmp_path: Path, 
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     job = {"HVDTRAIN_STARTER": "srun", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURM_NTASKS": "1"}
-    job |= {"HVDTRAIN_SAVE_SIGNAL": "USR1"} if asks else {}
+    job |= {} if asks else {"HVDTRAIN_SAVE_SIGNAL": "none"}
     env = clean_environment(job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     script = subprocess.Popen(["bash", TEMPLATE, "bash", "-c", SAVES], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
     try:
@@ -98,7 +98,7 @@ def test_ranks_are_asked_to_save_before_the_requeue(asks: bool, tmp_path: Path, 
         script.wait()
     saves = ["scancel --signal=USR1 7", "saved"] if asks else []
     assert (tmp_path / "log").read_text().splitlines() == ["all", *saves, "requeue 7"]
-    limit("C14", "the time limit of a Slurm job", mended="HVDTRAIN_SAVE_SIGNAL: ranks save first, then it is requeued")
+    limit("C14", "the time limit of a Slurm job", mended="ranks are asked to save first, then it is requeued")
 
 
 # ---- under Slurm
@@ -183,6 +183,23 @@ def test_at_its_time_limit_it_requeues_itself(queue: Slurm, waiting: Path) -> No
     (waiting / "go").write_text("0")
     job.wait_for("COMPLETED")
     assert "time limit, requeued" in job.text()
+
+
+@pytest.mark.slow
+def test_at_its_time_limit_the_ranks_save_first(queue: Slurm, few_pictures: Path, tmp_path: Path) -> None:
+    """Within an epoch: the job goes on with the very next update."""
+    command: list[str | Path] = ["python", "-m", "hvdtrain.keras_mnist", "--data", few_pictures, "--run-dir", "run"]
+    job = queue.submit(tmp_path, *command, "--epochs", str(EPOCHS), "--per-rank-batch", "4")
+    run_dir = tmp_path / "run"
+    queue.wait(lambda: sum(map(len, epochs_in(run_dir))) >= 1 or job.state == "FAILED", 150, job.told)
+    queue.call("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait_for_text("time limit, requeued")
+    saved = re.search(r"told to end: saved in \S+/epoch-(\d+)-step-(\d+);", job.text())
+    assert saved is not None and "exit code 85" in job.text(), job.told()
+    job.start_now()
+    job.wait_for("COMPLETED", limit_s=200)
+    before, after = epochs_in(run_dir)
+    assert before == list(range(int(saved[1]))) and after == list(range(int(saved[1]), EPOCHS)), job.told()
 
 
 def test_at_its_time_limit_it_requeues_itself_so_often_only(queue: Slurm, waiting: Path) -> None:

@@ -31,6 +31,7 @@ from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
 from hvdtrain.cluster.launch.rank import Rank, StartError, rendezvous_process
 from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode
+from hvdtrain.core.in_step.preemption import ENDING, ENDS
 from hvdtrain.core.resources import cgroup_quota
 from hvdtrain.core.version import __version__
 
@@ -50,6 +51,7 @@ class Agent:
         self._ranks: dict[int, Rank] = {}  # by process id
         self._rendezvous: subprocess.Popen[bytes] | None = None
         self._given: int | None = None  # a file in memory: what every rank reads
+        self._says = os.memfd_create("ending")  # that no update will come, to ranks that save at the next one
         self._settings: dict[str, float] = {"lost_s": 15.0, "stopped_s": 15.0, "grace_s": 5.0}
         self._untaken = 0  # messages of output that the launcher has not shown yet
         self._data_path: DataPath | None = None
@@ -144,7 +146,7 @@ class Agent:
         elif kind == "signal":
             processes.send([rank.pid for rank in self._ranks.values() if rank.code is None], int(message["number"]))
         elif kind == "end":
-            self._end(int(message["signal"]), float(message["grace_s"]))
+            self._end(int(message["signal"]), float(message["grace_s"]), asks=bool(message.get("asks")))
 
     def _rendezvous_answers(self) -> None:
         assert self._rendezvous is not None and self._rendezvous.stdout is not None
@@ -161,6 +163,7 @@ class Agent:
     def _start(self, message: Message) -> None:
         own = {name: value for name, value in os.environ.items() if name not in set(message["without"])}
         environment = {**message["defaults"], **own, **message["env"], TOKEN: message["token"]}
+        environment[ENDING] = f"/proc/{os.getpid()}/fd/{self._says}"
         if message["peer"] is not None:
             self._data_path = DataPath(message["own"], message["peer"], time.monotonic())
         for wanted in message["ranks"]:
@@ -255,10 +258,12 @@ class Agent:
 
     # ---- the end
 
-    def _end(self, number: int, grace_s: float) -> None:
+    def _end(self, number: int, grace_s: float, *, asks: bool = False) -> None:
         """Begins to end everything: the ranks get the signal, then all that is left is killed. A second call may only
-        hurry."""
+        hurry. `asks`: nothing is wrong, and they may use the grace to save."""
         now = time.monotonic()
+        if not asks:
+            os.pwrite(self._says, ENDS, 0)
         stages = [(now, number), (now + grace_s, signal.SIGKILL)]
         if number == signal.SIGINT:  # a handler of it may take its time, or not be there
             stages = [(now, number), (now + grace_s, signal.SIGTERM), (now + 2 * grace_s, signal.SIGKILL)]

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvdtrain.core.errors import PREEMPTED_CODE
 from hvdtrain.horovod_build.prove_rank import TOO_LATE
 
 SETTLE_S = 0.5  # after the first rank that fails: others that failed before it may still be on their way here
@@ -80,7 +81,12 @@ class RankEnd:
     @property
     def failed(self) -> bool:
         """Whether the job must end."""
-        return self.code != 0 or not self.done
+        return self.code not in (0, PREEMPTED_CODE) or not self.done
+
+    @property
+    def preempted(self) -> bool:
+        """Whether it was told to end."""
+        return self.code == PREEMPTED_CODE
 
     @property
     def is_consequence(self) -> bool:

@@ -34,7 +34,7 @@ from hvdtrain.cluster.launch.failures import (
 from hvdtrain.cluster.launch.job import Job, Plan, Timeouts, make_plan
 from hvdtrain.cluster.launch.rank import RETURNED
 from hvdtrain.cluster.protocol import Message
-from hvdtrain.core.errors import LauncherError
+from hvdtrain.core.errors import PREEMPTED_CODE, LauncherError
 from hvdtrain.core.slurm import port_of
 
 __all__ = ["Failure", "Job", "Outcome", "Plan", "Timeouts", "look", "result_in", "run"]
@@ -55,20 +55,25 @@ class Outcome:
     Attributes:
         failed: what made it end; None if every rank ended well, or the user ended it.
         interrupted: the signal by which the user ended it.
+        preempted: ranks were told to end, and have ended as such.
         left: processes that stay, because the agents may not end them, in words.
         seconds: from the ranks' start to the end of the last.
     """
 
     failed: Failure | None = None
     interrupted: int | None = None
+    preempted: bool = False
     left: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def exit_code(self) -> int:
-        """0; the first failing rank's; 128+N when signal N ended the launcher's run."""
+        """0; the first failing rank's; 85 when ranks were told to end, and did; 128+N when signal N ended the
+        launcher's run."""
         if self.failed is not None:
             return self.failed.code
+        if self.preempted:
+            return PREEMPTED_CODE
         return 128 + self.interrupted if self.interrupted is not None else 0
 
 
@@ -86,8 +91,8 @@ def run(
     """Runs a job to its end.
 
     SIGINT, SIGTERM and SIGHUP end it (the ranks get the signal, then, after the grace, SIGKILL; a second one kills at
-    once); SIGUSR1 and SIGUSR2 are passed on to the ranks; SIGTSTP (Ctrl-Z) does nothing. Only in the main thread, as
-    signals are its.
+    once; after SIGTERM they may use the grace to save); SIGUSR1 and SIGUSR2 are passed on to the ranks; SIGTSTP
+    (Ctrl-Z) does nothing. Only in the main thread, as signals are its.
 
     Args:
         job: what to run.
@@ -197,6 +202,7 @@ class _Running:
             if self._deadline_s is not None and time.monotonic() > self._deadline_s:
                 break
         self._look_at_ranks()  # hosts may all have left before
+        self.outcome.preempted = any(end.preempted for end in self._ends.values())
 
     def close(self) -> None:
         """Lets the agents go, which end their ranks before they end, and passes on the last output."""
@@ -299,6 +305,8 @@ class _Running:
             self._fail(first.rank, first.host, as_exit_code(first.code) or 1, why)
         elif all_ended:
             self._end(signal.SIGTERM)
+        elif any(end.preempted and now - end.at_s >= self._job.timeouts.grace_s for end in ends):
+            self._end(signal.SIGTERM)  # the others have had as long to end, too
 
     def _look_at_cuts(self) -> None:
         """Ends the job whose hosts do not reach each other any more, though the launcher reaches them."""
@@ -336,11 +344,11 @@ class _Running:
 
     # ---- the end
 
-    def _end(self, number: int, *, grace_s: float | None = None) -> None:
+    def _end(self, number: int, *, grace_s: float | None = None, asks: bool = False) -> None:
         if self._closing:
             return
         grace_s = self._job.timeouts.grace_s if grace_s is None else grace_s
-        self._agents.send("end", signal=number, grace_s=grace_s)
+        self._agents.send("end", signal=number, grace_s=grace_s, asks=asks)
         stages = 2 if number == signal.SIGINT else 1
         deadline = time.monotonic() + stages * grace_s + 5.0
         self._deadline_s = min(deadline, self._deadline_s or deadline)
@@ -359,7 +367,8 @@ class _Running:
             else:
                 self.outcome.interrupted = number
                 self._on_interrupt(number)
-                self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+                ends = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+                self._end(ends, asks=number == signal.SIGTERM)
 
     def _stop_if_asked(self) -> None:
         ending = [number for number in self._received if number in _ENDING]

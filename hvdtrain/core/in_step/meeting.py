@@ -75,6 +75,7 @@ class Tracker:
 
     Attributes:
         updates, meetings: completed so far; the same on every rank that is in step.
+        longest_s: that this rank has been in one update.
         watch: ends with `close`.
         remedy: what to do when ranks are not in step, for programs that are not written with hvdtrain.
         phase: gives the phase of training that runs, where an adapter knows it.
@@ -91,6 +92,7 @@ class Tracker:
         self.on = on and size > 1
         self.updates = self.meetings = 0
         self.phase: Callable[[], str] = str
+        self.longest_s = 0.0
         self._update: Place | None = None
         self._meeting: Place | None = None
         self._last: Place | None = None
@@ -217,6 +219,7 @@ class Tracker:
     def end_update(self) -> None:
         """Notes that the reduction is complete."""
         if self._update is not None:
+            self.longest_s = max(self.longest_s, time.monotonic() - self._update.since_s)
             self._update, self._last = None, self._update
             self.updates += 1
             self._mark(NOWHERE)

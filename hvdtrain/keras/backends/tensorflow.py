@@ -102,11 +102,18 @@ class TensorFlowBackend:
         shown = map_leaves(lambda weight: tf.where(dead, tf.zeros_like(weight), weight), sample_weight)
         return tf.where(dead, tf.zeros_like(samples), samples), shown
 
-    def notes(self) -> tuple[Any, Any]:
-        """A variable that is true, for `keep_first`, and one for the number of `note_loss`; to be made outside of a
-        step.
+    def notes(self) -> tuple[Any, Any, Any]:
+        """A variable that is true, for `keep_first`, one for the number of `note_loss`, and one that `tell` makes 1; to
+        be made outside of a step.
         """
-        return tf.Variable(True, trainable=False), tf.Variable(float("nan"), trainable=False, dtype=tf.float64)
+        with tf.device("CPU:0"):
+            telling = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+        loss = tf.Variable(float("nan"), trainable=False, dtype=tf.float64)
+        return tf.Variable(True, trainable=False), loss, telling
+
+    def tell(self, session: Any) -> None:
+        """This rank was told to end: the next step lets all others know."""
+        session.telling.assign(1.0)
 
     def note_loss(self, session: Any, loss: Any, name: str) -> None:
         """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
@@ -190,13 +197,17 @@ class TensorFlowBackend:
         with tf.init_scope(), tf.device("CPU:0"):
             return tf.Variable(0.0, trainable=False, dtype=tf.float64)
 
-    def start_sum(self, value: Any, name: str) -> Any:
-        """Starts the sum of a float64 scalar over ranks; in a graph it runs beside the forward pass."""
+    def start_sum(self, value: Any, name: str, session: Any = None) -> Any:
+        """Starts the sum of a float64 scalar over ranks; in a graph it runs beside the forward pass. With a session
+        the word goes along that a rank was told to end.
+        """
         with tf.device("CPU:0"):
             # Horovod's operations are not marked as stateful: what they are given must be no constant (the samples of
             # batches of one shape), or one rank's optimiser of graphs runs them once, instead of in each step
-            row = tf.reshape(value + self._no_constant, [1])
-            sums = self.hvd.allreduce(row, op=self.hvd.Sum, name=name, ignore_name_scope=True)
+            row = [value + self._no_constant, *([session.telling] if session is not None else [])]
+            sums = self.hvd.allreduce(tf.stack(row), op=self.hvd.Sum, name=name, ignore_name_scope=True)
+            if session is not None:
+                _note(session, sums[1])
             return sums[0]  # in the step's own graph: the first to ask for it may be a branch of a user's cond
 
     def finish_sum(self, started: Any) -> Any:
@@ -392,6 +403,22 @@ def _on_host(operation: Callable[..., Any], array: np.ndarray, kind: str, **opti
 
             _host_operations[key] = run
         return _host_operations[key](value).numpy()
+
+
+def _note(session: Any, told: Any) -> None:
+    """Notes in the session whether a rank was told to end: nobody need read a variable after each step for it."""
+
+    def note() -> None:
+        session.told = True
+
+    def noted() -> Any:
+        with tf.control_dependencies([tf.numpy_function(note, [], [])]):
+            return tf.no_op()
+
+    if not tf.executing_eagerly():
+        tf.cond(told > 0, noted, tf.no_op)
+    elif told > 0:
+        note()
 
 
 def _timed(data: Any, waited: Any) -> Any:

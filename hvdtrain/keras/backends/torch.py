@@ -84,8 +84,12 @@ class TorchBackend:
             return float(first.shape[0]), sample_weight
         return 0.0, map_leaves(torch.zeros_like, sample_weight)
 
-    def notes(self) -> tuple[Any, Any]:
-        return None, None
+    def notes(self) -> tuple[Any, Any, Any]:
+        return None, None, None
+
+    def tell(self, session: Any) -> None:
+        """This rank was told to end: the next step lets all others know."""
+        session.telling = 1.0
 
     def note_loss(self, session: Any, loss: Any, name: str) -> None:
         """Notes the loss of the global batch, from this rank's part (its loss times its samples)."""
@@ -134,14 +138,21 @@ class TorchBackend:
             return tensor * ratio.to(tensor.dtype)
         return tensor * (a * b / below if below else 0.0)
 
-    def start_sum(self, value: Any, name: str) -> Any:
-        """Starts the sum of a number over ranks; it travels while the forward pass runs."""
-        row = value.reshape(1) if torch.is_tensor(value) else torch.tensor([value], dtype=torch.float64)
-        return self.hvd.allreduce_async(row, op=self.hvd.Sum, name=name), torch.is_tensor(value)
+    def start_sum(self, value: Any, name: str, session: Any = None) -> Any:
+        """Starts the sum of a number over ranks; it travels while the forward pass runs. With a session the word goes
+        along that a rank was told to end.
+        """
+        if torch.is_tensor(value):
+            row = value.reshape(1)
+        else:
+            row = torch.tensor([value] if session is None else [value, session.telling or 0.0], dtype=torch.float64)
+        return self.hvd.allreduce_async(row, op=self.hvd.Sum, name=name), torch.is_tensor(value), session
 
     def finish_sum(self, started: Any) -> Any:
-        handle, stays = started
+        handle, stays, session = started
         sums = self.hvd.synchronize(handle)
+        if session is not None:
+            session.told = session.told or bool(sums[1])
         return sums[0] if stays else float(sums[0])
 
     def number_of_call(self, live: Any) -> int:

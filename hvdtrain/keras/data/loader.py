@@ -69,8 +69,9 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
     def go_on(self, epoch: int, samples_in_epoch: int) -> None:
         """Makes the next `fit` begin there; a restored checkpoint does so by itself.
 
-        The rest of an epoch is a `fit` of its own (`epochs=initial_epoch + 1`), and the epochs after it another
-        (with `use_ema` that goes on with the weights themselves, as one fit would).
+        After `restore`, `fit` goes on with the epochs after it, too; else the rest of an epoch is a `fit` of its own
+        (`epochs=initial_epoch + 1`), and the epochs after it another (with `use_ema` that goes on with the weights
+        themselves, as one fit would).
 
         Raises:
             ConfigError: no such place in this data.
@@ -83,6 +84,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
             )
         self._check_place(samples_in_epoch // self.unit)
         self.first_epoch, self._done, self._begun = epoch, samples_in_epoch, False
+        self._rest = False
         self._read(epoch)
 
     def identity(self) -> str:
@@ -208,7 +210,13 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         return self._adapter.get_tf_dataset()
 
     def get_torch_dataloader(self) -> Any:
-        return self._adapter.get_torch_dataloader()
+        made = self._adapter.get_torch_dataloader()
+        if self._rest:  # a restored state has behind it what PyTorch draws, as a seed for workers, when an epoch begins
+            self._rest = False
+            import torch
+
+            made.generator = torch.Generator()
+        return made
 
     @property
     def batch_size(self) -> int | None:
@@ -225,6 +233,7 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
                 f"epoch {epoch} after the partial epoch {self.first_epoch} ({self._done} samples were done)",
                 "fit the partial epoch on its own (epochs=initial_epoch + 1), then fit() the others with the same data",
             )
+        self._rest = self._done > 0
         self.source.begin(epoch)
         if epoch != self.epoch:
             self._read(epoch)

@@ -42,6 +42,7 @@ class Reading:
         layer: what `first_bad_layer` found, if this rank's loss is known to be bad.
         wrong: float64 scalar, the same on every rank: not 0 where the update's weights are not right.
         explain: makes the error for that; collective.
+        told: float64 scalar: how many ranks were told to end.
         arrived: a CUDA event, where the numbers come from a GPU.
     """
 
@@ -52,6 +53,7 @@ class Reading:
     layer: str
     wrong: Tensor | float
     explain: Callable[[], Exception]
+    told: Tensor | float = 0.0
     arrived: Any = None
 
 
@@ -60,6 +62,7 @@ class Losses:
 
     Attributes:
         last: of the newest update whose loss has been read; None before.
+        told: an update that has been read came with the word that a rank was told to end.
     """
 
     def __init__(self, world: World, device: torch.device, *, skips: bool = False) -> None:
@@ -70,6 +73,7 @@ class Losses:
         self.at_once = not self._on_gpu or os.environ.get(_EVERY_STEP, "") not in ("", "0")
         self._under_way: deque[Reading] = deque()
         self.last: float | None = None
+        self.told = False
 
     def add(self, new: Reading) -> None:
         """Notes the losses of an update and reads those that are due; the same call on every rank.
@@ -78,14 +82,14 @@ class Losses:
             NonFiniteError, ConfigError: on every rank.
         """
         if self._on_gpu:
-            three = [  # numbers of Python come from a rank without samples
+            four = [  # numbers of Python come from a rank without samples
                 value if isinstance(value, Tensor) else torch.full_like(new.every, value)
-                for value in (new.every, new.mine, new.wrong)
+                for value in (new.every, new.mine, new.wrong, new.told)
             ]
-            every, mine, wrong = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(
-                torch.stack(three), non_blocking=True
+            every, mine, wrong, told = torch.empty(4, dtype=torch.float64, pin_memory=True).copy_(
+                torch.stack(four), non_blocking=True
             )
-            new = replace(new, every=every, mine=mine, wrong=wrong, arrived=torch.cuda.Event())
+            new = replace(new, every=every, mine=mine, wrong=wrong, told=told, arrived=torch.cuda.Event())
             new.arrived.record()
         self._under_way.append(new)
         self.settle(0 if self.at_once or self.last is None else _LAG)  # the first one shows whether weights are right
@@ -102,6 +106,7 @@ class Losses:
                 reading.arrived.synchronize()
             if float(reading.wrong):
                 raise reading.explain()
+            self.told = self.told or bool(reading.told)
             every, mine = float(reading.every), float(reading.mine)
             if not math.isfinite(every):
                 self._skipped += 1

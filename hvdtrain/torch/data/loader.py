@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.sharding import ORDER_RULE, Dealt, Plan, Step
 from hvdtrain.core.world import World
+from hvdtrain.runs.preemption import Training, end_if_told
 from hvdtrain.torch.clock import CLOCK
 from hvdtrain.torch.data.draws import uniforms
 from hvdtrain.torch.data.nested import tensors_of, to_device
@@ -29,7 +30,7 @@ TOGETHER = 2  # batches in a row that two loaders of one order may serve in turn
 Items = Generator[tuple[Any, Step], None, None] | Ahead[tuple[Any, Step]]
 
 
-class Follower(Protocol):
+class Follower(Training, Protocol):
     """Receives the step of each batch as it is handed out; None at the end."""
 
     @property
@@ -186,6 +187,7 @@ class Loader(Dealt):
         anything was trained on do not.
         """
         while self.position[0] < total:
+            end_if_told(self.followers, self._world)
             epoch, moves = self.position[0], self._moves
             yield epoch
             if self.position[0] == epoch and self._moves == moves:
@@ -339,6 +341,8 @@ class Epoch:
             CLOCK.enter("other")
             _notify(loader, None)
             raise StopIteration
+        if loader.pads():
+            end_if_told(loader.followers, loader._world)
         batch, step = item
         self._padding = step if step.padding else None
         self._count += 1

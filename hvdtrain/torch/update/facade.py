@@ -54,6 +54,15 @@ class Facade(torch.optim.Optimizer):
         """Updates left out because a gradient was infinite (amp="fp16")."""
         return self.session.precision.skipped_steps
 
+    @property
+    def preempted(self) -> bool:
+        """A rank was told to end (SIGTERM, SIGUSR1): True on all ranks after the same update (on a GPU: two later).
+
+        A loop over a `Loader` need not look: it saves and ends by itself, where the loader is asked for the next batch.
+        Any other one saves, and raises `hvdtrain.Preempted`.
+        """
+        return self.session.told
+
     def record(self) -> dict[str, Any]:
         """What `RunLog.step` takes, for the batch just done.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step.preemption import told
 from hvdtrain.torch.checks.tally import Number, Tally, double
 from hvdtrain.torch.update.batches import Batch
 
@@ -140,6 +141,7 @@ class Gradients:
         self.tally.rates = 0.0
         for index, group in enumerate(self._optimizer.param_groups):
             self.tally.rates = self.tally.rates + double(group["lr"]) * math.sqrt(index + 1)
+        self.tally.told = float(told())
         return self.tally.tensor(self._device)
 
     # -- backward passes that are not the optimizer's ---------------------------------------------------------

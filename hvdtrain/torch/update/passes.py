@@ -267,7 +267,7 @@ class Passes(Facade):
         layer, self._layer = self._layer, ""
         session.losses.add(Reading(
             self.progress.step + 1, batch.place[0], every, tally.loss, layer,
-            wrong(sums, session.world.size), session.proof.explain(tally, sums, lambda: self.lr),
+            wrong(sums, session.world.size), session.proof.explain(tally, sums, lambda: self.lr), sums[-1],
         ))  # fmt: skip
         if tally.given:
             session.precision.note_weights(weight / batch.planned)

@@ -1,0 +1,152 @@
+"""SIGTERM or SIGUSR1 to a rank, or to the launcher: all ranks save after the same update, and go on bit-equal."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import PROGRAMS, REPOSITORY, Result, clean_environment, run_ranks
+
+TORCH, KERAS = PROGRAMS / "torch" / "preempted.py", PROGRAMS / "keras" / "preempted.py"
+CODE = 85
+
+
+def launched(folder: Path, *program: str | Path, env: dict[str, str] | None = None) -> Result:
+    """Runs a program on two ranks by `hvdtrain launch`."""
+    flags = ["-m", "hvdtrain", "launch", "-np", "2", "--no-checks", "--log-dir", str(folder / "logs")]
+    return run_ranks([*flags, "--", sys.executable, *program], 1, launcher="none", env=env, timeout_s=120)
+
+
+def trained(text: str) -> str:
+    found = [line for line in text.splitlines() if "trained " in line]
+    assert found, text
+    return found[0].rpartition("trained ")[2]
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.partition("-step-")[2]) for path in folder.glob("epoch-*"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("unbroken")
+    return trained(launched(folder, TORCH, folder / "run").check().out)
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "rank", "steps"),
+    [
+        ("update", 1, "1", [2]),
+        ("update", 2, "0", [3]),  # learned in the epoch's last update: its own checkpoint is the one
+        ("accumulation", 4, "1", [3, 5]),
+        pytest.param("validation", 0, "0", [3, 4], marks=pytest.mark.thorough),
+        pytest.param("save", 0, "0", [3, 4], marks=pytest.mark.thorough),
+    ],
+)
+def test_all_ranks_save_after_the_same_update(
+    place: str, number: int, rank: str, steps: list[int], unbroken: str, tmp_path: Path
+) -> None:
+    ended = launched(tmp_path, TORCH, tmp_path / "run", place, str(number), rank)
+    assert ended.returncode == CODE, ended.text
+    assert "got SIG" in ended.text and "told to end: " in ended.out and "Traceback" not in ended.text, ended.text
+    assert "hvdtrain launch: the ranks were told to end, and have" in ended.err, ended.text
+    assert saved(tmp_path / "run") == steps, ended.text
+    assert trained(launched(tmp_path, TORCH, tmp_path / "run").check().out) == unbroken
+
+
+@pytest.mark.parametrize(
+    ("launcher", "engine"),
+    [("horovodrun", "horovod"), pytest.param("torchrun", "ddp", marks=pytest.mark.thorough)],
+)
+def test_under_other_launchers(launcher: str, engine: str, tmp_path: Path) -> None:
+    """They have exit codes of their own."""
+    env = {"ENGINE": engine}
+    ended = run_ranks([TORCH, tmp_path / "run", "update", "1", "1"], 2, launcher=launcher, env=env)
+    assert ended.returncode != 0 and "told to end: saved in" in ended.text, ended.text
+    assert saved(tmp_path / "run") == [2], ended.text
+    whole = run_ranks([TORCH, tmp_path / "whole"], 2, launcher=launcher, env=env).check()
+    again = run_ranks([TORCH, tmp_path / "run"], 2, launcher=launcher, env=env).check()
+    assert trained(again.text) == trained(whole.text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.thorough)])
+def test_the_launcher_hands_it_on(number: signal.Signals, tmp_path: Path) -> None:
+    flags = ["launch", "-np", "2", "--no-checks", "--grace=30", "--max-restarts=2", "--log-dir", str(tmp_path / "logs")]
+    command = [sys.executable, "-m", "hvdtrain", *flags, "--", sys.executable, str(TORCH), str(tmp_path / "run")]
+    job = subprocess.Popen(
+        [*command, "launcher", "1"], cwd=REPOSITORY, env=clean_environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        assert job.stdout is not None
+        lines: list[str] = []
+        while sum("waiting to be told" in line for line in lines) < 2:
+            lines.append(job.stdout.readline())
+            assert lines[-1], "".join(lines)
+        job.send_signal(number)
+        rest = job.communicate(timeout=40)[0]
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode == CODE and "restart 1" not in rest, rest
+    assert saved(tmp_path / "run") == [2], rest
+
+
+def test_negative_twin_a_word_that_stays_on_its_rank(tmp_path: Path) -> None:
+    """Rank 1 saves alone, which the others are not in: never the exit code of a job that has saved."""
+    ended = launched(tmp_path, TORCH, tmp_path / "run", "update", "1", "alone", env={"HVDTRAIN_IN_STEP_S": "1"})
+    assert ended.returncode not in (0, CODE) and saved(tmp_path / "run") == [], ended.text
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_keras(backend: str, tmp_path: Path) -> None:
+    env = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    ended = launched(tmp_path, KERAS, tmp_path / "run", "11", env=env)
+    assert ended.returncode == CODE and "told to end: saved in" in ended.out, ended.text
+    assert saved(tmp_path / "run") == [8, 11], ended.text
+    again = launched(tmp_path, KERAS, tmp_path / "run", env=env).check()
+    whole = launched(tmp_path, KERAS, tmp_path / "whole", env=env).check()
+    assert trained(again.out) == trained(whole.out)
+
+
+FORKED = """
+import os, signal, sys, time, hvdtrain
+from hvdtrain.core.in_step import preemption
+with hvdtrain.init("torch"):
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    os.kill(child, signal.SIGTERM)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "told", preemption.told())
+"""
+
+
+def test_a_forked_process_ends_by_sigterm() -> None:
+    """As a worker of a data loader is ended."""
+    done = run_ranks(["-c", FORKED], 1, launcher="none").check()
+    assert "child -15 told False" in done.out, done.text
+
+
+SLEEPS = """
+import sys, time, hvdtrain
+with hvdtrain.init("torch") as world:
+    world.barrier()
+    if world.rank:
+        sys.exit(7)
+    time.sleep(60)
+"""
+
+
+def test_after_a_rank_that_failed_no_update_is_waited_for(tmp_path: Path) -> None:
+    """With a long grace: the other rank ends at once, all the same."""
+    flags = ["-m", "hvdtrain", "launch", "-np", "2", "--no-checks", "--grace=50", "--log-dir", str(tmp_path / "logs")]
+    program = "import os; os._exit(7)"
+    done = run_ranks(
+        [*flags, "--", sys.executable, "-c", SLEEPS.replace("sys.exit(7)", f"exec({program!r})")], 1, launcher="none",
+        timeout_s=45,
+    )  # fmt: skip
+    assert done.returncode == 7 and "ended by SIGTERM, without waiting for an update" in done.err, done.text

@@ -1,0 +1,135 @@
+"""When a rank that was told to end waits for the next update, and when it ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, Preempted
+from hvdtrain.core.in_step import preemption
+from hvdtrain.core.in_step.meeting import Tracker
+from hvdtrain.core.in_step.preemption import ENDING, ENDS, Notice, told, wanted
+
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    yield
+    preemption.release()
+
+
+def notice(environ: Mapping[str, str] | None = None, tracker: Tracker | None = None) -> Notice:
+    return Notice(1, tracker or Tracker(), environ or {})
+
+
+@pytest.mark.parametrize("number", [TERM, USR1])
+def test_the_first_signal_is_noted_and_said_once(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    its = notice()
+    assert not its.note(number, 5.0) and its.told
+    assert not its.note(USR1, 6.0) and not its.note(signal.SIGINT, 6.0)
+    said = capsys.readouterr().err
+    assert said.count("rank 1 got") == 1 and signal.Signals(number).name in said and f"code {PREEMPTED_CODE}" in said
+
+
+def test_another_sigterm_ends_the_rank_unless_it_is_the_first_one_twice() -> None:
+    its = notice()
+    assert [its.note(TERM, at_s) for at_s in (5.0, 5.9, 6.1)] == [False, False, True]
+    its = notice()
+    assert [its.note(number, at_s) for number, at_s in ((USR1, 0.0), (USR1, 5.0), (TERM, 9.0))] == [False] * 3
+
+
+@pytest.mark.parametrize(("says", "ends"), [(ENDS, True), (b"", False), (None, False)])
+def test_a_launcher_that_ends_the_job_is_believed(says: bytes | None, ends: bool, tmp_path: Path) -> None:
+    file = tmp_path / "ending"
+    if says is not None:
+        file.write_bytes(says)
+    its = notice({ENDING: str(file)})
+    assert its.note(TERM, 5.0) is ends and its.told is not ends
+
+
+def test_a_rank_that_waits_for_the_others_in_vain_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker(1, 2)
+    its = notice(tracker=tracker)
+    start = time.monotonic()
+    tracker.begin_update("of model 1")
+    assert not its.blocked(start + 1000), "nobody has told it"
+    its.note(USR1, start)
+    assert not its.blocked(start + 9.9)
+    monkeypatch.setattr(time, "monotonic", lambda: start + 11)
+    assert its.blocked(start + 11)
+    tracker.longest_s = 20.0
+    assert not its.blocked(start + 11), "its updates take long"
+    tracker.longest_s = 0.0
+    tracker.end_update()
+    assert not its.blocked(start + 11), "it computes"
+    assert tracker.longest_s == pytest.approx(11, abs=0.5)
+
+
+@pytest.mark.parametrize(("value", "on"), [("", True), ("on", True), ("off", False)])
+def test_it_can_be_switched_off(value: str, on: bool) -> None:
+    assert wanted({preemption.VARIABLE: value}) is on
+    preemption.watch(0, Tracker(), {preemption.VARIABLE: value})
+    assert (signal.getsignal(TERM) is not signal.SIG_DFL) is on
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="on or off"):
+        wanted({preemption.VARIABLE: "yes"})
+
+
+def test_signals_are_noted_until_they_are_released(capfd: pytest.CaptureFixture[str]) -> None:
+    preemption.watch(3, Tracker(), {})
+    assert not told()
+    os.kill(os.getpid(), USR1)
+    deadline = time.monotonic() + 20
+    while not told():
+        assert time.monotonic() < deadline
+    preemption.release()
+    assert not told() and [signal.getsignal(number) for number in (TERM, USR1)] == [signal.SIG_DFL] * 2
+    assert signal.set_wakeup_fd(-1) == -1 and "hvdtrain preemption" not in [t.name for t in threading.enumerate()]
+    assert "rank 3 got SIGUSR1" in capfd.readouterr().err
+
+
+def test_what_the_user_handles_stays_so() -> None:
+    def own(*_: object) -> None: ...
+
+    before = signal.signal(USR1, own)
+    try:
+        preemption.watch(0, Tracker(), {})
+        assert signal.getsignal(USR1) is own and signal.getsignal(TERM) is not signal.SIG_DFL
+        preemption.release()
+        assert signal.getsignal(USR1) is own and signal.getsignal(TERM) is signal.SIG_DFL
+    finally:
+        signal.signal(USR1, before)
+
+
+def test_who_reads_numbers_of_signals_keeps_them() -> None:
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(writer)
+    try:
+        preemption.watch(0, Tracker(), {})
+        assert signal.getsignal(TERM) is signal.SIG_DFL
+    finally:
+        assert signal.set_wakeup_fd(-1) == writer
+        os.close(reader)
+        os.close(writer)
+
+
+def test_other_threads_may_not_have_signals_noted() -> None:
+    thread = threading.Thread(target=preemption.watch, args=(0, Tracker(), {}))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(TERM) is signal.SIG_DFL
+
+
+def test_it_is_an_exit_with_a_code_of_its_own() -> None:
+    with pytest.raises(SystemExit) as caught:
+        raise Preempted
+    assert caught.value.code == PREEMPTED_CODE and type(caught.value)(*caught.value.args).code == PREEMPTED_CODE

@@ -1,0 +1,83 @@
+"""What is saved when ranks were told to end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from blob import Blob
+
+from hvdtrain import Checkpointer, Preempted, Progress
+from hvdtrain.core.world import World
+from hvdtrain.runs.parts import Part, Saves
+from hvdtrain.runs.preemption import end_if_told
+
+
+class Trained(Blob):
+    """A part that knows where training stands."""
+
+    at = Progress(step=1)
+    saver: Saves | None = None
+
+    @property
+    def progress(self) -> Progress:
+        return self.at
+
+    def saved_by(self, saver: Saves) -> None:
+        self.saver = saver
+
+
+@dataclass
+class Training:
+    told: bool
+    saver: Saves | None
+
+
+@pytest.fixture
+def part() -> Trained:
+    return Trained(b"weights")
+
+
+def ends(part: Trained, capsys: pytest.CaptureFixture[str]) -> str:
+    """It ends; returns what was said."""
+    with pytest.raises(Preempted):
+        end_if_told([Training(False, None), Training(True, part.saver)], World.solo())
+    return capsys.readouterr().out
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(info.progress.step for info in Checkpointer(folder).list())
+
+
+def test_nobody_is_told(part: Trained) -> None:
+    end_if_told([Training(False, part.saver)], World.solo())
+
+
+def test_it_saves_as_the_last_time(part: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Checkpointer(tmp_path).save({"blob": part}, progress=part.progress)
+    part.at = Progress(step=2)
+    assert "told to end: saved in" in ends(part, capsys)
+    assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_what_is_saved_already_is_not_saved_twice(
+    restored: bool, part: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state: dict[str, Part] = {"blob": part}
+    Checkpointer(tmp_path).save(state, progress=part.progress)
+    if restored:
+        part.saver = None
+        Checkpointer(tmp_path).restore(state)
+    assert f"is in {tmp_path}" in ends(part, capsys)
+    assert steps(tmp_path) == [1]
+
+
+def test_a_state_can_be_told_before(part: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Checkpointer(tmp_path).on_preemption({"blob": part})
+    assert "saved in" in ends(part, capsys) and steps(tmp_path) == [1]
+
+
+def test_without_a_checkpointer_it_ends_and_says_so(part: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing was saved, which takes checkpoints.on_preemption(state)" in ends(part, capsys)
