@@ -47,7 +47,7 @@ def ends(part: Trained, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def steps(folder: Path) -> list[int]:
-    return sorted(info.progress.step for info in Checkpointer(folder).list())
+    return sorted(info.progress.step for info in Checkpointer(folder, asynchronous=False).list())
 
 
 def test_nobody_is_told(part: Trained) -> None:
@@ -55,7 +55,7 @@ def test_nobody_is_told(part: Trained) -> None:
 
 
 def test_it_saves_as_the_last_time(part: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Checkpointer(tmp_path).save({"blob": part}, progress=part.progress)
+    Checkpointer(tmp_path, asynchronous=False).save({"blob": part}, progress=part.progress)
     part.at = Progress(step=2)
     assert "told to end: saved in" in ends(part, capsys)
     assert steps(tmp_path) == [1, 2]
@@ -66,16 +66,16 @@ def test_what_is_saved_already_is_not_saved_twice(
     restored: bool, part: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state: dict[str, Part] = {"blob": part}
-    Checkpointer(tmp_path).save(state, progress=part.progress)
+    Checkpointer(tmp_path, asynchronous=False).save(state, progress=part.progress)
     if restored:
         part.saver = None
-        Checkpointer(tmp_path).restore(state)
+        Checkpointer(tmp_path, asynchronous=False).restore(state)
     assert f"is in {tmp_path}" in ends(part, capsys)
     assert steps(tmp_path) == [1]
 
 
 def test_a_state_can_be_told_before(part: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Checkpointer(tmp_path).on_preemption({"blob": part})
+    Checkpointer(tmp_path, asynchronous=False).on_preemption({"blob": part})
     assert "saved in" in ends(part, capsys) and steps(tmp_path) == [1]
 
 
