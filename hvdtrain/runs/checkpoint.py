@@ -20,7 +20,7 @@ from hvdtrain.runs import preemption
 from hvdtrain.runs.checkpoint_files import MANIFEST, direction_of, local_copy, read_manifest, verify
 from hvdtrain.runs.checkpoint_folder import Folder, Info, Written, fill, name_of, read_info, unusable_info
 from hvdtrain.runs.parts import Part, Progress
-from hvdtrain.runs.writer import running, started
+from hvdtrain.runs.writer import Writer, running, started
 
 
 class Checkpointer:
@@ -53,7 +53,7 @@ class Checkpointer:
             raise ConfigError("keep must be a whole number >= 1", f"keep={keep!r}")
         if mode not in ("min", "max", None):
             raise ConfigError('mode must be "min" or "max"', f"mode={mode!r}")
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()  # wherever the program goes
         self.folder = Folder(self.directory, keep, best, mode or ("min" if best is None else direction_of(best)))
         self.asynchronous = asynchronous
         self._world = world
@@ -100,20 +100,21 @@ class Checkpointer:
         _check_names(state)
         metrics = {name: float(value) for name, value in metrics.items()}
         written = Written(progress, metrics, self.world.size, time.time())
-        writer = running()
-        if writer is not None:
-            writer.check(self.directory)
         self.folder.make()
-        if self.asynchronous:
+        writer = started() if self.asynchronous else running()
+        if writer is not None:
+            writer.check(self.folder.directory)
+        if writer is not None and self.asynchronous:
             try:
-                return self._submit(state, written)
+                with writer.lock:
+                    return self._submit(writer, state, written)
             except OSError as error:
                 print(f"hvdtrain: this checkpoint is written before training goes on: {error}", file=sys.stderr)
         self._settle()
         return self.folder.add(written, name_of(progress), {name: part.write for name, part in state.items()})
 
-    def _submit(self, state: Mapping[str, Part], written: Written) -> Path:
-        writer = started()
+    def _submit(self, writer: Writer, state: Mapping[str, Part], written: Written) -> Path:
+        writer.start()
         images = writer.images()
         sizes = {}
         for name, part in state.items():
@@ -133,13 +134,13 @@ class Checkpointer:
     def _settle(self) -> None:
         writer = running()
         if writer is not None:
-            writer.wait(self.directory)
+            writer.wait(self.folder.directory)
 
     def _check(self) -> None:
         self._settle()
         writer = running()
         if writer is not None:
-            writer.check(self.directory)
+            writer.check(self.folder.directory)
 
     # -- looking ---------------------------------------------------------------------------------------------
     def list(self) -> list[Info]:
@@ -196,6 +197,9 @@ class Checkpointer:
 
     def _choose(self, which: str, names: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
         """Returns the name and manifest of the checkpoint to restore, every checksum read."""
+        writer = running()
+        if writer is not None:
+            writer.wait()  # of all: a path may be of another directory
         if which in ("latest", "best"):
             known, ranking = self.list(), self.folder.ranking(which)
             if not known:

@@ -92,6 +92,7 @@ class Folder:
             if not self.directory.is_dir():
                 self.directory.mkdir(parents=True, exist_ok=True)
                 sync_directory(self.directory.parent)
+            self.directory = self.directory.resolve()  # one name for all who write there
         except OSError as error:
             raise self._not_written(error) from error
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,20 +43,32 @@ _MAIN = "from hvdtrain.runs.writer import serve; serve({descriptor}, {parent})"
 
 @dataclass
 class _Job:
-    path: Path  # absolute
+    folder: Folder
+    path: Path
+    message: bytes
+    descriptors: list[int]
     images: Images
+    done: threading.Event = field(default_factory=threading.Event)
 
 
 class Writer:
-    """The trainer's side. One checkpoint is being written at most, and one waits."""
+    """The trainer's side. One checkpoint is being written at most, and one waits.
+
+    Threads talk with the process: an interrupt, which only the main thread can have, loses no answer and no image.
+    """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._free = [Images(), Images()]
-        self._under_way: deque[_Job] = deque()
-        self._failures: dict[Path, CheckpointError] = {}
+        self._images = [Images(), Images()]
+        self._jobs: list[_Job] = []  # whose checkpoints are not there yet; in order
+        self._new: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._sent: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._failures: dict[Path, list[CheckpointError]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self.lock = threading.RLock()  # of who saves
+        for run in (self._send, self._receive):
+            threading.Thread(target=run, name="hvdtrain writer", daemon=True).start()
         before_end(self._finish)
         atexit.register(self._at_exit)
 
@@ -71,7 +85,7 @@ class Writer:
         """
         if self._process is not None and self._process.poll() is None:
             return
-        self._settle(0)
+        self.wait()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -84,81 +98,81 @@ class Writer:
 
     def images(self) -> Images:
         """Returns memory for a checkpoint; waits until there is some."""
-        self._settle(1)
-        return self._free[-1]
+        while len(self._jobs) > 1:
+            self._jobs[0].done.wait()
+        in_use = [job.images for job in self._jobs]
+        return next(images for images in self._images if images not in in_use)
 
     def submit(self, images: Images, sizes: Mapping[str, int], folder: Folder, written: Written) -> Path:
-        """Has a checkpoint written from images; returns its directory, which will be there.
-
-        Raises:
-            OSError: the process is gone.
-        """
-        assert self._socket is not None
-        directory = folder.directory.absolute()
-        taken = [job.path.name for job in self._under_way if job.path.parent == directory]
+        """Has a checkpoint written from images; returns its directory, which will be there."""
+        taken = [job.path.name for job in self._jobs if job.folder.directory == folder.directory]
         name = folder.free_name(name_of(written.progress), taken)
         message = {
-            "directory": os.fspath(directory), "keep": folder.keep, "best_metric": folder.best_metric,
+            "directory": os.fspath(folder.directory), "keep": folder.keep, "best_metric": folder.best_metric,
             "mode": folder.mode, "name": name, "files": dict(sizes), "written": asdict(written),
         }  # fmt: skip
-        socket.send_fds(self._socket, [json.dumps(message).encode()], [images.descriptor(part) for part in sizes])
-        self._free.remove(images)
-        self._under_way.append(_Job(directory / name, images))
-        return folder.directory / name
+        descriptors = [images.descriptor(part) for part in sizes]
+        job = _Job(folder, folder.directory / name, json.dumps(message).encode(), descriptors, images)
+        self._jobs.append(job)  # an interrupt from here on finds its images in use
+        self._new.put(job)
+        return job.path
 
-    def wait(self, directory: Path) -> None:
-        """Waits until all checkpoints of that directory are written, or failed."""
-        while any(job.path.parent == directory.absolute() for job in self._under_way):
-            self._settle(len(self._under_way) - 1)
+    def wait(self, directory: Path | None = None) -> None:
+        """Waits until all checkpoints of that directory, or of all, are written, or failed."""
+        for job in list(self._jobs):
+            if directory is None or directory.resolve() == job.folder.directory:
+                job.done.wait()
 
     def check(self, directory: Path) -> None:
-        """Raises what an earlier write into that directory failed with, once.
+        """Raises what earlier writes into that directory failed with, once.
 
         Raises:
             CheckpointError: as `Folder.add`; or the process was killed.
         """
-        self._settle(len(self._under_way))
-        failure = self._failures.pop(directory.absolute(), None)
-        if failure is not None:
-            raise failure
+        failures = self._failures.pop(directory.resolve(), [])
+        if failures:
+            lost = "\n".join(failure.received for failure in failures)
+            raise CheckpointError(failures[0].rule, lost, failures[0].remedy)
 
-    def _settle(self, most: int, patience_s: float | None = None) -> None:
-        """Takes answers until no more than `most` checkpoints are under way; then those that are there already.
+    def _send(self) -> None:
+        """Hands the process each job at once: it is to finish all when this process is killed."""
+        while True:
+            job = self._new.get()
+            assert self._socket is not None
+            with contextlib.suppress(OSError):  # it is gone: no answer will come
+                socket.send_fds(self._socket, [job.message], job.descriptors)
+            self._sent.put(job)
 
-        Raises:
-            TimeoutError: one has not come within `patience_s`.
-        """
-        while self._under_way:
+    def _receive(self) -> None:
+        while True:
+            job = self._sent.get()
             assert self._socket is not None and self._process is not None
-            self._socket.settimeout(patience_s if len(self._under_way) > most else 0)
-            try:
+            answer = b""
+            with contextlib.suppress(OSError):
                 answer = self._socket.recv(_LONGEST_MESSAGE)
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                answer = b""
-            job = self._under_way.popleft()
-            self._free.append(job.images)
             if answer:
                 failure = json.loads(answer).get("failure")
             else:
-                failure = None if read_info(job.path).ok else _died(self._process, job.path)
+                failure = None if read_info(job.path).ok else _died(self._process)
             if failure is not None:
-                self._failures[job.path.parent] = CheckpointError(*failure)
+                rule, received, remedy = failure
+                failed = CheckpointError(rule, f"{job.path}: {received}", remedy)
+                self._failures.setdefault(job.folder.directory, []).append(failed)
+            self._jobs.remove(job)
+            job.done.set()
 
     def _finish(self, patience_s: float | None = _PATIENCE_S) -> None:
         """The last checkpoint is waited for, and said if it failed."""
         if not self.own or self._socket is None or self._process is None:
             return
-        try:
-            self._settle(0, patience_s)
-        except TimeoutError:  # it goes on alone
-            print(f"hvdtrain: {self._under_way[0].path} is still being written", file=sys.stderr, flush=True)
-            return
+        for job in list(self._jobs):
+            if not job.done.wait(patience_s):  # it goes on alone
+                print(f"hvdtrain: {job.path} is still being written", file=sys.stderr, flush=True)
+                return
         self._socket.close()
         self._process.wait()
         self._socket = self._process = None
-        for failure in self._failures.values():
+        for failure in itertools.chain.from_iterable(self._failures.values()):
             print(describe("hvdtrain", failure, 0), file=sys.stderr, flush=True)
 
     def _at_exit(self) -> None:
@@ -168,18 +182,19 @@ class Writer:
             os._exit(EXIT_CODE)  # nothing else gives a code here
 
 
-def _died(process: subprocess.Popen[bytes], path: Path) -> list[str]:
+def _died(process: subprocess.Popen[bytes]) -> list[str]:
     code = process.wait()
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     return [
         "a checkpoint must be written whole",
-        f"{path}: the process that wrote it {how}",
+        f"the process that wrote it {how}",
         "earlier checkpoints are untouched; SIGKILL may be the kernel's, for want of memory:"
         " Checkpointer(..., asynchronous=False) takes none besides",
     ]
 
 
 _writer: Writer | None = None
+_MAKING = threading.Lock()
 
 
 def running() -> Writer | None:
@@ -188,14 +203,10 @@ def running() -> Writer | None:
 
 
 def started() -> Writer:
-    """Returns this process's writer.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """Returns this process's writer, to be started."""
     global _writer
-    _writer = running() or Writer()
-    _writer.start()
+    with _MAKING:
+        _writer = running() or Writer()
     return _writer
 
 
@@ -234,7 +245,7 @@ def _written(message: dict[str, Any], descriptors: list[int], folder: Folder) ->
     except CheckpointError as error:
         return {"failure": [error.rule, error.received, error.remedy]}
     except Exception as error:  # the trainer is to know, whatever it is
-        return {"failure": ["a checkpoint must be written whole", f"{type(error).__name__}: {error}"]}
+        return {"failure": ["a checkpoint must be written whole", f"{type(error).__name__}: {error}", ""]}
     finally:
         for fd in descriptors:
             os.close(fd)

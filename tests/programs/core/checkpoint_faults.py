@@ -61,7 +61,7 @@ class Breaking(Writer):
     def start(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
-        self._settle(0)
+        self.wait()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         child = os.fork()

@@ -110,6 +110,89 @@ def case_a_forked_process_has_its_own() -> None:
     assert restored(checkpoints) == 2
 
 
+def case_a_path_is_there_when_it_is_restored() -> None:
+    checkpoints = Checkpointer(FOLDER, keep=9)
+    for step in range(1, 5):
+        path = save(checkpoints, step)
+        state = state_of(0)
+        checkpoints.restore(state, which=path)
+        assert content(state) == content(state_of(step, SIZE_BYTES))
+
+
+def case_one_directory_of_two_spellings() -> None:
+    (FOLDER / "real").mkdir()
+    (FOLDER / "link").symlink_to(FOLDER / "real")
+    one, other = Checkpointer(FOLDER / "real", keep=9), Checkpointer(FOLDER / "link" / ".." / "link", keep=9)
+    saved = {}
+    for content_of, checkpoints in enumerate((one, other, one, other), 1):
+        saved[checkpoints.save(state_of(content_of, SIZE_BYTES), progress=Progress(step=1))] = content_of
+    for path, content_of in saved.items():
+        state = state_of(0)
+        one.restore(state, which=path)
+        assert content(state) == content(state_of(content_of, SIZE_BYTES)), path
+    assert len(saved) == 4
+
+
+def case_interrupts_lose_nothing() -> None:
+    """Ctrl-C at any moment of a save or of the wait for it, caught by the program."""
+    checkpoints = Checkpointer(FOLDER, keep=3)
+    save(checkpoints, 1)
+    interrupted = 0
+    for step in range(2, 62):
+        timer = threading.Timer(0.0004 * step, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            save(checkpoints, step)
+            checkpoints.wait()
+            timer.join()
+            time.sleep(0.001)  # the handler runs here at the latest
+        except KeyboardInterrupt:
+            interrupted += 1
+        timer.join()
+    checkpoints.wait()
+    for info in checkpoints.list():
+        state = state_of(0)
+        checkpoints.restore(state, which=info.path)
+        assert content(state) == content(state_of(info.progress.step, SIZE_BYTES)), info
+    assert interrupted > 30
+
+
+def case_threads_save_at_a_time() -> None:
+    def work(number: int) -> None:
+        checkpoints = Checkpointer(FOLDER / str(number), keep=9)
+        for step in range(1, 6):
+            save(checkpoints, step)
+        checkpoints.wait()
+        done.append([info.progress.step for info in checkpoints.list() if info.ok])
+
+    done: list[list[int]] = []
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == [[1, 2, 3, 4, 5]] * 4 and len(psutil.Process().children()) == 1
+
+
+def case_the_program_goes_elsewhere() -> None:
+    os.chdir(FOLDER)
+    checkpoints = Checkpointer("here")
+    save(checkpoints, 1)
+    checkpoints.wait()
+    process = writing()
+    process.suspend()
+    save(checkpoints, 2)
+    os.chdir("/")
+    process.kill()
+    try:
+        checkpoints.wait()
+        raise AssertionError("nobody was told")
+    except CheckpointError as error:
+        assert "epoch-0000-step-000002" in error.received, error
+    save(checkpoints, 3)
+    assert restored(checkpoints) == 3 and (FOLDER / "here" / "epoch-0000-step-000003").exists()
+
+
 def case_killed_while_it_writes() -> None:
     """This process goes; its last checkpoints come all the same."""
     checkpoints = Checkpointer(FOLDER)
