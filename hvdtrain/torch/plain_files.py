@@ -18,6 +18,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs.parts import ExtraPart
 from hvdtrain.runs.staging import StateFile
+from hvdtrain.torch.engines.buffers import once
 
 _SCALARS = (bool, int, float, str)
 _ARRAY, _NUMBER = "numpy.ndarray", "numpy.generic"  # the key of the dict that stands for one
@@ -42,7 +43,8 @@ class Extra(ExtraPart):
             if isinstance(value, np.ndarray):
                 value[...] = np.asarray(saved)
             else:
-                value.copy_(torch.as_tensor(saved))
+                place = once(value)
+                place.copy_(torch.as_tensor(saved)[tuple(slice(size) for size in place.shape)])
         return value
 
 

@@ -53,8 +53,15 @@ def broadcast_(tensors: Sequence[Tensor], world: World, root: int = 0) -> None:
     _exchange(tensors, lambda flat: engine_of(world).broadcast_(flat, root))
 
 
+def once(tensor: Tensor) -> Tensor:
+    """Returns each element in memory once: an expanded tensor takes no values, what it expands does."""
+    for dim, stride in enumerate(tensor.stride()):
+        tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim])) if stride == 0 else tensor
+    return tensor
+
+
 def _exchange(tensors: Sequence[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
-    for group in _groups(tensors):
+    for group in _groups([once(tensor) for tensor in tensors]):
         flat = collective(torch.cat([tensor.detach().reshape(-1) for tensor in group]))
         pieces = flat.split([tensor.numel() for tensor in group])
         for tensor, piece in zip(group, pieces, strict=True):

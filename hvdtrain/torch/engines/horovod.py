@@ -61,6 +61,8 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
         """Gives every rank root's contiguous tensor, in place."""
         if tensor.numel():
             sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            if sent.dtype not in (*_SUMMABLE, torch.uint8, torch.int8, torch.int16):  # bool, bfloat16, float8, uint16
+                sent = sent.view(-1).view(torch.uint8)
             with rank_losses():
                 self.hvd.synchronize(self.hvd.broadcast_async_(sent, root, name=self.next_name()))
         return tensor

@@ -299,6 +299,30 @@ def case_m_tensors_that_share_or_expand_memory_come_back(world: hvdtrain.World) 
             checkpoints.save(hvt.model_state(received, world=world), progress=hvdtrain.Progress(step=2))
 
 
+def case_m_buffers_of_any_type_begin_as_rank_0s(world: hvdtrain.World) -> None:
+    kinds = (torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.int16, torch.complex64)
+
+    class Typed(nn.Module):
+        def __init__(self, value: int) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+            for kind in kinds:
+                self.register_buffer(f"of_{str(kind).removeprefix('torch.')}", torch.full((2, 3), value).to(kind))
+            self.register_buffer("expanded", torch.full((1, 3), float(value)).expand(4, 3))
+
+    with folder(world) as checkpoints:
+        model = Typed(1 if world.is_main else 0)
+        expanded = torch.full((1, 3), 1.0).expand(4, 3)
+        hvt.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        wanted = Typed(1)
+        assert all(torch.equal(one.double(), two.double()) if not one.is_complex() else torch.equal(one, two)
+                   for one, two in zip(model.buffers(), wanted.buffers(), strict=True))  # fmt: skip
+        checkpoints.save(hvt.model_state(model, extra={"x": expanded}), progress=hvdtrain.Progress())
+        torch.zero_(expanded[:1])
+        checkpoints.restore(hvt.model_state(model, extra={"x": expanded}))
+        assert torch.equal(expanded, torch.ones(4, 3))
+
+
 def case_t15_what_is_saved_of_numpy_is_numpys(world: hvdtrain.World) -> None:
     class Mean:
         value: Any = np.zeros(2)
