@@ -49,6 +49,8 @@ def acted(rank: int, size: int, seed: int = 0) -> World:
 class Training:
     """Stands for a prepared model."""
 
+    told, saver = False, None
+
     accumulate = 1
 
     def handed_out(self, step: Any) -> None:

@@ -21,8 +21,12 @@ TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 @pytest.fixture(autouse=True)
 def released() -> Iterator[None]:
+    """Signals as a new process has them, whatever another test has left."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (TERM, USR1)}
     yield
     preemption.release()
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def notice(environ: Mapping[str, str] | None = None, tracker: Tracker | None = None) -> Notice:
