@@ -30,6 +30,13 @@ def restored(checkpoints: Checkpointer) -> int:
     return progress.step
 
 
+def check(checkpoints: Checkpointer, path: Path, content_of: int) -> None:
+    """Restore the checkpoint at `path`; its content is that of one step."""
+    state = state_of(0)
+    checkpoints.restore(state, which=path)
+    assert content(state) == content(state_of(content_of, SIZE_BYTES)), path
+
+
 def writing() -> psutil.Process:
     """Return the process that writes."""
     (found,) = [child for child in psutil.Process().children() if "hvdtrain.runs.writer" in " ".join(child.cmdline())]
@@ -61,9 +68,7 @@ def case_each_image_is_of_its_own_moment() -> None:
             state[name].content = part.content
         checkpoints.save(state, progress=Progress(step=step))
     for info in checkpoints.list():
-        found = state_of(0)
-        checkpoints.restore(found, which=info.path)
-        assert content(found) == content(state_of(info.progress.step, SIZE_BYTES)), info
+        check(checkpoints, info.path, info.progress.step)
 
 
 def case_a_killed_one_is_told_at_the_next_save() -> None:
@@ -114,9 +119,7 @@ def case_a_path_is_there_when_it_is_restored() -> None:
     checkpoints = Checkpointer(FOLDER, keep=9)
     for step in range(1, 5):
         path = save(checkpoints, step)
-        state = state_of(0)
-        checkpoints.restore(state, which=path)
-        assert content(state) == content(state_of(step, SIZE_BYTES))
+        check(checkpoints, path, step)
 
 
 def case_one_directory_of_two_spellings() -> None:
@@ -127,9 +130,7 @@ def case_one_directory_of_two_spellings() -> None:
     for content_of, checkpoints in enumerate((one, other, one, other), 1):
         saved[checkpoints.save(state_of(content_of, SIZE_BYTES), progress=Progress(step=1))] = content_of
     for path, content_of in saved.items():
-        state = state_of(0)
-        one.restore(state, which=path)
-        assert content(state) == content(state_of(content_of, SIZE_BYTES)), path
+        check(one, path, content_of)
     assert len(saved) == 4
 
 
@@ -145,15 +146,13 @@ def case_interrupts_lose_nothing() -> None:
             save(checkpoints, step)
             checkpoints.wait()
             timer.join()
-            time.sleep(0.001)  # the handler runs here at the latest
+            signal.pthread_sigmask(signal.SIG_BLOCK, [])  # calls the handler here at the latest
         except KeyboardInterrupt:
             interrupted += 1
         timer.join()
     checkpoints.wait()
     for info in checkpoints.list():
-        state = state_of(0)
-        checkpoints.restore(state, which=info.path)
-        assert content(state) == content(state_of(info.progress.step, SIZE_BYTES)), info
+        check(checkpoints, info.path, info.progress.step)
     assert interrupted > 30
 
 
