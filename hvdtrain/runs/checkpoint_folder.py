@@ -201,14 +201,6 @@ class Folder:
         infos = [read_info(path) for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
         return sorted(infos, key=lambda info: (info.sequence or math.inf, info.progress.step, info.path.name))
 
-    def latest(self) -> Info | None:
-        """Returns the newest good checkpoint, or None."""
-        return next(iter(self.ranking("latest")), None)
-
-    def best(self) -> Info | None:
-        """Returns the good checkpoint with the best `best` metric (the newer of equals), or None."""
-        return next(iter(self.ranking("best")), None)
-
     def ranking(self, which: str) -> Sequence[Info]:
         """Returns the good checkpoints, the one to prefer first."""
         good = [info for info in reversed(self.list()) if info.ok]
