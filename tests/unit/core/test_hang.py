@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from watched_pair import Ended
 
 from hvdtrain.core.errors import HUNG_CODE, ConfigError
 from hvdtrain.core.in_step import bundle, hang, looks, ring, rounds, watch
@@ -355,14 +356,11 @@ def test_facts_hold_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- two trackers of one process, real sockets ---------------------------------------------------------------------
-class Pair:
+class Pair(Ended):
     """Ranks 0 and 1, watched; both are of this process, whose main thread is the test's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.ended: dict[int, list[str]] = {}
-        self.over = threading.Event()
-        monkeypatch.setattr(watch, "end_all", self._end)
-        monkeypatch.setattr(watch, "_TICK_S", 0.02)
+        super().__init__(monkeypatch, HUNG_CODE)
         monkeypatch.setattr(rounds, "ANSWER_S", 0.5)
         monkeypatch.setenv(ring.RUN_VARIABLE, str(folder))
         environ = {watch.AFTER_VARIABLE: "0.2", hang.HANG_VARIABLE: "0.6"}
@@ -372,14 +370,6 @@ class Pair:
         for tracker in self.ranks:
             with tracker.update("of model 1"):
                 pass
-
-    def _end(self, error: list[str], rank: int, links: Any, code: int) -> None:
-        assert code == HUNG_CODE
-        self.ended[rank] = error
-        for link in links if rank == 0 else ():
-            link.send(end=error, code=code)
-        if len(self.ended) == 2:
-            self.over.set()
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ import dataclasses
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
+from watched_pair import Ended
 
 from hvdtrain.core.engines import SoloEngine
 from hvdtrain.core.errors import OUT_OF_STEP_CODE, ConfigError
@@ -103,27 +102,16 @@ def test_a_note_costs_little() -> None:
 
 
 # -- two trackers of one process, real sockets ---------------------------------------------------------------------
-class Pair:
+class Pair(Ended):
     """Ranks 0 and 1, watched; `ended` is what each would have printed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, also: Sequence[str] = ()) -> None:
-        self.ended: dict[int, list[str]] = {}
-        self.over = threading.Event()
-        monkeypatch.setattr(watch, "end_all", self._end)
-        monkeypatch.setattr(watch, "_TICK_S", 0.02)
+        super().__init__(monkeypatch, OUT_OF_STEP_CODE)
         detected = Detected("mpirun", 0, 2, 0, 2, 0, None)
         listener, self.where = watch.listen(detected, {watch.AFTER_VARIABLE: "0.2"})
         if also:
             self.where = dataclasses.replace(self.where, addresses=(*also, *self.where.addresses))
         self.ranks = [watch.start(rank, 2, self.where, listener if rank == 0 else None) for rank in range(2)]
-
-    def _end(self, error: list[str], rank: int, links: Any, code: int) -> None:
-        assert code == OUT_OF_STEP_CODE
-        self.ended[rank] = error
-        for link in links if rank == 0 else ():
-            link.send(end=error, code=code)
-        if len(self.ended) == 2:
-            self.over.set()
 
 
 @pytest.fixture
