@@ -115,7 +115,7 @@ class Tally:
 def wrong(sums: Tensor, ranks: int) -> Number:
     """Returns, of what `Tally.tensor` gave summed over ranks, 1 where the weights are not right, else 0; a scalar."""
     if sums.device.type == "cpu":  # where numbers cost less than tensors
-        _, weight, divisors, squares, given, problems, rates, rate_squares, _ = sums.tolist()
+        _, weight, divisors, squares, given, problems, rates, rate_squares, *_ = sums.tolist()
         product = weight * squares
         apart = product - divisors**2 > _UNEVEN * product or (weight == 0 and squares > 0 and divisors == divisors)
         own_rates = ranks * rate_squares - rates**2 > _UNEVEN * rates**2
