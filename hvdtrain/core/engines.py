@@ -208,9 +208,10 @@ class HorovodCollectives(HostCollectives):
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         self._calls = itertools.count()
 
-    def leave(self) -> None:
-        """Ends what is left of Horovod's world: the other ranks see it at once, wherever they wait."""
-        self.connections.cut()
+    def leave(self, *, cut: bool) -> None:
+        """Ends what is left of Horovod's world; `cut`: the others see it at once, wherever they wait."""
+        if cut:
+            self.connections.cut()
         self.hvd.shutdown()
 
     def enter(self) -> None:

@@ -118,9 +118,9 @@ def _let_it_change(world: World, its: Elastic, framework: str) -> None:
     """Says how this process changes over to another world."""
     comm: Any = world.comm
 
-    def leave() -> None:
+    def leave(*, cut: bool) -> None:
         world.tracker.close(wait=False)
-        comm.leave()
+        comm.leave(cut=cut)
 
     def join(form: Form) -> None:
         os.environ.update(elastic.variables_of(form))

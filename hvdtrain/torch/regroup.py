@@ -88,6 +88,7 @@ class Trained(Member):
         session.losses.forget()
         session.batches.restart()
         session.engine_model.begin_again(place["stepped"])
+        self._its.compare_replicas()
         for parameter in session.gradients.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for loader in known:

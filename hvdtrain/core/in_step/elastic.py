@@ -90,7 +90,7 @@ class Elastic:
 
     Attributes:
         join: enters a formation; the world is that of its ranks afterwards.
-        leave: ends what is left of the engine.
+        leave: ends what is left of the engine; `cut`: not together with the others.
         gather: of the formation that was joined: everybody's object.
         broadcast: the same: the object of one rank.
         member: what trains; None before it is prepared.
@@ -98,7 +98,7 @@ class Elastic:
     """
 
     join: Callable[[Form], None]
-    leave: Callable[[], None]
+    leave: Callable[..., None]
     gather: Callable[[Any], list[Any]]
     broadcast: Callable[[Any, int], Any]
 
@@ -231,7 +231,7 @@ class Elastic:
                 agreed = False
 
     def _form(self, *, agreed: bool) -> None:
-        self.leave()
+        self.leave(cut=not agreed)
         self.line.say(do="wait", formation=self.line.formation, agreed=agreed)
         form = self.line.next_form()
         if form is None:

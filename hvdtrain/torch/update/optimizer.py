@@ -30,8 +30,12 @@ class Optimizer(Passes):
         super().__init__(session)
         held = None if session.in_parts is None else session.in_parts.tensors
         self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session), held)
-        self._compared = session.world.size == 1
+        self.compare_replicas()
         self._counted: Batch | None = None  # as seen
+
+    def compare_replicas(self) -> None:
+        """After the next update the ranks compare their weights."""
+        self._compared = self.session.world.size == 1
 
     # -- one update ------------------------------------------------------------------------------------------
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
