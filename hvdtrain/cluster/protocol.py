@@ -5,8 +5,8 @@ object whose "type" is one of these.
 
 To the agent:
   settings    start_s lost_s stopped_s grace_s        how long silence and a stop are borne, and ranks have to end
-  rendezvous  address places serial                   serve Horovod's rendezvous there, and nowhere else any more; places
-                                                      null: not at all
+  rendezvous  address places serial                   serve Horovod's rendezvous there, no longer where it was; places
+                                                      null: nowhere
   input       data                                    a piece, in base64, of every rank's standard input
   start       argv cwd env defaults without ranks     `env` wins over the agent's own environment (less `without`),
               token own peer                          which wins over `defaults`; ranks: [{rank, env}]; `token` marks

@@ -167,9 +167,8 @@ def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> 
     if command is not None and not listed:
         wanted = args.np or args.min_np or 1
         found = discovery.first(command, wanted, args.elastic_timeout)
-        job = dataclasses.replace(
-            job, hosts=found, np=args.np or min(sum(its.slots for its in found), args.max_np or 1 << 30)
-        )
+        slots = sum(host.slots for host in found)
+        job = dataclasses.replace(job, hosts=found, np=args.np or min(slots, args.max_np or slots))
     slots = sum(host.slots for host in job.hosts)
     minimum = args.min_np or 1
     maximum = args.max_np or (max(slots, job.np) if listed else job.np)

@@ -145,17 +145,17 @@ class ElasticRunning(Running):
         else:
             self._lost[end.rank] = end
             why = described(end.code, end.host)
-            self._do(self._members.lost([end.rank], now, why=why, seen=True, gone=True))
+            self._do(self._members.lost([end.rank], now, why=why, gone=True))
 
     def _not_started(self, rank: int | None, host: str, what: str) -> None:
         if rank is None or rank not in self._members.workers:
             self._fail(None, host, HOST_LOST, f"Horovod's rendezvous: {what}")
         else:
             why = f"could not be started: {what}"
-            self._do(self._members.lost([rank], time.monotonic(), why=why, seen=False, gone=True))
+            self._do(self._members.lost([rank], time.monotonic(), why=why, gone=True))
 
     def _stopped(self, rank: int, host: str, why: str) -> None:
-        self._do(self._members.lost([rank], time.monotonic(), why=why, seen=False, gone=False))
+        self._do(self._members.lost([rank], time.monotonic(), why=why, gone=False))
 
     def _host_is_lost(self, connection: Connection, why: str) -> None:
         if self._agent_of.get(connection.host.name) is connection:

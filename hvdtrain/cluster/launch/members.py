@@ -30,7 +30,7 @@ from hvdtrain.cluster.launch.actions import (
 )
 
 SECONDS_TO_LEAVE = 60.0  # that members of a formation have, once one of it is lost or has left it
-SECONDS_TO_BREAK = 10.0  # and that what they are blocked in has to fail by itself
+SECONDS_TO_BREAK = 1.0  # and that what they are blocked in has to fail by itself; ten times that where all agreed
 SECONDS_TO_GATHER = 10.0  # that a new worker waits for others that are on their way, so that all join at once
 LOSSES_OF_A_HOST, LOSSES = 3, 10  # without an update between
 LATE = "it has not left its formation in time: stopped, or blocked"
@@ -148,23 +148,22 @@ class Members:
         """A member has come to the end of the program, or was told to end, as all are: no more formations."""
         its = self.workers.get(number)
         if its is None or not its.member:
-            return self.lost([number], now, why="ended before it was a member", seen=True, gone=True)
+            return self.lost([number], now, why="ended before it was a member", gone=True)
         self.well = self.well or its.rank == 0
         self._ending = True
         self._remove(number, gone=True)
         return self._settled(now)
 
-    def lost(self, numbers: Iterable[int], now: float, *, why: str, seen: bool, gone: bool) -> list[Action]:
+    def lost(self, numbers: Iterable[int], now: float, *, why: str, gone: bool) -> list[Action]:
         """Workers are lost, together.
 
         Args:
             numbers: who; those that were lost before are passed over.
             now: by the monotonic clock.
             why: for people.
-            seen: whether the others see it by themselves, by broken connections.
             gone: whether their processes have ended; else they are killed.
         """
-        self._lose(list(numbers), now, why=why, seen=seen, gone=gone)
+        self._lose(list(numbers), now, why=why, gone=gone)
         return self._settled(now)
 
     def gone(self, number: int, now: float) -> list[Action]:
@@ -201,7 +200,7 @@ class Members:
         self._retry_s[name] = now + min(_RETRY_S * self._tries[name], _LONGEST_RETRY_S)
         self._dying = {number: host for number, host in self._dying.items() if host != name}
         its = [worker.number for worker in self.workers.values() if worker.host == name]
-        return self.lost(its, now, why=why, seen=False, gone=True)
+        return self.lost(its, now, why=why, gone=True)
 
     def served(self, serial: int, address: str, port: int, now: float) -> list[Action]:
         """The rendezvous of the next formation is served."""
@@ -251,7 +250,7 @@ class Members:
     def _breaks(self, now: float) -> None:
         self._broken_s = now if self._broken_s is None else self._broken_s
 
-    def _lose(self, numbers: Collection[int], now: float, *, why: str, seen: bool, gone: bool) -> None:
+    def _lose(self, numbers: Collection[int], now: float, *, why: str, gone: bool) -> None:
         lost = [self.workers[number] for number in numbers if number in self.workers]
         for its in lost:
             self._remove(its.number, 0 if gone else signal.SIGKILL, gone=gone)
@@ -266,8 +265,7 @@ class Members:
         self._breaks(now)
         if not self._up:  # members may still wait for it where they meet
             self._actions.append(Unserve())
-        if not (seen and self._up):
-            self._abort()
+        self._abort()  # only who waits for the lost one sees a broken connection; others wait for those, and so on
         if len(self._losses) >= LOSSES and not self._ending:
             self._fail(f"members were lost {LOSSES} times without an update between")
 
@@ -295,10 +293,10 @@ class Members:
         late = [its.number for its in self.members() if its.state == "in"]
         if self._broken_s is None or not late or self._ending:
             return
-        if now - self._broken_s >= SECONDS_TO_BREAK and not self._aborted:
+        if now - self._broken_s >= SECONDS_TO_BREAK * (10 if self._regrouping else 1) and not self._aborted:
             self._abort()
         if now - self._broken_s >= SECONDS_TO_LEAVE:
-            self._lose(late, now, why=LATE, seen=False, gone=False)
+            self._lose(late, now, why=LATE, gone=False)
 
     def _usable(self) -> list[Host]:
         return [host for host in self._hosts if host.name not in self._barred]
@@ -361,10 +359,8 @@ class Members:
         members = self.members()
         if self._broken_s is not None or self._regrouping or self._failed:
             return
-        ready, starting = (
-            [its for its in self.workers.values() if its.state == what] for what in ("ready", "starting")
-        )
-        if ready and starting and self._ready_s is not None and now - self._ready_s < SECONDS_TO_GATHER:
+        states = {its.state for its in self.workers.values()}
+        if {"ready", "starting"} <= states and self._ready_s is not None and now - self._ready_s < SECONDS_TO_GATHER:
             return
         if {its.number for its in self._chosen()} != {its.number for its in members}:
             self._regrouping = True
