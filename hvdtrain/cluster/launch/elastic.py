@@ -262,8 +262,8 @@ class ElasticRunning(Running):
         size = len(formed.numbers)
         hosts = {slot.host.name: slot.local_size for slot in formed.slots}
         where = ", ".join(f"{name}: {count}" for name, count in hosts.items())
-        after = f"{formed.after_s:.1f} s after" if formed.after_s else "at once"
-        self._heard.say(f"going on with {size} rank(s) (formation {formed.formation}; {where}), {after}")
+        ranks = f"{size} rank{'s' * (size > 1)}"
+        self._heard.say(f"going on with {ranks} (formation {formed.formation}; {where})")
         record = {"formation": formed.formation, "workers": list(formed.numbers), "hosts": hosts}
         self.outcome.formations.append({**record, "after_s": self._after_s(), "took_s": round(formed.after_s, 3)})
         self._cut.clear()
