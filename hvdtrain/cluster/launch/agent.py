@@ -326,6 +326,8 @@ class Agent:
 
     def _all_ended(self, now: float) -> None:
         self._reap(now)
+        if self._living():
+            return  # a thread of it still ends: a zombie that cannot be waited for yet
         for rank in self._ranks.values():
             if not rank.reported:
                 self._send_exit(rank, now)

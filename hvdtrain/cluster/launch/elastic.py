@@ -163,7 +163,7 @@ class ElasticRunning(Running):
             self._host_gone(connection.host.name, why)
 
     def _ranks_left(self, connection: Connection) -> list[int]:
-        return [number for number in self._members.workers if self._host_of[number] is connection]
+        return [number for number in self._members.workers if self._host_of.get(number) is connection]
 
     def _host_gone(self, name: str, why: str) -> None:
         self._agent_of.pop(name, None)
