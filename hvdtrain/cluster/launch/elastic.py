@@ -17,7 +17,7 @@ from hvdtrain.cluster.launch.job import Job, Plan
 from hvdtrain.cluster.launch.members import Limits, Members
 from hvdtrain.cluster.launch.rank import ELASTIC, ELASTIC_SIZE
 from hvdtrain.cluster.launch.running import Heard, Running, places
-from hvdtrain.cluster.protocol import Message
+from hvdtrain.cluster.protocol import BEAT_S, Message
 from hvdtrain.core.errors import EXIT_CODE, HUNG_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError
 from hvdtrain.core.version import __version__
 
@@ -167,14 +167,18 @@ class ElasticRunning(Running):
 
     def _host_gone(self, name: str, why: str) -> None:
         self._agent_of.pop(name, None)
+        self._forget_cuts()
         if self._deadline_s is None and self._unreached.get(name) != why:
             self._unreached[name] = why
             self._heard.say(f"host {name} cannot be used: {why}")
         self._do(self._members.host_gone(name, time.monotonic(), why=f"host {name} is lost"))
 
+    def _look_at_cuts(self) -> None:
+        served_by = self._served_by
+        if served_by is None or served_by.silent_s() < 1.5 * BEAT_S:  # else it is that host, and not the network
+            super()._look_at_cuts()
+
     def _cut_off(self, host: str, why: str) -> None:
-        self._cut.clear()
-        self._cut_s = float("inf")
         if host in self._agent_of:
             self._host_is_lost(self._agent_of[host], why)
 
@@ -266,12 +270,15 @@ class ElasticRunning(Running):
         self._heard.say(f"going on with {ranks} (formation {formed.formation}; {where})")
         record = {"formation": formed.formation, "workers": list(formed.numbers), "hosts": hosts}
         self.outcome.formations.append({**record, "after_s": self._after_s(), "took_s": round(formed.after_s, 3)})
-        self._cut.clear()
-        self._cut_s = float("inf")
+        self._forget_cuts()
         first = self._plan.chosen[formed.slots[0].host.name].address
         for name in hosts:
             own = self._plan.chosen[name].address
             self._agent_of[name].send("peer", own=own, peer=[first, self._port] if own != first else None)
+
+    def _forget_cuts(self) -> None:
+        self._cut.clear()
+        self._cut_s = float("inf")
 
     def _after_s(self) -> float:
         return round(time.monotonic() - self._started_s, 3)

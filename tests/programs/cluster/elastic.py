@@ -1,7 +1,8 @@
-"""A worker of an elastic job that speaks the line by itself: `elastic.py UPDATES [SECONDS [WHO:UPDATE:WHAT ...]]`.
+"""A worker of an elastic job that speaks the line by itself: `elastic.py F.K SECONDS [RANK:F.K:WHAT ...]`.
 
-It sums ones over the ranks, update for update, and goes on when others are lost. WHO is a worker's number, or "*"; at
-that update it does WHAT: "raise", "kill" (itself), "exit=N" or "stop" (SIGSTOP).
+It sums ones over the ranks, update for update with SECONDS between, goes on when others are lost, and ends after update
+K of formation F. RANK (or "*") does WHAT before that update (0: before it meets the others): "raise", "kill" (itself),
+"exit=N" or "stop" (SIGSTOP).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
+
+from hvdtrain.core.errors import LauncherError
+from hvdtrain.core.in_step.arrival import Rendezvous, wait_for_all
 
 LINE = socket.socket(fileno=int(os.environ["HVDTRAIN_AGENT_FD"]))
 NEW = os.environ.get("HVDTRAIN_ELASTIC") == "new"
@@ -65,7 +69,7 @@ def break_connections() -> None:
 
 
 def enter(line: Line) -> None:
-    """Wait for the next formation, and make it."""
+    """Wait for the next formation."""
     line.say(do="wait", formation=line.formation)
     form = line.forms.get()
     for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
@@ -73,22 +77,25 @@ def enter(line: Line) -> None:
     os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = form["address"]
     os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(form["port"])
     line.formation = form["formation"]
-    meet(line)
 
 
 def meet(line: Line) -> None:
+    act(f"{line.formation}.0")
+    # before Horovod does: it ends the process where one of those that meet is lost
+    address = ":".join(os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+    wait_for_all(Rendezvous(address), int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"]), 60.0)
     hvd.init()
     places = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
     print("formation", line.formation, "rank", *places, flush=True)
 
 
-def act(update: int, number: str) -> None:
+def act(place: str) -> None:
     for todo in sys.argv[3:]:
         who, at, what = todo.split(":")
-        if who in ("*", number) and int(at) == update:
-            print("doing", what, flush=True)
+        if who in ("*", os.environ["HOROVOD_RANK"]) and at == place:
+            print("doing", what, time.time(), flush=True)
             if what == "raise":
-                raise ValueError(f"worker {number} at update {update}")
+                raise ValueError(f"rank {who} at update {at}")
             if what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "stop":
@@ -97,45 +104,48 @@ def act(update: int, number: str) -> None:
                 sys.exit(int(what.removeprefix("exit=")))
 
 
+def train(line: Line, update: torch.Tensor, until: tuple[int, int], seconds: float) -> bool:
+    """Train in the present formation; return whether that was all."""
+    said_s, done = 0.0, 0
+    update.copy_(hvd.broadcast(update, 0, name="update"))
+    while (line.formation, done) < until:
+        act(f"{line.formation}.{done + 1}")
+        leaves = float(line.regroup == line.formation)
+        summed = hvd.allreduce(torch.tensor([1.0, leaves]), op=hvd.Sum, name="sum")
+        assert int(summed[0]) == hvd.size(), summed
+        update += 1
+        done += 1
+        if done == 1:
+            print("first", line.formation, int(update), time.time(), flush=True)
+            if line.formation == 1 and hvd.rank() == 0:
+                line.say(do="answers", data=base64.b64encode(b"what rank 0 ").decode(), last=False)
+                line.say(do="answers", data=base64.b64encode(b"recorded").decode(), last=True)
+        if time.monotonic() - said_s >= 1:
+            said_s = time.monotonic()
+            line.say(do="updates", count=int(update), formation=line.formation)
+        if summed[1]:
+            return False
+        time.sleep(seconds)
+    return True
+
+
 def main() -> None:
-    updates, seconds = int(sys.argv[1]), float(sys.argv[2]) if sys.argv[2:] else 0.0
-    line, update, said_s = Line(), torch.zeros(1), 0.0
-    number = os.environ.get("HOROVOD_RANK", "new")
+    formation, _, done = sys.argv[1].partition(".")
+    line, update = Line(), torch.zeros(1)
     if NEW:
         print("answers", Path(os.environ["HVDTRAIN_ELASTIC_ANSWERS"]).read_text(), flush=True)
         enter(line)
-    else:
-        meet(line)
-    while True:
+    over = False
+    while not over:
         try:
-            update = hvd.broadcast(update, 0, name="update")
-            first = True
-            while update < updates:
-                act(int(update) + 1, number)
-                leaves = float(line.regroup == line.formation)
-                summed = hvd.allreduce(torch.tensor([1.0, leaves]), op=hvd.Sum, name="sum")
-                assert int(summed[0]) == hvd.size(), summed
-                update += 1
-                if first:
-                    print("first", line.formation, int(update), time.time(), flush=True)
-                    if line.formation == 1 and hvd.rank() == 0:
-                        line.say(do="answers", data=base64.b64encode(b"what rank 0 ").decode(), last=False)
-                        line.say(do="answers", data=base64.b64encode(b"recorded").decode(), last=True)
-                if first or time.monotonic() - said_s >= 1:
-                    said_s = time.monotonic()
-                    line.say(do="updates", count=int(update), formation=line.formation)
-                first = False
-                if summed[1]:
-                    break
-                time.sleep(seconds)
-            else:
-                break
-        except HorovodInternalError:
+            meet(line)
+            over = train(line, update, (int(formation), int(done)), float(sys.argv[2]))
+        except (HorovodInternalError, LauncherError):
             print("broken", line.formation, time.time(), flush=True)
         hvd.shutdown()
-        print("left", line.formation, time.time(), flush=True)
-        enter(line)
-    hvd.shutdown()
+        if not over:
+            print("left", line.formation, time.time(), flush=True)
+            enter(line)
     print("done", int(update), flush=True)
 
 
