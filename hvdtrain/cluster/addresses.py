@@ -63,7 +63,11 @@ def reached(hosts: Mapping[str, str | None], local: Collection[str]) -> dict[str
 
 
 def choose(
-    hosts: Mapping[str, Interfaces], network: str | None = None, reached: Mapping[str, str] | None = None
+    hosts: Mapping[str, Interfaces],
+    network: str | None = None,
+    reached: Mapping[str, str] | None = None,
+    *,
+    more: bool = False,
 ) -> dict[str, Chosen]:
     """Returns what each host shall talk through; pure.
 
@@ -74,15 +78,16 @@ def choose(
         hosts: every host's interfaces.
         network: "10.0.0.0/24", or an address in the network.
         reached: the address of each host that the connection to it ended at, as far as known.
+        more: whether others may join: then a host alone uses its loopback only if it has nothing else.
 
     Raises:
         ConfigError: no such addresses, or two hosts with the same; every host's are told.
     """
     if network is not None:
         return _in_asked(hosts, network)
-    if len(hosts) == 1:
-        return {name: _loopback(its) for name, its in hosts.items()}
     usable = {name: dict(_usable(its)) for name, its in hosts.items()}
+    if len(hosts) == 1 and not (more and all(usable.values())):
+        return {name: _loopback(its) for name, its in hosts.items()}
     known = {
         name: IPv4Address(address)
         for name, address in (reached or {}).items()
@@ -96,6 +101,21 @@ def choose(
     if len(picked) == len(hosts) and _distinct(picked):
         return {name: _chosen(*usable[name][address]) for name, address in picked.items()}
     raise ConfigError("the hosts need a network that all of them have", _listed(hosts), _FIX)
+
+
+def joined(name: str, its: Interfaces, network: str, reached: str | None) -> Chosen:
+    """Returns what a host talks through that joins others, who use `network`; where it has no address there, the one
+    that it was reached by; pure.
+
+    Raises:
+        ConfigError: it has neither.
+    """
+    usable = dict(_usable(its))
+    inside = [ip for ip in usable if ip in IPv4Network(network)]
+    known = [ip for ip in usable if str(ip) == reached]
+    if not inside and not known:
+        raise ConfigError(f"a host that joins needs an address in {network}", _listed({name: its}), _FIX)
+    return _chosen(*usable[([ip for ip in known if ip in inside] or inside or known)[0]])
 
 
 def _in_asked(hosts: Mapping[str, Interfaces], network: str) -> dict[str, Chosen]:

@@ -126,12 +126,18 @@ def assign(hosts: Sequence[Host], np: int) -> list[Slot]:
     for host in hosts:
         local_sizes.append(min(host.slots, left))
         left -= local_sizes[-1]
+    return numbered(hosts, local_sizes)
+
+
+def numbered(hosts: Sequence[Host], local_sizes: Sequence[int]) -> list[Slot]:
+    """Returns the places of so many ranks on each host, in the hosts' order; pure."""
     cross_sizes = [sum(size > local for size in local_sizes) for local in range(max(local_sizes))]
     met: collections.Counter[int] = collections.Counter()
     found: list[Slot] = []
     for host, local_size in zip(hosts, local_sizes, strict=True):
         for local in range(local_size):
-            found.append(Slot(host, len(found), np, local, local_size, met[local], cross_sizes[local]))
+            place = local, local_size, met[local], cross_sizes[local]
+            found.append(Slot(host, len(found), sum(local_sizes), *place))
             met[local] += 1
     return found
 

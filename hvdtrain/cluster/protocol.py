@@ -5,23 +5,28 @@ object whose "type" is one of these.
 
 To the agent:
   settings    start_s lost_s stopped_s grace_s        how long silence and a stop are borne, and ranks have to end
-  rendezvous  address places                          serve Horovod's rendezvous there (first host only)
+  rendezvous  address places serial                   serve Horovod's rendezvous there, no longer where it was; places
+                                                      null: nowhere
   input       data                                    a piece, in base64, of every rank's standard input
   start       argv cwd env defaults without ranks     `env` wins over the agent's own environment (less `without`),
               token own peer                          which wins over `defaults`; ranks: [{rank, env}]; `token` marks
                                                       their environment; `peer` is to be reached from `own`, or null
+  peer        own peer                                as in `start`, from now on
+  tell        rank say                                an object, for the rank's line
+  answers     data                                    a piece, in base64, of what workers that join later read
   taken       count                                   messages "out" that have been shown
-  signal      number                                  pass it to the ranks
+  signal      number rank                             pass it to the ranks, or to the one that is named
   end         signal grace_s                          end everything and yourself
   beat                                                I am alive
 From the agent:
   hello       python version host interfaces reached cores own
                                                       interfaces, reached: as the probe has them; own: {variable:
                                                       digest}, what ranks here would inherit
-  rendezvous  port
+  rendezvous  port serial
   failed      rank what                               it could not be started (rank null: the rendezvous)
   out         rank stream lines                       "stdout", "stderr", or "result" of ranks with an input; at most
                                                       WINDOW that are not taken
+  worker      rank said                               an object that came over the rank's line
   exit        rank code ago_s                         code as `subprocess` has it: negative for a signal
   stopped     rank for_s                              by SIGSTOP; told once
   cut         for_s                                   `peer` is not reached any more; told once

@@ -17,8 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.launch import environment, launcher
-from hvdtrain.cluster.launch.launcher import Failure, Job, Outcome, Plan, Timeouts
+from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.launch import discovery, environment, launcher
+from hvdtrain.cluster.launch.job import Elastic
+from hvdtrain.cluster.launch.launcher import Failure, Heard, Job, Outcome, Plan, Timeouts
 from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report
 from hvdtrain.cluster.protocol import BEAT_S
 from hvdtrain.commands import command_lines, host_flags
@@ -52,6 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " ranks, too; all get the same: this environment without what looks secret or belongs to this host")
     add("--env-file", type=Path, metavar="FILE", help="pass the variables in it, too: NAME=VALUE, a line each")
     host_flags.add(parser, "network")
+    add("--min-np", type=flags.whole(1), metavar="N",
+        help="go on without ranks that are lost, as long as so many are left (elastic; default: 1)")
+    add("--max-np", type=flags.whole(1), metavar="N",
+        help="grow to so many ranks where there are slots (elastic; default: all slots of -H)")
+    add("--host-discovery", metavar="COMMAND", help="prints the hosts that may be used now, host1:4, a line each;"
+        " asked every second (elastic)")
+    add("--elastic-timeout", type=flags.at_least_0, default=600.0, metavar="S",
+        help="how long fewer than --min-np are borne (default: %(default)g)")
     add("--quiet", action="store_true", help="show rank 0's output only, unmarked")
     add("--log-dir", type=Path, metavar="DIR", help="a log a rank goes there (default: the next runs/launch-N)")
     add("--max-restarts", type=flags.whole(0), default=0, metavar="N",
@@ -107,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
                 except LauncherError as error:
                     report(f"not started again: {error}")
                     return failed.code
-            attempts.append(_attempt(outcome, started))
+            attempts.append(_attempt(outcome, started, elastic=job.elastic is not None))
             logs.record(facts)
             failed = outcome.failed
             for process in outcome.left:
@@ -141,36 +151,73 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         ours[HANG_VARIABLE] = f"{args.hang_timeout:g}"
     env = environment.passed(environ, args.variables, args.env_file) | ours
     timeouts = Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace)
-    return host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts)
+    return _elastic(args, environ, host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts))
+
+
+def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> Job:
+    """Returns the job with how it may shrink and grow, if the flags say so.
+
+    Raises:
+        ConfigError: limits that contradict each other; no hosts in time.
+    """
+    if args.min_np is None and args.max_np is None and args.host_discovery is None:
+        return job
+    command = discovery.command_in(args.host_discovery) if args.host_discovery is not None else None
+    listed = bool(args.hosts or args.hostfile)
+    if command is not None and not listed:
+        wanted = args.np or args.min_np or 1
+        found = discovery.first(command, wanted, args.elastic_timeout)
+        slots = sum(host.slots for host in found)
+        job = dataclasses.replace(job, hosts=found, np=args.np or min(slots, args.max_np or slots))
+    slots = sum(host.slots for host in job.hosts)
+    minimum = args.min_np or 1
+    maximum = args.max_np or (max(slots, job.np) if listed else job.np)
+    if not minimum <= job.np <= maximum:
+        rule, received = "--min-np <= -np <= --max-np", f"{minimum}, {job.np}, {maximum}"
+        raise ConfigError(rule, received, "give -np between the two, or leave one out")
+    return dataclasses.replace(job, elastic=Elastic(minimum, maximum, args.elastic_timeout, command))
 
 
 def _run_once(job: Job, attempt: int, logs: Logs, args: argparse.Namespace) -> Outcome:
     if number := launchers.restarts(os.environ) + attempt:  # by which programs go on with the run they had begun
         job = dataclasses.replace(job, env={**job.env, launchers.RESTART: str(number)})
-    display = Display(job.slots, logs, quiet=args.quiet)
-    times: list[int] = []
+    display = Display(job.slots, logs, quiet=args.quiet, with_hosts=not job.one_host)
 
     def begin(plan: Plan) -> None:
         for rank in range(job.np if attempt else 0):
             logs.write(rank, f"--- restart {attempt}")
-        lines = [f"like: {command_lines.horovodrun(plan, os.environ)}", *_remarks(plan)]
+        like = [f"like: {command_lines.horovodrun(plan, os.environ)}"] if job.elastic is None else []
+        lines = [*like, *_remarks(plan)]
         for line in [*lines, f"{job.np} rank(s) on {_places(plan)}; logs in {logs.folder}"]:
             report(line, within_s=1.0)  # agents are there already, and wait for signs of life
 
-    def interrupted(number: int) -> None:
-        display.errors_of_rank_0_only()
-        display.hurry(0.0 if times else job.timeouts.grace_s)
-        if not times:
-            report(f"{signal.Signals(number).name}: ending every rank (a second one kills them)", within_s=0.2)
-        times.append(number)
+    return launcher.run(job, on_plan=begin, on_line=display.line, heard=_Told(display, job.timeouts.grace_s))
 
-    return launcher.run(job, on_plan=begin, on_line=display.line, on_interrupt=interrupted)
+
+class _Told(Heard):
+    """What a user is told while a job runs."""
+
+    def __init__(self, display: Display, grace_s: float) -> None:
+        self._display, self._grace_s, self._interrupted = display, grace_s, False
+
+    def interrupt(self, number: int) -> None:
+        self._display.errors_of_rank_0_only()
+        self._display.hurry(0.0 if self._interrupted else self._grace_s)
+        if not self._interrupted:
+            report(f"{signal.Signals(number).name}: ending every rank (a second one kills them)", within_s=0.2)
+        self._interrupted = True
+
+    def worker(self, number: int, host: Host) -> None:
+        self._display.add(number, host)
+
+    def say(self, text: str) -> None:
+        report(text, within_s=0.2)
 
 
 def _remarks(plan: Plan) -> Iterator[str]:
     """What a user may not expect of what ranks get."""
     yield from plan.notes
-    if len(plan.hosts) > 1 and (names := environment.withheld(os.environ, plan.job.env)):
+    if not plan.job.one_host and (names := environment.withheld(os.environ, plan.job.env)):
         yield f"not passed to the ranks, because they look secret (-x NAME passes one): {', '.join(names)}"
     for hosts in dict.fromkeys(map(tuple, plan.differing.values())):
         theirs = ", ".join(name for name, its in plan.differing.items() if tuple(its) == hosts)
@@ -185,11 +232,12 @@ def _places(plan: Plan) -> str:
     )
 
 
-def _attempt(outcome: Outcome, started: float) -> dict[str, Any]:
+def _attempt(outcome: Outcome, started: float, *, elastic: bool) -> dict[str, Any]:
     failed = outcome.failed
     failure = failed and {"rank": failed.rank, "host": failed.host, "why": failed.why}
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
-    return {"started": began, "seconds": round(outcome.seconds, 3), "exit_code": outcome.exit_code, "failure": failure}
+    facts = {"started": began, "seconds": round(outcome.seconds, 3), "exit_code": outcome.exit_code, "failure": failure}
+    return facts | ({"formations": outcome.formations, "lost": outcome.lost} if elastic else {})
 
 
 # ---- checks

@@ -81,15 +81,17 @@ class Ended:
 
 
 @contextmanager
-def launched(folder: Path, *arguments: str, np: int = 2, env: dict[str, str] | None = None) -> Iterator[Launched]:
-    """Start `hvdtrain launch` with `np` ranks of the toy; what it leaves is killed and fails the test."""
+def launched(
+    folder: Path, *arguments: str, np: int = 2, env: dict[str, str] | None = None, program: Path = TOY
+) -> Iterator[Launched]:
+    """Start `hvdtrain launch` with `np` ranks of a program; what it leaves is killed and fails the test."""
     flags = [argument for argument in arguments if argument.startswith("-")]
     todo = [argument for argument in arguments if argument not in flags]
     token = uuid.uuid4().hex
     command = [sys.executable, "-m", "hvdtrain", "launch", "-np", str(np), "--no-checks", *flags, "--"]
     process = subprocess.Popen(
-        [*command, sys.executable, str(TOY), *todo], cwd=folder, env=clean_environment({**(env or {}), TOKEN: token}),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*command, sys.executable, str(program), *todo], cwd=folder,
+        env=clean_environment({**(env or {}), TOKEN: token}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     job = Launched(process, token, folder)
     try:

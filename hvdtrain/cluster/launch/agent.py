@@ -29,15 +29,14 @@ from hvdtrain.cluster.data_path import DataPath
 from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.launch.environment import is_of_a_host
-from hvdtrain.cluster.launch.rank import Rank, StartError, rendezvous_process
+from hvdtrain.cluster.launch.processes import TICK_S, TOKEN, guard, sweep
+from hvdtrain.cluster.launch.rank import ANSWERS, ELASTIC, Rank, StartError, ask, rendezvous_process
 from hvdtrain.cluster.protocol import BEAT_S, WINDOW, Decoder, Message, encode
 from hvdtrain.core.in_step.preemption import ENDING, ENDS
 from hvdtrain.core.resources import cgroup_quota
 from hvdtrain.core.version import __version__
 
-TICK_S = 0.1
 MOST_BUFFERED_BYTES = 1 << 20  # of output that the connection has not taken yet; then the ranks wait
-TOKEN = "HVDTRAIN_LAUNCH"  # in the environment of all that belongs to one attempt of a job
 
 
 class Agent:
@@ -52,6 +51,7 @@ class Agent:
         self._rendezvous: subprocess.Popen[bytes] | None = None
         self._given: int | None = None  # a file in memory: what every rank reads
         self._says = os.memfd_create("ending")  # that no update will come, to ranks that save at the next one
+        self._answers = os.memfd_create("answers")  # what the first workers recorded, for those that join later
         self._settings: dict[str, float] = {"lost_s": 15.0, "stopped_s": 15.0, "grace_s": 5.0}
         self._untaken = 0  # messages of output that the launcher has not shown yet
         self._data_path: DataPath | None = None
@@ -131,9 +131,7 @@ class Agent:
         if kind == "settings":
             self._settings = {name: float(message[name]) for name in self._settings}
         elif kind == "rendezvous":
-            self._rendezvous = rendezvous_process(message["address"], message["places"])
-            assert self._rendezvous.stdout is not None
-            self._selector.register(self._rendezvous.stdout, selectors.EVENT_READ, self._rendezvous_answers)
+            self._serve(message)
         elif kind == "input":
             if self._given is None:
                 self._given = os.memfd_create("input")
@@ -144,18 +142,38 @@ class Agent:
             self._untaken -= int(message["count"])
             self._listen_to_ranks()
         elif kind == "signal":
-            processes.send([rank.pid for rank in self._ranks.values() if rank.code is None], int(message["number"]))
+            processes.send(self._living(message.get("rank")), int(message["number"]))
+        elif kind == "tell":
+            for rank in self._ranks.values():
+                if rank.rank == message["rank"] and rank.code is None:
+                    rank.say(json.dumps(message["say"]))
+        elif kind == "answers":
+            os.write(self._answers, base64.b64decode(message["data"]))
+        elif kind == "peer":
+            self._watch_the_data_path(message)
         elif kind == "end":
             self._end(int(message["signal"]), float(message["grace_s"]), asks=bool(message.get("asks")))
 
+    def _living(self, rank: int | None = None) -> list[int]:
+        """The processes of this host's ranks, or of one of them."""
+        return [its.pid for its in self._ranks.values() if its.code is None and rank in (None, its.rank)]
+
+    def _serve(self, message: Message) -> None:
+        if self._rendezvous is None:
+            self._rendezvous = rendezvous_process()
+            assert self._rendezvous.stdout is not None
+            self._selector.register(self._rendezvous.stdout, selectors.EVENT_READ, self._rendezvous_answers)
+        ask(self._rendezvous, address=message["address"], places=message["places"], serial=message.get("serial", 0))
+
     def _rendezvous_answers(self) -> None:
         assert self._rendezvous is not None and self._rendezvous.stdout is not None
-        self._selector.unregister(self._rendezvous.stdout)
-        answer = json.loads(self._rendezvous.stdout.readline() or "{}")
-        if "port" in answer:
-            self._send("rendezvous", port=answer["port"])
-        else:
-            why = answer.get("error", "the rendezvous server ended before it listened")
+        answer = json.loads(self._rendezvous.stdout.readline() or "null")
+        if answer is None:
+            self._selector.unregister(self._rendezvous.stdout)
+        if answer is not None and "port" in answer:
+            self._send("rendezvous", port=answer["port"], serial=answer["serial"])
+        elif not self._ending:
+            why = (answer or {}).get("error", "the rendezvous server has ended")
             self._send("failed", rank=None, what=why)
 
     # ---- the ranks
@@ -164,11 +182,12 @@ class Agent:
         own = {name: value for name, value in os.environ.items() if name not in set(message["without"])}
         environment = {**message["defaults"], **own, **message["env"], TOKEN: message["token"]}
         environment[ENDING] = f"/proc/{os.getpid()}/fd/{self._says}"
-        if message["peer"] is not None:
-            self._data_path = DataPath(message["own"], message["peer"], time.monotonic())
+        self._watch_the_data_path(message)
         for wanted in message["ranks"]:
             try:
                 env = {**environment, **wanted["env"]}
+                if env.get(ELASTIC) == "new":
+                    env[ANSWERS] = f"/proc/{os.getpid()}/fd/{self._answers}"
                 rank = Rank(wanted["rank"], message["argv"], message["cwd"], env, self._given)
             except StartError as error:
                 self._send("failed", rank=wanted["rank"], what=str(error))
@@ -177,6 +196,12 @@ class Agent:
         if self._given is not None:
             os.close(self._given)
         self._listen_to_ranks()
+
+    def _watch_the_data_path(self, message: Message) -> None:
+        if self._data_path is not None:
+            self._data_path.close()
+        own, peer = message["own"], message["peer"]
+        self._data_path = DataPath(own, peer, time.monotonic()) if peer is not None else None
 
     def _listen_to_ranks(self) -> None:
         """Reads what ranks write, unless there is too much on its way: then they wait, but nothing else does."""
@@ -201,7 +226,10 @@ class Agent:
         return read
 
     def _relay(self, rank: Rank, stream: str, lines: list[str]) -> None:
-        if lines:
+        if stream == "line":
+            for said in filter(None, map(_object_in, lines)):
+                self._send("worker", rank=rank.rank, said=said)
+        elif lines:
             self._untaken += 1
             self._send("out", rank=rank.rank, stream=stream, lines=lines)
 
@@ -209,6 +237,7 @@ class Agent:
         now = time.monotonic()
         self._reap(now)
         for rank in self._ranks.values():
+            rank.flush()
             if rank.is_over(now):
                 self._send_exit(rank, now)
             elif rank.code is None and (for_s := rank.stopped_s(now)) >= self._settings["stopped_s"]:
@@ -245,7 +274,7 @@ class Agent:
                 return
             if pid == 0:
                 return
-            if pid in self._ranks:
+            if pid in self._ranks and self._ranks[pid].code is None:  # else another process with its number
                 self._ranks[pid].ended(os.waitstatus_to_exitcode(status), now)
 
     def _send_exit(self, rank: Rank, now: float) -> None:
@@ -279,7 +308,7 @@ class Agent:
         if not left:
             self._all_ended(now)
             return
-        mains = [rank.pid for rank in self._ranks.values() if rank.code is None]
+        mains = self._living()
         while self._stages and now >= self._stages[0][0]:
             number = self._stages.pop(0)[1]
             self._leave(processes.send(mains if number != signal.SIGKILL else left, number))
@@ -297,11 +326,22 @@ class Agent:
 
     def _all_ended(self, now: float) -> None:
         self._reap(now)
+        if self._living():
+            return  # a thread of it still ends: a zombie that cannot be waited for yet
         for rank in self._ranks.values():
             if not rank.reported:
                 self._send_exit(rank, now)
         self._send("ended")
         self._ended = True
+
+
+def _object_in(line: str) -> dict[str, Any] | None:
+    """What a rank says over its line; None: what came is nothing that one says."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) else None
 
 
 def hello() -> dict[str, Any]:
@@ -319,41 +359,6 @@ def hello() -> dict[str, Any]:
             if not is_of_a_host(name)
         },
     }
-
-
-def guard(agent: int) -> int:
-    """Waits for the agent process, then kills what it left; returns its exit code."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda *_: processes.send([agent], signal.SIGTERM))
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WUNTRACED)
-        except ChildProcessError:
-            return 1
-        if os.WIFSTOPPED(status):  # stopped it could not end the ranks, whatever became of the launcher
-            processes.send([pid], signal.SIGCONT)
-        elif pid == agent:
-            break
-    not_ours: set[int] = set()
-    while left := set(processes.descendants(os.getpid())) - not_ours:
-        not_ours |= processes.send(left, signal.SIGKILL)
-        time.sleep(TICK_S / 10)
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
-
-
-def sweep(token: str, grace_s: float) -> None:
-    """Ends what an attempt left on this host when agent and guard were killed together.
-
-    As long as the grace lasts they may be ending by themselves: an agent that only lost its launcher sees to that.
-    """
-    began = time.monotonic()
-    while (left := processes.marked(TOKEN, token)) and time.monotonic() - began < grace_s:
-        time.sleep(TICK_S)
-    while left and time.monotonic() - began < grace_s + 2.0:
-        processes.send(left, signal.SIGKILL)
-        time.sleep(TICK_S / 10)
-        left = processes.marked(TOKEN, token)
 
 
 def main() -> int:

@@ -20,8 +20,8 @@ from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.launch.failures import Tracebacks
 from hvdtrain.cluster.launch.job import Job
 from hvdtrain.cluster.protocol import BEAT_S, Message, encode
-from hvdtrain.cluster.ssh import SshProblem, are_this_machine, not_started
-from hvdtrain.core.errors import LauncherError
+from hvdtrain.cluster.ssh import SshProblem, are_this_machine, is_this_machine, not_started
+from hvdtrain.core.errors import ConfigError, LauncherError
 from hvdtrain.core.version import __version__
 
 AGENT = "hvdtrain.cluster.launch.agent"
@@ -38,6 +38,7 @@ class Connection(Channel):
         ended: whether the agent said that nothing is left there.
         closed: whether no more can come, or is waited for.
         left: whether the connection has ended by itself.
+        token: of what was started there: where an agent is gone without a word, what it left is ended.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Connection(Channel):
         self.hello: Message | None = None
         self.why_left: str | None = None
         self.ended = self.closed = self.left = False
+        self.token = ""
         # `-m` looks in the working directory first. Elsewhere that is the user's home, where a random.py may lie: -P.
         # Here it makes the agent of this very hvdtrain run, also from a checkout that is not installed.
         argv = [job.python, "-m", AGENT] if local else [job.python, "-P", "-m", AGENT]
@@ -72,10 +74,10 @@ class Connection(Channel):
         """Lets the agent go, which ends what it has; one that is known to be there is waited for."""
         super().close(0.0 if self.closed or self.hello is None else wait_s)
 
-    def sweep(self, token: str) -> None:
+    def sweep(self) -> None:
         """Ends what an agent that is gone without a word may have left on the host; it has the grace, if it lives."""
         grace_s = self._job.timeouts.grace_s
-        words = [self._job.python, "-P", "-m", AGENT, "--sweep", token, f"{grace_s:g}"]
+        words = [self._job.python, "-P", "-m", AGENT, "--sweep", self.token, f"{grace_s:g}"]
         command = words if self.local else self._job.ssh.command(self.host.name, words)
         folders = {"PYTHONPATH": os.pathsep.join([str(_PACKAGES), os.environ.get("PYTHONPATH", "")])}
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # the host cannot be reached: it is lost
@@ -123,6 +125,7 @@ class Agents:
         # all names first and at once: an agent that is there already would take a launcher that still asks for dead
         local = {name: its.result() for name, its in are_this_machine([host.name for host in hosts]).items()}
         self._job, self._beaten_s = job, 0.0
+        self._dropped: dict[Connection, threading.Thread] = {}  # and what lets them go
         self.connections: list[Connection] = []
         self._relay = threading.Thread(target=self._pass_lines_on, name="ranks' output", daemon=True)
         self._relay.start()
@@ -137,7 +140,38 @@ class Agents:
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message to every host."""
         for connection in self.connections:
-            connection.send(kind, **fields)
+            if connection not in self._dropped:
+                connection.send(kind, **fields)
+
+    def find(self, host: Host) -> None:
+        """Begins to reach one more host; what comes of it is an event, "found" without a connection."""
+
+        def look() -> None:  # a name server may be slow
+            try:
+                found: Message = {"type": "found", "host": host, "local": is_this_machine(host.name)}
+            except ConfigError as error:
+                found = {"type": "found", "host": host, "why": error.received}
+            self._events.put((None, found))
+
+        threading.Thread(target=look, name=f"look {host.name}", daemon=True).start()
+
+    def add(self, host: Host, *, local: bool) -> Connection:
+        """Starts the agent of one more host; it says hello, or its connection ends.
+
+        Raises:
+            OSError: the command that reaches it could not be started.
+        """
+        connection = Connection(host, self._job, self._take, local=local)
+        self.connections.append(connection)
+        connection.send("settings", **vars(self._job.timeouts))
+        return connection
+
+    def drop(self, connection: Connection) -> None:
+        """Lets the agent of a host go while the others stay; whatever of the attempt is left there ends."""
+        connection.closed = True
+        work = threading.Thread(target=_let_go, args=(connection, 0.0), name=f"let go {connection.name}", daemon=True)
+        self._dropped[connection] = work
+        work.start()
 
     def next(self, timeout_s: float) -> Event | None:
         """Returns the next event, None if there is none in time; keeps the agents alive meanwhile."""
@@ -145,7 +179,7 @@ class Agents:
         if now - self._beaten_s >= BEAT_S:
             self._beaten_s = now
             self.send("beat")
-        if not all([its.flush() for its in self.connections]):
+        if not all([its.flush() for its in self.connections if its not in self._dropped]):
             timeout_s = min(timeout_s, _FLUSH_S)
         try:
             connection, message = self._events.get(timeout=timeout_s)
@@ -153,6 +187,8 @@ class Agents:
             return None
         if connection is not None and message is not None and message["type"] == "taken":
             connection.send("taken", count=message["count"])
+            return None
+        if connection in self._dropped:
             return None
         if connection is not None:
             connection.note(message)
@@ -180,24 +216,19 @@ class Agents:
             fix = "install the same hvdtrain on every host, or name the Python that has it: --python PATH"
             raise LauncherError("every host needs the same hvdtrain", f"here {__version__}, {', '.join(others)}", fix)
 
-    def close(self, wait_s: float = 0.0, *, token: str = "", look: Callable[[], None] = lambda: None) -> None:
+    def close(self, wait_s: float = 0.0, *, look: Callable[[], None] = lambda: None) -> None:
         """Lets every agent go, at once, and ends what reaches them; then passes on the last output.
 
         Args:
             wait_s: for agents that are there.
-            token: of the attempt: where an agent is gone without a word, what it left is ended.
             look: called several times a second.
         """
 
-        def let_go(its: Connection) -> None:
-            its.close(wait_s)
-            if token and its.left and not its.ended and its.hello is not None:
-                its.sweep(token)
-
-        work = [threading.Thread(target=let_go, args=(its,)) for its in self.connections]
+        left = [its for its in self.connections if its not in self._dropped]
+        work = [threading.Thread(target=_let_go, args=(its, wait_s)) for its in left]
         for thread in work:
             thread.start()
-        for thread in [*work, self._relay]:
+        for thread in [*work, *self._dropped.values(), self._relay]:
             if thread is self._relay:
                 self._lines.put(None)
             while thread.is_alive():
@@ -229,6 +260,12 @@ class Agents:
                     self.failed = error
                     self._events.put((None, None))
             self._events.put((connection, {"type": "taken", "count": 1}))
+
+
+def _let_go(its: Connection, wait_s: float) -> None:
+    its.close(wait_s)
+    if its.token and its.left and not its.ended and its.hello is not None:
+        its.sweep()
 
 
 def _unreached(problems: Sequence[tuple[Host, SshProblem]]) -> LauncherError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvdtrain.cluster.addresses import Chosen, Interfaces, choose, interfaces
+from hvdtrain.cluster.addresses import Chosen, Interfaces, choose, interfaces, joined
 from hvdtrain.cluster.hosts import Host, Slot, assign
 from hvdtrain.cluster.launch import environment
 from hvdtrain.cluster.protocol import Message
@@ -48,6 +49,22 @@ class Timeouts:
 
 
 @dataclass(frozen=True)
+class Elastic:
+    """How a job may shrink and grow.
+
+    Attributes:
+        minimum, maximum: of ranks.
+        timeout_s: how long fewer are borne.
+        discovery: a command that prints the hosts that may be used; None: they are the job's own.
+    """
+
+    minimum: int
+    maximum: int
+    timeout_s: float = 600.0
+    discovery: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Job:
     """What is to be run.
 
@@ -65,6 +82,7 @@ class Job:
         given: what every rank reads from its standard input; then each may also write lines to the descriptor that
             `rank.RESULT` names, which come as stream "result", and has failed unless the last is `rank.RETURNED`. None:
             nothing.
+        elastic: how it may shrink and grow; None: it ends with the first rank that fails.
     """
 
     argv: Sequence[str]
@@ -78,6 +96,7 @@ class Job:
     horovod: bool = True
     timeouts: Timeouts = field(default_factory=Timeouts)
     given: bytes | None = field(default=None, repr=False)
+    elastic: Elastic | None = None
 
     @functools.cached_property
     def slots(self) -> list[Slot]:
@@ -92,6 +111,12 @@ class Job:
     def ranks(self) -> Counter[Host]:
         """The hosts that get ranks, in order, and how many."""
         return Counter(slot.host for slot in self.slots)
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all its ranks are on one host, and stay there."""
+        more = self.elastic is not None and (self.elastic.discovery is not None or len(self.hosts) > 1)
+        return len(self.ranks) == 1 and not more
 
 
 @dataclass(frozen=True)
@@ -128,7 +153,20 @@ class Plan:
 
     def defaults(self, host: Host) -> dict[str, str]:
         """Returns the variables that hold on a host unless it, or the user, says otherwise."""
-        return environment.defaults(self.cores[host.name], self.job.ranks[host])
+        elastic = self.job.elastic
+        local_size = self.job.ranks[host] if elastic is None else min(host.slots, elastic.maximum)
+        return environment.defaults(self.cores[host.name], local_size)
+
+    def with_host(self, host: Host, hello: Message) -> Plan:
+        """Returns the plan with a host that joins.
+
+        Raises:
+            ConfigError: it has no address in the ranks' network.
+        """
+        name, its = host.name, interfaces(hello["interfaces"])
+        chosen = joined(name, its, self.job.network or self.first.network, hello["reached"])
+        cores = {**self.cores, name: float(hello["cores"])}
+        return dataclasses.replace(self, chosen={**self.chosen, name: chosen}, cores=cores)
 
     def variables(self, host: Host, rendezvous_port: int | None, master_port: int) -> dict[str, str]:
         """Returns the variables that all ranks of a host get."""
@@ -154,7 +192,7 @@ def make_plan(job: Job, hellos: Mapping[str, Message], reached: Mapping[str, str
         ConfigError: no network that all hosts have.
     """
     found = {name: interfaces(hello["interfaces"]) for name, hello in hellos.items()}
-    chosen = choose(found, job.network, reached)
+    chosen = choose(found, job.network, reached, more=not job.one_host)
     cores = {name: float(hello["cores"]) for name, hello in hellos.items()}
     own = {name: {} if name in local else hello.get("own", {}) for name, hello in hellos.items()}
     differing = environment.on_some_hosts_only(own, job.env)

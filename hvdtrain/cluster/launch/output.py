@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from hvdtrain.cluster.hosts import Slot
+from hvdtrain.cluster.hosts import Host, Slot
 from hvdtrain.cluster.launch.failures import Failure
 from hvdtrain.core.errors import ConfigError
 
@@ -119,12 +119,18 @@ class Logs:
 class Display:
     """Marks lines with their rank, and with its host where there are several."""
 
-    def __init__(self, slots: Sequence[Slot], logs: Logs, *, quiet: bool) -> None:
-        several = len({slot.host for slot in slots}) > 1
-        self._marks = {s.rank: f"[{s.rank} {s.host.address}] " if several else f"[{s.rank}] " for s in slots}
+    def __init__(self, slots: Sequence[Slot], logs: Logs, *, quiet: bool, with_hosts: bool | None = None) -> None:
+        self._with_hosts = len({slot.host for slot in slots}) > 1 if with_hosts is None else with_hosts
+        self._marks: dict[int, str] = {}
+        for slot in slots:
+            self.add(slot.rank, slot.host)
         self._logs, self._quiet, self._errors_of_rank_0_only = logs, quiet, False
         self._until_s = float("inf")
         self._mute: set[str] = set()  # streams that take no more
+
+    def add(self, rank: int, host: Host) -> None:
+        """Notes where a rank is."""
+        self._marks[rank] = f"[{rank} {host.address}] " if self._with_hosts else f"[{rank}] "
 
     def hurry(self, within_s: float) -> None:
         """From now on, wait no longer than that for a reader that pauses; then log only."""

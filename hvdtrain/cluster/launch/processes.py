@@ -1,4 +1,7 @@
-"""Processes of this machine as the kernel shows them: who descends from whom, who is stopped, who dies with whom."""
+"""Processes of this machine as the kernel shows them: who descends from whom, who is stopped, who dies with whom.
+
+And what ends those of a job where its agent is gone: the agent's guard, and a sweep by a second session.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+TICK_S = 0.1
+TOKEN = "HVDTRAIN_LAUNCH"  # in the environment of all that belongs to one attempt of a job
 # linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, not after a fork
@@ -91,6 +97,41 @@ def command_of(pid: int) -> str:
     except OSError:
         return ""
     return b" ".join(words).decode(errors="replace")[:200]
+
+
+def guard(agent: int) -> int:
+    """Waits for the agent process, then kills what it left; returns its exit code."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda *_: send([agent], signal.SIGTERM))
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WUNTRACED)
+        except ChildProcessError:
+            return 1
+        if os.WIFSTOPPED(status):  # stopped it could not end the ranks, whatever became of the launcher
+            send([pid], signal.SIGCONT)
+        elif pid == agent:
+            break
+    not_ours: set[int] = set()
+    while left := set(descendants(os.getpid())) - not_ours:
+        not_ours |= send(left, signal.SIGKILL)
+        time.sleep(TICK_S / 10)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def sweep(token: str, grace_s: float) -> None:
+    """Ends what an attempt left on this host when agent and guard were killed together.
+
+    As long as the grace lasts they may be ending by themselves: an agent that only lost its launcher sees to that.
+    """
+    began = time.monotonic()
+    while (left := marked(TOKEN, token)) and time.monotonic() - began < grace_s:
+        time.sleep(TICK_S)
+    while left and time.monotonic() - began < grace_s + 2.0:
+        send(left, signal.SIGKILL)
+        time.sleep(TICK_S / 10)
+        left = marked(TOKEN, token)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

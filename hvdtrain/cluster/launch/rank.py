@@ -1,12 +1,17 @@
-"""The processes an agent starts: a rank with its two pipes, whose bytes become lines, and the rendezvous' child."""
+"""The processes an agent starts: a rank with its two pipes, whose bytes become lines, and the rendezvous' child.
+
+A rank has a third stream besides, in both directions: its line to the launcher, of JSON objects.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +22,9 @@ from hvdtrain.cluster.launch import processes
 DRAIN_S = 0.5  # how long a rank's pipes are read after its end, if something that it started keeps them open
 LOOK_EVERY_S = 0.5  # at whether a rank is stopped
 LONGEST_BYTES = 1 << 16  # a line without an end is cut there
+LINE = "HVDTRAIN_AGENT_FD"  # in the environment of a rank: its end of the line
+ELASTIC, ELASTIC_SIZE = "HVDTRAIN_ELASTIC", "HVDTRAIN_ELASTIC_SIZE"
+ANSWERS = "HVDTRAIN_ELASTIC_ANSWERS"  # the file with what workers that join later need
 RESULT = "HVDTRAIN_RESULT_FD"  # in the environment of a rank that got an input: where its result goes
 RETURNED = ".returned"  # the last line of it, if the rank came to its end
 REWRITTEN_EVERY_S = 5.0  # how often a line that is rewritten in place ("\r") is shown while it is
@@ -55,6 +63,22 @@ class LineSplitter:
         return [_text(rest)] if rest.strip(b"\r") else []
 
 
+class WholeLines:
+    """Splits what comes over a rank's line; however long, a line is whole."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes, now_s: float) -> list[str]:
+        """Returns the lines that are complete with `data`."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+    def close(self) -> list[str]:
+        """Returns nothing: half a line says nothing."""
+        return []
+
+
 def _text(line: bytes) -> str:
     return next((part for part in reversed(line.split(b"\r")) if part), b"").decode(errors="replace")
 
@@ -78,26 +102,36 @@ class Rank:
     def __init__(
         self, rank: int, argv: Sequence[str], cwd: str, env: Mapping[str, str], given: int | None = None
     ) -> None:
-        """Starts it; `given`: a file that is its standard input, in which case it may give a result."""
+        """Starts it.
+
+        Args:
+            rank: its number.
+            argv, cwd, env: what runs.
+            given: a file that is its standard input, in which case it may give a result.
+        """
         self.rank = rank
         self.code: int | None = None
         self.ended_s = 0.0
         self.reported = self.stop_reported = False
         self._stopped_since_s: float | None = None
         self._looked_s = 0.0
-        self._streams: dict[int, tuple[str, LineSplitter]] = {}
+        self._streams: dict[int, tuple[str, LineSplitter | WholeLines]] = {}
+        self._unsaid = bytearray()
         inner: dict[str, int] = {}
         for stream in ("stdout", "stderr", *(["result"] if given is not None else [])):
             descriptor, inner[stream] = os.pipe()
             self._streams[descriptor] = stream, LineSplitter()
-        results = [inner["result"]] if given is not None else []
-        env = {**env, **({RESULT: str(results[0])} if results else {})}
+        ours, theirs = socket.socketpair()
+        self._line, inner["line"] = ours.detach(), theirs.detach()
+        self._streams[self._line] = "line", WholeLines()
+        passed = {name: inner[stream] for name, stream in ((RESULT, "result"), (LINE, "line")) if stream in inner}
+        env = {**env, **{name: str(descriptor) for name, descriptor in passed.items()}}
         # opened anew, so that each rank reads from the start
         inner["stdin"] = os.open(os.devnull if given is None else f"/proc/self/fd/{given}", os.O_RDONLY)
         try:
             self._process = subprocess.Popen(
                 argv, cwd=cwd, env=env, stdin=inner["stdin"],
-                stdout=inner["stdout"], stderr=inner["stderr"], pass_fds=results, start_new_session=True,
+                stdout=inner["stdout"], stderr=inner["stderr"], pass_fds=list(passed.values()), start_new_session=True,
                 preexec_fn=_END_WITH_THE_AGENT,
             )  # fmt: skip
         except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -126,6 +160,21 @@ class Rank:
         os.close(descriptor)
         return stream, splitter.close()
 
+    def say(self, text: str) -> None:
+        """Sends a line to the rank; what it does not take now goes with the next `flush`."""
+        self._unsaid += text.encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what is left for the rank."""
+        try:
+            while self._unsaid and self._line in self._streams:
+                del self._unsaid[: os.write(self._line, self._unsaid)]
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended, which is told
+            self._unsaid.clear()
+
     def ended(self, code: int, now_s: float) -> None:
         """Notes that the process was waited for."""
         self.code = self._process.returncode = code
@@ -142,7 +191,7 @@ class Rank:
         for descriptor, (stream, splitter) in self._streams.items():
             lines = []
             # no more than the pipe held: something that the rank left may fill it as fast as it is read
-            left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
+            left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ) if stream != "line" else 1 << 20
             while left > 0 and (data := _what_is_there(descriptor, left)):
                 left -= len(data)
                 lines += splitter.feed(data, 0.0)
@@ -165,17 +214,21 @@ class Rank:
         self._streams.clear()
 
 
-def rendezvous_process(address: str, places: Sequence[Sequence[Any]]) -> subprocess.Popen[bytes]:
-    """Starts the process that serves Horovod's rendezvous; it answers with a line (`rendezvous`)."""
+def rendezvous_process() -> subprocess.Popen[bytes]:
+    """Starts the process that serves Horovod's rendezvous; see `ask` and `rendezvous`."""
     safe = ["-P"] if sys.flags.safe_path else []  # as the agent itself was started
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, *safe, "-m", "hvdtrain.cluster.launch.rendezvous"], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, start_new_session=True, preexec_fn=_END_WITH_THE_AGENT,
+        stdout=subprocess.PIPE, bufsize=0, start_new_session=True, preexec_fn=_END_WITH_THE_AGENT,
     )  # fmt: skip
+
+
+def ask(process: subprocess.Popen[bytes], **asked: Any) -> None:
+    """Has it serve something else; it answers with a line."""
     assert process.stdin is not None
-    process.stdin.write(json.dumps({"address": address, "places": places}).encode() + b"\n")
-    process.stdin.flush()
-    return process
+    with contextlib.suppress(BrokenPipeError):  # it has ended, which is told
+        process.stdin.write(json.dumps(asked).encode() + b"\n")
+        process.stdin.flush()
 
 
 def _what_is_there(descriptor: int, most_bytes: int) -> bytes | None:
@@ -184,6 +237,8 @@ def _what_is_there(descriptor: int, most_bytes: int) -> bytes | None:
         return os.read(descriptor, most_bytes)
     except BlockingIOError:
         return None
+    except ConnectionResetError:  # a line whose other end was closed with something unread
+        return b""
 
 
 def _why_not(argv: Sequence[str], cwd: str, error: Exception) -> str:

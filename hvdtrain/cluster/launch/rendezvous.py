@@ -1,8 +1,8 @@
 """Serves Horovod's rendezvous on one address, as a child of the first agent.
 
-Horovod's own server listens on every address of the machine; this one only on the address the ranks use. It reads one
-line of JSON from its standard input (the address and the ranks' places), answers with its port, and serves until its
-standard input ends.
+Horovod's own server listens on every address of the machine; this one only on the address the ranks use. It reads
+lines of JSON from its standard input, each an address and the ranks' places there, answers each with a port, and serves
+there until the next line, or the end of its standard input. Without places nothing is served.
 """
 
 from __future__ import annotations
@@ -45,17 +45,20 @@ def main() -> int:
     except ImportError as error:
         print(json.dumps({"error": f"no Horovod in {sys.executable}: {error}"}), flush=True)
         return 1
-    asked = json.loads(sys.stdin.readline() or "null")
-    if asked is None:
-        return 0
-    try:
-        server = serve(asked["address"], asked["places"])
-    except OSError as error:
-        print(json.dumps({"error": f"cannot listen at {asked['address']}: {error}"}), flush=True)
-        return 1
-    print(json.dumps({"port": server.server_port}), flush=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    sys.stdin.read()
+    server: Any = None
+    for line in sys.stdin:
+        asked, last, server = json.loads(line), server, None
+        if asked["places"] is not None:
+            try:
+                server = serve(asked["address"], asked["places"])
+            except OSError as error:
+                print(json.dumps({"error": f"cannot listen at {asked['address']}: {error}"}), flush=True)
+            else:
+                threading.Thread(target=server.serve_forever, daemon=True).start()
+                print(json.dumps({"port": server.server_port, "serial": asked["serial"]}), flush=True)
+        if last is not None:
+            last.server_close()  # who comes now is refused
+            threading.Thread(target=last.shutdown, daemon=True).start()  # which waits for a while
     return 0
 
 

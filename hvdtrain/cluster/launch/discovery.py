@@ -1,0 +1,120 @@
+"""Which hosts an elastic job may use now: what a command of the user's prints, asked again and again."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from hvdtrain.cluster.hosts import Host, parse_hosts
+from hvdtrain.core.errors import ConfigError
+
+EVERY_S = 1.0
+TIMEOUT_S = 10.0
+
+
+def command_in(text: str) -> tuple[str, ...]:
+    """Returns the words of a command, which runs without a shell.
+
+    Raises:
+        ConfigError: there are none, or a quote that does not end.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        words, why = [], str(error)
+    else:
+        why = "no words"
+    if not words:
+        raise ConfigError("--host-discovery is a command", f"{text!r}: {why}", '--host-discovery "sh hosts.sh"')
+    return tuple(words)
+
+
+def asked(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[Host]:
+    """Returns the hosts that a command prints, a line each: "host1:4"; the empty list, if it prints none.
+
+    Raises:
+        ConfigError: it cannot be started, fails, is not done in time, or prints something else.
+    """
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False,
+            start_new_session=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise _no_list(command, f"not done in {timeout_s:g} s") from None
+    except OSError as error:
+        raise _no_list(command, f"{error.filename or command[0]}: {error.strerror}") from error
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip()[-500:]
+        raise _no_list(command, f"exit code {done.returncode}: {said or 'it said nothing'}")
+    lines = [line.strip() for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
+    try:
+        return parse_hosts(",".join(lines)) if lines else []
+    except ConfigError as error:
+        raise _no_list(command, error.received) from error
+
+
+def first(command: Sequence[str], slots: int, timeout_s: float) -> list[Host]:
+    """Returns the first hosts that have so many slots.
+
+    Raises:
+        ConfigError: there are none in time; says what the command last did.
+    """
+    until_s = time.monotonic() + timeout_s
+    while True:
+        error: ConfigError | None = None
+        try:
+            hosts = asked(command)
+        except ConfigError as problem:
+            error = problem
+        else:
+            if sum(host.slots for host in hosts) >= slots:
+                return hosts
+        if time.monotonic() >= until_s:
+            raise error or _no_list(command, f"{', '.join(map(str, hosts)) or 'none'}: fewer than {slots} slot(s)")
+        time.sleep(EVERY_S)
+
+
+def _no_list(command: Sequence[str], what: str) -> ConfigError:
+    return ConfigError('--host-discovery prints hosts, as "host1:4", a line each', f"{shlex.join(command)}: {what}")
+
+
+class Discovery:
+    """Asks in a thread of its own, so that nothing waits for a command that is slow; `close` ends it."""
+
+    def __init__(self, command: Sequence[str], on_hosts: Callable[[list[Host]], None], say: Callable[[str], None]):
+        """Begins.
+
+        Args:
+            command: what to ask.
+            on_hosts: gets every list that is not as the last one.
+            say: gets, once, why there is no list; the last one holds meanwhile.
+        """
+        self._command, self._on_hosts, self._say = command, on_hosts, say
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="host discovery", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Asks no more."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        last: list[Host] | None = None
+        wrong = ""
+        while not self._closed.is_set():
+            try:
+                hosts = asked(self._command)
+            except ConfigError as error:
+                if error.received != wrong and not self._closed.is_set():
+                    self._say(f"{error.received}; the hosts stay as they are")
+                wrong = error.received
+            else:
+                wrong = ""
+                if hosts != last:
+                    last = hosts
+                    self._on_hosts(hosts)
+            self._closed.wait(EVERY_S)

@@ -1,0 +1,381 @@
+"""Who is in an elastic job, and in which formation: events in, actions out; pure.
+
+A worker is a process, with a number of its own that never comes again; a formation is a set of workers that are one
+Horovod world, numbered from 1. A member that has left its formation waits for the next; when every living one does, the
+next is made of them and of the new workers that are ready. Rank 0 is a survivor always: what it holds is what the
+others begin with.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdtrain.cluster.hosts import Host, Slot, numbered
+from hvdtrain.cluster.launch.actions import (
+    Action,
+    Barred,
+    Fail,
+    Formed,
+    Lost,
+    Reach,
+    Say,
+    Serve,
+    Signal,
+    Start,
+    Unserve,
+)
+
+SECONDS_TO_LEAVE = 60.0  # that members of a formation have, once one of it is lost or has left it
+SECONDS_TO_BREAK = 1.0  # and that what they are blocked in has to fail by itself; ten times that where all agreed
+SECONDS_TO_GATHER = 10.0  # that a new worker waits for others that are on their way, so that all join at once
+LOSSES_OF_A_HOST, LOSSES = 3, 10  # without an update between
+LATE = "it has not left its formation in time: stopped, or blocked"
+_RETRY_S = 10.0  # until a host that cannot be reached is tried again; longer each time
+_LONGEST_RETRY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a job may become.
+
+    Attributes:
+        minimum, maximum: of workers.
+        timeout_s: how long fewer are borne.
+        open: whether hosts may still come that nobody knows of yet.
+    """
+
+    minimum: int
+    maximum: int
+    timeout_s: float = 600.0
+    open: bool = False
+
+
+@dataclass
+class Worker:
+    """A living worker.
+
+    Attributes:
+        state: a new one is "starting", then "ready"; a member of the formation is "in" it, or has left it ("out").
+        rank: in the formation.
+        leaving: whether its slot is taken away.
+    """
+
+    number: int
+    host: str
+    state: Literal["starting", "ready", "in", "out"]
+    rank: int = -1
+    leaving: bool = False
+
+    @property
+    def member(self) -> bool:
+        return self.state in ("in", "out")
+
+
+class Members:
+    """The membership of one job. Each event returns what is to be done, in order.
+
+    Attributes:
+        formation: the present one's number.
+        workers: those that live, by their number.
+        over: whether the job has come to its end, and every worker has ended.
+        well: whether rank 0 came to its end, which has what the job is for.
+    """
+
+    def __init__(self, slots: Sequence[Slot], hosts: Sequence[Host], limits: Limits) -> None:
+        """Args: slots: of formation 1; hosts: all that may be used, in order; those of the slots are there."""
+        self.formation = 1
+        self.workers = {slot.rank: Worker(slot.rank, slot.host.name, "in", slot.rank) for slot in slots}
+        self.well = False
+        self._hosts, self._limits = list(hosts), limits
+        self._next = len(slots)
+        self._there = {slot.host.name for slot in slots}
+        self._reaching: set[str] = set()
+        self._tries: Counter[str] = Counter()
+        self._retry_s: dict[str, float] = {}
+        self._dying: dict[int, str] = {}  # told to end: their slots are not free yet
+        self._answers = False  # are there: what a new worker needs
+        self._up = False  # an update of this formation is done: all its members have met
+        self._broken_s: float | None = None  # since when this formation is not whole
+        self._aborted = self._regrouping = self._ending = self._failed = False
+        self._ready_s: float | None = None  # since when a new worker has waited
+        self._short_s: float | None = None  # since when there are too few
+        self._serial, self._asked = 0, None  # type: int, tuple[int, ...] | None
+        self._losses: set[int] = set()  # formations that lost members, since the last update
+        self._losses_of: dict[str, set[int]] = {}  # by host: those, and (negative) new workers
+        self._barred: set[str] = set()
+        self._actions: list[Action] = []
+
+    @property
+    def over(self) -> bool:
+        return self._ending and not self.workers
+
+    def members(self) -> list[Worker]:
+        """Returns the present formation's, as far as they live, in the order of their ranks."""
+        return sorted((its for its in self.workers.values() if its.member), key=lambda its: its.rank)
+
+    # ---- what workers do
+
+    def waits(self, number: int, formation: int, now: float) -> list[Action]:
+        """A worker has left a formation, or (0) is new and ready."""
+        its = self.workers.get(number)
+        if its is not None and its.state == "in" and formation == self.formation:
+            its.state = "out"
+            self._breaks(now)
+        elif its is not None and its.state == "starting" and formation == 0:
+            its.state = "ready"
+            self._ready_s = now if self._ready_s is None else self._ready_s
+        return self._settled(now)
+
+    def updated(self, formation: int, now: float) -> list[Action]:
+        """A formation has completed updates."""
+        if formation == self.formation:
+            self._up = True
+            self._losses.clear()
+            for its in self.members():
+                self._losses_of.pop(its.host, None)
+        return self._settled(now)
+
+    def answered(self, now: float) -> list[Action]:
+        """What new workers need is there."""
+        self._answers = True
+        return self._settled(now)
+
+    def finished(self, number: int, now: float) -> list[Action]:
+        """A member has come to the end of the program, or was told to end, as all are: no more formations."""
+        its = self.workers.get(number)
+        if its is None or not its.member:
+            return self.lost([number], now, why="ended before it was a member", gone=True)
+        self.well = self.well or its.rank == 0
+        self._ending = True
+        self._remove(number, gone=True)
+        return self._settled(now)
+
+    def lost(self, numbers: Iterable[int], now: float, *, why: str, gone: bool) -> list[Action]:
+        """Workers are lost, together.
+
+        Args:
+            numbers: who; those that were lost before are passed over.
+            now: by the monotonic clock.
+            why: for people.
+            gone: whether their processes have ended; else they are killed.
+        """
+        self._lose(list(numbers), now, why=why, gone=gone)
+        return self._settled(now)
+
+    def gone(self, number: int, now: float) -> list[Action]:
+        """A worker that was told to end has."""
+        self._dying.pop(number, None)
+        return self._settled(now)
+
+    # ---- what hosts do
+
+    def offered(self, hosts: Sequence[Host], now: float) -> list[Action]:
+        """These hosts may be used from now on, and no others."""
+        self._hosts = list(hosts)
+        slots = {host.name: host.slots for host in hosts}
+        taken: Counter[str] = Counter()
+        for its in sorted(self.workers.values(), key=lambda its: (not its.member, its.number)):
+            taken[its.host] += 1
+            its.leaving = taken[its.host] > slots.get(its.host, 0)
+        for its in [its for its in self.workers.values() if its.leaving and not its.member]:
+            self._remove(its.number, signal.SIGTERM)
+        return self._settled(now)
+
+    def host_there(self, name: str, now: float) -> list[Action]:
+        """A host can be used."""
+        self._reaching.discard(name)
+        self._tries.pop(name, None)
+        self._there.add(name)
+        return self._settled(now)
+
+    def host_gone(self, name: str, now: float, *, why: str) -> list[Action]:
+        """A host cannot be reached, or not any more: its workers are lost."""
+        self._reaching.discard(name)
+        self._there.discard(name)
+        self._tries[name] += 1
+        self._retry_s[name] = now + min(_RETRY_S * self._tries[name], _LONGEST_RETRY_S)
+        self._dying = {number: host for number, host in self._dying.items() if host != name}
+        its = [worker.number for worker in self.workers.values() if worker.host == name]
+        return self.lost(its, now, why=why, gone=True)
+
+    def served(self, serial: int, address: str, port: int, now: float) -> list[Action]:
+        """The rendezvous of the next formation is served."""
+        if self._asked is None or serial != self._serial or self._ending:
+            return []
+        numbers, slots = self._asked, self._slots(self._asked)
+        leaving = [its for its in self.members() if its.number not in numbers]
+        after_s = now - self._broken_s if self._broken_s is not None else 0.0
+        self.formation += 1
+        for number, slot in zip(numbers, slots, strict=True):
+            self.workers[number].state, self.workers[number].rank = "in", slot.rank
+            names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+            place = {name: getattr(slot, name) for name in names}
+            form = {"do": "form", "formation": self.formation, **place, "address": address, "port": port}
+            self._actions.append(Say(number, form))
+        self._actions.append(Formed(self.formation, numbers, slots, after_s))
+        for its in leaving:
+            self._remove(its.number, signal.SIGTERM)
+        self._asked = self._broken_s = self._short_s = self._ready_s = None
+        self._up = self._aborted = self._regrouping = False
+        return self._settled(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        return self._settled(now)
+
+    # ---- what follows
+
+    def _settled(self, now: float) -> list[Action]:
+        if not self._failed:
+            self._look_at_late(now)
+            self._end() if self._ending else self._go_on(now)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _go_on(self, now: float) -> None:
+        self._fill(now)
+        self._form()
+        self._regroup(now)
+        self._look_at_shortage(now)
+
+    def _end(self) -> None:
+        """There is no next formation to wait for."""
+        for number in [its.number for its in self.workers.values() if its.state != "in"]:
+            self._remove(number, signal.SIGTERM)
+
+    def _breaks(self, now: float) -> None:
+        self._broken_s = now if self._broken_s is None else self._broken_s
+
+    def _lose(self, numbers: Collection[int], now: float, *, why: str, gone: bool) -> None:
+        lost = [self.workers[number] for number in numbers if number in self.workers]
+        for its in lost:
+            self._remove(its.number, 0 if gone else signal.SIGKILL, gone=gone)
+            self._actions.append(Lost(its.number, its.host, why))
+            self._losses_of.setdefault(its.host, set()).add(self.formation if its.member else -its.number)
+            if len(self._losses_of[its.host]) >= LOSSES_OF_A_HOST and its.host not in self._barred:
+                self._barred.add(its.host)
+                self._actions.append(Barred(its.host))
+        if not any(its.member for its in lost):
+            return
+        self._losses.add(self.formation)
+        self._breaks(now)
+        if not self._up:  # members may still wait for it where they meet
+            self._actions.append(Unserve())
+        self._abort()  # only who waits for the lost one sees a broken connection; others wait for those, and so on
+        if len(self._losses) >= LOSSES and not self._ending:
+            self._fail(f"members were lost {LOSSES} times without an update between")
+
+    def _abort(self) -> None:
+        self._aborted = True
+        self._actions += [
+            Say(its.number, {"do": "abort", "formation": self.formation}) for its in self.members() if its.state == "in"
+        ]
+
+    def _remove(self, number: int, sends: int = 0, *, gone: bool = False) -> None:
+        its = self.workers.pop(number)
+        if self._asked is not None and number in self._asked:
+            self._asked = None
+        if not gone:
+            self._dying[number] = its.host
+            self._actions.append(Signal(number, sends))
+
+    def _fail(self, why: str) -> None:
+        if not self._failed:
+            self._failed = True
+            self._actions.append(Fail(why))
+
+    def _look_at_late(self, now: float) -> None:
+        """Ends the wait for members that are blocked where no connection breaks, or stopped."""
+        late = [its.number for its in self.members() if its.state == "in"]
+        if self._broken_s is None or not late or self._ending:
+            return
+        if now - self._broken_s >= SECONDS_TO_BREAK * (10 if self._regrouping else 1) and not self._aborted:
+            self._abort()
+        if now - self._broken_s >= SECONDS_TO_LEAVE:
+            self._lose(late, now, why=LATE, gone=False)
+
+    def _usable(self) -> list[Host]:
+        return [host for host in self._hosts if host.name not in self._barred]
+
+    def _fill(self, now: float) -> None:
+        """Has workers started wherever there is room."""
+        if not self._answers:
+            return
+        wanted = self._limits.maximum - sum(not its.leaving for its in self.workers.values())
+        on = Counter([*(its.host for its in self.workers.values()), *self._dying.values()])
+        for host in self._usable():
+            take = min(wanted, host.slots - on[host.name])
+            if take <= 0:
+                continue
+            if host.name in self._there:
+                for _ in range(take):
+                    self.workers[self._next] = Worker(self._next, host.name, "starting")
+                    self._actions.append(Start(self._next, host))
+                    self._next += 1
+            elif host.name not in self._reaching:
+                if now < self._retry_s.get(host.name, now):
+                    continue
+                self._reaching.add(host.name)
+                self._actions.append(Reach(host))
+            wanted -= take
+
+    def _chosen(self) -> list[Worker]:
+        """The next formation, if it were made now, in the order of its ranks."""
+        members = self.members()
+        ready = [its for its in self.workers.values() if its.state == "ready"]
+        staying = [its for its in members if not its.leaving]
+        if not staying or len(staying) + len(ready) < self._limits.minimum:
+            staying = members  # whose hosts may be there for a while yet
+        chosen = staying + ready[: max(0, self._limits.maximum - len(staying))]
+        first: dict[str, int] = {}  # by host: where its first worker stands, survivors before new ones
+        for place, its in enumerate(chosen):
+            first.setdefault(its.host, place)
+        return sorted(chosen, key=lambda its: (first[its.host], not its.member, its.rank, its.number))
+
+    def _slots(self, numbers: Sequence[int]) -> tuple[Slot, ...]:
+        sizes = Counter(self.workers[number].host for number in numbers)  # in the order that hosts come
+        known = {host.name: host for host in self._hosts}
+        return tuple(numbered([known.get(name, Host(name)) for name in sizes], list(sizes.values())))
+
+    def _form(self) -> None:
+        members = self.members()
+        if self._broken_s is None or self._asked is not None or any(its.state == "in" for its in members):
+            return
+        if not members:
+            self._fail(f"no worker of formation {self.formation} is left")
+            return
+        chosen = self._chosen()
+        if len(chosen) >= self._limits.minimum:
+            self._asked = tuple(its.number for its in chosen)
+            self._serial += 1
+            self._actions.append(Serve(self._serial, chosen[0].host, self._slots(self._asked)))
+
+    def _regroup(self, now: float) -> None:
+        """Has the present formation left, at an update, if the next one would be another."""
+        members = self.members()
+        if self._broken_s is not None or self._regrouping or self._failed:
+            return
+        states = {its.state for its in self.workers.values()}
+        if {"ready", "starting"} <= states and self._ready_s is not None and now - self._ready_s < SECONDS_TO_GATHER:
+            return
+        if {its.number for its in self._chosen()} != {its.number for its in members}:
+            self._regrouping = True
+            self._actions += [Say(its.number, {"do": "regroup", "formation": self.formation}) for its in members]
+
+    def _look_at_shortage(self, now: float) -> None:
+        minimum = self._limits.minimum
+        if sum(its.state != "starting" for its in self.workers.values()) >= minimum or self._failed:
+            self._short_s = None
+            return
+        self._short_s = now if self._short_s is None else self._short_s
+        few = f"fewer than {minimum} workers (--min-np) are left"
+        if not self._answers:
+            self._fail(f"{few}, and none can join before the first update")
+        elif sum(host.slots for host in self._usable()) < minimum and not self._limits.open:
+            self._fail(f"{few}, and there are no slots for more")
+        elif now - self._short_s >= self._limits.timeout_s:
+            self._fail(f"{few}, for {self._limits.timeout_s:g} s (--elastic-timeout)")

@@ -1,0 +1,171 @@
+"""`hvdtrain launch` of elastic jobs: workers and hosts are lost and come, and the others go on, over Horovod's Gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_hosts import cluster
+from harness import PROGRAMS
+from test_cluster_ends import wait_for
+from test_cluster_launch import Ended, Launched, launched
+
+WORKER = PROGRAMS / "cluster/elastic.py"
+GOES_ON_WITHIN_S = 5.0  # from the loss to the survivors' next sum; 0.2 s where nothing else runs
+
+
+def run(folder: Path, until: str, *arguments: str, np: int = 3) -> Ended:
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    todo = [argument for argument in arguments if not argument.startswith("-")]
+    with launched(folder, *flags, until, "0.05", *todo, np=np, program=WORKER) as started:
+        return started.end()
+
+
+def reader(started: Launched) -> Callable[[], str]:
+    """What the launcher has said on standard error so far."""
+    assert started.process.stderr is not None
+    os.set_blocking(started.process.stderr.fileno(), False)
+    text = ""
+
+    def read() -> str:
+        nonlocal text
+        with contextlib.suppress(BlockingIOError):
+            text += os.read(started.process.stderr.fileno(), 1 << 16).decode()
+        return text
+
+    return read
+
+
+def attempt(folder: Path) -> dict[str, Any]:
+    (only,) = json.loads((folder / "runs/launch-1/launch.json").read_text())["attempts"]
+    return only
+
+
+def seconds_without(text: str, formation: int) -> float:
+    """From what happened to a member of a formation to the first sum of the next."""
+    (last,) = re.findall(rf"doing \w+ (\S+)\n(?:(?!doing)[^\n]*\n)*?[^\n]* formation {formation + 1} rank", text)
+    (first, *_) = re.findall(rf"first {formation + 1} \d+ (\S+)", text)
+    return float(first) - float(last)
+
+
+def test_ranks_are_lost_and_replaced_and_the_others_go_on(tmp_path):
+    """One that is not rank 0, then rank 0; each time the others sum again at once, and then with a new one."""
+    ended = run(tmp_path, "5.5", "--min-np=2", "1:1.20:kill", "0:3.5:kill")
+    assert ended.code == 0, ended.text
+    found = attempt(tmp_path)
+    assert [its["workers"] for its in found["formations"]] == [[0, 2], [0, 2, 3], [2, 3], [2, 3, 4]], ended.text
+    assert [(its["worker"], its["formation"]) for its in found["lost"]] == [(1, 1), (0, 3)]
+    assert "worker 1 on localhost lost: ended by SIGKILL" in ended.err
+    assert "going on with 2 ranks (formation 2; localhost: 2)" in ended.err
+    updates = [int(line.split()[2]) for line in ended.of(2) if line.startswith("first")]
+    assert updates == sorted(updates) and updates[1] == 20, "the update that was not done is done again"
+    assert ended.of(3)[0] == "answers what rank 0 recorded"
+    done = {line for number in (2, 3, 4) for line in ended.of(number) if line.startswith("done")}
+    assert len(done) == 1, "who joined knows where the others are"
+    waited = [seconds_without(ended.out, formation) for formation in (1, 3)]
+    assert max(waited) < GOES_ON_WITHIN_S, waited
+
+
+@pytest.mark.thorough
+def test_a_rank_that_is_stopped_is_left(tmp_path):
+    ended = run(tmp_path, "3.5", "--max-np=3", "--stopped-after=1", "1:1.10:stop")
+    assert ended.code == 0, ended.text
+    assert [its["workers"] for its in attempt(tmp_path)["formations"]] == [[0, 2], [0, 2, 3]]
+    assert "worker 1 on localhost lost: stopped by a signal" in ended.err
+
+
+@pytest.mark.thorough
+def test_a_loss_while_a_formation_meets(tmp_path):
+    """The second one is killed before it has met the others, who must not wait for it."""
+    ended = run(tmp_path, "3.5", "--min-np=1", "1:1.10:kill", "2:2.0:kill", np=4)
+    assert ended.code == 0, ended.text
+    second, third, *_ = [its["workers"] for its in attempt(tmp_path)["formations"]]
+    assert second == [0, 2, 3] and third[:2] == [0, 2], ended.text
+
+
+@pytest.mark.parametrize(
+    ("todo", "flags", "code", "said"),
+    [
+        (("1:1.10:exit=2",), ("--min-np=1",), 2, "rank 1 on localhost failed first"),
+        pytest.param(
+            ("*:1.10:raise",), ("--min-np=1",), 1, "no worker of formation 1 is left", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            ("1:1.10:exit=3",), ("--min-np=3", "--elastic-timeout=0"), 3, "fewer than 3 workers (--min-np) are left",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)  # fmt: skip
+def test_what_ends_an_elastic_job(tmp_path, todo, flags, code, said):
+    ended = run(tmp_path, "2.5", *flags, *todo)
+    assert ended.code == code and said in ended.err, ended.text
+    assert attempt(tmp_path)["failure"]["why"]
+
+
+@pytest.mark.thorough
+def test_slots_come_and_go_as_the_discovery_says(tmp_path):
+    """Also where the script fails for a while, hangs, or says nonsense: then the hosts stay as they are."""
+    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
+    hosts.write_text("localhost:2\n")
+    script.write_text(f". {tmp_path}/before; cat {hosts}\n")
+    (tmp_path / "before").write_text("")
+    command = ["--max-np=3", f"--host-discovery=sh {script}", "--grace=1", "3.40", "0.05"]
+    with launched(tmp_path, *command, np=2, program=WORKER) as started:
+        started.until("[0 localhost] first 1")
+        (tmp_path / "before").write_text("echo there are none; exit 3\n")
+        told = reader(started)
+        wait_for(lambda: "exit code 3" in told())
+        hosts.write_text("localhost:3\n")
+        (tmp_path / "before").write_text("")
+        started.until("[0 localhost] first 2")
+        hosts.write_text("localhost:1\n")
+        started.until("[0 localhost] first 3", "[0 localhost] done")
+        assert started.process.wait(20) == 0
+    found = attempt(tmp_path)["formations"]
+    assert [its["workers"] for its in found] == [[0, 1, 2], [0]] and not attempt(tmp_path)["lost"]
+
+
+@pytest.mark.thorough
+def test_hosts_are_lost_and_come():
+    """Rank 0's host loses power; one that was not there takes its place; then the launcher's own is listed no more."""
+    with cluster(3) as hosts:
+        folder = hosts.folder / "job"
+        folder.mkdir()
+        listed = folder / "list"
+        listed.write_text("host2:1\nhost1:2\n")
+        flags = ["-np", "3", "--min-np", "1", "--max-np", "3", "--no-checks", "--lost-after", "3", "--grace", "1"]
+        flags += ["-H", "host2:1,host1:2", "--host-discovery", f"cat {listed}", "--log-dir", str(folder / "log")]
+        command = ["hvdtrain", "launch", *flags, "--", sys.executable, str(WORKER), "4.10", "0.05"]
+        with (folder / "out").open("w") as out:
+            process = hosts.popen("host1", command, cwd=folder, stdout=out, stderr=out)
+
+            def said(text: str) -> bool:
+                assert process.poll() is None or text in (folder / "out").read_text(), (folder / "out").read_text()
+                return text in (folder / "out").read_text()
+
+            wait_for(lambda: said(" first 1"), 60)
+            began = time.monotonic()
+            hosts.power_off("host2")
+            wait_for(lambda: said(" first 2"), 30)
+            assert time.monotonic() - began < 3.0 + GOES_ON_WITHIN_S
+            listed.write_text("host3:1\nhost1:2\n")
+            wait_for(lambda: said(" first 3"), 60)
+            listed.write_text("host3:1\n")
+            wait_for(lambda: said(" first 4"), 30)
+            assert process.wait(30) == 0
+        assert hosts.left_after(5) == []
+        (found,) = json.loads((folder / "log/launch.json").read_text())["attempts"]
+        text = (folder / "out").read_text()
+        assert [its["hosts"] for its in found["formations"]] == [
+            {"host1": 2}, {"host1": 2, "host3": 1}, {"host3": 1},
+        ], text  # fmt: skip
+        assert [(its["worker"], its["why"]) for its in found["lost"]] == [(0, "host host2 is lost")], text
+        assert "formation 3 rank 2 3 0 1 0 2" in text or "formation 3 rank 2 3 0 1 1 2" in text, text

@@ -1,0 +1,354 @@
+"""Who is in an elastic job: the same whatever happens, in whatever order."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.cluster.hosts import Host, assign
+from hvdtrain.cluster.launch import actions
+from hvdtrain.cluster.launch.members import (
+    LOSSES,
+    LOSSES_OF_A_HOST,
+    SECONDS_TO_BREAK,
+    SECONDS_TO_LEAVE,
+    Limits,
+    Members,
+)
+
+HOSTS = [Host("a", 2), Host("b", 2), Host("c", 3)]
+
+
+class World:
+    """What is outside: processes, hosts and a clock. Does what it is told, and checks each formation."""
+
+    def __init__(self, np: int, limits: Limits, hosts: list[Host] = HOSTS) -> None:
+        slots = assign(hosts, np)
+        self.limits, self.hosts, self.now = limits, hosts, 0.0
+        self.members = Members(slots, hosts, limits)
+        self.alive = {slot.rank: slot.host.name for slot in slots}
+        self.dying: dict[int, str] = {}
+        self.waiting: set[int] = set()  # said so, and nothing came
+        self.starting: set[int] = set()
+        self.formation = tuple(range(np))
+        self.reaching: list[str] = []
+        self.serving: actions.Serve | None = None
+        self.regroup = self.broken = False
+        self.failed = ""
+        self.barred: set[str] = set()
+        self.numbers = set(self.alive)
+        self.said: list[actions.Action] = []
+
+    def do(self, todo: list[actions.Action]) -> list[actions.Action]:
+        for action in todo:
+            assert not self.failed, "something is to be done after the job has failed"
+            self.said.append(action)
+            match action:
+                case actions.Start(number, host):
+                    self.start(number, host)
+                case actions.Signal(number, sent):
+                    assert sent in (signal.SIGKILL, signal.SIGTERM)
+                    self.dying[number] = self.alive.pop(number)
+                    self.forget(number)
+                case actions.Reach(host):
+                    self.reaching.append(host.name)
+                case actions.Serve():
+                    assert action.host == action.slots[0].host.name
+                    self.serving = action
+                case actions.Say(number, message):
+                    assert number in self.alive
+                    self.regroup |= message["do"] == "regroup"
+                    self.broken |= message["do"] == "abort"
+                case actions.Formed():
+                    self.check(action)
+                case actions.Barred(name):
+                    self.barred.add(name)
+                case actions.Fail(why):
+                    self.failed = why
+        return todo
+
+    def start(self, number: int, host: Host) -> None:
+        assert number not in self.numbers, "a number comes again"
+        assert host in self.hosts and host.name not in self.barred
+        taken = Counter([*self.alive.values(), *self.dying.values()])
+        assert taken[host.name] < host.slots, "a slot is given twice"
+        self.numbers.add(number)
+        self.starting.add(number)
+        self.alive[number] = host.name
+
+    def forget(self, number: int) -> None:
+        self.alive.pop(number, None)
+        self.waiting.discard(number)
+        self.starting.discard(number)
+
+    def check(self, formed: actions.Formed) -> None:
+        numbers, slots = formed.numbers, formed.slots
+        assert len(set(numbers)) == len(numbers) == len(slots)
+        assert self.limits.minimum <= len(numbers) <= self.limits.maximum
+        assert set(numbers) <= self.waiting, "a member is dead, or has not left the last formation"
+        left = [number for number in self.formation if number in self.alive]
+        assert set(left) <= self.waiting, "one of the last formation is still in it"
+        assert numbers[0] in left, "rank 0 has nothing to begin with"
+        hosts = list(dict.fromkeys(slot.host.name for slot in slots))
+        on = {name: [number for number in numbers if self.alive[number] == name] for name in hosts}
+        assert [number for name in hosts for number in on[name]] == list(numbers), "a host's ranks are not together"
+        for rank, (number, slot) in enumerate(zip(numbers, slots, strict=True)):
+            own = on[self.alive[number]]
+            across = [name for name in hosts if len(on[name]) > slot.local_rank]
+            assert (slot.rank, slot.size) == (rank, len(numbers))
+            assert (slot.local_rank, slot.local_size) == (own.index(number), len(own))
+            assert (slot.cross_rank, slot.cross_size) == (across.index(slot.host.name), len(across))
+        for its in on.values():  # survivors first, in their order
+            assert [number for number in its if number in left] == its[: sum(number in left for number in its)]
+            kept = [number for number in its if number in left]
+            assert kept == [number for number in left if number in kept]
+        self.formation = numbers
+        self.waiting -= set(numbers)
+        self.regroup = self.broken = False
+        self.serving = None
+
+    # ---- what may happen
+
+    def lose(self, number: int) -> None:
+        self.forget(number)
+        self.broken |= number in self.formation
+        self.do(self.members.lost([number], self.now, why="killed", gone=True))
+
+    def wait(self, number: int) -> None:
+        self.waiting.add(number)
+        if number in self.starting:
+            self.starting.remove(number)
+            self.do(self.members.waits(number, 0, self.now))
+        else:
+            self.do(self.members.waits(number, self.members.formation, self.now))
+
+    def lose_host(self, name: str) -> None:
+        for number in [number for number, host in self.alive.items() if host == name]:
+            self.forget(number)
+            self.broken |= number in self.formation
+        self.dying = {number: host for number, host in self.dying.items() if host != name}
+        self.do(self.members.host_gone(name, self.now, why="off"))
+
+    def served(self, serial: int | None = None) -> None:
+        if self.serving is not None:
+            serial = self.serving.serial if serial is None else serial
+            self.do(self.members.served(serial, "10.0.0.1", 1, self.now))
+
+    def in_formation(self) -> list[int]:
+        return [number for number in self.formation if number in self.alive and number not in self.waiting]
+
+    def step(self, what: int, which: int) -> None:
+        """One thing, of those that can happen now."""
+        alive, inside = sorted(self.alive), self.in_formation()
+
+        def pick(some: list[int]) -> int:
+            return some[which % len(some)]
+
+        if what == 0 and alive:
+            self.lose(pick(alive))
+        elif what in (1, 2, 3) and (self.regroup or self.broken) and inside:
+            self.wait(pick(inside))
+        elif what in (4, 5) and self.starting:
+            self.wait(pick(sorted(self.starting)))
+        elif what in (6, 7):
+            self.served()
+        elif what == 8 and not self.broken and len(inside) == len(self.formation):
+            self.do(self.members.updated(self.members.formation, self.now))
+        elif what == 9 and self.reaching:
+            self.do(self.members.host_there(self.reaching.pop(), self.now))
+        elif what == 10 and self.reaching:
+            self.do(self.members.host_gone(self.reaching.pop(), self.now, why="refused"))
+        elif what == 11:
+            self.lose_host(HOSTS[which % 3].name)
+        elif what == 12:
+            self.hosts = [host for index, host in enumerate(HOSTS) if which >> index & 1]
+            self.do(self.members.offered(self.hosts, self.now))
+        elif what == 13 and self.dying:
+            number = pick(sorted(self.dying))
+            del self.dying[number]
+            self.do(self.members.gone(number, self.now))
+        elif what == 14:
+            self.do(self.members.answered(self.now))
+        elif what == 15:
+            self.now += which
+            self.do(self.members.tick(self.now))
+        elif what == 16 and self.serving is not None:
+            self.served(self.serving.serial - 1)  # one that was asked for before, and late
+
+    def settle(self) -> None:
+        """All do what they can."""
+        for _ in range(40):
+            for what in (13, 9, 4, 1, 6, 14):
+                for _ in range(8):
+                    if not self.failed:
+                        self.step(what, 0)
+            self.now += 1
+            if not self.failed:
+                self.do(self.members.tick(self.now))
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 16), st.integers(0, 20)), max_size=80)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 7), st.integers(1, 4), st.integers(0, 3), STEPS)
+def test_every_formation_is_sound_whatever_happens(np, minimum, more, steps):
+    world = World(np, Limits(min(minimum, np), max(np, np + more), 600.0, open=True))
+    for what, which in steps:
+        if not world.failed:
+            world.step(what, which)
+    world.settle()
+    # and none waits for ever: the present formation is whole, or too few are left
+    whole = set(world.formation) <= set(world.alive) and not world.waiting & set(world.formation)
+    few = len(world.in_formation()) + len(world.waiting) < world.limits.minimum
+    assert world.failed or whole or few, (world.formation, world.alive, world.waiting)
+
+
+def small(np: int = 3, minimum: int = 1, **limits: object) -> World:
+    return World(np, Limits(minimum, 4, **limits), [Host("a", 2), Host("b", 2)])  # type: ignore[arg-type]
+
+
+def test_survivors_go_on_and_the_lost_one_is_replaced():
+    world = small()
+    world.do(world.members.answered(0))
+    world.do(world.members.updated(1, 0))
+    assert [number for number in world.alive] == [0, 1, 2, 3], "the fourth slot is used"
+    world.lose(0)
+    assert {action.number for action in world.said if isinstance(action, actions.Say)} == {1, 2}, "abort"
+    assert 4 in world.alive, "its slot is used again"
+    world.wait(1)
+    assert world.serving is None
+    world.wait(2)
+    world.served()
+    assert world.formation == (1, 2)
+    world.wait(3)
+    assert not world.regroup, "another one is on its way"
+    world.wait(4)
+    assert world.regroup
+    world.wait(1)
+    world.wait(2)
+    world.served()
+    assert world.formation == (1, 4, 2, 3), "hosts in the order of their first survivor, survivors first"
+
+
+def test_new_workers_need_what_rank_0_recorded():
+    world = small()
+    assert sorted(world.alive) == [0, 1, 2]
+    world.lose(2)
+    assert sorted(world.alive) == [0, 1] and not world.failed
+    world.do(world.members.answered(0))
+    assert len(world.alive) == 4
+
+
+def test_fewer_than_the_minimum_are_borne_for_a_while():
+    world = small(minimum=3, timeout_s=100.0, open=True)
+    world.do(world.members.answered(0))
+    world.lose(2)
+    for number in (0, 1):
+        world.wait(number)
+    world.now = 99.0
+    world.do(world.members.tick(99.0))
+    assert world.serving is None and not world.failed
+    world.do(world.members.tick(101.0))
+    assert "--elastic-timeout" in world.failed
+
+
+def test_where_no_slots_can_come_it_fails_at_once():
+    world = World(2, Limits(2, 2), [Host("a", 1), Host("b", 1)])
+    world.do(world.members.answered(0))
+    for _ in range(LOSSES_OF_A_HOST):
+        world.lose(max(number for number, host in world.alive.items() if host == "b"))
+    assert world.barred == {"b"} and "no slots for more" in world.failed
+
+
+def test_a_host_is_used_no_more_after_three_losses_without_an_update():
+    world = small()
+    world.do(world.members.answered(0))
+    for _ in range(2):
+        world.lose(max(number for number, host in world.alive.items() if host == "b"))
+    world.settle()
+    world.do(world.members.updated(world.members.formation, 0))
+    assert not world.barred and "b" in world.alive.values()
+    for _ in range(LOSSES_OF_A_HOST):
+        assert not world.barred
+        world.lose(max(world.alive))
+    assert world.barred == {"b"} and not world.failed
+
+
+def test_ten_losses_without_an_update_are_the_end():
+    world = World(6, Limits(1, 6, open=True), [Host(name, 1) for name in "abcdef"])
+    world.do(world.members.answered(0))
+    for _ in range(LOSSES):
+        assert not world.failed
+        world.lose(world.formation[-1])
+        if not world.failed:
+            world.settle()
+    assert "10 times" in world.failed
+
+
+def test_all_of_a_formation_lost_is_the_end():
+    world = small()
+    for number in (0, 1, 2):
+        world.lose(number)
+    assert "no worker of formation 1" in world.failed
+
+
+def test_who_does_not_leave_is_told_to_and_then_killed():
+    world = small()
+    world.wait(0)
+    assert not world.broken
+    world.do(world.members.tick(SECONDS_TO_BREAK))
+    assert world.broken, "who is blocked where nothing breaks must be told"
+    world.wait(1)
+    world.do(world.members.tick(SECONDS_TO_LEAVE - 1))
+    assert not world.dying
+    world.do(world.members.tick(SECONDS_TO_LEAVE))
+    assert list(world.dying) == [2] and world.serving is not None
+    world.served()
+    assert world.formation == (0, 1)
+
+
+def test_a_host_that_is_no_longer_listed_is_left():
+    world = small()
+    world.hosts = [Host("b", 2)]
+    world.do(world.members.offered(world.hosts, 0))
+    assert world.regroup
+    for number in (0, 1, 2):
+        world.wait(number)
+    world.served()
+    assert world.formation == (2,) and sorted(world.dying) == [0, 1], "ended after the others have formed"
+
+
+def test_a_listed_host_is_kept_while_the_others_are_too_few():
+    world = small(minimum=2)
+    world.do(world.members.answered(0))
+    world.hosts = [Host("b", 2)]
+    world.do(world.members.offered(world.hosts, 0))
+    assert not world.regroup
+    world.wait(3)
+    assert world.regroup
+    for number in (0, 1, 2):
+        world.wait(number)
+    world.served()
+    assert world.formation == (2, 3)
+
+
+def test_the_end_of_the_program_is_the_end_of_formations():
+    world = small()
+    world.do(world.members.answered(0))
+    world.do(world.members.finished(0, 0))
+    assert 3 in world.dying, "a new worker has nothing to join"
+    world.lose(1)
+    world.wait(2)
+    assert 2 in world.dying and world.serving is None
+    assert world.members.over and world.members.well
+
+
+def test_rank_0_must_come_to_its_end():
+    world = small(np=2)
+    world.do(world.members.finished(1, 0))
+    world.lose(0)
+    assert world.members.over and not world.members.well
