@@ -205,12 +205,13 @@ class Elastic:
                 "what is collective must not depend on time, on files that change, or on the rank",
             )
 
-    def regroup(self, lost: RanksLost | None, *, operation: bool = False) -> Any:
+    def regroup(self, lost: RanksLost | None, *, operation: bool = False, joinable: bool = True) -> Any:
         """Goes over to the next formation.
 
         Args:
             lost: what failed; None: all ranks have agreed to leave, or this one is new.
             operation: that was an operation which is repeated, and no update.
+            joinable: a new rank, which begins with the next batch, comes by all that is collective from here on.
 
         Returns:
             The operation's result, if another rank has it; `_NOTHING` if not.
@@ -222,17 +223,17 @@ class Elastic:
                 "a loop over epochs without a prepared model",
                 "hvt.prepare(model, optimizer, train), then for epoch in train.epochs(...)",
             )
-        agreed = lost is None
+        cut = lost is not None
         while True:
             try:
-                self._form(agreed=agreed)
+                self._form(cut=cut, joinable=joinable and not operation)
                 return self._settle(member, operation)
             except RanksLost:
-                agreed = False
+                cut = True
 
-    def _form(self, *, agreed: bool) -> None:
-        self.leave(cut=not agreed)
-        self.line.say(do="wait", formation=self.line.formation, agreed=agreed)
+    def _form(self, *, cut: bool, joinable: bool) -> None:
+        self.leave(cut=cut)
+        self.line.say(do="wait", formation=self.line.formation, joinable=joinable)
         form = self.line.next_form()
         if form is None:
             raise HvdtrainError(

@@ -121,8 +121,11 @@ def check_once(session: Session) -> None:
         )
 
 
-def go_on_without(session: Session, lost: RanksLost) -> None:
+def go_on_without(session: Session, lost: RanksLost, *, joinable: bool = True) -> None:
     """Goes on with the ranks that are left; the update under way is complete, if one of them has it, or left out.
+
+    Args:
+        joinable: nothing collective comes before the next batch.
 
     Raises:
         RanksLost: the job is not elastic.
@@ -130,7 +133,7 @@ def go_on_without(session: Session, lost: RanksLost) -> None:
     its = elastic.active()
     if its is None or session.before is None:
         raise lost
-    its.regroup(lost)
+    its.regroup(lost, joinable=joinable)
 
 
 def compared(session: Session, compare: Callable[[], None]) -> None:
@@ -142,7 +145,7 @@ def compared(session: Session, compare: Callable[[], None]) -> None:
     try:
         its.without_repeating(compare)
     except RanksLost as lost:
-        go_on_without(session, lost)
+        go_on_without(session, lost, joinable=False)
 
 
 def updated(session: Session, updates: int) -> None:
