@@ -1,4 +1,4 @@
-"""Training whose ranks come and go: `elastic.py OUT DATA ACCUMULATE EPOCHS UPDATES_PER_S [FORMATION.RANK:UPDATE:SPOT ...]`.
+"""Ranks come and go: `elastic.py OUT DATA ACCUMULATE EPOCHS UPDATES_PER_S [FORMATION.RANK:UPDATE:SPOT ...]`.
 
 In that formation that rank kills itself (SIGKILL) when so many updates are done, at a spot: before "backward", "in" it
 (half of the gradients are there), before "step", after it, or in "evaluate", "gather", "save" or "head" (what is
@@ -100,9 +100,10 @@ def main() -> None:
         given: Any = Numbered() if data == "stream" else samples()
         train = hvt.loader(given, PER_RANK, workers=1 if data == "workers" else 0)
         model, trained = hvt.prepare(plain, optimizer, train, accumulate=int(accumulate))
-        average, counts = Average(plain), {"updates": 0}
+        average = Average(plain)
+        extra: dict[str, Any] = {"average": average, "scheduler": scheduler, "updates": 0}
         checkpoints = hvdtrain.Checkpointer(f"{out}/checkpoints", keep=2)
-        state = hvt.model_state(model, trained, extra={"average": average, "scheduler": scheduler, "counts": counts})
+        state = hvt.model_state(model, trained, extra=extra)
         checkpoints.on_preemption(state)
         world.on_main(Path(out, "once").write_text, str(os.getpid()))
         ledger = Path(out, f"ledger.{os.getpid()}").open("w", buffering=1)
@@ -129,7 +130,7 @@ def main() -> None:
                 if accumulate == "1" or trained.progress.step != before:  # as users write it
                     scheduler.step()
                     average.update(plain)
-                    counts["updates"] += 1
+                    extra["updates"] += 1
                 killed.at("after")
             killed.updates = trained.progress.step
 
@@ -148,7 +149,7 @@ def main() -> None:
         if world.is_main:
             weights = {name.replace("3.", "2."): tensor for name, tensor in plain.state_dict().items()}
             averages = {name.replace("3.", "2."): tensor for name, tensor in average.values.items()}
-            torch.save({"weights": weights, "average": averages, "counts": counts}, f"{out}/final.pt")
+            torch.save({"weights": weights, "average": averages, "updates": extra["updates"]}, f"{out}/final.pt")
 
 
 if __name__ == "__main__":
