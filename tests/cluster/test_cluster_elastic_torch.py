@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # noqa: F401 - which an optimizer loads, and which sets a variable of the environment
 from harness import PROGRAMS
 from test_cluster_elastic import attempt
 from test_cluster_launch import Ended, launched
@@ -86,11 +87,6 @@ def check(done: Trained, *, epochs: int = 3, batch: int, accumulate: int = 1) ->
         gap = max((found[name] - expected[name]).abs().max().item() for name in expected)
         assert gap < EXACT, f"{kind}: {gap:.2e}\n{done.ended.text}"
     assert done.final["updates"] == len(done.updates)
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # torch sets it while it loads; put back afterwards
 
 
 def test_the_training_goes_on_as_if_nobody_had_been_lost(tmp_path):

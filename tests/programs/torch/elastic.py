@@ -140,8 +140,8 @@ def main() -> None:
 
             metrics = hvt.evaluate(model, (x, y), right, per_rank_batch=8)
             killed.at("gather")
-            sizes = world.gather(world.size)
-            assert set(sizes) == {world.size}, sizes
+            ranks = world.gather(os.getpid())
+            assert len(set(ranks)) == world.size, ranks
             killed.at("save")
             checkpoints.save(state, progress=trained.progress, metrics=metrics)
             if world.is_main:
