@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401 - which an optimizer loads, and which sets a variable of the environment
+import torch._dynamo  # which an optimizer loads: it sets a variable of the environment
 from harness import PROGRAMS
 from test_cluster_elastic import attempt
 from test_cluster_launch import Ended, launched

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class Counted(nn.Module):
 
 def main() -> None:
     out, data, accumulate, epochs, rate, *todo = sys.argv[1:]
-    with hvdtrain.init("torch", device="cpu") as world:
+    with ExitStack() as stack, hvdtrain.init("torch", device="cpu") as world:
         killed = Killed(todo, world)
         plain, optimizer, scheduler = build()
         plain = nn.Sequential(*plain[:2], Counted(lambda: killed.at("in")), *plain[2:])
@@ -106,7 +107,7 @@ def main() -> None:
         state = hvt.model_state(model, trained, extra=extra)
         checkpoints.on_preemption(state)
         world.on_main(Path(out, "once").write_text, str(os.getpid()))
-        ledger = Path(out, f"ledger.{os.getpid()}").open("w", buffering=1)
+        ledger = stack.enter_context(Path(out, f"ledger.{os.getpid()}").open("w", buffering=1))
 
         def note(kind: str, epoch: int, step: int, ids: list[int]) -> None:
             line = elastic.line()
