@@ -82,13 +82,14 @@ class ElasticRunning(Running):
         kind = message["type"]
         if kind == "hello":
             self._greet(connection, message)
-        elif kind == "worker":
-            self._hear(message["rank"], message["said"])
         elif kind == "rendezvous":
             own, self._port = self._plan.chosen[connection.host.name].address, message["port"]
             self._do(self._members.served(message["serial"], own, message["port"], now))
 
     def _hear(self, number: int, said: dict[str, Any]) -> None:
+        super()._hear(number, said)
+        if self._deadline_s is not None:
+            return
         now, formation = time.monotonic(), said.get("formation")
         if said.get("do") == "answers":
             if not self._whole and isinstance(said.get("data"), str):
