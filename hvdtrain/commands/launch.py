@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
                         # a host ends its ranks as late as this one noticed its loss, and then grants them their grace
                         rest_s = max(rest_s, job.timeouts.grace_s + 2.0)
                     outcome = _run_again(job, len(attempts), logs, args, rest_s)
-                except LauncherError as error:
+                except (LauncherError, ConfigError) as error:
                     report(f"not started again: {error}")
                     return failed.code
             attempts.append(_attempt(outcome, started, elastic=job.elastic is not None))
@@ -138,7 +138,8 @@ def run(args: argparse.Namespace) -> int:
                 return outcome.exit_code
             wait_s, text = restarts.after(failed, outcome.updates)
             if wait_s is None:
-                report(text) if text else None
+                if text:
+                    report(text)
                 return outcome.exit_code
             report(f"{text}, as soon as the hosts pass the checks{f', after {wait_s:g} s' if wait_s else ''}")
     finally:
@@ -171,15 +172,11 @@ def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> 
     if args.min_np is None and args.max_np is None and args.host_discovery is None:
         return job
     command = discovery.command_in(args.host_discovery) if args.host_discovery is not None else None
-    listed = bool(args.hosts or args.hostfile)
-    if command is not None and not listed:
-        wanted = args.np or args.min_np or 1
-        found = discovery.first(command, wanted, args.elastic_timeout)
+    if command is not None and not (args.hosts or args.hostfile):
+        found = discovery.first(command, args.np or args.min_np or 1, args.elastic_timeout)
         slots = sum(host.slots for host in found)
         job = dataclasses.replace(job, hosts=found, np=args.np or min(slots, args.max_np or slots))
-    slots = sum(host.slots for host in job.hosts)
-    minimum = args.min_np or 1
-    maximum = args.max_np or (max(slots, job.np) if listed else job.np)
+    minimum, maximum = args.min_np or 1, args.max_np or max(job.np, sum(host.slots for host in job.hosts))
     if not minimum <= job.np <= maximum:
         rule, received = "--min-np <= -np <= --max-np", f"{minimum}, {job.np}, {maximum}"
         raise ConfigError(rule, received, "give -np between the two, or leave one out")
@@ -278,8 +275,12 @@ def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, res
     """Runs the job once more, as soon as the hosts pass the checks, and not before `rest_s` is over.
 
     Raises:
-        LauncherError: they do not in time; says why.
+        LauncherError, ConfigError: they do not in time; says why.
     """
+    its = job.elastic
+    if its is not None and its.discovery is not None:
+        found = discovery.first(its.discovery, its.minimum, args.restart_wait)
+        job = dataclasses.replace(job, hosts=found, np=min(job.np, sum(host.slots for host in found)))
     began = time.monotonic()
     while True:
         try:
@@ -306,6 +307,8 @@ def _dry_run(plan: Plan) -> str:
         "mpirun:", f"  {command_lines.mpirun(plan, os.environ)}",
         "", f"command, in {job.cwd} on every host:", f"  {shlex.join(job.argv)}",
     ]  # fmt: skip
+    if (its := job.elastic) is not None:
+        lines = [f"elastic: {its.minimum} to {its.maximum} ranks, {job.np} at first", *lines[lines.index("") :]]
     for host in plan.hosts:
         chosen, ranks = plan.chosen[host.name], ", ".join(str(slot.rank) for slot in plan.of_host(host))
         place = f"{host.name}: rank(s) {ranks} through {chosen.interface} {chosen.address}"
