@@ -8,11 +8,13 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
-from hvdtrain.core.errors import ConfigError, LauncherError, build_horovod_command, install_command
+from hvdtrain.core.errors import ConfigError, LauncherError, RanksLost, build_horovod_command, install_command
+from hvdtrain.core.in_step import elastic
+from hvdtrain.core.in_step.agent import Connections
 from hvdtrain.core.in_step.arrival import start_horovod
 from hvdtrain.core.launchers import Detected
 
@@ -149,6 +151,7 @@ class HorovodCollectives(HostCollectives):
     hvd: Any = field(repr=False)
     name: str = "horovod"
     by_mpi: bool = False  # its ranks were started by MPI
+    connections: Connections = field(default_factory=Connections, repr=False)
     _mpi_left: ClassVar[bool] = False  # by this process, which cannot start it again
 
     def __post_init__(self) -> None:
@@ -184,12 +187,43 @@ class HorovodCollectives(HostCollectives):
                 f"{detected.launcher} started {detected.size} ranks; this Horovod has no {needed}",
                 f"{other}, or {build_horovod_command()}",
             )
-        start_horovod(hvd.init, detected, os.environ)
-        return cls(
-            by_mpi=by_mpi,
-            rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size(),
-            node=hvd.cross_rank(), devices=devices, hvd=hvd,
+        engine = cls(
+            by_mpi=by_mpi, rank=detected.rank, size=detected.size, local_rank=detected.local_rank,
+            local_size=detected.local_size, node=detected.node, devices=devices, hvd=hvd,
         )  # fmt: skip
+        its = elastic.active()
+        if its is None or not its.joining:
+            engine._start(lambda: start_horovod(hvd.init, detected, os.environ))
+        return engine
+
+    def _start(self, start: Callable[[], None]) -> None:
+        its, hvd = elastic.active(), self.hvd
+        if its is None:
+            start()
+        else:
+            its.line.cut = self.connections.cut
+            with self.connections.noted():
+                start()
+        self.rank, self.size, self.node = hvd.rank(), hvd.size(), hvd.cross_rank()
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self._calls = itertools.count()
+
+    def leave(self, *, cut: bool) -> None:
+        """Ends what is left of Horovod's world; `cut`: the others see it at once, wherever they wait."""
+        if cut:
+            self.connections.cut()
+        self.hvd.shutdown()
+
+    def enter(self) -> None:
+        """Starts Horovod again, with the place that the environment gives by now.
+
+        Raises:
+            RanksLost: not all came.
+        """
+        try:
+            self._start(self.hvd.init)
+        except Exception as error:  # of Horovod's, in several forms
+            raise RanksLost("all ranks of a formation start Horovod", f"{type(error).__name__}: {error}") from error
 
     def next_name(self) -> str:
         """Returns a name that the next collective has on every rank."""

@@ -105,6 +105,10 @@ class LauncherError(HvdtrainError):
     """The launcher's environment and the engine do not make a consistent world."""
 
 
+class RanksLost(HvdtrainError):
+    """Ranks are gone in the middle of a collective operation; where the job is elastic, the others go on."""
+
+
 class MainRankError(HvdtrainError):
     """Raised on every other rank when work that rank 0 did for all of them failed.
 

@@ -9,7 +9,7 @@ import pickle
 import random
 import socket
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 from hvdtrain.core.engines import Engine, choose_engine
 from hvdtrain.core.errors import (
@@ -21,8 +21,10 @@ from hvdtrain.core.errors import (
     exit_with,
     install_command,
 )
-from hvdtrain.core.in_step import preemption
-from hvdtrain.core.in_step.meeting import END, Tracker
+from hvdtrain.core.in_step import elastic, preemption
+from hvdtrain.core.in_step.agent import Form
+from hvdtrain.core.in_step.elastic import Elastic
+from hvdtrain.core.in_step.meeting import Tracker
 from hvdtrain.core.in_step.watch import after_s, hang_s, listen, start
 from hvdtrain.core.launchers import Detected, detect
 from hvdtrain.core.startup import load_triton_apart
@@ -63,6 +65,7 @@ def init(
         raise ConfigError("gpus_per_rank must be a whole number >= 1", f"gpus_per_rank={gpus_per_rank!r}")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
+    its = elastic.begin(os.environ)
     detected = detect(os.environ)
     for seconds in (after_s, hang_s):  # variables that rank 0 alone reads later are refused on all ranks
         seconds(os.environ)
@@ -70,6 +73,13 @@ def init(
     if framework not in ("torch", "keras"):
         raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
     chosen = choose_engine(engine, detected, framework)
+    if its is not None and (framework, chosen) != ("torch", "horovod"):
+        raise ConfigError(
+            "an elastic job trains PyTorch on Horovod",
+            f"{framework} on {chosen}",
+            "leave --min-np, --max-np and --host-discovery out: --max-restarts goes on from the last checkpoint",
+            shared=True,
+        )
     try:  # the only place where a framework's name is looked up
         attach = importlib.import_module(f"hvdtrain.{framework}.engine").attach
     except Exception as error:
@@ -92,13 +102,41 @@ def init(
     _check_engine(detected, comm)
     if earlier is not None:
         earlier.tracker.close()
-    node, tracker = _meet(comm, framework, seed, detected)
+    joining = its is not None and its.joining
+    node, tracker = (0, Tracker()) if joining else _meet(comm, framework, seed, detected)
     world = World.on(comm, detected, seed=seed, node=node, tracker=tracker)
     set_current(world)
+    if its is not None:
+        _let_it_change(world, its, framework)
     preemption.watch(comm.rank, tracker, os.environ)
     if comm.size > 1:
         atexit.register(_leave_at_exit, world, os.getpid())
     return world
+
+
+def _let_it_change(world: World, its: Elastic, framework: str) -> None:
+    """Says how this process changes over to another world."""
+    comm: Any = world.comm
+
+    def leave(*, cut: bool) -> None:
+        world.tracker.close(wait=False)
+        comm.leave(cut=cut)
+
+    def join(form: Form) -> None:
+        os.environ.update(elastic.variables_of(form))
+        comm.enter()
+        node, tracker = _meet(comm, framework, world.seed, detect(os.environ))
+        tracker.follow(world.tracker)
+        world.become(node, tracker)
+        preemption.follow(world.rank, tracker)
+
+    def gather(obj: Any) -> list[Any]:
+        return [pickle.loads(data) for data in comm.allgather_bytes(pickle.dumps(obj))]
+
+    def broadcast(obj: Any, root: int) -> Any:
+        return pickle.loads(comm.broadcast_bytes(pickle.dumps(obj), root))
+
+    its.leave, its.join, its.gather, its.broadcast = leave, join, gather, broadcast
 
 
 def _leave_at_exit(world: World, pid: int) -> None:
@@ -109,8 +147,7 @@ def _leave_at_exit(world: World, pid: int) -> None:
     if current() is not world or os.getpid() != pid or getattr(sys, "last_value", None) is not None:
         return
     try:
-        with world.in_step(END):
-            pass
+        world.end()
         world.tracker.leave()
         preemption.release()
     except ReplicaError as error:

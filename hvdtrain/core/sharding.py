@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from hvdtrain.core.errors import ConfigError
 
@@ -44,6 +44,8 @@ class Plan:
         tail: what happens to the last samples when they do not fill a global step: "weighted" deals them out
             as evenly as possible (ranks may get one less, or none; weight gradients by live samples), "drop"
             leaves them out.
+        whole: samples of all ranks in a full step, where ranks were lost or have come since that was their batches'
+            sum; they are dealt out as a tail is. 0: `size * per_rank_batch`.
     """
 
     samples: int
@@ -52,6 +54,7 @@ class Plan:
     seed: int = 0
     shuffle: bool = True
     tail: Literal["weighted", "drop"] = "weighted"
+    whole: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("samples", 0), ("size", 1), ("per_rank_batch", 1), ("seed", 0)):
@@ -72,7 +75,11 @@ class Plan:
     @property
     def global_batch(self) -> int:
         """Samples of all ranks in a full step."""
-        return self.size * self.per_rank_batch
+        return self.whole or self.size * self.per_rank_batch
+
+    def of(self, size: int) -> Self:
+        """Returns the plan by which the same steps are dealt to another number of ranks."""
+        return replace(self, size=size, whole=self.global_batch)
 
     def total(self) -> int:
         """Returns the samples of an epoch; a plan that does not know them (`streams.StreamPlan`) refuses."""

@@ -49,7 +49,7 @@ class StreamPlan(Plan):
 
     @property
     def global_batch(self) -> int:
-        return self.whole_batches or super().global_batch
+        return self.whole or self.whole_batches or super().global_batch
 
     def total(self) -> NoReturn:
         raise ConfigError(
@@ -218,9 +218,10 @@ def _piece(records: Iterator[Any], plan: StreamPlan, rank: int) -> tuple[list[An
     be, a quarter of the step's records at most.
     """
     held: deque[Any] = deque()
+    most = contiguous(plan.global_batch, rank, plan.size).stop
     low = count = 0  # position in the step of the first that is held, and records read
     for record in islice(records, plan.global_batch):
-        if count < (rank + 1) * plan.per_rank_batch:
+        if count < most:
             held.append(record)
         count += 1
         start = contiguous(count, rank, plan.size).start

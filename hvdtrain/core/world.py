@@ -5,6 +5,7 @@ One process is a world of one (`SoloEngine`): programs never ask whether they ar
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import pickle
@@ -16,7 +17,8 @@ from typing import Any, TypeVar
 
 from hvdtrain.core.engines import Engine, SoloEngine, mpi_communicator
 from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, Preempted, ReplicaError, by_rank
-from hvdtrain.core.in_step import preemption
+from hvdtrain.core.in_step import elastic, preemption
+from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.in_step.meeting import BARRIER, END, OFF, Tracker
 from hvdtrain.core.launchers import ALONE, Detected
 
@@ -48,6 +50,19 @@ class World:
     seed: int
     comm: Engine = field(repr=False, compare=False)
     tracker: Tracker = field(default=OFF, repr=False, compare=False)
+
+    def become(self, node: int, tracker: Tracker) -> None:
+        """Takes the place that the engine has by now: the ranks of an elastic job have changed."""
+        comm = self.comm
+        now = {"rank": comm.rank, "size": comm.size, "local_rank": comm.local_rank, "local_size": comm.local_size}
+        for name, value in {**now, "node": node, "tracker": tracker}.items():
+            object.__setattr__(self, name, value)  # frozen for everybody else
+
+    @property
+    def joining(self) -> bool:
+        """Whether this process was started into a job that runs, and has not met its ranks yet."""
+        its = elastic.active()
+        return its is not None and its.joining
 
     @property
     def is_main(self) -> bool:
@@ -101,11 +116,13 @@ class World:
         """
         return self.tracker.meeting(self.comm, kind, str(key), value)
 
+    @repeated
     def barrier(self) -> None:
         """Waits until every rank is here."""
         with self.in_step(BARRIER):
             self.comm.barrier()
 
+    @repeated
     def broadcast(self, obj: T, root: int = 0) -> T:
         """Returns root's `obj` (picklable) on every rank; the others' is ignored.
 
@@ -121,6 +138,7 @@ class World:
             received = self.comm.broadcast_bytes(data, root)
         return obj if self.rank == root else pickle.loads(received)
 
+    @repeated
     def gather(self, obj: T) -> list[T]:
         """Returns every rank's `obj` (picklable), in rank order, on every rank."""
         data = _pickled(obj)
@@ -200,20 +218,27 @@ class World:
         Nobody is stranded: when `fn` fails, rank 0 raises that very exception and every other rank raises
         `MainRankError` with its message and traceback. `fn` must not call what is collective: no other rank is in it.
         """
+        return self._on_main(
+            functools.lru_cache(maxsize=1)(lambda: fn(*args, **kw)), getattr(fn, "__qualname__", repr(fn))
+        )
+
+    @repeated
+    def _on_main(self, call: Callable[[], T], name: str) -> T:
+        """`call` remembers what it has returned: it runs once, however often its result has to be sent."""
         if self.size == 1:
-            return fn(*args, **kw)
+            return call()
         with self.in_step("on_main"):
             if self.rank == 0:
-                return self._run_for_all(fn, args, kw)
+                return self._run_for_all(call, name)
             failure, result = pickle.loads(self.comm.broadcast_bytes(None, 0))
         if failure is not None:
             raise failure
         return result
 
-    def _run_for_all(self, fn: Callable[..., T], args: tuple[Any, ...], kw: dict[str, Any]) -> T:
+    def _run_for_all(self, call: Callable[[], T], name: str) -> T:
         try:
-            with self.tracker.on_main(getattr(fn, "__qualname__", repr(fn))):
-                result = fn(*args, **kw)
+            with self.tracker.on_main(name):
+                result = call()
             outcome = pickle.dumps((None, result))
         except BaseException as error:  # whatever it is, the others are waiting for an answer
             self.comm.broadcast_bytes(pickle.dumps((_failure_on_main(error), None)), 0)
@@ -223,6 +248,12 @@ class World:
         self.comm.broadcast_bytes(outcome, 0)
         return result
 
+    @repeated
+    def end(self) -> None:
+        """Waits until every rank is at the end of the program."""
+        with self.in_step(END):
+            pass
+
     def __enter__(self) -> World:
         return self
 
@@ -231,8 +262,7 @@ class World:
         if exc_type is not None and issubclass(exc_type, Preempted) and self.size > 1:
             return  # the ranks meet once more, at the end of the program: until then another signal ends none of them
         if exc_type is None:
-            with self.in_step(END):
-                pass
+            self.end()
         preemption.release()
         if exc_type is not None:
             return

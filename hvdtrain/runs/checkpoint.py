@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError
+from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.world import World, current
 from hvdtrain.runs import preemption
 from hvdtrain.runs.checkpoint_files import MANIFEST, direction_of, local_copy, read_manifest, verify
@@ -85,12 +86,16 @@ class Checkpointer:
             NonFiniteError: weights are not finite: nothing is written, earlier ones are untouched.
             ReplicaError: ranks are not at the same point of the training.
         """
+        path = self._save_all(state, progress, dict(metrics or {}))
+        preemption.remember(self, state)
+        return path
+
+    @repeated
+    def _save_all(self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float]) -> Path:
         self.world.agree("progress at a checkpoint", progress)
         for part in state.values():
             part.collect()
-        path = self.world.on_main(self._save, state, progress, dict(metrics or {}))
-        preemption.remember(self, state)
-        return path
+        return self.world.on_main(self._save, state, progress, metrics)
 
     def on_preemption(self, state: Mapping[str, Part]) -> None:
         """Says what to save where the job is told to end (SIGTERM, SIGUSR1) before the first `save` or `restore`."""
@@ -180,7 +185,14 @@ class Checkpointer:
                 for "best", it lacks a file that `state` names, or a rank could not load it (`MainRankError`
                 on ranks other than 0 where rank 0 found out).
         """
-        chosen = self.world.on_main(self._choose, os.fspath(which), sorted(state))
+        progress = self._restore(state, os.fspath(which))
+        if progress is not None:
+            preemption.remember(self, state)
+        return progress
+
+    @repeated
+    def _restore(self, state: Mapping[str, Part], which: str) -> Progress | None:
+        chosen = self.world.on_main(self._choose, which, sorted(state))
         if chosen is None:
             return None
         name, manifest = chosen
@@ -192,7 +204,6 @@ class Checkpointer:
         progress = Progress(**manifest["progress"])
         for part in state.values():
             part.restored(progress)
-        preemption.remember(self, state)
         return progress
 
     def _choose(self, which: str, names: Sequence[str]) -> tuple[str, dict[str, Any]] | None:

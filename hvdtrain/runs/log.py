@@ -84,8 +84,8 @@ class RunLog:
         self._gpus = gpu.gpus_of(world.devices)
         self.facts = Facts(local_size=world.local_size)
         world.on_main(self._open, dict(config), resume, progress, tensorboard)
-        if world.tracker.watch is not None:
-            world.tracker.watch.use_run_dir(self.run_dir)
+        if world.size > 1:
+            world.tracker.use_run_dir(self.run_dir)
 
     def _open(self, config: dict[str, Any], resume: bool, progress: bool, tensorboard: bool) -> None:
         try:

@@ -37,6 +37,9 @@ class Saves(Protocol):
 
     @property
     def order(self) -> str: ...
+    def parts(self) -> dict[str, Part]:
+        """Returns what is saved, made anew."""
+
     def save(self) -> str:
         """Saves, unless that was done after the last update; returns what is there, in words. Collective."""
 

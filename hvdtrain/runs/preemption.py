@@ -56,9 +56,13 @@ class Saver:
         """The same on every rank."""
         return str(self.checkpointer.directory)
 
+    def parts(self) -> dict[str, Part]:
+        """Returns what is saved, made anew."""
+        return {name: make() for name, make in self._makers.items()}
+
     def save(self) -> str:
         """Saves, unless that was done after the last update; returns what is there, in words. Collective."""
-        state = {name: make() for name, make in self._makers.items()}
+        state = self.parts()
         progress = _progress_of(state)
         if progress == self._saved_at:
             self.checkpointer.wait()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.torch.engine import engine_of
 from hvdtrain.torch.engines.buffers import broadcast_
@@ -15,6 +16,7 @@ from hvdtrain.torch.engines.buffers import broadcast_
 _OPS = ("mean", "sum", "min", "max")
 
 
+@repeated
 def reduce(tensor: Tensor, op: Literal["mean", "sum", "min", "max"] = "mean", *, world: World | None = None) -> Tensor:
     """Returns the mean (sum, smallest, largest) of a tensor over ranks, element by element; collective.
 
@@ -48,6 +50,7 @@ def reduce(tensor: Tensor, op: Literal["mean", "sum", "min", "max"] = "mean", *,
     return every.amin(0) if op == "min" else every.amax(0)
 
 
+@repeated
 def gather(tensor: Tensor, *, world: World | None = None) -> Tensor:
     """Returns the ranks' tensors, joined along their first dimension in rank order; collective.
 
@@ -64,6 +67,7 @@ def gather(tensor: Tensor, *, world: World | None = None) -> Tensor:
     return torch.cat(_of_all(tensor, world))
 
 
+@repeated
 def broadcast(tensor: Tensor, root: int = 0, *, world: World | None = None) -> Tensor:
     """Returns root's tensor, on this rank's device; collective. It has root's shape only if all ranks' have it.
 

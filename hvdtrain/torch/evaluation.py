@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.sharding import Step, check_evaluation
 from hvdtrain.core.world import World, fsum, given_or_current
 from hvdtrain.torch.clock import CLOCK
@@ -30,6 +31,7 @@ Metrics = Callable[[Any, Any], Mapping[str, Any]]
 _VERBS = ("update", "compute", "reset")
 
 
+@repeated
 def evaluate(
     model: nn.Module,
     data: Any,

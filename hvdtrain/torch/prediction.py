@@ -9,6 +9,7 @@ import numpy as np
 from torch import nn
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.sharding import Step
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.torch.data.nested import map_tensors, tensors_of
@@ -17,6 +18,7 @@ from hvdtrain.torch.evaluation import one_pass
 from hvdtrain.torch.gathered import gather_in_order, lengths, reordered
 
 
+@repeated
 def predict(
     model: nn.Module,
     data: Any,

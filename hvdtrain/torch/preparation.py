@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.torch import start
@@ -25,12 +26,14 @@ from hvdtrain.torch.engines.base import PartedEngineModel, Settings, Staged, sta
 from hvdtrain.torch.engines.shell import ModelShell, is_compiled, unwrap
 from hvdtrain.torch.engines.sync_batchnorm import convert, revert
 from hvdtrain.torch.model import Model
+from hvdtrain.torch.regroup import Trained
 from hvdtrain.torch.session import Options, Rates, Session, prepared_optimizers
 from hvdtrain.torch.staged import check_staged
 from hvdtrain.torch.update.amp import Precision
 from hvdtrain.torch.update.batches import Batches
 from hvdtrain.torch.update.gradients import Gradients
 from hvdtrain.torch.update.optimizer import Optimizer
+from hvdtrain.torch.update.regroup import check_elastic
 from hvdtrain.torch.update.several import Several
 
 if TYPE_CHECKING:
@@ -118,11 +121,15 @@ def prepare(
     call = staged or compiled or (torch.compile(model) if compile else None)
     session = _bind(model, optimizer, options, data, world, staged, call)  # type: ignore[arg-type]
     session.rates = rates
+    check_elastic(session)
     if data is not None:
         data.followers.add(session)
     wrapped_model, wrapped_optimizer = Model(session), Optimizer(session)
     prepared_optimizers[model] = ref(wrapped_optimizer)
-    if verify:
+    its = elastic.active()
+    if its is not None:
+        its.member = Trained(wrapped_optimizer, its.member)
+    if verify and not world.joining:
         proof = prove(session)
         if world.is_main and world.size > 1:
             print(f"hvdtrain: {proof}", flush=True)
@@ -198,7 +205,7 @@ def _bind(
     call: Callable[..., Any] | None,
 ) -> Session:
     engine = engine_of(world)
-    pieces = world.size * options.accumulate * (1 if staged is None else max(staged.micro_batches, 2))
+    pieces = options.accumulate * (1 if staged is None else max(staged.micro_batches, 2))
     shell = ModelShell(model, call)
     batches = Batches(data, world.size, options.accumulate)
     bound = engine.bind(shell, optimizer, Settings(options.compression, staged=staged, zero=options.zero))

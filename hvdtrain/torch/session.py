@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -52,6 +52,16 @@ class Options:
     zero: int = 0
 
 
+class Undo(Protocol):
+    """What an update that is left out must not have changed."""
+
+    def note(self) -> None:
+        """A batch is about to be handed out, between two updates."""
+
+    def keep(self) -> None:
+        """The batch at hand is left out: what it does besides is undone before the next one."""
+
+
 @dataclass(eq=False)
 class Session:
     """One prepared model: the user's own objects, and what ties them to the ranks.
@@ -72,6 +82,7 @@ class Session:
         last_method: the user's own that took them, in place of forward.
         entered: the model was called, or a method of it, since the last backward pass.
         saver: what saves this training, if a checkpointer knows it.
+        before: what an update that is left out must not have changed, where the job is elastic.
         stepping: the optimizer's step is called by `Optimizer.step`.
     """
 
@@ -95,6 +106,7 @@ class Session:
     stepping: bool = False
     entered: bool = False
     saver: Saves | None = None
+    before: Undo | None = None
     _begun_with: dict[str, Any] | None = field(default=None, repr=False)  # random numbers, as an update began
     _empty_batch: ExitStack = field(default_factory=ExitStack, repr=False)
 
@@ -106,6 +118,11 @@ class Session:
     def told(self) -> bool:
         """All ranks know that one was told to end."""
         return self.losses.told
+
+    @property
+    def leaves(self) -> bool:
+        """All ranks know that the ranks are about to change."""
+        return self.losses.leaves
 
     @property
     def accumulate(self) -> int:
@@ -129,6 +146,8 @@ class Session:
         """A batch has come from the loader: one that does not count leaves no trace in buffers, whoever runs what part
         of the model on it. None: there are no more."""
         self._empty_batch.close()
+        if self.before is not None and not self.gradients.gathering:
+            self.before.note()
         if step is not None and step.padding:
             compiled = self.compiled or any(is_compiled(part) for part in self.module.modules())
             kept = buffers.preserved if compiled else buffers.unmoved_by_calls

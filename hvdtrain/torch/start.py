@@ -75,7 +75,7 @@ def check_agreement(mine: Mapping[str, str], world: World) -> None:
 
 def broadcast_state(module: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """Gives every rank rank 0's parameters, buffers and optimizer state; collective."""
-    if world.size == 1:
+    if world.size == 1 or world.joining:
         return
     with torch.no_grad():
         buffers.broadcast_([*module.parameters(), *module.buffers()], world)

@@ -102,7 +102,7 @@ class ElasticRunning(Running):
                     self._hand_answers_to(its)
                 self._do(self._members.answered(now))
         elif said.get("do") == "wait" and isinstance(formation, int):
-            self._do(self._members.waits(number, formation, now))
+            self._do(self._members.waits(number, formation, now, joinable=bool(said.get("joinable", True))))
         elif said.get("do") == "updates" and isinstance(formation, int):
             self._do(self._members.updated(formation, now))
 

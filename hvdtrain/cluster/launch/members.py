@@ -62,6 +62,7 @@ class Worker:
     Attributes:
         state: a new one is "starting", then "ready"; a member of the formation is "in" it, or has left it ("out").
         rank: in the formation.
+        joinable: whether new ones can come in where it has left.
         leaving: whether its slot is taken away.
     """
 
@@ -69,6 +70,7 @@ class Worker:
     host: str
     state: Literal["starting", "ready", "in", "out"]
     rank: int = -1
+    joinable: bool = True
     leaving: bool = False
 
     @property
@@ -121,11 +123,11 @@ class Members:
 
     # ---- what workers do
 
-    def waits(self, number: int, formation: int, now: float) -> list[Action]:
-        """A worker has left a formation, or (0) is new and ready."""
+    def waits(self, number: int, formation: int, now: float, *, joinable: bool = True) -> list[Action]:
+        """A worker has left a formation, or (0) is new and ready; `joinable`: new ones can come in where it is."""
         its = self.workers.get(number)
         if its is not None and its.state == "in" and formation == self.formation:
-            its.state = "out"
+            its.state, its.joinable = "out", joinable
             self._breaks(now)
         elif its is not None and its.state == "starting" and formation == 0:
             its.state = "ready"
@@ -353,6 +355,8 @@ class Members:
             return
         chosen = self._chosen()
         if len(chosen) >= self._limits.minimum and now - self._lost_s >= SECONDS_TO_SETTLE:
+            if not all(its.joinable for its in members):  # new ones have to wait for the next update
+                chosen = [its for its in chosen if its.member]
             self._asked = tuple(its.number for its in chosen)
             self._serial += 1
             self._actions.append(Serve(self._serial, chosen[0].host, self._slots(self._asked)))

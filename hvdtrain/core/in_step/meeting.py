@@ -35,7 +35,7 @@ State = Mapping[str, Any]
 class Watches(Protocol):
     """What looks after a tracker."""
 
-    def close(self) -> None: ...
+    def close(self, *, wait: bool = True) -> None: ...
     def use_run_dir(self, run_dir: Path) -> None: ...
 
 
@@ -86,6 +86,7 @@ class Tracker:
     watch: Watches | None = None
     remedy = ""
     ring: Ring | None = None
+    run_dir: Path | None = None
 
     def __init__(self, rank: int = 0, size: int = 1, *, on: bool = True) -> None:
         self.rank, self.size = rank, size
@@ -99,12 +100,26 @@ class Tracker:
         self.on_main_now = ""
         self._pid, self._left = os.getpid(), False
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Ends the watch; nothing is compared or noted any more."""
         self.on = False
         if self.watch is not None:
-            self.watch.close()
+            self.watch.close(wait=wait)
             self.watch = None
+
+    def follow(self, earlier: Tracker) -> None:
+        """Takes over what is not of the ranks: they have changed."""
+        self.phase, self.remedy, self.longest_s, self.run_dir = (
+            earlier.phase, earlier.remedy, earlier.longest_s, earlier.run_dir
+        )  # fmt: skip
+        if self.run_dir is not None:
+            self.use_run_dir(self.run_dir)
+
+    def use_run_dir(self, run_dir: Path) -> None:
+        """Reports and pages of this rank are left there from here on."""
+        self.run_dir = run_dir
+        if self.watch is not None:
+            self.watch.use_run_dir(run_dir)
 
     def leave(self) -> None:
         """Closes; what is collective is refused from here on."""

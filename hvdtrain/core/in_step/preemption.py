@@ -67,6 +67,10 @@ class Notice:
         self._rank, self._tracker, self._ending = rank, tracker, environ.get(ENDING)
         self._told_s = self._term_s = float("inf")
 
+    def follow(self, rank: int, tracker: Tracker) -> None:
+        """Looks at another rank's place from here on."""
+        self._rank, self._tracker = rank, tracker
+
     def note(self, number: int, now_s: float) -> bool:
         """Notes a signal; returns whether it ends the process at once."""
         if number not in SIGNALS:
@@ -163,6 +167,12 @@ def watch(rank: int, tracker: Tracker, environ: Mapping[str, str]) -> None:
     signal.set_wakeup_fd(before)
     if before == -1 and any(signal.getsignal(number) is signal.SIG_DFL for number in SIGNALS):
         _watch = _Watch(Notice(rank, tracker, environ))
+
+
+def follow(rank: int, tracker: Tracker) -> None:
+    """This process has another place, among other ranks."""
+    if _watch is not None:
+        _watch.notice.follow(rank, tracker)
 
 
 def release() -> None:

@@ -121,10 +121,11 @@ class Watch:
         self._thread = threading.Thread(target=run, name="hvdtrain in step", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Ends the thread; others that look for it find nothing."""
         self._closing.set()
-        self._thread.join(_CLOSE_S)
+        if wait:
+            self._thread.join(_CLOSE_S)
         self._own.close()
 
     def use_run_dir(self, run_dir: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from hvdtrain.core.in_step.meeting import out_of_step
 from hvdtrain.core.world import World
 from hvdtrain.torch.engines.base import EngineModel, Pass, StagedEngineModel
+from hvdtrain.torch.engines.reducer import Reducer
 from hvdtrain.torch.update.batches import Batches
 
 _LAG = 2  # updates, on a GPU, so that none waits for the answer
@@ -120,6 +121,17 @@ class Noted:
         with collective:
             self._engine_model.step(closure)
         self._stepped += 1
+
+    @property
+    def stepped(self) -> int:
+        """Updates that the optimizer has taken."""
+        return self._stepped
+
+    def begin_again(self, stepped: int) -> None:
+        """The ranks have changed: what is under way is forgotten."""
+        cast(Reducer, self._engine_model).begin_again()
+        self._under_way.clear()
+        self._extras, self._stepped = None, stepped
 
     def _check(self, place: _Place, sums: Tensor, arrived: Any) -> None:
         if arrived is not None:

@@ -37,7 +37,7 @@ class LossProof:
 
     Args:
         world: the ranks.
-        pieces: ranks x micro-batches of an update; with 1 there is nothing to prove.
+        pieces: micro-batches of a rank's update; with 1 of one rank there is nothing to prove.
         verify: look for losses that compare samples.
         counted: batches come from a loader.
 
@@ -53,7 +53,7 @@ class LossProof:
         self._unseen = not verify
         self._held = _OUTPUTS[not counted]
         self._reader = Reader()
-        self.needed = pieces > 1
+        self.needed = world.size * pieces > 1
         self.outputs: list[Tensor] | None = [] if self.needed and verify else None
         self._inner: list[tuple[nn.Module, Tensor]] = []  # what the model's parts gave, since batches were normalised
         self.problem = self.suspicion = ""
@@ -145,7 +145,8 @@ class LossProof:
         alone = [term for term in terms if term.mean and not term.counts(samples)]
         if samples > 1 and alone and len(alone) % samples == 0:
             self.found(f"it adds up {samples} losses of one sample each, and nothing divides them", tally, weight)
-        totals = {part * samples for part in (self._world.size, self._pieces // self._world.size, self._pieces)}
+        size = self._world.size
+        totals = {part * samples for part in (size, self._pieces, size * self._pieces)}
         for term in terms:
             if term.mean or not term.reduced:
                 continue

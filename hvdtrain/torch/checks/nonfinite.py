@@ -42,7 +42,7 @@ class Reading:
         layer: what `first_bad_layer` found, if this rank's loss is known to be bad.
         wrong: float64 scalar, the same on every rank: not 0 where the update's weights are not right.
         explain: makes the error for that; collective.
-        told: float64 scalar: how many ranks were told to end.
+        words: float64 [2]: how many ranks were told that the ranks are about to change, and how many to end.
         arrived: a CUDA event, where the numbers come from a GPU.
     """
 
@@ -53,7 +53,7 @@ class Reading:
     layer: str
     wrong: Tensor | float
     explain: Callable[[], Exception]
-    told: Tensor | float = 0.0
+    words: Tensor
     arrived: Any = None
 
 
@@ -63,6 +63,7 @@ class Losses:
     Attributes:
         last: of the newest update whose loss has been read; None before.
         told: an update that has been read came with the word that a rank was told to end.
+        leaves: the same, that the ranks are about to change.
     """
 
     def __init__(self, world: World, device: torch.device, *, skips: bool = False) -> None:
@@ -73,7 +74,7 @@ class Losses:
         self.at_once = not self._on_gpu or os.environ.get(_EVERY_STEP, "") not in ("", "0")
         self._under_way: deque[Reading] = deque()
         self.last: float | None = None
-        self.told = False
+        self.told = self.leaves = False
 
     def add(self, new: Reading) -> None:
         """Notes the losses of an update and reads those that are due; the same call on every rank.
@@ -82,14 +83,13 @@ class Losses:
             NonFiniteError, ConfigError: on every rank.
         """
         if self._on_gpu:
-            four = [  # numbers of Python come from a rank without samples
+            five = [  # numbers of Python come from a rank without samples
                 value if isinstance(value, Tensor) else torch.full_like(new.every, value)
-                for value in (new.every, new.mine, new.wrong, new.told)
+                for value in (new.every, new.mine, new.wrong, *new.words)
             ]
-            every, mine, wrong, told = torch.empty(4, dtype=torch.float64, pin_memory=True).copy_(
-                torch.stack(four), non_blocking=True
-            )
-            new = replace(new, every=every, mine=mine, wrong=wrong, told=told, arrived=torch.cuda.Event())
+            read = torch.empty(5, dtype=torch.float64, pin_memory=True).copy_(torch.stack(five), non_blocking=True)
+            every, mine, wrong = read[:3]
+            new = replace(new, every=every, mine=mine, wrong=wrong, words=read[3:], arrived=torch.cuda.Event())
             new.arrived.record()
         self._under_way.append(new)
         self.settle(0 if self.at_once or self.last is None else _LAG)  # the first one shows whether weights are right
@@ -106,7 +106,8 @@ class Losses:
                 reading.arrived.synchronize()
             if float(reading.wrong):
                 raise reading.explain()
-            self.told = self.told or bool(reading.told)
+            leaves, told = reading.words.tolist()
+            self.told, self.leaves = self.told or bool(told), self.leaves or bool(leaves)
             every, mine = float(reading.every), float(reading.mine)
             if not math.isfinite(every):
                 self._skipped += 1
@@ -119,6 +120,7 @@ class Losses:
     def forget(self) -> None:
         """A checkpoint was restored: what is under way is of updates that are undone."""
         self._under_way.clear()
+        self.leaves = False
 
     def _error(self, reading: Reading, every: float, mine: float) -> NonFiniteError:
         lines = []

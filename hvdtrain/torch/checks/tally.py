@@ -19,7 +19,7 @@ from hvdtrain.torch.checks.loss_graph import UNNAMED, Term
 
 Number = float | Tensor
 Weight = float | Tensor | Callable[[Any], Any] | None
-SIZE = 9  # of what travels
+SIZE = 10  # of what travels
 # squared relative deviation of divisor / weight: rounding of float32 is far below, one label of ten thousand above
 _UNEVEN = 1e-9
 _IDLE = 1e-200  # of a batch that has a loss, and weight 0
@@ -39,6 +39,7 @@ class Tally:
         problems: losses that no weight makes right.
         rates: the learning rates that the update begins with, as one number: that of all ranks.
         told: 1 where this rank was told to end.
+        leaves: 1 where this rank was told that the ranks are about to change.
         text: what this rank's loss divides by, in words; called where it is needed.
     """
 
@@ -50,7 +51,7 @@ class Tally:
         self.given: bool | None = None
         self.problems: Number = 0.0
         self.rates: Number = 0.0
-        self.told = 0.0
+        self.told = self.leaves = 0.0
         self.text: Callable[[], str] = lambda: "nothing was differentiated"
 
     def count(self, mean: Number, weight: Number, coefficient: Number) -> None:
@@ -89,7 +90,17 @@ class Tally:
         """Returns float64 [SIZE], to be summed over ranks."""
         given = float(bool(self.given))
         rates = (self.rates, self.rates**2)
-        parts = (self.loss, self.weight, self.divisors, self.squares, given, self.problems, *rates, self.told)
+        parts = (
+            self.loss,
+            self.weight,
+            self.divisors,
+            self.squares,
+            given,
+            self.problems,
+            *rates,
+            self.leaves,
+            self.told,
+        )
         if not any(isinstance(part, Tensor) for part in parts):
             return torch.tensor(parts, dtype=torch.float64, device=device)
         full = [
@@ -104,7 +115,7 @@ class Tally:
 def wrong(sums: Tensor, ranks: int) -> Number:
     """Returns, of what `Tally.tensor` gave summed over ranks, 1 where the weights are not right, else 0; a scalar."""
     if sums.device.type == "cpu":  # where numbers cost less than tensors
-        _, weight, divisors, squares, given, problems, rates, rate_squares, _ = sums.tolist()
+        _, weight, divisors, squares, given, problems, rates, rate_squares, *_ = sums.tolist()
         product = weight * squares
         apart = product - divisors**2 > _UNEVEN * product or (weight == 0 and squares > 0 and divisors == divisors)
         own_rates = ranks * rate_squares - rates**2 > _UNEVEN * rates**2

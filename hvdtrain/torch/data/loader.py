@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import ConfigError, RanksLost
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.sharding import ORDER_RULE, Dealt, Plan, Step
 from hvdtrain.core.world import World
 from hvdtrain.runs.preemption import Training, end_if_told
@@ -25,6 +26,7 @@ from hvdtrain.torch.data.source import Augment, Fetched, Source
 from hvdtrain.torch.engine import device_of
 
 WARNED_FILES = 3  # unreadable files that are named as they come; all are in `Loader.skipped`
+known: WeakSet[Loader] = WeakSet()
 TOGETHER = 2  # batches in a row that two loaders of one order may serve in turns
 
 Items = Generator[tuple[Any, Step], None, None] | Ahead[tuple[Any, Step]]
@@ -35,6 +37,10 @@ class Follower(Training, Protocol):
 
     @property
     def accumulate(self) -> int: ...
+    @property
+    def leaves(self) -> bool:
+        """All ranks know that the ranks are about to change."""
+
     def handed_out(self, step: Step | None) -> None: ...
 
 
@@ -61,7 +67,7 @@ class Loader(Dealt):
         self.device = device_of(world)
         self.followers: WeakSet[Follower] = WeakSet()
         self._source = source
-        self._world = world
+        self.world = world
         self._augment = augment
         self._epoch, self._done = 0, 0  # of the loop that runs, else of the next one
         self._begin = 0
@@ -74,6 +80,8 @@ class Loader(Dealt):
         self._differentiated: Step | None = None
         self.in_weights: Step | None = None
         self._served = WeakIdKeyDictionary()  # of each tensor that was handed out to train on, its step
+        self._torn: ref[Epoch] | None = None  # a loop that was under way when the ranks changed
+        known.add(self)
         self._start = 0, 0  # where training begins: what is only looked at before does not count
 
     @property
@@ -148,6 +156,32 @@ class Loader(Dealt):
         self._start = self._epoch, self._done
         self._moves += 1
 
+    def redeal(self, state: Mapping[str, Any]) -> None:
+        """The ranks have changed: the samples from a place on are dealt to those that are there, in the same steps. A
+        loop that trains goes on; whoever is new begins there."""
+        self.plan = self.plan.of(self.world.size)
+        if not self.followers:  # no training: each loop is from the beginning
+            self._torn = self._loop
+            self._stop()
+            return
+        epoch, done = int(state["epoch"]), int(state["samples_in_epoch"])
+        loop = None if self._loop is None else self._loop()
+        if not self.running or loop is None:
+            self.load_state_dict(dict(state))
+            return
+        self._differentiated = self.in_weights = None
+        loop.padding = None
+        self._stop()
+        if epoch == self._epoch:
+            self._done = self._begin = done
+            self._place_is_known(state)
+            self._items = self._ready(epoch, done)
+        else:
+            self._items = _nothing()
+
+    def _place_is_known(self, state: Mapping[str, Any]) -> None:
+        """The place in a state is where this rank is."""
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, and what it is a position in."""
         return self._state(self.position, self.step)
@@ -186,8 +220,13 @@ class Loader(Dealt):
         An epoch whose loop was left early, or that was not read at all, counts as done; batches that were read before
         anything was trained on do not.
         """
-        while self.position[0] < total:
-            end_if_told(self.followers, self._world)
+        its = elastic.active() if self.followers else None
+        while its is not None or self.position[0] < total:
+            if its is not None:
+                its.begin_epoch()
+                if self.position[0] >= total:
+                    return
+            end_if_told(self.followers, self.world)
             epoch, moves = self.position[0], self._moves
             yield epoch
             if self.position[0] == epoch and self._moves == moves:
@@ -197,7 +236,7 @@ class Loader(Dealt):
         """Batches that are left in the epoch for this rank."""
         done = self.position[1]
         steps = self.plan.steps(done)
-        last, _ = self.plan.span(steps - 1, done, self._world.rank)
+        last, _ = self.plan.span(steps - 1, done, self.world.rank)
         return steps - (last.start == last.stop and not self.pads())
 
     def __iter__(self) -> Iterator[Any]:
@@ -247,7 +286,7 @@ class Loader(Dealt):
 
     def all_skipped(self) -> list[tuple[str, str]]:
         """Returns the unreadable files of all ranks, each once, with the reason; collective."""
-        found = dict(pair for files in self._world.gather(self.skipped) for pair in files)
+        found = dict(pair for files in self.world.gather(self.skipped) for pair in files)
         return sorted(found.items())
 
     def close(self) -> None:
@@ -263,7 +302,7 @@ class Loader(Dealt):
         return Ahead(made, self.device, lambda item: tensors_of(item[0]))
 
     def _made(self, epoch: int, done: int) -> Generator[tuple[Any, Step], None, None]:
-        steps = self.plan.step_slices(epoch, done, rank=self._world.rank)
+        steps = self.plan.step_slices(epoch, done, rank=self.world.rank)
         with closing(self._source.read(steps)) as answers:
             for step, fetched in zip(steps, answers, strict=True):
                 yield self._make(step, fetched)
@@ -300,7 +339,7 @@ class Loader(Dealt):
             if name not in known:
                 self.skipped.append((name, reason))
                 if len(self.skipped) <= WARNED_FILES:
-                    print(f"hvdtrain: rank {self._world.rank} leaves out {name}: {reason}", file=sys.stderr, flush=True)
+                    print(f"hvdtrain: rank {self.world.rank} leaves out {name}: {reason}", file=sys.stderr, flush=True)
 
 
 class Epoch:
@@ -312,7 +351,7 @@ class Epoch:
         self.epoch = epoch
         self._loader = loader
         self._over = False
-        self._padding: Step | None = None
+        self.padding: Step | None = None
         self._count = 0
         self._others: dict[int, tuple[int, int]] = {}  # of each twin: batches it had served, how often it went along
 
@@ -323,6 +362,13 @@ class Epoch:
         loader = self._loader
         if self._over:  # asked again: the loader may be elsewhere by now
             raise StopIteration
+        if loader._torn is not None and loader._torn() is self:
+            raise RanksLost(
+                "a loop that does not train cannot go on when ranks have changed: nobody has the samples of those that"
+                " are gone",
+                f"such a loop, over {loader.samples} samples",
+                "hvt.evaluate(model, data, metrics), which begins again by itself",
+            )
         if loader._loop is None or loader._loop() is not self:
             raise ConfigError(
                 "a loader serves one loop at a time",
@@ -342,9 +388,12 @@ class Epoch:
             _notify(loader, None)
             raise StopIteration
         if loader.pads():
-            end_if_told(loader.followers, loader._world)
+            end_if_told(loader.followers, loader.world)
+            if change_if_asked(loader.followers):
+                item = self._next()
+                assert item is not None  # there was one
         batch, step = item
-        self._padding = step if step.padding else None
+        self.padding = step if step.padding else None
         self._count += 1
         loader.step, loader._begun = step, True
         loader.served(batch, step)
@@ -362,10 +411,10 @@ class Epoch:
 
     def _check_padding(self) -> None:
         """A batch that counts nothing must go where that is known."""
-        if self._padding is not None and self._padding is not self._loader._differentiated:
+        if self.padding is not None and self.padding is not self._loader._differentiated:
             raise ConfigError(
                 "the training loader's batches go to optimizer.backward, which knows that some count nothing",
-                f"rank {self._loader._world.rank} had no sample left in the last step of epoch {self.epoch}, got others"
+                f"rank {self._loader.world.rank} had no sample left in the last step of epoch {self.epoch}, got others"
                 " to keep step, and did not train on them: a loop that only reads would count them",
                 "train on each batch within the loop (for x, y in train: ..., not over list(train)); to read only, read"
                 " under torch.no_grad(), or from a loader of its own",
@@ -393,6 +442,23 @@ class Epoch:
                     f"give one of them another seed: loader(..., seed={mine.plan.seed + 1}); for data that belongs"
                     " together make one loader of both: loader((x, y, z), ...)",
                 )
+
+
+def _nothing() -> Generator[tuple[Any, Step], None, None]:
+    """No batch."""
+    yield from ()
+
+
+def change_if_asked(followers: Iterable[Follower]) -> bool:
+    """Takes in new ranks, or lets some go, where all ranks know that it is time to; collective then."""
+    its = elastic.active()
+    if its is None:
+        return False
+    its.in_epoch()
+    asked = any(follower.leaves for follower in followers)
+    if asked:
+        its.regroup(None)
+    return asked
 
 
 def _notify(loader: Loader, step: Step | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -244,6 +244,9 @@ class StreamLoader(Loader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        self._place_is_known(state)
+
+    def _place_is_known(self, state: Mapping[str, Any]) -> None:
         if state["digest"] is not None:
             self._gone_on = (int(state["epoch"]), int(state["samples_in_epoch"])), int(state["digest"], 16)
 
@@ -259,7 +262,7 @@ class StreamLoader(Loader):
 
     def _made(self, epoch: int, done: int) -> Generator[tuple[Any, Step], None, None]:
         ahead = max([1, *(follower.accumulate - 1 for follower in self.followers)])
-        rank, digest = self._world.rank, self._digest_before((epoch, done))
+        rank, digest = self.world.rank, self._digest_before((epoch, done))
         with closing(self._source.walk(self.plan, epoch, done, rank=rank, ahead=ahead, digest=digest)) as found:
             for step, fetched in found:
                 yield self._make(step, fetched)
@@ -267,6 +270,6 @@ class StreamLoader(Loader):
     def ended(self, begin: int) -> None:
         """The loop over an epoch is over; where it trained, every rank comes here."""
         trained = self._differentiated
-        if self._world.size > 1 and trained is not None and (trained.epoch, trained.begin) == (self._epoch, begin):
+        if self.world.size > 1 and trained is not None and (trained.epoch, trained.begin) == (self._epoch, begin):
             assert isinstance(self.step, StreamStep)
-            check_ends(self._world, self.step.samples_done, self.step.digest, self._begins.kind)
+            check_ends(self.world, self.step.samples_done, self.step.digest, self._begins.kind)

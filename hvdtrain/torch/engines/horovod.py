@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.engines import HorovodCollectives
-from hvdtrain.core.errors import ConfigError, HvdtrainError
+from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Settings, TensorCollectives, pick_devices, step_of
 from hvdtrain.torch.engines.reducer import Reducer, Wait
@@ -104,7 +104,7 @@ def rank_losses() -> Iterator[None]:
     try:
         yield
     except HorovodInternalError as error:
-        raise HvdtrainError(
+        raise RanksLost(
             "every rank must take part until the end",
             f"Horovod gave up: {error}",
             "read what the rank that ended first has said",

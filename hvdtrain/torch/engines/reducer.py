@@ -145,6 +145,11 @@ class Reducer:
 
         return hook
 
+    def begin_again(self) -> None:
+        """The ranks have changed: what is under way is forgotten, and all count alike from here on."""
+        self._generation = 0
+        self._build()
+
     def close(self) -> None:
         """Takes the hooks off the parameters."""
         for hook in self._hooks:

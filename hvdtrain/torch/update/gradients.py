@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.preemption import told
 from hvdtrain.torch.checks.tally import Number, Tally, double
 from hvdtrain.torch.update.batches import Batch
@@ -142,6 +143,8 @@ class Gradients:
         for index, group in enumerate(self._optimizer.param_groups):
             self.tally.rates = self.tally.rates + double(group["lr"]) * math.sqrt(index + 1)
         self.tally.told = float(told())
+        its = elastic.active()
+        self.tally.leaves = float(its is not None and its.wants_to_leave)
         return self.tally.tensor(self._device)
 
     # -- backward passes that are not the optimizer's ---------------------------------------------------------

@@ -19,6 +19,7 @@ from hvdtrain.torch.session import Session, not_finite
 from hvdtrain.torch.update.amp import ScalerAdapter
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.passes import Passes
+from hvdtrain.torch.update.regroup import compared, updated
 from hvdtrain.torch.update.several import Several
 
 
@@ -29,8 +30,12 @@ class Optimizer(Passes):
         super().__init__(session)
         held = None if session.in_parts is None else session.in_parts.tensors
         self._stepper = ScalerAdapter(self.wrapped, partial(_step_engine, session), held)
-        self._compared = session.world.size == 1
+        self.compare_replicas()
         self._counted: Batch | None = None  # as seen
+
+    def compare_replicas(self) -> None:
+        """After the next update the ranks compare their weights."""
+        self._compared = self.session.world.size == 1
 
     # -- one update ------------------------------------------------------------------------------------------
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
@@ -43,6 +48,8 @@ class Optimizer(Passes):
             ConfigError: no backward before.
         """
         state = self.session.gradients.state
+        if self._void:
+            return None
         if state == "idle":
             raise ConfigError(
                 "gradients are clipped between backward() and step()",
@@ -81,6 +88,8 @@ class Optimizer(Passes):
             ReplicaError: after the first update, and every `watch_every` updates, when replicas differ.
         """
         session, gradients = self.session, self.session.gradients
+        if self._void:
+            return None
         self._check_step(closure is not None)
         if gradients.state == "partial":
             gradients.state = "idle"
@@ -103,7 +112,8 @@ class Optimizer(Passes):
         due = bool(every and self.progress.step % every == 0) or not self._compared
         if due and session.world.size > 1:
             self._compared = self._compared or gradients.had_some
-            replicas.check_equal(session.module, session.world, f"after update {self.progress.step}")
+            compare = partial(replicas.check_equal, session.module, session.world, f"after update {self.progress.step}")
+            compared(session, compare)
         CLOCK.enter("other")
         return None if closure is None else self._mean
 
@@ -131,6 +141,8 @@ class Optimizer(Passes):
         Raises:
             ConfigError: no update is complete.
         """
+        if self._void:
+            return
         if self.session.gradients.state != "ready":
             raise ConfigError(
                 "optimizer.skip() takes the place of step() after an update's last backward()",
@@ -189,6 +201,7 @@ class Optimizer(Passes):
         new = 0 if batch is self._counted else batch.update_samples  # several updates of a batch have seen it once
         self.progress = Progress(epoch, self.progress.step + 1, self.progress.samples_seen + new, in_epoch)
         self._updated = self._counted = batch
+        updated(self.session, self.progress.step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes `p.grad`. Partial sums of an update that is being gathered are not touched.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.errors import ConfigError, RanksLost
 from hvdtrain.torch.checks.loss_graph import recomputes_reentrantly
 from hvdtrain.torch.checks.nonfinite import Reading, first_bad_layer
 from hvdtrain.torch.checks.out_of_memory import explained
@@ -25,6 +25,7 @@ from hvdtrain.torch.update.amp import widened
 from hvdtrain.torch.update.batches import Batch, require_batch
 from hvdtrain.torch.update.facade import Facade
 from hvdtrain.torch.update.gradients import check_loss, scale, zero_gradients
+from hvdtrain.torch.update.regroup import check_once, go_on_without
 
 
 class Passes(Facade):
@@ -35,6 +36,7 @@ class Passes(Facade):
         self._model = Model(session)
         self._layer = ""
         self._mean: Tensor | None = None  # loss of the update
+        self._void = False  # the batch at hand is dealt once more, to other ranks
         self._recomputes: bool | None = None  # parts of the model within the backward pass
 
     def forward_backward(
@@ -162,9 +164,22 @@ class Passes(Facade):
             NonFiniteError: on every rank, when the loss of one is NaN or infinite.
             HvdtrainError: out of memory.
         """
-        session, gradients = self.session, self.session.gradients
+        session = self.session
         if session.staged is not None:
             raise in_one_call("optimizer.backward(loss)", "loss = optimizer.forward_backward(x, y, loss_fn)")
+        self._void = session.batches.are_dealt_anew
+        if self._void:
+            return
+        try:
+            self._backward(loss, weight, more, retain_graph, again)
+        except RanksLost as lost:
+            go_on_without(session, lost)
+            self._void = True
+
+    def _backward(
+        self, loss: Tensor, weight: float | Tensor | None, more: bool, retain_graph: bool, again: bool
+    ) -> None:
+        session, gradients = self.session, self.session.gradients
         batch = self._take_turn(again)
         check_loss(loss)
         self._model.check_entered()
@@ -190,6 +205,7 @@ class Passes(Facade):
         return batch
 
     def _reopen(self, batch: Batch) -> None:
+        check_once(self.session)
         if self.session.gradients.state == "ready":
             self.session.precision.forget()
         self.session.gradients.reopen(batch)
@@ -267,7 +283,7 @@ class Passes(Facade):
         layer, self._layer = self._layer, ""
         session.losses.add(Reading(
             self.progress.step + 1, batch.place[0], every, tally.loss, layer,
-            wrong(sums, session.world.size), session.proof.explain(tally, sums, lambda: self.lr), sums[-1],
+            wrong(sums, session.world.size), session.proof.explain(tally, sums, lambda: self.lr), sums[-2:],
         ))  # fmt: skip
         if tally.given:
             session.precision.note_weights(weight / batch.planned)

@@ -38,6 +38,7 @@ class World:
         self.reaching: list[str] = []
         self.serving: actions.Serve | None = None
         self.regroup = self.broken = False
+        self.shut: set[int] = set()  # who waits where no new ones can come in
         self.failed = ""
         self.barred: set[str] = set()
         self.numbers = set(self.alive)
@@ -88,7 +89,12 @@ class World:
     def check(self, formed: actions.Formed) -> None:
         numbers, slots = formed.numbers, formed.slots
         assert len(set(numbers)) == len(numbers) == len(slots)
-        assert self.limits.minimum <= len(numbers) <= self.limits.maximum
+        assert len(numbers) <= self.limits.maximum
+        if self.shut & set(self.alive):
+            assert set(numbers) <= set(self.formation)
+            assert len(numbers) + len(self.waiting - set(numbers)) >= self.limits.minimum, "with those who wait to join"
+        else:
+            assert len(numbers) >= self.limits.minimum
         assert set(numbers) <= self.waiting, "a member is dead, or has not left the last formation"
         left = [number for number in self.formation if number in self.alive]
         assert set(left) <= self.waiting, "one of the last formation is still in it"
@@ -107,6 +113,7 @@ class World:
             kept = [number for number in its if number in left]
             assert kept == [number for number in left if number in kept]
         self.formation = numbers
+        self.shut.clear()
         self.waiting -= set(numbers)
         self.regroup = self.broken = False
         self.serving = None
@@ -120,14 +127,16 @@ class World:
             self.forget(number)
         self.do(self.members.lost([number], self.now, why="killed", gone=gone))
 
-    def wait(self, number: int) -> None:
+    def wait(self, number: int, *, joinable: bool = True) -> None:
+        """It says that it waits; where not all are joinable no new ones may come in."""
         self.now += SECONDS_TO_SETTLE
         self.waiting.add(number)
         if number in self.starting:
             self.starting.remove(number)
             self.do(self.members.waits(number, 0, self.now))
         else:
-            self.do(self.members.waits(number, self.members.formation, self.now))
+            self.shut |= set() if joinable else {number}
+            self.do(self.members.waits(number, self.members.formation, self.now, joinable=joinable))
 
     def lose_host(self, name: str) -> None:
         for number in [number for number, host in self.alive.items() if host == name]:
@@ -153,7 +162,7 @@ class World:
         if what == 0 and alive:
             self.lose(pick(alive), gone=which < 10)
         elif what in (1, 2, 3) and (self.regroup or self.broken) and inside:
-            self.wait(pick(inside))
+            self.wait(pick(inside), joinable=self.regroup or which < 15)
         elif what in (4, 5) and self.starting:
             self.wait(pick(sorted(self.starting)))
         elif what in (6, 7):

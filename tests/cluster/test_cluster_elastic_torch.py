@@ -1,0 +1,111 @@
+"""Elastic training with PyTorch: ranks are killed wherever they are, new ones come; it is the unbroken training."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # noqa: F401 - which an optimizer loads, and which sets a variable of the environment
+from harness import PROGRAMS
+from test_cluster_elastic import attempt
+from test_cluster_launch import Ended, launched
+
+PROGRAM = PROGRAMS / "torch/elastic.py"
+_SPEC = importlib.util.spec_from_file_location("elastic_training", PROGRAM)
+assert _SPEC is not None and _SPEC.loader is not None
+program = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(program)
+
+EXACT = 1e-10
+SPOTS = ("backward", "in", "step", "after", "evaluate", "gather", "save", "head")
+
+
+@dataclass
+class Trained:
+    """What a job has left.
+
+    Attributes:
+        updates: of each update: epoch, and the samples of all that took part.
+        final: weights, their average, and counts.
+        sizes: of the formations after the first one.
+    """
+
+    ended: Ended
+    updates: dict[int, tuple[int, list[int]]]
+    final: dict
+    sizes: list[int]
+
+
+def train(
+    folder: Path, *todo: str, np: int = 3, data: str = "arrays", accumulate: int = 1, epochs: int = 3, rate: float = 30,
+    flags: tuple[str, ...] = ("--min-np=1",),
+) -> Trained:  # fmt: skip
+    arguments = [str(folder), data, str(accumulate), str(epochs), str(rate), *todo]
+    with launched(folder, *flags, *arguments, np=np, program=PROGRAM, env={"OMP_NUM_THREADS": "1"}) as started:
+        ended = started.end(240)
+    assert ended.code == 0, ended.text
+    took: dict[tuple[int, int], list[int]] = defaultdict(list)  # by update and formation
+    applied: dict[int, tuple[int, int]] = {}
+    for file in folder.glob("ledger.*"):
+        formation = {}
+        for line in file.read_text().splitlines():
+            kind, epoch, step, now, ids, _ = json.loads(line)
+            if kind == "took":
+                formation[step] = now
+                took[step, now] += ids
+            elif step in formation:
+                applied[step] = epoch, formation[step]
+    updates = {step: (epoch, took[step, formation]) for step, (epoch, formation) in sorted(applied.items())}
+    final = torch.load(folder / "final.pt", weights_only=True)
+    sizes = [len(its["workers"]) for its in attempt(folder)["formations"]]
+    return Trained(ended, updates, final, sizes)
+
+
+def check(done: Trained, *, epochs: int = 3, batch: int, accumulate: int = 1) -> None:
+    """Each sample once an epoch, in updates of the unbroken run's size; weights, average, rate as plain PyTorch's."""
+    per_epoch = -(-program.SAMPLES // (batch * accumulate))
+    assert list(done.updates) == list(range(1, epochs * per_epoch + 1))
+    for epoch in range(epochs):
+        ids = [number for its, numbers in done.updates.values() if its == epoch for number in numbers]
+        assert Counter(ids) == Counter(range(program.SAMPLES)), f"epoch {epoch}"
+    model, optimizer, scheduler = program.build()
+    average = program.Average(model)
+    x, y, _ = program.samples()
+    for _, numbers in done.updates.values():
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[numbers]), y[numbers]).backward()
+        optimizer.step()
+        scheduler.step()
+        average.update(model)
+    for kind, expected in (("weights", model.state_dict()), ("average", average.values)):
+        found = done.final[kind]
+        gap = max((found[name] - expected[name]).abs().max().item() for name in expected)
+        assert gap < EXACT, f"{kind}: {gap:.2e}\n{done.ended.text}"
+    assert done.final["updates"] == len(done.updates)
+
+
+def test_the_training_goes_on_as_if_nobody_had_been_lost(tmp_path):
+    """Killed before, within and after an update; rank 0, too; replaced each time."""
+    done = train(tmp_path, "1.1:5:backward", "2.0:16:step", epochs=3)
+    check(done, batch=12)
+    assert done.sizes[0] == 2 and min(done.sizes) <= 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("spot", SPOTS)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_killed_at_every_spot(tmp_path, spot, rank):
+    update = 13 if spot in ("evaluate", "gather", "save", "head") else 5
+    check(train(tmp_path, f"1.{rank}:{update}:{spot}", flags=("--min-np=1", "--max-np=3")), batch=12)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("data", "accumulate"), [("stream", 1), ("arrays", 2), ("workers", 2), ("stream", 2)])
+def test_data_of_every_kind(tmp_path, data, accumulate):
+    done = train(tmp_path, "1.1:3:backward", "2.0:8:in", data=data, accumulate=accumulate)
+    check(done, batch=12, accumulate=accumulate)
