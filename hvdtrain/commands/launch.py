@@ -19,13 +19,14 @@ from typing import Any
 
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.launch import discovery, environment, launcher
+from hvdtrain.cluster.launch.failures import Restarts
 from hvdtrain.cluster.launch.job import Elastic
 from hvdtrain.cluster.launch.launcher import Failure, Heard, Job, Outcome, Plan, Timeouts
 from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report
 from hvdtrain.cluster.protocol import BEAT_S
 from hvdtrain.commands import command_lines, host_flags
 from hvdtrain.core import flags, launchers
-from hvdtrain.core.errors import EXIT_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError, LauncherError
+from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, LauncherError
 from hvdtrain.core.in_step.hang import HANG_VARIABLE
 
 EPILOG = """\
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="show rank 0's output only, unmarked")
     add("--log-dir", type=Path, metavar="DIR", help="a log a rank goes there (default: the next runs/launch-N)")
     add("--max-restarts", type=flags.whole(0), default=0, metavar="N",
-        help="start the job again, up to N times, when it failed (default: 0)")
+        help="start the job again when it failed, up to N times in a row without progress (default: 0: never)")
     add("--restart-wait", type=flags.at_least_0, default=60.0, metavar="S",
         help="that hosts have until they pass the checks for a restart (default: %(default)g)")
     add("--grace", type=flags.at_least_0, default=limits.grace_s, metavar="S",
@@ -107,14 +108,19 @@ def run(args: argparse.Namespace) -> int:
     facts |= {"np": job.np, "job": job.env[launchers.JOB], "attempts": attempts}
     try:
         failed: Failure | None = None
+        restarts, wait_s = Restarts(args.max_restarts), None
         while True:
             started = time.time()
             if failed is None:
                 outcome = _run_once(job, 0, logs, args)
             else:
                 try:
-                    outcome = _run_again(job, len(attempts), logs, args, host_lost=failed.rank is None)
-                except LauncherError as error:
+                    rest_s = wait_s or 0.0
+                    if failed.rank is None:
+                        # a host ends its ranks as late as this one noticed its loss, and then grants them their grace
+                        rest_s = max(rest_s, job.timeouts.grace_s + 2.0)
+                    outcome = _run_again(job, len(attempts), logs, args, rest_s)
+                except (LauncherError, ConfigError) as error:
                     report(f"not started again: {error}")
                     return failed.code
             attempts.append(_attempt(outcome, started, elastic=job.elastic is not None))
@@ -130,9 +136,12 @@ def run(args: argparse.Namespace) -> int:
                 report(f"the ranks were told to end, and have: exit code {PREEMPTED_CODE}; started again they go on")
             if failed is None or outcome.interrupted is not None:
                 return outcome.exit_code
-            if len(attempts) > args.max_restarts or failed.code in (EXIT_CODE, OUT_OF_STEP_CODE):  # it would be again
+            wait_s, text = restarts.after(failed, outcome.updates)
+            if wait_s is None:
+                if text:
+                    report(text)
                 return outcome.exit_code
-            report(f"restart {len(attempts)} of {args.max_restarts}, as soon as the hosts pass the checks")
+            report(f"{text}, as soon as the hosts pass the checks{f', after {wait_s:g} s' if wait_s else ''}")
     finally:
         logs.close()
 
@@ -163,15 +172,11 @@ def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> 
     if args.min_np is None and args.max_np is None and args.host_discovery is None:
         return job
     command = discovery.command_in(args.host_discovery) if args.host_discovery is not None else None
-    listed = bool(args.hosts or args.hostfile)
-    if command is not None and not listed:
-        wanted = args.np or args.min_np or 1
-        found = discovery.first(command, wanted, args.elastic_timeout)
+    if command is not None and not (args.hosts or args.hostfile):
+        found = discovery.first(command, args.np or args.min_np or 1, args.elastic_timeout)
         slots = sum(host.slots for host in found)
         job = dataclasses.replace(job, hosts=found, np=args.np or min(slots, args.max_np or slots))
-    slots = sum(host.slots for host in job.hosts)
-    minimum = args.min_np or 1
-    maximum = args.max_np or (max(slots, job.np) if listed else job.np)
+    minimum, maximum = args.min_np or 1, args.max_np or max(job.np, sum(host.slots for host in job.hosts))
     if not minimum <= job.np <= maximum:
         rule, received = "--min-np <= -np <= --max-np", f"{minimum}, {job.np}, {maximum}"
         raise ConfigError(rule, received, "give -np between the two, or leave one out")
@@ -236,7 +241,8 @@ def _attempt(outcome: Outcome, started: float, *, elastic: bool) -> dict[str, An
     failed = outcome.failed
     failure = failed and {"rank": failed.rank, "host": failed.host, "why": failed.why}
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
-    facts = {"started": began, "seconds": round(outcome.seconds, 3), "exit_code": outcome.exit_code, "failure": failure}
+    facts = {"started": began, "seconds": round(outcome.seconds, 3), "updates": outcome.updates}
+    facts |= {"exit_code": outcome.exit_code, "failure": failure}
     return facts | ({"formations": outcome.formations, "lost": outcome.lost} if elastic else {})
 
 
@@ -265,27 +271,30 @@ def _check(job: Job) -> None:
         raise LauncherError(rule, findings.text(errors))
 
 
-def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, *, host_lost: bool) -> Outcome:
-    """Runs the job once more, as soon as the hosts pass the checks.
+def _run_again(job: Job, attempt: int, logs: Logs, args: argparse.Namespace, rest_s: float) -> Outcome:
+    """Runs the job once more, as soon as the hosts pass the checks, and not before `rest_s` is over.
 
     Raises:
-        LauncherError: they do not in time; says why.
+        LauncherError, ConfigError: they do not in time; says why.
     """
+    its = job.elastic
+    if its is not None and its.discovery is not None:
+        found = discovery.first(its.discovery, its.minimum, args.restart_wait)
+        job = dataclasses.replace(job, hosts=found, np=min(job.np, sum(host.slots for host in found)))
     began = time.monotonic()
-    # a host that was lost ends its ranks as late as this one noticed, and then grants them their grace
-    rest_s = job.timeouts.grace_s + 2.0 if host_lost else 0.0
     while True:
         try:
             if args.no_checks:
                 launcher.look(job)
             else:
                 _check(job)
-            if time.monotonic() - began >= rest_s:
+            if (pause_s := rest_s - (time.monotonic() - began)) <= 0:
                 return _run_once(job, attempt, logs, args)
         except LauncherError:
             if time.monotonic() - began > args.restart_wait:
                 raise
-        time.sleep(_LOOK_AGAIN_S)
+            pause_s = _LOOK_AGAIN_S
+        time.sleep(pause_s)
 
 
 # ---- what would run
@@ -298,6 +307,8 @@ def _dry_run(plan: Plan) -> str:
         "mpirun:", f"  {command_lines.mpirun(plan, os.environ)}",
         "", f"command, in {job.cwd} on every host:", f"  {shlex.join(job.argv)}",
     ]  # fmt: skip
+    if (its := job.elastic) is not None:
+        lines = [f"elastic: {its.minimum} to {its.maximum} ranks, {job.np} at first", *lines[lines.index("") :]]
     for host in plan.hosts:
         chosen, ranks = plan.chosen[host.name], ", ".join(str(slot.rank) for slot in plan.of_host(host))
         place = f"{host.name}: rank(s) {ranks} through {chosen.interface} {chosen.address}"

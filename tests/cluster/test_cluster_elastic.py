@@ -12,11 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from cluster_hosts import cluster
+from cluster_procfs import command_of
 from harness import PROGRAMS
 from test_cluster_ends import wait_for
 from test_cluster_launch import Ended, Launched, launched
+
+from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.launch.discovery import asked, command_in
+from hvdtrain.core.errors import ConfigError
 
 WORKER = PROGRAMS / "cluster/elastic.py"
 GOES_ON_WITHIN_S = 5.0  # from the loss to the survivors' next sum; 0.2 s where nothing else runs
@@ -108,6 +114,33 @@ def test_what_ends_an_elastic_job(tmp_path, todo, flags, code, said):
     ended = run(tmp_path, "2.5", *flags, *todo)
     assert ended.code == code and said in ended.err, ended.text
     assert attempt(tmp_path)["failure"]["why"]
+
+
+def test_what_a_discovery_prints():
+    assert asked(["printf", " host1:2\\n\\nhost2\\n"]) == [Host("host1", 2), Host("host2", 1)]
+    assert asked(["true"]) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "what"),
+    [
+        ("echo no such cloud >&2; exit 4", "exit code 4: no such cloud"),
+        ("echo 'host1:2 up'", "host1"),
+        ("sleep 3.14159 & wait", "not done in 0.5 s"),
+    ],
+)
+def test_a_discovery_that_prints_no_hosts_is_told(script, what):
+    with pytest.raises(ConfigError) as error:
+        asked(["sh", "-c", script], timeout_s=0.5)
+    assert what in error.value.received
+    left = [its for its in psutil.process_iter() if command_of(its) == "sleep 3.14159"]
+    assert not psutil.wait_procs(left, timeout=1)[1], "what it started is left"
+
+
+@pytest.mark.parametrize("text", ["", "  ", "sh 'hosts"])
+def test_a_discovery_is_a_command(text):
+    with pytest.raises(ConfigError):
+        command_in(text)
 
 
 @pytest.mark.thorough

@@ -357,6 +357,20 @@ def test_restarts_until_it_works(tmp_path):
     assert "restart 2 of 3" in ended.err and ended.log(1).count("RuntimeError: not yet") == 2
 
 
+def test_restarts_after_progress_do_not_count(tmp_path):
+    ended = launch(tmp_path, "--max-restarts=1", "1:updates:10,20,30,30", "1:fail_first:3")
+    assert ended.code == 0, ended.text
+    assert "restart after progress (to update 30)" in ended.err and "restart 1 of 1" not in ended.err
+    record = json.loads((tmp_path / "runs/launch-1/launch.json").read_text())
+    assert [attempt["updates"] for attempt in record["attempts"]] == [10, 20, 30, 30]
+
+
+def test_the_same_crash_at_the_same_update_is_not_tried_a_third_time(tmp_path):
+    ended = launch(tmp_path, "--max-restarts=9", "1:updates:10,10,10", "1:fail_first:9")
+    assert ended.code == 1 and ended.err.count("failed first") == 2, ended.text
+    assert "crashed twice at update 10 with RuntimeError: not yet: not started again" in ended.err
+
+
 @pytest.mark.thorough
 def test_restarts_are_counted(tmp_path):
     ended = launch(tmp_path, "--max-restarts=1", "*:exit:5")

@@ -49,6 +49,7 @@ class Agent:
         self._out = bytearray()
         self._ranks: dict[int, Rank] = {}  # by process id
         self._rendezvous: subprocess.Popen[bytes] | None = None
+        self._rendezvous_due = 0  # answers of it
         self._given: int | None = None  # a file in memory: what every rank reads
         self._says = os.memfd_create("ending")  # that no update will come, to ranks that save at the next one
         self._answers = os.memfd_create("answers")  # what the first workers recorded, for those that join later
@@ -163,17 +164,20 @@ class Agent:
             self._rendezvous = rendezvous_process()
             assert self._rendezvous.stdout is not None
             self._selector.register(self._rendezvous.stdout, selectors.EVENT_READ, self._rendezvous_answers)
+        self._rendezvous_due += message["places"] is not None
         ask(self._rendezvous, address=message["address"], places=message["places"], serial=message.get("serial", 0))
 
     def _rendezvous_answers(self) -> None:
         assert self._rendezvous is not None and self._rendezvous.stdout is not None
         answer = json.loads(self._rendezvous.stdout.readline() or "null")
+        due, self._rendezvous_due = self._rendezvous_due > 0, self._rendezvous_due - 1
         if answer is None:
             self._selector.unregister(self._rendezvous.stdout)
+            self._rendezvous, self._rendezvous_due = None, 0  # the next one is served by another process
         if answer is not None and "port" in answer:
             self._send("rendezvous", port=answer["port"], serial=answer["serial"])
-        elif not self._ending:
-            why = (answer or {}).get("error", "the rendezvous server has ended")
+        elif due and not self._ending:
+            why = (answer or {}).get("error", "the rendezvous server ended before it listened")
             self._send("failed", rank=None, what=why)
 
     # ---- the ranks

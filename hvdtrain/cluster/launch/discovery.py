@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,25 +36,36 @@ def command_in(text: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def asked(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[Host]:
+def asked(command: Sequence[str], timeout_s: float = TIMEOUT_S, closed: threading.Event | None = None) -> list[Host]:
     """Returns the hosts that a command prints, a line each: "host1:4"; the empty list, if it prints none.
+
+    Args:
+        command: what to ask.
+        timeout_s: then it is ended, with what it has started.
+        closed: once it is set, nobody wants to know any more.
 
     Raises:
         ConfigError: it cannot be started, fails, is not done in time, or prints something else.
     """
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False,
-            start_new_session=True,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise _no_list(command, f"not done in {timeout_s:g} s") from None
-    except OSError as error:
-        raise _no_list(command, f"{error.filename or command[0]}: {error.strerror}") from error
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip()[-500:]
-        raise _no_list(command, f"exit code {done.returncode}: {said or 'it said nothing'}")
-    lines = [line.strip() for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # files: what it leaves holds no pipe open
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            )
+        except OSError as error:
+            raise _no_list(command, f"{error.filename or command[0]}: {error.strerror}") from error
+        until_s = time.monotonic() + timeout_s
+        while process.poll() is None and time.monotonic() < until_s and not (closed is not None and closed.is_set()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise _no_list(command, f"not done in {timeout_s:g} s")
+        said, complained = ((file.seek(0), file.read().decode(errors="replace"))[1] for file in (out, err))
+    if process.returncode != 0:
+        raise _no_list(command, f"exit code {process.returncode}: {complained.strip()[-500:] or 'it said nothing'}")
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     try:
         return parse_hosts(",".join(lines)) if lines else []
     except ConfigError as error:
@@ -101,13 +116,14 @@ class Discovery:
     def close(self) -> None:
         """Asks no more."""
         self._closed.set()
+        self._thread.join()
 
     def _run(self) -> None:
         last: list[Host] | None = None
         wrong = ""
         while not self._closed.is_set():
             try:
-                hosts = asked(self._command)
+                hosts = asked(self._command, closed=self._closed)
             except ConfigError as error:
                 if error.received != wrong and not self._closed.is_set():
                     self._say(f"{error.received}; the hosts stay as they are")

@@ -38,7 +38,7 @@ class ElasticRunning(Running):
         self._elastic = job.elastic
         self._agent_of: dict[str, Connection] = {}  # by host: the one that counts
         self._answers: list[str] = []  # pieces of what new workers read
-        self._whole = False  # they are all there
+        self._answers_of, self._whole = -1, False  # whose they are, and whether all are there
         self._lost: dict[int, RankEnd] = {}  # how workers ended that were lost
         self._last_lost: actions.Lost | None = None
         self._port = 0  # of the present rendezvous
@@ -82,22 +82,25 @@ class ElasticRunning(Running):
         kind = message["type"]
         if kind == "hello":
             self._greet(connection, message)
-        elif kind == "worker":
-            self._hear(message["rank"], message["said"])
         elif kind == "rendezvous":
             own, self._port = self._plan.chosen[connection.host.name].address, message["port"]
             self._do(self._members.served(message["serial"], own, message["port"], now))
 
     def _hear(self, number: int, said: dict[str, Any]) -> None:
+        super()._hear(number, said)
+        if self._deadline_s is not None:
+            return
         now, formation = time.monotonic(), said.get("formation")
-        if said.get("do") == "answers":
-            if not self._whole and isinstance(said.get("data"), str):
-                self._answers.append(said["data"])
-                self._whole = bool(said.get("last"))
-                if self._whole:
-                    for its in self._agent_of.values():
-                        self._hand_answers_to(its)
-                    self._do(self._members.answered(now))
+        if said.get("do") == "answers" and not self._whole:
+            if number != self._answers_of:  # whoever began to say them may have been lost
+                self._answers_of = number
+                self._answers.clear()
+            self._answers.append(str(said.get("data")))
+            self._whole = bool(said.get("last"))
+            if self._whole:
+                for its in self._agent_of.values():
+                    self._hand_answers_to(its)
+                self._do(self._members.answered(now))
         elif said.get("do") == "wait" and isinstance(formation, int):
             self._do(self._members.waits(number, formation, now, joinable=bool(said.get("joinable", True))))
         elif said.get("do") == "updates" and isinstance(formation, int):
@@ -140,8 +143,8 @@ class ElasticRunning(Running):
         elif end.code in (0, PREEMPTED_CODE):
             self._ends[end.rank] = end
             self._do(self._members.finished(end.rank, now))
-        elif end.code in _ENDS_THE_JOB:
-            self._ends[end.rank] = end
+        elif end.code in _ENDS_THE_JOB and self._members.workers[end.rank].member:
+            self._ends[end.rank] = end  # a new one may be refused for what only its host lacks
         else:
             self._lost[end.rank] = end
             why = described(end.code, end.host)
@@ -168,9 +171,10 @@ class ElasticRunning(Running):
     def _host_gone(self, name: str, why: str) -> None:
         self._agent_of.pop(name, None)
         self._forget_cuts()
-        if self._deadline_s is None and self._unreached.get(name) != why:
+        used = any(its.host == name for its in self._members.workers.values())
+        if self._deadline_s is None and (used or self._unreached.get(name) != why):
             self._unreached[name] = why
-            self._heard.say(f"host {name} cannot be used: {why}")
+            self._heard.say(f"host {name} {'is lost' if used else 'cannot be used'}: {why}")
         self._do(self._members.host_gone(name, time.monotonic(), why=f"host {name} is lost"))
 
     def _look_at_cuts(self) -> None:

@@ -7,11 +7,12 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdtrain.core.errors import PREEMPTED_CODE
+from hvdtrain.core.errors import EXIT_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE
 from hvdtrain.horovod_build.prove_rank import TOO_LATE
 
 SETTLE_S = 0.5  # after the first rank that fails: others that failed before it may still be on their way here
 CONSEQUENCE_SETTLE_S = 5.0  # if what it says is that another failed: time for that one's interpreter to end
+LONGEST_WAIT_S = 60.0  # before a job that makes no progress is started again
 HOST_LOST = 255  # the exit code for a host that is gone, as ssh's own
 
 # what ranks say when another one left them: Gloo, Horovod, NCCL, torch.distributed, hvdtrain
@@ -38,6 +39,7 @@ class Failure:
         why: in words.
         lines: the rank's last ones.
         after_s: since the ranks were started.
+        update: the last that the rank said was done, of the whole run; 0 where ranks do not say so.
     """
 
     rank: int | None
@@ -46,6 +48,14 @@ class Failure:
     why: str
     lines: tuple[str, ...] = ()
     after_s: float = 0.0
+    update: int = 0
+
+    @property
+    def raised(self) -> str | None:
+        """The last line of the traceback that the rank ended with; None: without one."""
+        starts = [at for at, line in enumerate(self.lines) if line.startswith("Traceback (most recent call last)")]
+        after = self.lines[starts[-1] + 1 :] if starts and self.code < 128 else ()
+        return next((line for line in after if line and not line.startswith(" ")), None)
 
     @property
     def who(self) -> str:
@@ -94,6 +104,42 @@ class RankEnd:
         # Gloo's own exception, uncaught, ends in abort()
         spoke = self.code > 0 or self.code == -signal.SIGABRT
         return spoke and any(_CONSEQUENCE.search(line) for line in self.lines[-_LOOK_AT_LINES:])
+
+
+class Restarts:
+    """Whether a job that failed is started again, attempt for attempt.
+
+    What counts are failures in a row of attempts that got no further than those before. One that fails as the last one
+    did, at the same update, would go on doing so.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Args: most: how many failures in a row without progress are followed by another attempt."""
+        self._most, self._furthest, self._in_a_row = most, 0, 0
+        self._last: tuple[int, int, str] | None = None
+
+    def after(self, failed: Failure, updates: int) -> tuple[float | None, str]:
+        """Returns how long to wait before the next attempt, and what to say of it; None: there is none.
+
+        Args:
+            failed: why the attempt ended.
+            updates: how far it came, counted through the whole run.
+        """
+        progress = updates > self._furthest
+        self._furthest = max(self._furthest, updates)
+        self._in_a_row = 0 if progress else self._in_a_row + 1
+        raised, last, self._last = failed.raised, self._last, None
+        if raised is not None and failed.update > 0:
+            self._last = failed.update, failed.code, raised
+        if self._most == 0 or failed.code in (EXIT_CODE, OUT_OF_STEP_CODE):  # it would be so again
+            return None, ""
+        if self._last is not None and self._last == last:
+            return None, f"crashed twice at update {failed.update} with {raised}: not started again"
+        if self._in_a_row > self._most:
+            return None, ""
+        if progress:
+            return 0.0, f"restart after progress (to update {updates})"
+        return min(2.0 ** (self._in_a_row - 1), LONGEST_WAIT_S), f"restart {self._in_a_row} of {self._most}"
 
 
 class Tracebacks:

@@ -31,6 +31,7 @@ from hvdtrain.cluster.launch.actions import (
 
 SECONDS_TO_LEAVE = 60.0  # that members of a formation have, once one of it is lost or has left it
 SECONDS_TO_BREAK = 1.0  # and that what they are blocked in has to fail by itself; ten times that where all agreed
+SECONDS_TO_SETTLE = 0.25  # after a loss: others of its host may follow, and one that is lost while others meet is worse
 SECONDS_TO_GATHER = 10.0  # that a new worker waits for others that are on their way, so that all join at once
 LOSSES_OF_A_HOST, LOSSES = 3, 10  # without an update between
 LATE = "it has not left its formation in time: stopped, or blocked"
@@ -102,6 +103,7 @@ class Members:
         self._answers = False  # are there: what a new worker needs
         self._up = False  # an update of this formation is done: all its members have met
         self._broken_s: float | None = None  # since when this formation is not whole
+        self._lost_s = float("-inf")  # when the last member was lost
         self._aborted = self._regrouping = self._ending = self._failed = False
         self._ready_s: float | None = None  # since when a new worker has waited
         self._short_s: float | None = None  # since when there are too few
@@ -240,7 +242,7 @@ class Members:
 
     def _go_on(self, now: float) -> None:
         self._fill(now)
-        self._form()
+        self._form(now)
         self._regroup(now)
         self._look_at_shortage(now)
 
@@ -264,6 +266,7 @@ class Members:
         if not any(its.member for its in lost):
             return
         self._losses.add(self.formation)
+        self._lost_s = now
         self._breaks(now)
         if not self._up:  # members may still wait for it where they meet
             self._actions.append(Unserve())
@@ -343,7 +346,7 @@ class Members:
         known = {host.name: host for host in self._hosts}
         return tuple(numbered([known.get(name, Host(name)) for name in sizes], list(sizes.values())))
 
-    def _form(self) -> None:
+    def _form(self, now: float) -> None:
         members = self.members()
         if self._broken_s is None or self._asked is not None or any(its.state == "in" for its in members):
             return
@@ -351,7 +354,7 @@ class Members:
             self._fail(f"no worker of formation {self.formation} is left")
             return
         chosen = self._chosen()
-        if len(chosen) >= self._limits.minimum:
+        if len(chosen) >= self._limits.minimum and now - self._lost_s >= SECONDS_TO_SETTLE:
             if not all(its.joinable for its in members):  # new ones have to wait for the next update
                 chosen = [its for its in chosen if its.member]
             self._asked = tuple(its.number for its in chosen)

@@ -49,6 +49,7 @@ class Outcome:
         preempted: ranks were told to end, and have ended as such.
         formations: of an elastic job, beyond the first: what each was made of.
         lost: workers of an elastic job that were lost: who, where, why and when.
+        updates: how many are done, of the whole run, as far as ranks said so.
         left: processes that stay, because the agents may not end them, in words.
         seconds: from the ranks' start to the end of the last.
     """
@@ -58,6 +59,7 @@ class Outcome:
     preempted: bool = False
     formations: list[dict[str, Any]] = field(default_factory=list)
     lost: list[dict[str, Any]] = field(default_factory=list)
+    updates: int = 0
     left: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -107,6 +109,7 @@ class Running:
         self._job, self._agents, self._received, self._heard = job, agents, received, heard
         self.outcome = Outcome()
         self._ends: dict[int, RankEnd] = {}
+        self._updates: dict[int, int] = {}  # by rank
         self._deadline_s: float | None = None  # of the end, once it has begun
         self._seen = 0  # of the received signals
         self._started_s = time.monotonic()
@@ -218,6 +221,8 @@ class Running:
             at_s = time.monotonic() - message["ago_s"]
             done = self._job.given is None or self._agents.results.get(rank) == RETURNED
             self._ended(RankEnd(rank, host, message["code"], at_s, first_traceback_s, lines, done))
+        elif kind == "worker":
+            self._hear(message["rank"], message["said"])
         elif kind == "failed":
             self._not_started(message["rank"], host, message["what"])
         elif kind == "leaving":
@@ -230,6 +235,12 @@ class Running:
         elif kind == "stopped":
             why = f"stopped by a signal (SIGSTOP) for {message['for_s']:.0f} s"
             self._stopped(message["rank"], host, why)
+
+    def _hear(self, rank: int, said: dict[str, Any]) -> None:
+        """A rank has said something over its line."""
+        if said.get("do") == "updates" and isinstance(said.get("count"), int):
+            self._updates[rank] = said["count"]
+            self.outcome.updates = max(self.outcome.updates, said["count"])
 
     def _ended(self, end: RankEnd) -> None:
         self._ends[end.rank] = end
@@ -299,7 +310,8 @@ class Running:
         if self._deadline_s is not None:
             return
         lines = tuple(self._agents.tails[rank]) if rank is not None else ()
-        self.outcome.failed = Failure(rank, host, code, why, lines, time.monotonic() - self._started_s)
+        update = self._updates.get(rank, 0) if rank is not None else 0
+        self.outcome.failed = Failure(rank, host, code, why, lines, time.monotonic() - self._started_s, update)
         self._end(signal.SIGTERM)
 
     # ---- the end

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -73,6 +74,13 @@ def save_slowly(path: str) -> None:
     signal.signal(signal.SIGTERM, end)
 
 
+def updates(counts: str) -> None:
+    """Say over the line how many updates are done: the first number in the first attempt, and so on."""
+    count = counts.split(",")[int(os.environ.get("HVDTRAIN_RESTART", "0"))]
+    said = json.dumps({"do": "updates", "count": int(count), "formation": 1})
+    os.write(int(os.environ["HVDTRAIN_AGENT_FD"]), said.encode() + b"\n")
+
+
 def fail_first(times: str) -> None:
     """Fail in the first attempts of a job."""
     if int(os.environ.get("HVDTRAIN_RESTART", "0")) < int(times):
@@ -96,6 +104,7 @@ ACTIONS = {
     "many": many,
     "wide": wide,
     "fail_first": fail_first,
+    "updates": updates,
     "flood": flood,
     "shell": shell,
     "save_slowly": save_slowly,

@@ -15,6 +15,7 @@ from hvdtrain.cluster.launch.members import (
     LOSSES_OF_A_HOST,
     SECONDS_TO_BREAK,
     SECONDS_TO_LEAVE,
+    SECONDS_TO_SETTLE,
     Limits,
     Members,
 )
@@ -37,6 +38,7 @@ class World:
         self.reaching: list[str] = []
         self.serving: actions.Serve | None = None
         self.regroup = self.broken = False
+        self.shut: set[int] = set()  # who waits where no new ones can come in
         self.failed = ""
         self.barred: set[str] = set()
         self.numbers = set(self.alive)
@@ -87,7 +89,12 @@ class World:
     def check(self, formed: actions.Formed) -> None:
         numbers, slots = formed.numbers, formed.slots
         assert len(set(numbers)) == len(numbers) == len(slots)
-        assert self.limits.minimum <= len(numbers) <= self.limits.maximum
+        assert len(numbers) <= self.limits.maximum
+        if self.shut & set(self.alive):
+            assert set(numbers) <= set(self.formation)
+            assert len(numbers) + len(self.waiting - set(numbers)) >= self.limits.minimum, "with those who wait to join"
+        else:
+            assert len(numbers) >= self.limits.minimum
         assert set(numbers) <= self.waiting, "a member is dead, or has not left the last formation"
         left = [number for number in self.formation if number in self.alive]
         assert set(left) <= self.waiting, "one of the last formation is still in it"
@@ -106,24 +113,30 @@ class World:
             kept = [number for number in its if number in left]
             assert kept == [number for number in left if number in kept]
         self.formation = numbers
+        self.shut.clear()
         self.waiting -= set(numbers)
         self.regroup = self.broken = False
         self.serving = None
 
     # ---- what may happen
 
-    def lose(self, number: int) -> None:
-        self.forget(number)
+    def lose(self, number: int, *, gone: bool = True) -> None:
+        """It has ended, or (not gone) is only stopped."""
         self.broken |= number in self.formation
-        self.do(self.members.lost([number], self.now, why="killed", gone=True))
+        if gone:
+            self.forget(number)
+        self.do(self.members.lost([number], self.now, why="killed", gone=gone))
 
-    def wait(self, number: int) -> None:
+    def wait(self, number: int, *, joinable: bool = True) -> None:
+        """It says that it waits; where not all are joinable no new ones may come in."""
+        self.now += SECONDS_TO_SETTLE
         self.waiting.add(number)
         if number in self.starting:
             self.starting.remove(number)
             self.do(self.members.waits(number, 0, self.now))
         else:
-            self.do(self.members.waits(number, self.members.formation, self.now))
+            self.shut |= set() if joinable else {number}
+            self.do(self.members.waits(number, self.members.formation, self.now, joinable=joinable))
 
     def lose_host(self, name: str) -> None:
         for number in [number for number, host in self.alive.items() if host == name]:
@@ -132,10 +145,9 @@ class World:
         self.dying = {number: host for number, host in self.dying.items() if host != name}
         self.do(self.members.host_gone(name, self.now, why="off"))
 
-    def served(self, serial: int | None = None) -> None:
+    def served(self) -> None:
         if self.serving is not None:
-            serial = self.serving.serial if serial is None else serial
-            self.do(self.members.served(serial, "10.0.0.1", 1, self.now))
+            self.do(self.members.served(self.serving.serial, "10.0.0.1", 1, self.now))
 
     def in_formation(self) -> list[int]:
         return [number for number in self.formation if number in self.alive and number not in self.waiting]
@@ -148,9 +160,9 @@ class World:
             return some[which % len(some)]
 
         if what == 0 and alive:
-            self.lose(pick(alive))
+            self.lose(pick(alive), gone=which < 10)
         elif what in (1, 2, 3) and (self.regroup or self.broken) and inside:
-            self.wait(pick(inside))
+            self.wait(pick(inside), joinable=self.regroup or which < 15)
         elif what in (4, 5) and self.starting:
             self.wait(pick(sorted(self.starting)))
         elif what in (6, 7):
@@ -176,11 +188,17 @@ class World:
             self.now += which
             self.do(self.members.tick(self.now))
         elif what == 16 and self.serving is not None:
-            self.served(self.serving.serial - 1)  # one that was asked for before, and late
+            late = self.members.served(self.serving.serial - 1, "10.0.0.1", 1, self.now)
+            assert late == [], "a rendezvous that was asked for before, and served others"
+        elif what == 17:
+            for number in inside if self.regroup or self.broken else []:
+                self.wait(number)
+        elif what == 18:
+            self.settle(2)
 
-    def settle(self) -> None:
+    def settle(self, rounds: int = 40) -> None:
         """All do what they can."""
-        for _ in range(40):
+        for _ in range(rounds):
             for what in (13, 9, 4, 1, 6, 14):
                 for _ in range(8):
                     if not self.failed:
@@ -190,7 +208,9 @@ class World:
                 self.do(self.members.tick(self.now))
 
 
-STEPS = st.lists(st.tuples(st.integers(0, 16), st.integers(0, 20)), max_size=80)
+# often: a loss, all that leave but the answer of the rendezvous, and everything until it is whole again
+OFTEN = [*range(17), 0, 0, 13, *[17] * 6, *[18] * 6]
+STEPS = st.lists(st.tuples(st.sampled_from(OFTEN), st.integers(0, 20)), max_size=60)
 
 
 @settings(max_examples=150, deadline=None)
@@ -300,13 +320,14 @@ def test_who_does_not_leave_is_told_to_and_then_killed():
     world = small()
     world.wait(0)
     assert not world.broken
-    world.do(world.members.tick(SECONDS_TO_BREAK))
+    world.do(world.members.tick(SECONDS_TO_BREAK + 1))
     assert world.broken, "who is blocked where nothing breaks must be told"
     world.wait(1)
     world.do(world.members.tick(SECONDS_TO_LEAVE - 1))
     assert not world.dying
-    world.do(world.members.tick(SECONDS_TO_LEAVE))
-    assert list(world.dying) == [2] and world.serving is not None
+    world.do(world.members.tick(SECONDS_TO_LEAVE + 1))
+    assert list(world.dying) == [2] and world.serving is None, "others may follow"
+    world.do(world.members.tick(SECONDS_TO_LEAVE + 2))
     world.served()
     assert world.formation == (0, 1)
 
