@@ -105,6 +105,13 @@ def test_killed_at_every_spot(tmp_path, spot, rank):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("spot", ["backward", "step", "after"])
+@pytest.mark.parametrize("update", [0, 12, 13, 38])
+def test_killed_in_the_first_and_last_updates_of_an_epoch(tmp_path, spot, update):
+    check(train(tmp_path, f"1.1:{update}:{spot}"), batch=12)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(("data", "accumulate"), [("stream", 1), ("arrays", 2), ("workers", 2), ("stream", 2)])
 def test_data_of_every_kind(tmp_path, data, accumulate):
     done = train(tmp_path, "1.1:3:backward", "2.0:8:in", data=data, accumulate=accumulate)
