@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
+import statistics
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # which an optimizer loads: it sets a variable of the environment
 from harness import PROGRAMS
-from test_cluster_elastic import attempt
+from test_cluster_elastic import GOES_ON_WITHIN_S, attempt
 from test_cluster_launch import Ended, launched
 
 PROGRAM = PROGRAMS / "torch/elastic.py"
@@ -33,12 +37,14 @@ class Trained:
         updates: of each update: epoch, and the samples of all that took part.
         final: weights, their average, and counts.
         sizes: of the formations after the first one.
+        times_s: of all updates.
     """
 
     ended: Ended
     updates: dict[int, tuple[int, list[int]]]
     final: dict
     sizes: list[int]
+    times_s: list[float]
 
 
 def train(
@@ -48,22 +54,28 @@ def train(
     arguments = [str(folder), data, str(accumulate), str(epochs), str(rate), *todo]
     with launched(folder, *flags, *arguments, np=np, program=PROGRAM, env={"OMP_NUM_THREADS": "1"}) as started:
         ended = started.end(240)
+    return read(folder, ended)
+
+
+def read(folder: Path, ended: Ended) -> Trained:
     assert ended.code == 0, ended.text
+    times_s: list[float] = []
     took: dict[tuple[int, int], list[int]] = defaultdict(list)  # by update and formation
     applied: dict[int, tuple[int, int]] = {}
     for file in folder.glob("ledger.*"):
         formation = {}
         for line in file.read_text().splitlines():
-            kind, epoch, step, now, ids, _ = json.loads(line)
+            kind, epoch, step, now, ids, at_s = json.loads(line)
             if kind == "took":
                 formation[step] = now
                 took[step, now] += ids
             elif step in formation:
+                times_s.append(at_s)
                 applied[step] = epoch, formation[step]
     updates = {step: (epoch, took[step, formation]) for step, (epoch, formation) in sorted(applied.items())}
     final = torch.load(folder / "final.pt", weights_only=True)
     sizes = [len(its["workers"]) for its in attempt(folder)["formations"]]
-    return Trained(ended, updates, final, sizes)
+    return Trained(ended, updates, final, sizes, times_s)
 
 
 def check(done: Trained, *, epochs: int = 3, batch: int, accumulate: int = 1) -> None:
@@ -94,6 +106,30 @@ def test_the_training_goes_on_as_if_nobody_had_been_lost(tmp_path):
     done = train(tmp_path, "1.1:5:backward", "2.0:16:step", epochs=3)
     check(done, batch=12)
     assert done.sizes[0] == 2 and min(done.sizes) <= 2
+
+
+@pytest.mark.thorough
+def test_fifty_random_losses_and_joins(tmp_path):
+    """Any rank that has joined is killed at any time, as long as one is left; four ranks are filled up each time."""
+    draw, epochs, events = random.Random(5), 200, 50
+    lost_s: list[float] = []
+    arguments = [str(tmp_path), "arrays", "1", str(epochs), "40"]
+    flags = ("--min-np=1", "--max-np=4")
+    with launched(tmp_path, *flags, *arguments, np=4, program=PROGRAM, env={"OMP_NUM_THREADS": "1"}) as started:
+        while started.process.poll() is None and len(lost_s) < events:
+            time.sleep(draw.choice([0.2, 0.5, 1.0, 3.0]))
+            joined = {file.suffix[1:] for file in tmp_path.glob("ledger.*") if file.stat().st_size}
+            living = [its for its in started.belonging(str(PROGRAM)) if str(its.pid) in joined]
+            if len(living) > 1:
+                lost_s.append(time.time())
+                draw.choice(living).kill()
+        ended = started.end(600)
+    done = read(tmp_path, ended)
+    check(done, epochs=epochs, batch=16)
+    waited = [min(at for at in done.times_s if at > lost) - lost for lost in lost_s]
+    grown = sum(after > before for before, after in pairwise([4, *done.sizes]))
+    print(f"{len(lost_s)} losses, {grown} times ranks joined, to the next update {statistics.median(waited):.2f} s")
+    assert len(lost_s) + grown >= events and statistics.median(waited) < GOES_ON_WITHIN_S
 
 
 @pytest.mark.thorough
