@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch._dynamo  # which an optimizer loads: it sets a variable of the environment
 from harness import PROGRAMS
-from test_cluster_elastic import GOES_ON_WITHIN_S, attempt
+from test_cluster_elastic import GOES_ON_WITHIN_S, attempt, reader
 from test_cluster_launch import Ended, launched
 
 PROGRAM = PROGRAMS / "torch/elastic.py"
@@ -116,7 +116,9 @@ def test_fifty_random_losses_and_joins(tmp_path):
     arguments = [str(tmp_path), "arrays", "1", str(epochs), "40"]
     flags = ("--min-np=1", "--max-np=4")
     with launched(tmp_path, *flags, *arguments, np=4, program=PROGRAM, env={"OMP_NUM_THREADS": "1"}) as started:
+        told = reader(started)  # or its pipe is full some day
         while started.process.poll() is None and len(lost_s) < events:
+            told()
             time.sleep(draw.choice([0.2, 0.5, 1.0, 3.0]))
             joined = {file.suffix[1:] for file in tmp_path.glob("ledger.*") if file.stat().st_size}
             living = [its for its in started.belonging(str(PROGRAM)) if str(its.pid) in joined]

@@ -145,7 +145,7 @@ def main() -> None:
             assert len(set(ranks)) == world.size, ranks
             killed.at("save")
             checkpoints.save(state, progress=trained.progress, metrics=metrics)
-            if world.is_main:
+            if world.is_main and epoch % 10 == 0:
                 print(f"epoch {epoch} right {metrics['right']:.4f} size {world.size}", flush=True)
         if world.is_main:
             weights = {name.replace("3.", "2."): tensor for name, tensor in plain.state_dict().items()}
