@@ -40,6 +40,7 @@ class Trained:
         times_s: of all updates.
     """
 
+    folder: Path
     ended: Ended
     updates: dict[int, tuple[int, list[int]]]
     final: dict
@@ -75,7 +76,7 @@ def read(folder: Path, ended: Ended) -> Trained:
     updates = {step: (epoch, took[step, formation]) for step, (epoch, formation) in sorted(applied.items())}
     final = torch.load(folder / "final.pt", weights_only=True)
     sizes = [len(its["workers"]) for its in attempt(folder)["formations"]]
-    return Trained(ended, updates, final, sizes, times_s)
+    return Trained(folder, ended, updates, final, sizes, times_s)
 
 
 def check(done: Trained, *, epochs: int = 3, batch: int, accumulate: int = 1) -> None:
@@ -98,6 +99,10 @@ def check(done: Trained, *, epochs: int = 3, batch: int, accumulate: int = 1) ->
         found = done.final[kind]
         gap = max((found[name] - expected[name]).abs().max().item() for name in expected)
         assert gap < EXACT, f"{kind}: {gap:.2e}\n{done.ended.text}"
+    record = done.folder / "run"
+    assert json.loads((record / "run.json").read_text())["status"] == "finished"
+    events = [json.loads(line) for line in (record / "events.jsonl").read_text().splitlines()]
+    assert [its["step"] for its in events if its["kind"] == "step"][-1] == len(done.updates)
     assert done.final["updates"] == len(done.updates)
 
 

@@ -106,6 +106,7 @@ def main() -> None:
         checkpoints = hvdtrain.Checkpointer(f"{out}/checkpoints", keep=2)
         state = hvt.model_state(model, trained, extra=extra)
         checkpoints.on_preemption(state)
+        log = stack.enter_context(hvdtrain.RunLog(f"{out}/run", world, config={}, tensorboard=False))
         world.on_main(Path(out, "once").write_text, str(os.getpid()))
         ledger = stack.enter_context(Path(out, f"ledger.{os.getpid()}").open("w", buffering=1))
 
@@ -132,6 +133,7 @@ def main() -> None:
                     scheduler.step()
                     average.update(plain)
                     extra["updates"] += 1
+                log.step(**trained.record())
                 killed.at("after")
             killed.updates = trained.progress.step
 
