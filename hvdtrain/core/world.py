@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from hvdtrain.core.engines import Engine, SoloEngine, mpi_communicator
 from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, Preempted, ReplicaError, by_rank
-from hvdtrain.core.in_step import elastic, preemption
+from hvdtrain.core.in_step import preemption
 from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.in_step.meeting import BARRIER, END, OFF, Tracker
 from hvdtrain.core.launchers import ALONE, Detected
@@ -57,12 +57,6 @@ class World:
         now = {"rank": comm.rank, "size": comm.size, "local_rank": comm.local_rank, "local_size": comm.local_size}
         for name, value in {**now, "node": node, "tracker": tracker}.items():
             object.__setattr__(self, name, value)  # frozen for everybody else
-
-    @property
-    def joining(self) -> bool:
-        """Whether this process was started into a job that runs, and has not met its ranks yet."""
-        its = elastic.active()
-        return its is not None and its.joining
 
     @property
     def is_main(self) -> bool:

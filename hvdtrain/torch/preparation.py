@@ -129,7 +129,7 @@ def prepare(
     its = elastic.active()
     if its is not None:
         its.member = Trained(wrapped_optimizer, its.member)
-    if verify and not world.joining:
+    if verify:
         proof = prove(session)
         if world.is_main and world.size > 1:
             print(f"hvdtrain: {proof}", flush=True)

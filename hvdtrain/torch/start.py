@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World
 from hvdtrain.torch import staged as stages
@@ -73,9 +74,10 @@ def check_agreement(mine: Mapping[str, str], world: World) -> None:
     )
 
 
+@repeated
 def broadcast_state(module: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """Gives every rank rank 0's parameters, buffers and optimizer state; collective."""
-    if world.size == 1 or world.joining:
+    if world.size == 1:
         return
     with torch.no_grad():
         buffers.broadcast_([*module.parameters(), *module.buffers()], world)

@@ -26,7 +26,7 @@ program = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(program)
 
 EXACT = 1e-10
-SPOTS = ("backward", "in", "step", "after", "evaluate", "gather", "save", "head")
+SPOTS = ("batch", "backward", "in", "step", "after", "evaluate", "gather", "save", "head")
 
 
 @dataclass
@@ -108,9 +108,9 @@ def check(done: Trained, *, epochs: int = 3, batch: int, accumulate: int = 1) ->
 
 def test_the_training_goes_on_as_if_nobody_had_been_lost(tmp_path):
     """Killed before, within and after an update; rank 0, too; replaced each time."""
-    done = train(tmp_path, "1.1:5:backward", "2.0:16:step", epochs=3)
-    check(done, batch=12)
-    assert done.sizes[0] == 2 and min(done.sizes) <= 2
+    done = train(tmp_path, "1.1:5:backward", "2.0:16:step", epochs=8, flags=("--max-np=3",))
+    check(done, epochs=8, batch=12)
+    assert done.sizes[:2] == [2, 1] and done.sizes[-1] == 3, done.sizes
 
 
 @pytest.mark.thorough

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.world import World
 from hvdtrain.torch.checks import replicas
@@ -54,6 +55,7 @@ def verify(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | No
     return prove(session)
 
 
+@repeated
 def prove(session: Session) -> Proof:
     """Runs the proof; collective.
 

@@ -1,6 +1,7 @@
 """Ranks come and go: `elastic.py OUT DATA ACCUMULATE EPOCHS UPDATES_PER_S [FORMATION.RANK:UPDATE:SPOT ...]`.
 
-In that formation that rank kills itself (SIGKILL) when so many updates are done, at a spot: before "backward", "in" it
+In that formation that rank kills itself (SIGKILL) when so many updates are done, at a spot: at a barrier with a "batch" at
+hand, before "backward", "in" it
 (half of the gradients are there), before "step", after it, or in "evaluate", "gather", "save" or "head" (what is
 collective before the first batch of an epoch). Each process leaves a ledger in OUT: what it took part in, and what was
 applied; rank 0 of the end leaves the weights.
@@ -24,6 +25,7 @@ import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.in_step import elastic
 
+SLOW_S = 0.2
 SAMPLES, CLASSES, FEATURES, PER_RANK, BASE, GAMMA, DECAY = 150, 3, 6, 4, 0.05, 0.995, 0.9
 
 
@@ -95,6 +97,7 @@ def main() -> None:
     out, data, accumulate, epochs, rate, *todo = sys.argv[1:]
     with ExitStack() as stack, hvdtrain.init("torch", device="cpu") as world:
         killed = Killed(todo, world)
+        size = world.size
         plain, optimizer, scheduler = build()
         plain = nn.Sequential(*plain[:2], Counted(lambda: killed.at("in")), *plain[2:])
         x, y, _ = samples()
@@ -119,7 +122,10 @@ def main() -> None:
             world.barrier()
             for features, labels, ids in train:
                 before = killed.updates = trained.progress.step
-                time.sleep(1 / float(rate))
+                if any(one.endswith(":batch") for one in todo):
+                    killed.at("batch")
+                    world.barrier()
+                time.sleep(1 / float(rate) if world.size == size else SLOW_S)  # a new process takes seconds
                 loss = nn.functional.cross_entropy(model(features), labels)
                 mine = ids.tolist() if not train.step.padding else []
                 note("took", epoch, before + 1, mine)

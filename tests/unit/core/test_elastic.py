@@ -7,7 +7,9 @@ import os
 import pickle
 import random
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,13 +108,13 @@ class Rank:
         self.world, self.count, self.rank = launcher.formation, 0, number
         self.line = Line(launcher, number)
         self.its = Elastic(self.line, new=False, answers=[])  # type: ignore[arg-type]
-        self.its.leave, self.its.join = lambda *, cut: None, self.join
+        self.its.leave, self.its.join = lambda **_: None, self.join
         self.its.gather, self.its.broadcast = self.gather, lambda obj, root: self.gather(obj)[root]
-        self.its.member = self  # type: ignore[assignment]
+        self.its.member = self
         self.weight = self.updates = 0
         self.results: list[Any] = []
 
-    def join(self, form: dict[str, Any]) -> None:
+    def join(self, form: Mapping[str, Any]) -> None:
         self.world, self.count, self.rank = self.launcher.formation, 0, form["rank"]
         assert form["size"] == self.world.size
 
@@ -149,7 +151,7 @@ class Rank:
                 self.weight, self.updates = self.weight + number, number
             if self.updates % 3 == 0 and self.updates > len(self.results) * 3:
                 at = self.updates
-                found = self.its.run("gather", lambda at=at: self.gather(("operation", at)))
+                found = self.its.run("gather", partial(self.gather, ("operation", at)))
                 assert set(found) == {("operation", at)}
                 self.results.append(at)
 
@@ -217,6 +219,4 @@ def test_the_launcher_is_told_what_the_set_up_gave_at_the_first_update(monkeypat
     its.updated()
     its.updated()
     (only,) = line.said
-    assert (
-        pickle.loads(base64.b64decode(only["data"])) == [("evaluate", {"loss": 0.5})] and only["last"]
-    )
+    assert pickle.loads(base64.b64decode(only["data"])) == [("evaluate", {"loss": 0.5})] and only["last"]
