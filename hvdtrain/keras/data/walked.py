@@ -95,11 +95,13 @@ class WalkedLoader(Loader):
     def __init__(self, source: Walk, plan: StreamPlan, *, rank: int, unit: int) -> None:
         source.unit = unit
         super().__init__(source, plan, rank=rank)  # type: ignore[arg-type]
-        self._weighted = True  # any step may be the last
         self._epoch_steps: list[StreamStep] = []
 
     def identity(self) -> str:
         return f"a stream, by seed {self.plan.seed}"
+
+    def _marks(self, units: int) -> bool:
+        return True  # any step may be the last
 
     def _check_place(self, units: int) -> None:
         """Where the stream ends, it says."""
