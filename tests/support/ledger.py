@@ -90,6 +90,9 @@ BY_HAND: dict[str, tuple[tuple[str, int, str, tuple[tuple[int, int, str, int], .
     "torch": (("records", 10, "drop", ((1, 4, "saved", 1), (2, 4, "", 0))),),
     # a rank has no sample in the last step from this place on, and in no other
     "keras": (("arrays", 4, "weighted", ((1, 1, "saved", 1), (2, 1, "", 0))),
+              # what is left of the epoch fills no step of more ranks
+              ("arrays", 10, "drop", ((1, 4, "saved", 1), (2, 4, "", 0))),
+              ("generator", 10, "drop", ((1, 2, "saved", 13), (2, 2, "", 0))),
               # the order is what it is when each epoch was begun
               ("begun_order", 8, "weighted", ((1, 2, "saved", 6), (1, 2, "", 0)))),
 }  # fmt: skip

@@ -110,6 +110,10 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
             received = f"{self.plan.samples * self.unit} samples, {units * self.unit} done"
             raise ConfigError("an epoch needs samples", received, "give more data")
 
+    def has_more(self, epoch: int, samples_in_epoch: int) -> bool:
+        """Returns whether a step of the epoch is left when so many samples of it are done."""
+        return self.plan.steps(samples_in_epoch // self.unit) > 0
+
     def _read(self, epoch: int) -> None:
         self._steps = self.plan.step_slices(epoch, self.done(epoch) // self.unit, rank=self.rank)
         self.epoch = epoch
