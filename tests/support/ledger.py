@@ -87,7 +87,9 @@ class History:
 
 # what went wrong once, by hand: kind, samples, tail, and of each life ranks, samples of a rank, its end and when
 BY_HAND: dict[str, tuple[tuple[str, int, str, tuple[tuple[int, int, str, int], ...]], ...]] = {
-    "torch": (("records", 10, "drop", ((1, 4, "saved", 1), (2, 4, "", 0))),),
+    "torch": (("records", 10, "drop", ((1, 4, "saved", 1), (2, 4, "", 0))),
+              # within what is a batch of the sampler on more ranks
+              ("batches", 20, "weighted", ((1, 3, "saved", 2), (2, 2, "", 0)))),
     # a rank has no sample in the last step from this place on, and in no other
     "keras": (("arrays", 4, "weighted", ((1, 1, "saved", 1), (2, 1, "", 0))),
               # what is left of the epoch fills no step of more ranks
@@ -113,8 +115,7 @@ def history(adapter: str, number: int) -> History:
     draw = random.Random(f"{adapter} {number}")
     kind = KINDS[adapter][number % len(KINDS[adapter])]
     epochs, samples = draw.randint(2, 4), draw.randint(3, 30)
-    whole = kind == "batches"  # a batch sampler says what its batches are
-    tail = "drop" if draw.random() < 0.25 and not whole else "weighted"
+    tail = "drop" if draw.random() < 0.25 and kind != "batches" else "weighted"
     resized = draw.random() < 0.75
     size, batch, rows = draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 4)
     keeps_global = draw.random() < 0.3
@@ -129,7 +130,7 @@ def history(adapter: str, number: int) -> History:
                 batch = global_batch // size
         if adapter == "torch" and (resized or not lives):
             engine = draw.choice(("horovod", "ddp", "ddp", "ddp"))
-        if kind in IN_BATCHES or whole:
+        if kind in IN_BATCHES:
             batch = rows
         end = draw.choice(ENDS) if left else ""
         at = draw.randint(1, 2) if end in ("began", "ended") else draw.randint(1, 7)

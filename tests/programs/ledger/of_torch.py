@@ -139,7 +139,7 @@ def loader(of: History, batch: int, job: Job, world: Any) -> Any:
         case "sampler":
             options["sampler"] = RandomSampler(data)
         case "batches":
-            options["batch_sampler"] = Bucketed(of.samples, 3 * batch)
+            options["batch_sampler"] = Bucketed(of.samples, batch * world.size)
     return hvt.loader(data, batch, **{"workers": 0, **options})
 
 
