@@ -6,7 +6,7 @@ import inspect
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from hvdtrain.core import same_data
@@ -26,6 +26,8 @@ class Kind:
         again: what makes it the same whenever it is read.
         whole: what makes it the same on every rank.
         anew: what can be read in every epoch.
+        batches: records are lists of the samples of a step, which are compared one by one: a run that goes on may cut
+            them otherwise.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Kind:
     again: str
     whole: str
     anew: str
+    batches: bool = False
 
 
 STREAM = Kind(
@@ -49,19 +52,20 @@ STREAM = Kind(
 )  # fmt: skip
 
 
-def _order(argument: str, one: str, many: str) -> Kind:
+def _order(argument: str, one: str, *, batches: bool = False) -> Kind:
     return Kind(
-        f"the order of {argument}", one, many,
+        f"the order of {argument}", one, "indices",
         "draw with torch's global generator, or with one that the sampler has as `generator`"
         " (RandomSampler(data, generator=torch.Generator())): both are seeded by seed= and the epoch; or give a"
         f" function of the epoch, {argument}lambda epoch: ...",
         f"give every rank the same {argument}, which names the samples of all ranks: hvdtrain deals them, no"
         " [rank::size]; draw by the same seed on every rank",
         f"give a sampler, a list, or a function of the epoch: {argument}lambda epoch: ...",
+        batches,
     )  # fmt: skip
 
 
-SAMPLER, BATCH_SAMPLER = _order("sampler=", "index", "indices"), _order("batch_sampler=", "batch", "batches")
+SAMPLER, BATCH_SAMPLER = _order("sampler=", "index"), _order("batch_sampler=", "batch", batches=True)
 
 
 def stream_of(data: Any, kind: Kind = STREAM) -> Callable[[int], Iterator[Any]]:
@@ -132,6 +136,9 @@ class Noted:
         self._unstable = unstable
         self._told = told
         self._keep = keep
+        self._batch: list[Any] = []
+        self._rest: list[Any] = []
+        self._before = 0
         self.kind = kind
         self.count = 0
         self.digest = 0
@@ -141,6 +148,9 @@ class Noted:
         return self
 
     def __next__(self) -> Any:
+        if self._rest:
+            record, self._rest = self._rest, []
+            return self._noted(record)
         self._told(~self.count)
         try:
             record = next(self._records)
@@ -152,10 +162,23 @@ class Noted:
         if len(self.first) < self._keep:
             self.first.append(record)
         self.count += 1
-        for name, seen in same_data.glance(record):
-            if name not in self._unstable:
-                self.digest = zlib.crc32(name.encode() + seen, self.digest)
+        return self._noted(record)
+
+    def _noted(self, record: Any) -> Any:
+        if self.kind.batches:
+            record = self._batch = list(record)
+            self._before = self.digest
+        for sample in record if self.kind.batches else (record,):
+            for name, seen in same_data.glance(sample):
+                if name not in self._unstable:
+                    self.digest = zlib.crc32(name.encode() + seen, self.digest)
         return record
+
+    def put_back(self, count: int) -> None:
+        """Has the last samples of the batch that was read last come again, as a batch of their own."""
+        batch, self.digest = self._batch, self._before
+        self._noted(batch[:-count])
+        self._rest = batch[-count:]
 
 
 @dataclass(frozen=True)
@@ -180,13 +203,17 @@ def head(begin: Callable[[], Iterator[Any]], count: int = HEAD, kind: Kind = STR
 
     Args:
         begin: begins to read it.
-        count: records to look at.
+        count: records to look at, or samples of batches.
         kind: what it is to the user.
 
     Raises:
         ConfigError: the two differ in all parts of a record that tell one from another.
     """
-    first, second = (list(islice(begin(), count)) for _ in range(2))
+
+    def samples() -> Iterator[Any]:
+        return chain.from_iterable(begin()) if kind.batches else begin()
+
+    first, second = (list(islice(samples(), count)) for _ in range(2))
     seen = [[dict(same_data.glance(record)) for record in records] for records in (first, second)]
     unstable = {name for a, b in zip(*seen, strict=False) for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
     names = {name for record in seen[0] for name in record}

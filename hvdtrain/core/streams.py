@@ -169,17 +169,17 @@ def walk(
 
 def _skip(records: Noted, plan: StreamPlan, begin: int, digest: int | None) -> None:
     rule, kind = "a run goes on where it stopped, in the data and the order it began with", plan.kind
-    done = last = 0
+    done = 0
     while done < begin and (record := next(records, _END)) is not _END:
-        last = len(record) if plan.whole_batches else 1
-        done += last
-    if done != begin:
+        done += len(record) if plan.whole_batches else 1
+    if done < begin:
         raise ConfigError(
             rule,
-            f"{begin} samples of the epoch were done; {kind.name} "
-            + (f"ends after {done}" if done < begin else f"has one batch from sample {done - last} to {done}"),
+            f"{begin} samples of the epoch were done; {kind.name} ends after {done}",
             "give the same data, seed and order, or start a new run directory",
         )
+    if done > begin:  # its batches are others than those of the saved run
+        records.put_back(done - begin)
     if digest not in (None, records.digest):
         raise ConfigError(
             rule,

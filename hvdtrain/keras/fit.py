@@ -68,6 +68,10 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         (bound.arguments if name in bound.arguments else more)[name] = value
 
     _refuse_unread(given)
+    if _nothing_left(session, given):
+        progress = session.progress = replace(session.progress, epoch=session.progress.epoch + 1, samples_in_epoch=0)
+        give("initial_epoch", progress.epoch)
+        given["initial_epoch"] = progress.epoch
     if _begins_within(session, given):
         return _in_two(model, give, bound)
     if not session.world.is_main and "verbose" in bound.arguments and given["verbose"] == "auto":
@@ -101,12 +105,21 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         session.fitted = session.restored_random = None
 
 
+def _goes_on_within(session: Session, given: dict[str, Any]) -> bool:
+    """Whether a restored run goes on within an epoch of data that knows the place."""
+    restored = session.restored_random is not None and given.get("initial_epoch") == session.progress.epoch
+    return restored and session.progress.samples_in_epoch > 0 and isinstance(given.get("x"), Loader)
+
+
+def _nothing_left(session: Session, given: dict[str, Any]) -> bool:
+    """Whether what is left of that epoch fills no step: `tail="drop"`, and more ranks or larger batches than before."""
+    progress = session.progress
+    return _goes_on_within(session, given) and not given["x"].has_more(progress.epoch, progress.samples_in_epoch)
+
+
 def _begins_within(session: Session, given: dict[str, Any]) -> bool:
     """Whether a restored run goes on within an epoch, and has others to train after that."""
-    data, first = given.get("x"), session.progress.epoch
-    restored = session.restored_random is not None and given.get("initial_epoch") == first
-    within = restored and session.progress.samples_in_epoch > 0 and isinstance(data, Loader)
-    return within and (given.get("epochs") or 1) > first + 1
+    return _goes_on_within(session, given) and (given.get("epochs") or 1) > session.progress.epoch + 1
 
 
 def _in_two(model: keras.Model, give: Callable[[str, Any], None], bound: inspect.BoundArguments) -> Any:

@@ -169,6 +169,7 @@ class Writer:
             if not job.done.wait(patience_s):  # it goes on alone
                 print(f"hvdtrain: {job.path} is still being written", file=sys.stderr, flush=True)
                 return
+        self._socket.shutdown(socket.SHUT_RDWR)  # a process that was forked and lives (a data worker) holds it open
         self._socket.close()
         self._process.wait()
         self._socket = self._process = None

@@ -41,8 +41,9 @@ def test_the_last_one_is_waited_for(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1]
 
 
-def test_an_error_that_ends_the_program_waits_too(tmp_path: Path) -> None:
-    ended = run(tmp_path, "an_error_ends_the_program")
+@pytest.mark.parametrize("case", ["an_error_ends_the_program", "a_forked_process_lives_on"])
+def test_an_error_that_ends_the_program_waits_too(case: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, case)
     assert ended.returncode == 2 and "a rule" in ended.err and steps(tmp_path) == [1]
 
 

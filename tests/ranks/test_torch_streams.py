@@ -1,4 +1,4 @@
-"""Streams, samplers and batch samplers on real ranks: what one process sees, updates exact at the tail, resumed.
+"""Streams, samplers and batch samplers on real ranks: what one process sees, updates exact at the tail.
 
 One launch a world size runs all cases (`programs/torch/streams.py`).
 """
@@ -13,7 +13,6 @@ import pytest
 from harness import PROGRAMS, run_ranks
 from shards import EACH, SHARDS, write_shards
 
-# size -> launcher; the last one ends the epoch of the relay
 RUNS = {2: "horovodrun", 1: "none"}
 RANKS = [1, 2]
 
@@ -30,7 +29,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
             "ignore",
             PROGRAMS / "torch" / "streams.py",
             out,
-            folder / "relay.json",
             shards,
         ]
         run_ranks(program, size, launcher=launcher, timeout_s=150).check()
@@ -64,17 +62,6 @@ def test_updates_are_exact(results: dict[int, Any], size: int) -> None:
     found = results[size]["updates_are_exact"]
     assert len(found) == 3
     close(found.values())
-
-
-@pytest.mark.parametrize("size", RANKS)
-def test_restored_within_an_epoch(results: dict[int, Any], size: int) -> None:
-    found = results[size]["restored_within_an_epoch"]
-    assert found["places"] == [[0, 12], [1, 0]]  # all steps of an epoch done: the next one
-    close([(end, found["plain"]) for end in found["ends"]])
-
-
-def test_exactly_once_at_another_number_of_ranks(results: dict[int, Any]) -> None:
-    assert [number for size in RUNS for number in results[size]["relay"]] == list(range(100))
 
 
 def test_samplers_name_the_same_samples_to_any_number_of_ranks(results: dict[int, Any]) -> None:

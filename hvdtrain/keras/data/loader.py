@@ -42,14 +42,9 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         self.rank = rank
         self.unit = source.unit
         self.source = source
-        # one step without a sample makes Keras expect weights in every batch, on every rank
-        tail = plan.samples % plan.global_batch if plan.tail == "weighted" else 0
-        self._weighted = source.weighted or 0 < tail < plan.size
         self.next_epoch: int | None = None
         self.served: list[tuple[Step, int]] = []
         self.go_on(0, 0)
-        self._adapter = PyDatasetAdapter(self, shuffle=False)
-        self._adapter._get_iterator = self.batches
 
     @property
     def samples(self) -> int:
@@ -85,7 +80,18 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         self._check_place(samples_in_epoch // self.unit)
         self.first_epoch, self._done, self._begun = epoch, samples_in_epoch, False
         self._rest = False
+        self._weighted = self.source.weighted or self._marks(samples_in_epoch // self.unit)
+        self._adapter = PyDatasetAdapter(self, shuffle=False)  # which keeps of what a batch consists
+        self._adapter._get_iterator = self.batches
         self._read(epoch)
+
+    def _marks(self, units: int) -> bool:
+        """Whether a rank has no sample in the last step of an epoch, a whole one or from that place on: one such step
+        makes Keras expect weights in every batch, on every rank.
+        """
+        plan = self.plan
+        tails = [(plan.samples - done) % plan.global_batch for done in (0, units)]
+        return plan.tail == "weighted" and any(0 < tail < plan.size for tail in tails)
 
     def identity(self) -> str:
         """Returns what a place within an epoch is a place in: samples are in no other order where that is the same.
@@ -103,6 +109,10 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         if self.plan.samples == 0 or self.plan.steps(units) == 0:
             received = f"{self.plan.samples * self.unit} samples, {units * self.unit} done"
             raise ConfigError("an epoch needs samples", received, "give more data")
+
+    def has_more(self, epoch: int, samples_in_epoch: int) -> bool:
+        """Returns whether a step of the epoch is left when so many samples of it are done."""
+        return self.plan.steps(samples_in_epoch // self.unit) > 0
 
     def _read(self, epoch: int) -> None:
         self._steps = self.plan.step_slices(epoch, self.done(epoch) // self.unit, rank=self.rank)

@@ -113,12 +113,13 @@ class Batches:
     def begin(self, epoch: int) -> None:
         if epoch <= self._told:  # evaluated between two epochs, say: what was shuffled is not put back
             return
-        for past in range(max(self._told, 0), epoch):
-            with OwnRng(self._seed, past).in_place():
-                self._dataset.on_epoch_end()
+        for past in range(self._told, epoch):
+            if past >= 0:
+                with OwnRng(self._seed, past).in_place():
+                    self._dataset.on_epoch_end()
+            with OwnRng(self._seed, past + 1).in_place():
+                self._dataset.on_epoch_begin()
         self._told = epoch
-        with OwnRng(self._seed, epoch).in_place():
-            self._dataset.on_epoch_begin()
 
     def digest(self) -> same_data.Digest:
         return same_data.of_items(_Plain(self._dataset, self.units))

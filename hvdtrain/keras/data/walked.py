@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -95,7 +95,6 @@ class WalkedLoader(Loader):
     def __init__(self, source: Walk, plan: StreamPlan, *, rank: int, unit: int) -> None:
         source.unit = unit
         super().__init__(source, plan, rank=rank)  # type: ignore[arg-type]
-        self._weighted = True  # any step may be the last
         self._epoch_steps: list[StreamStep] = []
 
     def identity(self) -> str:
@@ -103,6 +102,22 @@ class WalkedLoader(Loader):
 
     def _check_place(self, units: int) -> None:
         """Where the stream ends, it says."""
+
+    def _marks(self, units: int) -> bool:
+        return True  # any step may be the last
+
+    def has_more(self, epoch: int, samples_in_epoch: int) -> bool:
+        """Only `tail="drop"` leaves records out."""
+        if self.plan.tail == "weighted":
+            return True
+        with closing(self._walk(epoch, samples_in_epoch // self.unit)) as steps:
+            return next(steps, None) is not None
+
+    def _walk(self, epoch: int, done: int) -> Generator[tuple[StreamStep, list[Any], list[Any]], None, None]:
+        """Yields the steps that are left, with this rank's records, and the first of all."""
+        records = Noted(self.source.records(epoch), self.source.unstable, keep=1)
+        for step, own in walk(records, self.plan, epoch, done, rank=self.rank, ahead=1):
+            yield step, own, records.first
 
     def _read(self, epoch: int) -> None:
         self.epoch = epoch
@@ -128,10 +143,8 @@ class WalkedLoader(Loader):
         self.served = []
         # of this reading: an earlier one, which was left, may still read ahead
         steps, served = self._epoch_steps, self.served
-        records = Noted(source.records(epoch), source.unstable, keep=1)
-        done = self.done(epoch) // self.unit
-        for step, own in walk(records, self.plan, epoch, done, rank=self.rank, ahead=1):
-            batch = self._shown(source.collate(own or records.first), live=bool(own))
+        for step, own, first in self._walk(epoch, self.done(epoch) // self.unit):
+            batch = self._shown(source.collate(own or first), live=bool(own))
             steps.append(step)
             self._note(step, batch, served)
             yield batch

@@ -210,6 +210,17 @@ def case_the_last_one_is_waited_for() -> None:
     save(Checkpointer(FOLDER), 1)
 
 
+def case_a_forked_process_lives_on() -> None:
+    """As a worker of a loop over data that was left does, until its trainer has ended."""
+    save(Checkpointer(FOLDER), 1)
+    reads, writes = os.pipe()
+    if os.fork() == 0:
+        os.close(writes)
+        os.read(reads, 1)
+        os._exit(0)
+    exit_with("program", HvdtrainError("a rule"), 0)
+
+
 def case_the_last_one_fails() -> None:
     checkpoints = Checkpointer(FOLDER)
     save(checkpoints, 1)

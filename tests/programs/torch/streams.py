@@ -1,6 +1,6 @@
-"""Streams and orders of the user's own on real ranks: who sees what, exact updates, places to go on from, refusals.
+"""Streams and orders of the user's own on real ranks: who sees what, exact updates, refusals.
 
-usage: streams.py OUT.json RELAY.json SHARDS       rank 0 writes OUT; RELAY is gone on from, and left for the next
+usage: streams.py OUT.json SHARDS       rank 0 writes OUT
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def in_turn(world: World, batches: Any, epochs: int = 2) -> list[list[Any]]:
 def shards_of_tar(world: World) -> Any:
     per_rank = GLOBAL_BATCH // world.size
     return [
-        in_turn(world, hvt.loader(Tars(sys.argv[3]), per_rank, decode=decoded, workers=workers, tail="drop"))
+        in_turn(world, hvt.loader(Tars(sys.argv[2]), per_rank, decode=decoded, workers=workers, tail="drop"))
         for workers in (1, 2)
     ]
 
@@ -127,14 +127,11 @@ def flat(module: nn.Module) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).tolist()
 
 
-def updates(ours: Any, optimizer: Any, train: Any, stop_after: int = 0, then: Callable[[], Any] = lambda: None) -> None:
-    for number, (x, y) in enumerate(train):
+def updates(ours: Any, optimizer: Any, train: Any) -> None:
+    for x, y in train:
         optimizer.zero_grad()
         optimizer.backward(nn.functional.mse_loss(ours(x)[:, 0], y))
         optimizer.step()
-        if number + 1 == stop_after:
-            then()  # within the loop
-            return
 
 
 def plain(windows: list[list[tuple[np.ndarray, float]]]) -> list[float]:
@@ -166,56 +163,6 @@ def updates_are_exact(world: World) -> Any:
         assert optimizer.progress.samples_seen == 2 * RECORDS and optimizer.progress.step == len(windows)
         assert train.position == (2, 0)
     return found
-
-
-def restored_within_an_epoch(world: World) -> Any:
-    """Saved after one step, and after the last one: the end is that of a run that was not stopped."""
-    folder = Path(sys.argv[1]).parent / f"checkpoints-{world.size}"
-    places, ends = [], []
-    for stop_after in (1, 3):
-        net = linear()
-        train = hvt.loader(rows, GLOBAL_BATCH // world.size, workers=0)
-        ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), train)
-        checkpoints = hvdtrain.Checkpointer(str(folder / str(stop_after)), world=world)
-        state = hvt.model_state(ours, optimizer)
-        updates(
-            ours,
-            optimizer,
-            train,
-            stop_after,
-            lambda state=state, optimizer=optimizer, checkpoints=checkpoints: checkpoints.save(
-                state, progress=optimizer.progress
-            ),
-        )
-        again = linear()
-        more = hvt.loader(rows, GLOBAL_BATCH // world.size, workers=0)
-        ours, optimizer = hvt.prepare(again, torch.optim.SGD(again.parameters(), lr=0.1), more)
-        checkpoints.restore(hvt.model_state(ours, optimizer))
-        places.append(more.position)
-        for _ in more.epochs(2):
-            updates(ours, optimizer, more)
-        ends.append(flat(again))
-    windows = [rows(epoch)[at : at + GLOBAL_BATCH] for epoch in range(2) for at in range(0, RECORDS, GLOBAL_BATCH)]
-    return {"places": places, "ends": ends, "plain": plain(windows)}
-
-
-def relay(world: World) -> Any:
-    """Some batches, from where another number of ranks stopped."""
-    path = Path(sys.argv[2])
-    batches = hvt.loader(lambda: range(100), GLOBAL_BATCH // world.size, seed=7, workers=0)
-    if path.exists():
-        batches.load_state_dict(json.loads(path.read_text()))
-    seen: list[int] = []
-    state = batches.state_dict()
-    for number, values in enumerate(batches):
-        seen += [value for part in world.gather(values.tolist()) for value in part]
-        state = batches.state_dict()
-        if number == 2 and world.size > 1:
-            break
-    world.barrier()
-    if world.is_main:
-        path.write_text(json.dumps(state))
-    return seen
 
 
 class Numbers(Dataset):
@@ -252,15 +199,8 @@ def batches_of_the_users(world: World) -> Any:
         net = linear()
         train = hvt.loader(of_epoch, GLOBAL_BATCH // world.size, batch_sampler=buckets, workers=0)
         ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), train, accumulate=accumulate)
-        states: list[Any] = []
-        updates(
-            ours, optimizer, train, accumulate, lambda states=states, train=train: states.append(train.state_dict())
-        )
-        again = hvt.loader(of_epoch, GLOBAL_BATCH // world.size, batch_sampler=buckets, workers=0)
-        ours, optimizer = hvt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), again, accumulate=accumulate)
-        again.load_state_dict(states[0])
-        for _ in again.epochs(2):
-            updates(ours, optimizer, again)
+        for _ in train.epochs(2):
+            updates(ours, optimizer, train)
         windows = []
         for epoch in range(2):
             whole = [[of_epoch[index] for index in bucket] for bucket in buckets(epoch)]
@@ -385,7 +325,7 @@ def streams_that_part_later(world: World) -> Any:
 
 
 CASES = (
-    shards_of_tar, hugging_face, updates_are_exact, restored_within_an_epoch, relay, samplers, batches_of_the_users,
+    shards_of_tar, hugging_face, updates_are_exact, samplers, batches_of_the_users,
     evaluation, prediction, refusals, streams_that_part_later,
 )  # fmt: skip
 
@@ -393,7 +333,7 @@ CASES = (
 def main() -> None:
     results = {}
     with hvdtrain.init("torch", seed=5) as world:
-        assert len(list(Path(sys.argv[3]).glob("*.tar"))) == SHARDS
+        assert len(list(Path(sys.argv[2]).glob("*.tar"))) == SHARDS
         for case in CASES:
             try:
                 results[case.__name__] = case(world)

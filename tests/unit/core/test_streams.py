@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.records import HEAD, Noted, head, stream_of
+from hvdtrain.core.records import BATCH_SAMPLER, HEAD, STREAM, Noted, head, stream_of
 from hvdtrain.core.sharding import Plan
 from hvdtrain.core.streams import StreamPlan, StreamStep, walk
 
@@ -18,7 +18,8 @@ def steps_of(
     records: Any, size: int, batch: int, rank: int, *, begin: int = 0, ahead: int = 1, **options: Any
 ) -> list[tuple[StreamStep, list[Any]]]:
     plan = StreamPlan(0, size, batch, shuffle=False, **options)
-    return list(walk(Noted(iter(records)), plan, 0, begin, rank=rank, ahead=ahead))
+    noted = Noted(iter(records), kind=BATCH_SAMPLER if plan.whole_batches else STREAM)
+    return list(walk(noted, plan, 0, begin, rank=rank, ahead=ahead))
 
 
 @pytest.mark.parametrize("tail", ["weighted", "drop"])
@@ -88,11 +89,21 @@ def test_batches_of_the_users_are_dealt_whole() -> None:
     assert [step.update(3) for step, _ in wide] == [(8, False), (8, False), (8, True)]
 
 
+def test_a_run_goes_on_within_a_batch_of_the_users() -> None:
+    """Its batches were others: what is left of the one at hand comes first, and the digests are those of indices."""
+    order = [5, 3, 1, 7, 2, 4]
+    whole = steps_of([order[:2], order[2:]], 1, 4, 0, whole_batches=4)
+    for batches, left in (([order[:3], order[3:]], [order[2:3], order[3:]]), ([order], [order[2:]])):
+        cut = steps_of(batches, 1, 4, 0, whole_batches=4, begin=2)
+        assert [own for _, own in cut] == left
+        assert cut[-1][0].digest == whole[-1][0].digest and cut[-1][0].samples_done == 6
+    heads = [head(partial(iter, its), kind=BATCH_SAMPLER) for its in ([order], [order[:2], order[2:]])]
+    assert heads[0] == heads[1] and heads[0].records == 6
+
+
 def test_what_is_no_place_in_a_stream() -> None:
     with pytest.raises(ConfigError, match="ends after 5"):
         steps_of(range(5), 1, 2, 0, begin=6)
-    with pytest.raises(ConfigError, match="one batch from sample 0 to 3"):
-        steps_of([[1, 2, 3]], 1, 2, 0, begin=2, whole_batches=3)
     with pytest.raises(ConfigError, match="before the loop"):
         steps_of(range(9), 1, 1, 0)[0][0].update(3)
     with pytest.raises(ConfigError, match="an empty one"):
