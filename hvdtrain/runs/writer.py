@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdtrain.core.errors import EXIT_CODE, CheckpointError, before_end, describe
 from hvdtrain.runs.checkpoint_folder import Folder, Written, name_of, read_info
@@ -64,6 +64,8 @@ class Writer:
         self._new: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._failures: dict[Path, list[CheckpointError]] = {}
+        self._exits: list[Any] = []  # codes that the program has wanted to end with
+        self._note_exits()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self.lock = threading.RLock()  # of who saves
@@ -176,10 +178,22 @@ class Writer:
             print(describe("hvdtrain", failure, 0), file=sys.stderr, flush=True)
 
     def _at_exit(self) -> None:
-        """A program that lost its last checkpoint does not end as one that went well."""
+        """A program that lost its last checkpoint does not end as one that went well; one that fails itself ends with
+        what it failed with."""
         self._finish(None)
-        if self.own and self._failures:
+        if self.own and self._failures and not self._exits and getattr(sys, "last_value", None) is None:
             os._exit(EXIT_CODE)  # nothing else gives a code here
+
+    def _note_exits(self) -> None:
+        """Has `sys.exit` note a code that is not 0: at the end Python tells nobody with which it ends."""
+        exit_plainly = sys.exit
+
+        def noting(status: Any = None, /) -> NoReturn:
+            if status:
+                self._exits.append(status)
+            exit_plainly(status)
+
+        sys.exit = noting
 
 
 def _died(process: subprocess.Popen[bytes]) -> list[str]:

@@ -52,6 +52,17 @@ def test_a_program_that_lost_its_last_one_does_not_end_well(tmp_path: Path) -> N
     assert steps(tmp_path) == [1]
 
 
+@pytest.mark.parametrize(
+    ("case", "code", "said"),
+    [("an_own_error_and_a_failed_write", 1, "ValueError: of its own"), ("an_own_code_and_a_failed_write", 7, "")],
+)
+def test_what_the_program_ends_with_comes_before_a_failed_write(
+    tmp_path: Path, case: str, code: int, said: str
+) -> None:
+    ended = run(tmp_path, case)
+    assert ended.returncode == code and said in ended.err and "killed by SIGKILL" in ended.err
+
+
 def test_a_killed_program_loses_none(tmp_path: Path) -> None:
     """Not by the harness, which ends what a program leaves."""
     done = subprocess.run(

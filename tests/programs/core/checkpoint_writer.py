@@ -220,6 +220,16 @@ def case_the_last_one_fails() -> None:
     process.kill()
 
 
+def case_an_own_error_and_a_failed_write() -> None:
+    case_the_last_one_fails()
+    raise ValueError("of its own")
+
+
+def case_an_own_code_and_a_failed_write() -> None:
+    case_the_last_one_fails()
+    sys.exit(7)
+
+
 def case_an_error_ends_the_program() -> None:
     save(Checkpointer(FOLDER), 1)
     exit_with("program", HvdtrainError("a rule"), 0)
