@@ -158,7 +158,7 @@ def callbacks(
     (a stop that one rank wants ends training on all, after the same step); `ModelCheckpoint`, `TensorBoard` and
     `CSVLogger` on rank 0.
 
-    After `Checkpointer.restore(model_state(model, extra=extra))` training goes on where the checkpoint was taken, which may be
+    After `Checkpointer.restore(model_state(model))` training goes on where the checkpoint was taken, which may be
     within an epoch: give `fit` also `initial_epoch=progress.epoch`. Else it goes on from the model's last `fit`.
 
     Args:

@@ -20,6 +20,7 @@ from hvdtrain.runs import preemption
 from hvdtrain.runs.checkpoint_files import MANIFEST, direction_of, local_copy, read_manifest, verify
 from hvdtrain.runs.checkpoint_folder import Folder, Info, Written, fill, name_of, read_info, unusable_info
 from hvdtrain.runs.parts import Part, Progress
+from hvdtrain.runs.together import Together
 from hvdtrain.runs.writer import Writer, running, started
 
 
@@ -33,6 +34,8 @@ class Checkpointer:
         best: the metric by which one more is kept, however old; None: none.
         asynchronous: training goes on while a checkpoint is written: rank 0 takes memory for one more state, for two
             where a disk is slower than the saves come. False: it waits.
+        together: ranks that see the directory each write a part of what all of them have (`hvdtrain.runs.together`).
+            False: rank 0 writes all.
         mode: whether "min" or "max" of it is best; None: as its name says (losses and errors "min", accuracies "max").
 
     Raises:
@@ -48,6 +51,7 @@ class Checkpointer:
         best: str | None = "val_loss",
         mode: Literal["min", "max"] | None = None,
         asynchronous: bool = True,
+        together: bool = True,
     ) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ConfigError("keep must be a whole number >= 1", f"keep={keep!r}")
@@ -57,6 +61,7 @@ class Checkpointer:
         self.folder = Folder(self.directory, keep, best, mode or ("min" if best is None else direction_of(best)))
         self.asynchronous = asynchronous
         self._world = world
+        self._together = Together(self.folder, self.directory, off=not together)
 
     @property
     def world(self) -> World:
@@ -88,7 +93,13 @@ class Checkpointer:
         self.world.agree("progress at a checkpoint", progress)
         for part in state.values():
             part.collect()
-        path = self.world.on_main(self._save, state, progress, dict(metrics or {}))
+        metrics = {name: float(value) for name, value in (metrics or {}).items()}
+        written = Written(progress, metrics, self.world.size, time.time())
+        path = None
+        if self.world.size > 1 and not self._together.off:
+            path = self._save_together(state, written)
+        if path is None:
+            path = self.world.on_main(self._save, state, written)
         preemption.remember(self, state)
         return path
 
@@ -96,14 +107,32 @@ class Checkpointer:
         """Says what to save where the job is told to end (SIGTERM, SIGUSR1) before the first `save` or `restore`."""
         preemption.remember(self, state, saved=False)
 
-    def _save(self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float]) -> Path:
+    def _prepare(self, state: Mapping[str, Part]) -> Writer | None:
         _check_names(state)
-        metrics = {name: float(value) for name, value in metrics.items()}
-        written = Written(progress, metrics, self.world.size, time.time())
         self.folder.make()
         writer = started() if self.asynchronous else running()
         if writer is not None:
             writer.check(self.folder.directory)
+        return writer
+
+    def _save_together(self, state: Mapping[str, Part], written: Written) -> Path | None:
+        """Has the ranks write one together; collective. None: rank 0 is to write it alone."""
+        world, together = self.world, self._together
+        stripe_bytes = world.on_main(self._planned, state)
+        if stripe_bytes is None:
+            return None
+        if not self.asynchronous:
+            return together.write_here(world, state, written, stripe_bytes)
+        return together.write_later(world, state, written, stripe_bytes, started())
+
+    def _planned(self, state: Mapping[str, Part]) -> int | None:
+        self._prepare(state)
+        if not self.asynchronous:
+            self._settle()
+        return self._together.stripe_bytes(state, self.world.size)
+
+    def _save(self, state: Mapping[str, Part], written: Written) -> Path:
+        writer = self._prepare(state)
         if writer is not None and self.asynchronous:
             try:
                 with writer.lock:
@@ -111,17 +140,15 @@ class Checkpointer:
             except OSError as error:
                 print(f"hvdtrain: this checkpoint is written before training goes on: {error}", file=sys.stderr)
         self._settle()
-        return self.folder.add(written, name_of(progress), {name: part.write for name, part in state.items()})
+        return self.folder.add(written, name_of(written.progress), {name: part.write for name, part in state.items()})
 
     def _submit(self, writer: Writer, state: Mapping[str, Part], written: Written) -> Path:
         writer.start()
         images = writer.images()
-        sizes = {}
-        for name, part in state.items():
-            file = images.file(name)
-            fill(file, part.write)
-            sizes[name] = file.size
-        return writer.submit(images, sizes, self.folder, written)
+        files = {name: images.file(name) for name in state}
+        for name, file in files.items():
+            fill(file, state[name].write)
+        return writer.submit(images, files, self.folder, written)
 
     def wait(self) -> None:
         """Waits until every checkpoint that was taken is on disk; collective.

@@ -70,6 +70,7 @@ def write(content: Mapping[str, Any], file: StateFile, what: str) -> None:
     plain = _plain(content, what)
     tried = io.BytesIO()
     torch.save(_emptied(plain), tried)
+    file.note(tried.getbuffer())
     tried.seek(0)
     torch.load(tried, weights_only=True)
     summed = get_crc32_options()
@@ -95,6 +96,7 @@ def write_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, str], file: 
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    file.note(text)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         values = tensors[name].resolve_conj().resolve_neg().cpu().contiguous()

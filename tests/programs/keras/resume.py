@@ -50,9 +50,7 @@ def build() -> tuple[keras.Model, Any]:
     return hvk.prepare(model, data, lr=lr), data
 
 
-def fit(
-    model: keras.Model, data: Any, folder: Path, *, epochs: int, progress: Any = None, extra: Any = None
-) -> None:
+def fit(model: keras.Model, data: Any, folder: Path, *, epochs: int, progress: Any = None, extra: Any = None) -> None:
     checkpointer = hvdtrain.Checkpointer(folder, best=None)
     with hvdtrain.RunLog(
         folder / "log", world, config={}, resume=progress is not None, progress=False, tensorboard=False

@@ -24,6 +24,8 @@ from torch.nn.functional import cross_entropy
 import hvdtrain
 import hvdtrain.torch as hvt
 from hvdtrain.core.errors import CheckpointError, ConfigError
+from hvdtrain.runs import together
+from hvdtrain.runs.checkpoint_files import read_manifest
 from hvdtrain.torch import checkpoint
 
 SAMPLES, GLOBAL_BATCH, UPDATES, SAVED_AFTER = 26, 8, 6, 3  # 2 updates an epoch: the checkpoint is in mid-epoch
@@ -168,6 +170,26 @@ def case_the_scaler_goes_on(world: hvdtrain.World) -> None:
     assert plain.optimizer.session.precision.state_dict()["scaler"] == {}
 
 
+def case_ranks_write_the_files_that_one_would(world: hvdtrain.World) -> None:
+    """Byte for byte, each its part; of what ZeRO has parts of, rank 0 writes all."""
+    job = Job(world, start=1)
+    job.train(until=2)
+    found = {}
+    for how in ("together", "alone", "waiting"):
+        checkpoints = hvdtrain.Checkpointer(
+            FOLDER / f"{how}-{world.engine}-{world.size}{ZERO}",
+            asynchronous=how != "waiting", together=how != "alone",
+        )  # fmt: skip
+        path = checkpoints.save(job.state(), progress=job.optimizer.progress)
+        checkpoints.wait()
+        sealed = read_manifest(path)["files"]
+        shared = {name for name, file in sealed.items() if isinstance(file["sha256"], list)}
+        possible = {"model.safetensors"} if ZERO else {"model.safetensors", "training.pt"}
+        assert shared == (possible if world.size > 1 and how != "alone" else set()), (how, shared)
+        found[how] = {name: (path / name).read_bytes() for name in sealed}
+    assert found["together"] == found["alone"] == found["waiting"]
+
+
 def case_the_model_file_is_plain(world: hvdtrain.World) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -255,6 +277,7 @@ def case_a_batch_that_was_not_trained_on_comes_again(world: hvdtrain.World) -> N
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.set_default_dtype(DTYPE)
+    together.LEAST_BYTES, together.STRIPE_BYTES = 1, 256
     with hvdtrain.init("torch", engine=ENGINE, device="cpu", seed=5) as the_world:
         failures = run_cases(globals().copy(), the_world)
     sys.exit(3 if failures else 0)
