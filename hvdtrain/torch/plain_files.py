@@ -86,7 +86,7 @@ def write_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, str], file: 
     library would first make a copy: the length of the header, the header as JSON, the values."""
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
     named = _header_of(save(empty))  # what the library calls the types
-    header: dict[str, Any] = {"__metadata__": dict(told)}
+    header: dict[str, Any] = {"__metadata__": dict(sorted(told.items()))}
     offset = 0
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
     for name in order:

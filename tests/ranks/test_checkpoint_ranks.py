@@ -129,6 +129,7 @@ RANK_SCENARIOS = [
     "shared", "rank_1_sees_nothing", "rank_1_sees_something_else", "rank_0_falls_back", "nothing", "all_damaged",
     "save_fails_on_rank_0", "load_fails_on_rank_1", "not_at_the_same_point", "disk_of_rank_1_is_full",
     "disk_of_rank_1_fills_up", "both_write", "bytes_that_differ", "another_directory", "rank_1_cannot_write",
+    "a_killed_process_is_linked_again",
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import torch_engine  # noqa: F401 (takes the adapter's place)
 from blob import Blob, Common, content, state_of
 
@@ -130,6 +131,27 @@ def rank_1_cannot_write(world: World, folder: Path) -> None:
     checkpoints.save(common(3), progress=Progress(step=3))
     world.barrier()
     assert [info.progress.step for info in checkpoints.list()] == [1, 3] and not checkpoints._together.off
+
+
+def a_killed_process_is_linked_again(world: World, folder: Path) -> None:
+    """What it was to write is lost, and told; the next one is written by both again."""
+    checkpoints = Checkpointer(folder)
+    checkpoints.save(common(1), progress=Progress(step=1))
+    checkpoints.wait()
+    (process,) = [its for its in psutil.Process().children() if "hvdtrain.runs.writer" in " ".join(its.cmdline())]
+    if world.rank == 1:
+        process.suspend()
+    world.barrier()
+    checkpoints.save(common(2), progress=Progress(step=2))
+    if world.rank == 1:
+        process.kill()
+    kind = CheckpointError if world.is_main else MainRankError
+    error = refused(kind, checkpoints.wait)
+    assert "rank 1: the process that wrote its part has ended" in str(error), error
+    path = checkpoints.save(common(3), progress=Progress(step=3))
+    checkpoints.wait()
+    assert read_manifest(path)["format"] == 2 and not checkpoints._together.off
+    assert [info.progress.step for info in checkpoints.list()] == [1, 3]
 
 
 def rank_1_sees_nothing(world: World, folder: Path) -> None:
