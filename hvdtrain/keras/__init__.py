@@ -190,6 +190,7 @@ def callbacks(
         found.append(fit_callbacks.Watch(session))
     session.records = run is not None and getattr(model, "_loss_tracker", None) is not None
     if checkpointer is not None:
+        checkpointer.run = checkpointer.run or run
         found.append(fit_callbacks.Save(session, checkpointer, save_every, extra))
     if run is not None:  # after the checkpoint, which is a part of the epoch
         found.append(fit_callbacks.Record(session, run, count))

@@ -160,6 +160,13 @@ def together(mine: Mapping[str, Sealed], theirs: Sequence[Mapping[str, Sealed]])
 
 
 # -- in the ranks ---------------------------------------------------------------------------------------------------
+class Notes(Protocol):
+    """Is told how a checkpoint went, by any thread."""
+
+    def sealed(self, path: Path) -> Path: ...
+    def failed(self) -> None: ...
+
+
 class Processes(Protocol):
     """What a `hvdtrain.runs.writer.Writer` does here.
 
@@ -182,6 +189,7 @@ class Processes(Protocol):
         link: tuple[str, int],
         *,
         leads: bool,
+        noted: Notes | None = None,
     ) -> Path: ...
 
 
@@ -239,7 +247,13 @@ class Together:
         return len(self.group.ranks) > 1
 
     def write_later(
-        self, world: World, state: Mapping[str, Part], written: Written, stripe_bytes: int, writer: Processes
+        self,
+        world: World,
+        state: Mapping[str, Part],
+        written: Written,
+        stripe_bytes: int,
+        writer: Processes,
+        noted: Notes | None = None,
     ) -> Path | None:
         """Hands one to the ranks' processes; collective. None: rank 0 is to write it alone."""
         with writer.lock:
@@ -271,16 +285,22 @@ class Together:
                 return None
             self.number += 1
             link = (self.group.id, self.number)
-            path = world.on_main(self._submit, writer, images, files, written, link)
+            path = world.on_main(self._submit, writer, images, files, written, link, noted)
             if images is not None and not world.is_main:
                 here = replace(self.folder, directory=self.directory.resolve())
                 writer.submit(images, files, here, written, link, leads=False)
             return path
 
     def _submit(
-        self, writer: Processes, images: Images, files: Mapping[str, StateFile], written: Written, link: tuple[str, int]
+        self,
+        writer: Processes,
+        images: Images,
+        files: Mapping[str, StateFile],
+        written: Written,
+        link: tuple[str, int],
+        noted: Notes | None,
     ) -> Path:
-        return writer.submit(images, files, self.folder, written, link, leads=True)
+        return writer.submit(images, files, self.folder, written, link, leads=True, noted=noted)
 
     def write_here(self, world: World, state: Mapping[str, Part], written: Written, stripe_bytes: int) -> Path | None:
         """Writes one while training waits; collective. None: rank 0 is to write it alone."""

@@ -29,11 +29,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain.core.errors import EXIT_CODE, CheckpointError, before_end, describe
+from hvdtrain.core.errors import EXIT_CODE, CheckpointError, HvdtrainError, before_end, describe
 from hvdtrain.runs.checkpoint_folder import Folder, Written, name_of, read_info
 from hvdtrain.runs.parts import Progress
 from hvdtrain.runs.staging import Images, Share, StateFile, copy_image
-from hvdtrain.runs.together import Group, Link
+from hvdtrain.runs.together import Group, Link, Notes
 
 _LONGEST_MESSAGE = 1 << 17
 _MOST_FILES = 64
@@ -51,6 +51,7 @@ class _Job:
     descriptors: list[int]
     images: Images
     leads: bool = True  # else rank 0 is told how it went
+    noted: Notes | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -130,12 +131,14 @@ class Writer:
         link: tuple[str, int] = ("", 0),
         *,
         leads: bool = True,
+        noted: Notes | None = None,
     ) -> Path:
         """Has a checkpoint written from images, or with others; returns its directory, which will be there.
 
         Args:
             link: what links the processes that write it, and its number there; "": there are no others.
             leads: this is rank 0.
+            noted: is told how it went.
         """
         taken = [job.path.name for job in self._jobs if job.folder.directory == folder.directory]
         name = folder.free_name(name_of(written.progress), taken)
@@ -145,7 +148,7 @@ class Writer:
             "files": {part: [file.size, asdict(file.share)] for part, file in files.items()},
         }  # fmt: skip
         descriptors = [images.descriptor(part) for part in files]
-        job = _Job(folder, folder.directory / name, json.dumps(message).encode(), descriptors, images, leads)
+        job = _Job(folder, folder.directory / name, json.dumps(message).encode(), descriptors, images, leads, noted)
         self._jobs.append(job)  # an interrupt from here on finds its images in use
         self._new.put(job)
         return job.path
@@ -191,6 +194,8 @@ class Writer:
                 rule, received, remedy = failure
                 failed = CheckpointError(rule, f"{job.path}: {received}", remedy)
                 self._failures.setdefault(job.folder.directory, []).append(failed)
+            if job.noted is not None:
+                _note(job.noted, job.path if failure is None else None)
             self._jobs.remove(job)
             job.done.set()
 
@@ -225,6 +230,16 @@ class Writer:
             exit_plainly(status)
 
         sys.exit = noting
+
+
+def _note(noted: Notes, path: Path | None) -> None:
+    try:
+        if path is not None:
+            noted.sealed(path)
+            return
+    except (OSError, HvdtrainError) as error:  # a newer one may have replaced it, or its disk be gone
+        print(f"hvdtrain: of {path} nothing is noted: {error}", file=sys.stderr, flush=True)
+    noted.failed()
 
 
 def _died(process: subprocess.Popen[bytes]) -> list[str]:
