@@ -166,8 +166,8 @@ class RunLog:
         """Writes the event of a save; any thread may call it.
 
         Args:
-            fields: step, epoch; blocked_s: seconds that training waited; sealed_s: seconds until it was on disk, None if
-                it failed; else bytes, written_by and path, too.
+            fields: step, epoch; blocked_s: seconds that training waited; sealed_s: seconds until it was on disk, None
+                if it failed; else bytes, written_by and path, too.
         """
         self._saves.append(fields)
         self.event("checkpoint", **fields)
