@@ -208,6 +208,7 @@ class Together:
         self.off = off
         self.group = Group("", (0,))
         self.number = 0
+        self._met: object = None
 
     def stripe_bytes(self, state: Mapping[str, Part], ranks: int) -> int | None:
         """Returns how the files are cut; None: there is too little to share."""
@@ -256,6 +257,8 @@ class Together:
         noted: Notes | None = None,
     ) -> Path | None:
         """Hands one to the ranks' processes; collective. None: rank 0 is to write it alone."""
+        if self._met is not world.comm:  # ranks that have met anew may be others
+            self._met, self.group = world.comm, Group("", (0,))
         with writer.lock:
             try:
                 writer.start()
@@ -268,18 +271,22 @@ class Together:
                 return None
             ranks, member = self.group.ranks, world.rank in self.group.ranks
             images, files = (writer.images(), {}) if member else (None, {})
-            why = ""
+            why, refused = "", False
             try:
                 if images is not None:
                     shares = self.shares(state, ranks.index(world.rank), len(ranks), stripe_bytes)
                     for name, share in shares.items():
                         files[name] = images.file(name, share)
                         fill(files[name], state[name].write)
-            except Exception as error:  # what it is, is raised where rank 0 writes alone
-                why = f"rank {world.rank}: {type(error).__name__}: {error}"
+            except OSError as error:
+                why = f"rank {world.rank}: {error}"
+            except Exception:  # which rank 0 will find, and raise, alone
+                refused = True
             digests = {name: file.digest for name, file in files.items() if file.share.size > 1}
-            reports = [report for rank, report in enumerate(world.gather((why, digests))) if rank in ranks]
-            why = next((why for why, _ in reports if why), "") or differing([digests for _, digests in reports])
+            reports = [report for rank, report in enumerate(world.gather((why, refused, digests))) if rank in ranks]
+            if any(refused for _, refused, _ in reports):
+                return None
+            why = next((why for why, *_ in reports if why), "") or differing([digests for *_, digests in reports])
             if why:
                 self.give_up(world, why)
                 return None
@@ -353,7 +360,8 @@ def _written_here(folder: Path, state: Mapping[str, Part], shares: Mapping[str, 
 
 def differing(digests: Sequence[Mapping[str, str]]) -> str:
     """Returns what differs between ranks' images of the same state; "": nothing."""
-    names = [name for name in digests[0] if any(its.get(name) != digests[0][name] for its in digests)]
+    every = dict.fromkeys(name for its in digests for name in its)
+    names = [name for name in every if len({its.get(name) for its in digests}) > 1]
     return f"{', '.join(names)} would not have the same bytes on all ranks" if names else ""
 
 

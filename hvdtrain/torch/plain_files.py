@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -65,19 +66,32 @@ def _like(example: Any, saved: Any) -> Any:
     return saved
 
 
+_writing = threading.local()
+
+
+def _as_on_cpu(storage: Any) -> str | None:
+    """Says where a storage is to be loaded: that it was on this rank's GPU, would part the ranks' files."""
+    return "cpu" if getattr(_writing, "on", False) else None
+
+
+torch.serialization.register_package(0, _as_on_cpu, lambda storage, location: None)  # asked first
+
+
 def write(content: Mapping[str, Any], file: StateFile, what: str) -> None:
-    """Saves what `weights_only=True` reads, and has it read."""
+    """Saves what `weights_only=True` reads, and has it read; on whatever device it is, the bytes are the same."""
     plain = _plain(content, what)
     tried = io.BytesIO()
-    torch.save(_emptied(plain), tried)
-    file.note(tried.getbuffer())
-    tried.seek(0)
-    torch.load(tried, weights_only=True)
+    _writing.on = True
     summed = get_crc32_options()
     set_crc32_options(False)  # twice as fast; the manifest has a SHA-256
     try:
+        torch.save(_emptied(plain), tried)
+        file.note(tried.getbuffer())
+        tried.seek(0)
+        torch.load(tried, weights_only=True)
         torch.save(plain, cast(BinaryIO, file))
     finally:
+        _writing.on = False
         set_crc32_options(summed)
 
 

@@ -171,9 +171,16 @@ def case_the_scaler_goes_on(world: hvdtrain.World) -> None:
 
 
 def case_ranks_write_the_files_that_one_would(world: hvdtrain.World) -> None:
-    """Byte for byte, each its part; of what ZeRO has parts of, rank 0 writes all."""
+    """Byte for byte, each its part, whatever its GPU; of what ZeRO has parts of, rank 0 writes all."""
     job = Job(world, start=1)
     job.train(until=2)
+    ours, *others = torch.serialization._package_registry
+    on_a_gpu = (1, lambda storage: f"cuda:{world.rank}", lambda storage, location: storage)
+    with mock.patch.object(torch.serialization, "_package_registry", [ours, on_a_gpu, *others]):
+        _ranks_write(world, job)
+
+
+def _ranks_write(world: hvdtrain.World, job: Job) -> None:
     found = {}
     for how in ("together", "alone", "waiting"):
         checkpoints = hvdtrain.Checkpointer(
