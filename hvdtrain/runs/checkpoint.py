@@ -38,7 +38,7 @@ class Checkpointer:
             where a disk is slower than the saves come. False: it waits.
         run: the run's record, which gets an event for every save: how long training waited, when it was on disk, bytes.
         together: ranks that see the directory each write a part of what all of them have (`hvdtrain.runs.together`).
-            False: rank 0 writes all.
+            False: rank 0 writes all. None: together where training waits for it.
         mode: whether "min" or "max" of it is best; None: as its name says (losses and errors "min", accuracies "max").
 
     Raises:
@@ -54,7 +54,7 @@ class Checkpointer:
         best: str | None = "val_loss",
         mode: Literal["min", "max"] | None = None,
         asynchronous: bool = True,
-        together: bool = True,
+        together: bool | None = None,
         run: RunLog | None = None,
     ) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -66,7 +66,7 @@ class Checkpointer:
         self.asynchronous = asynchronous
         self.run = run
         self._world = world
-        self._together = Together(self.folder, self.directory, off=not together)
+        self._together = Together(self.folder, self.directory, off=asynchronous if together is None else not together)
 
     @property
     def world(self) -> World:

@@ -95,7 +95,7 @@ def break_at(number: int, fault: str) -> None:
 
 
 def checkpointer(folder: Path) -> Checkpointer:
-    return Checkpointer(folder, keep=2, best="val_loss")
+    return Checkpointer(folder, keep=2, best="val_loss", together=True)
 
 
 def save(checkpoints: Checkpointer, step: int) -> None:

@@ -71,7 +71,7 @@ def common(step: int) -> dict[str, Blob]:
 def both_write(world: World, folder: Path) -> None:
     """Each its stripes, of files that are what rank 0 alone would write; whatever it is that writes."""
     for asynchronous in (True, False):
-        checkpoints = Checkpointer(folder / str(asynchronous), asynchronous=asynchronous)
+        checkpoints = Checkpointer(folder / str(asynchronous), asynchronous=asynchronous, together=True)
         for step in (1, 2, 3):
             path = checkpoints.save(common(step), progress=Progress(step=step))
             checkpoints.wait()
@@ -94,7 +94,7 @@ def both_write(world: World, folder: Path) -> None:
 def bytes_that_differ(world: World, folder: Path) -> None:
     """A state that is not the same on all ranks is rank 0's."""
     for asynchronous in (True, False):
-        checkpoints = Checkpointer(folder / str(asynchronous), asynchronous=asynchronous)
+        checkpoints = Checkpointer(folder / str(asynchronous), asynchronous=asynchronous, together=True)
         for step in (1, 2):
             path = checkpoints.save(state_of(step + 5 * world.rank, SIZE_BYTES, Common), progress=Progress(step=step))
             checkpoints.wait()
@@ -108,7 +108,7 @@ def another_directory(world: World, folder: Path) -> None:
     own = folder / f"disk{world.rank}"
     own.mkdir(parents=True)
     for asynchronous in (True, False):
-        checkpoints = Checkpointer(own / str(asynchronous), asynchronous=asynchronous)
+        checkpoints = Checkpointer(own / str(asynchronous), asynchronous=asynchronous, together=True)
         path = checkpoints.save(common(1), progress=Progress(step=1))
         checkpoints.wait()
         assert checkpoints._together.off and path.is_dir()
@@ -135,7 +135,7 @@ def rank_1_cannot_write(world: World, folder: Path) -> None:
 
 def a_killed_process_is_linked_again(world: World, folder: Path) -> None:
     """What it was to write is lost, and told; the next one is written by both again."""
-    checkpoints = Checkpointer(folder)
+    checkpoints = Checkpointer(folder, together=True)
     checkpoints.save(common(1), progress=Progress(step=1))
     checkpoints.wait()
     (process,) = [its for its in psutil.Process().children() if "hvdtrain.runs.writer" in " ".join(its.cmdline())]
