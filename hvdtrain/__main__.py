@@ -27,6 +27,7 @@ COMMANDS = {
         "hvdtrain.horovod_build",
         "build a Horovod wheel for the frameworks installed here, and prove it",
     ),
+    "checkpoint": ("hvdtrain.commands.checkpoint", "checkpoints to and from PyTorch's DCP, and plain safetensors"),
     "bench": ("hvdtrain.bench", "measure, in paired runs, against the alternatives"),
     "plan": ("hvdtrain.commands.plan", "rank the ways to train a model on given devices, by speed and memory"),
 }

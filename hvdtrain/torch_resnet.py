@@ -159,7 +159,7 @@ def prepare(
         watch_every=args.watch_every,
         zero=args.zero,
     )
-    checkpoints = hvdtrain.Checkpointer(run.path("checkpoints"), best=BEST, mode="max")
+    checkpoints = hvdtrain.Checkpointer(run.path("checkpoints"), best=BEST, mode="max", run=run)
     loss = torch.nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     return Job(model, optimizer, batches, held_out, loss, data, checkpoints)
 

@@ -16,7 +16,8 @@ and without hvdtrain.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import MutableMapping
+from typing import Any, TypeVar
 
 import hvdtrain.keras.backends.supported  # noqa: F401  # isort: skip  (before Keras starts a backend we refuse)
 import keras
@@ -146,6 +147,7 @@ def callbacks(
     run: RunLog | None = None,
     checkpointer: Checkpointer | None = None,
     save_every: int = 0,
+    extra: MutableMapping[str, Any] | None = None,
 ) -> list[keras.callbacks.Callback]:
     """Returns the callbacks `fit` needs on every rank; it runs them before your own. They do what was given to
     `prepare`.
@@ -165,6 +167,7 @@ def callbacks(
         checkpointer: saves after each epoch, as long as weights are finite.
         save_every: also saves within an epoch, at the first chance at or after every so many steps (with
             `steps_per_execution=4` and `save_every=10`: after 12, 20, 32, 40, ...); of a `Loader`.
+        extra: objects of your own that are saved with the model, as of `model_state`.
 
     Raises:
         ConfigError: no optimizer.
@@ -187,7 +190,8 @@ def callbacks(
         found.append(fit_callbacks.Watch(session))
     session.records = run is not None and getattr(model, "_loss_tracker", None) is not None
     if checkpointer is not None:
-        found.append(fit_callbacks.Save(session, checkpointer, save_every))
+        checkpointer.run = checkpointer.run or run
+        found.append(fit_callbacks.Save(session, checkpointer, save_every, extra))
     if run is not None:  # after the checkpoint, which is a part of the epoch
         found.append(fit_callbacks.Record(session, run, count))
     return found

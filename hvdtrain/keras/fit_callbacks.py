@@ -9,6 +9,7 @@ hooks that all ranks reach at the same step, and never in a callback that Keras 
 from __future__ import annotations
 
 import time
+from collections.abc import MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -325,9 +326,15 @@ class Save(Callback):
     written: earlier checkpoints stay.
     """
 
-    def __init__(self, session: Session, checkpointer: Checkpointer, every_steps: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        checkpointer: Checkpointer,
+        every_steps: int,
+        extra: MutableMapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(session)
-        self.checkpointer, self.every_steps = checkpointer, every_steps
+        self.checkpointer, self.every_steps, self.extra = checkpointer, every_steps, extra
         self._finite = True
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -371,7 +378,8 @@ class Save(Callback):
         self._saved_at, self._done = progress.step, "weights that are not finite are in no checkpoint"
         before = self.session.clock.enter("checkpoint")
         try:
-            path = self.checkpointer.save(model_state(self.model), progress=progress, metrics=metrics)
+            state = model_state(self.model, extra=self.extra)
+            path = self.checkpointer.save(state, progress=progress, metrics=metrics)
             self._done = f"saved in {path}"
         except NonFiniteError as error:
             self.session.say(f"no checkpoint after step {progress.step}: {error if self._finite else error.rule}")

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.world import World, current
 from hvdtrain.runs import preemption
-from hvdtrain.runs.checkpoint_files import MANIFEST, direction_of, local_copy, read_manifest, verify
+from hvdtrain.runs.checkpoint_files import MANIFEST, STRIPED, direction_of, local_copy, read_manifest, verify
 from hvdtrain.runs.checkpoint_folder import Folder, Info, Written, fill, name_of, read_info, unusable_info
+from hvdtrain.runs.log import RunLog
 from hvdtrain.runs.parts import Part, Progress
+from hvdtrain.runs.together import Together
 from hvdtrain.runs.writer import Writer, running, started
 
 
@@ -34,6 +38,9 @@ class Checkpointer:
         best: the metric by which one more is kept, however old; None: none.
         asynchronous: training goes on while a checkpoint is written: rank 0 takes memory for one more state, for two
             where a disk is slower than the saves come. False: it waits.
+        run: the run's record, which gets an event for every save: how long training waited, when it was on disk, bytes.
+        together: ranks that see the directory each write a part of what all of them have (`hvdtrain.runs.together`).
+            False: rank 0 writes all. None: together where training waits for it.
         mode: whether "min" or "max" of it is best; None: as its name says (losses and errors "min", accuracies "max").
 
     Raises:
@@ -49,6 +56,8 @@ class Checkpointer:
         best: str | None = "val_loss",
         mode: Literal["min", "max"] | None = None,
         asynchronous: bool = True,
+        together: bool | None = None,
+        run: RunLog | None = None,
     ) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ConfigError("keep must be a whole number >= 1", f"keep={keep!r}")
@@ -57,7 +66,9 @@ class Checkpointer:
         self.directory = Path(directory).absolute()  # wherever the program goes
         self.folder = Folder(self.directory, keep, best, mode or ("min" if best is None else direction_of(best)))
         self.asynchronous = asynchronous
+        self.run = run
         self._world = world
+        self._together = Together(self.folder, self.directory, off=asynchronous if together is None else not together)
 
     @property
     def world(self) -> World:
@@ -86,47 +97,74 @@ class Checkpointer:
             NonFiniteError: weights are not finite: nothing is written, earlier ones are untouched.
             ReplicaError: ranks are not at the same point of the training.
         """
-        path = self._save_all(state, progress, dict(metrics or {}))
+        path = self._save_all(state, progress, {name: float(value) for name, value in (metrics or {}).items()})
         preemption.remember(self, state)
         return path
 
     @repeated
     def _save_all(self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float]) -> Path:
+        noted = Noted(self.run, progress) if self.run is not None and self.world.is_main else None
         self.world.agree("progress at a checkpoint", progress)
         for part in state.values():
             part.collect()
-        return self.world.on_main(self._save, state, progress, metrics)
+        written = Written(progress, metrics, self.world.size, time.time())
+        path = None
+        if self.world.size > 1 and not self._together.off and elastic.active() is None:  # a rank may be lost meanwhile
+            path = self._save_together(state, written, noted)
+        if path is None:
+            path = self.world.on_main(self._save, state, written, noted)
+        if noted is not None:
+            noted.went_on(self._settle)
+        return path
 
     def on_preemption(self, state: Mapping[str, Part]) -> None:
         """Says what to save where the job is told to end (SIGTERM, SIGUSR1) before the first `save` or `restore`."""
         preemption.remember(self, state, saved=False)
 
-    def _save(self, state: Mapping[str, Part], progress: Progress, metrics: dict[str, float]) -> Path:
+    def _prepare(self, state: Mapping[str, Part]) -> Writer | None:
         _check_names(state)
-        metrics = {name: float(value) for name, value in metrics.items()}
-        written = Written(progress, metrics, self.world.size, time.time())
         self.folder.make()
         writer = started() if self.asynchronous else running()
         if writer is not None:
             writer.check(self.folder.directory)
+        return writer
+
+    def _save_together(self, state: Mapping[str, Part], written: Written, noted: Noted | None) -> Path | None:
+        """Has the ranks write one together; collective. None: rank 0 is to write it alone."""
+        world, together = self.world, self._together
+        stripe_bytes = world.on_main(self._planned, state)
+        if stripe_bytes is None:
+            return None
+        if not self.asynchronous:
+            path = together.write_here(world, state, written, stripe_bytes)
+            return path if path is None or noted is None else noted.sealed(path)
+        return together.write_later(world, state, written, stripe_bytes, started(), noted)
+
+    def _planned(self, state: Mapping[str, Part]) -> int | None:
+        self._prepare(state)
+        if not self.asynchronous:
+            self._settle()
+        return self._together.stripe_bytes(state, self.world.size)
+
+    def _save(self, state: Mapping[str, Part], written: Written, noted: Noted | None) -> Path:
+        writer = self._prepare(state)
         if writer is not None and self.asynchronous:
             try:
                 with writer.lock:
-                    return self._submit(writer, state, written)
+                    return self._submit(writer, state, written, noted)
             except OSError as error:
                 print(f"hvdtrain: this checkpoint is written before training goes on: {error}", file=sys.stderr)
         self._settle()
-        return self.folder.add(written, name_of(progress), {name: part.write for name, part in state.items()})
+        path = self.folder.add(written, name_of(written.progress), {name: part.write for name, part in state.items()})
+        return path if noted is None else noted.sealed(path)
 
-    def _submit(self, writer: Writer, state: Mapping[str, Part], written: Written) -> Path:
+    def _submit(self, writer: Writer, state: Mapping[str, Part], written: Written, noted: Noted | None) -> Path:
         writer.start()
         images = writer.images()
-        sizes = {}
-        for name, part in state.items():
-            file = images.file(name)
-            fill(file, part.write)
-            sizes[name] = file.size
-        return writer.submit(images, sizes, self.folder, written)
+        files = {name: images.file(name) for name in state}
+        for name, file in files.items():
+            fill(file, state[name].write)
+        return writer.submit(images, files, self.folder, written, noted=noted)
 
     def wait(self) -> None:
         """Waits until every checkpoint that was taken is on disk; collective.
@@ -261,6 +299,39 @@ class Checkpointer:
                 "the model, optimizer or versions may not be those that saved it",
                 shared=True,
             ) from failure
+
+
+class Noted:
+    """What the run's record says of one save: written when training has gone on, and the checkpoint is there."""
+
+    def __init__(self, run: RunLog, progress: Progress) -> None:
+        self._run, self._began = run, time.perf_counter()
+        self._fields: dict[str, Any] = {"step": progress.step, "epoch": progress.epoch}
+        self._lock = threading.Lock()
+
+    def went_on(self, wait: Callable[[], object]) -> None:
+        """Training goes on; `wait()` waits until the checkpoint is there."""
+        self._run.before_end(wait)
+        self._note(blocked_s=time.perf_counter() - self._began)
+
+    def sealed(self, path: Path) -> Path:
+        """The checkpoint is there."""
+        found = read_manifest(path)
+        size = sum(sealed["bytes"] for sealed in found["files"].values())
+        how = "together" if found["format"] == STRIPED else "rank 0"
+        self._note(sealed_s=time.perf_counter() - self._began, bytes=size, written_by=how, path=path.name)
+        return path
+
+    def failed(self) -> None:
+        """It will not be."""
+        self._note(sealed_s=None)
+
+    def _note(self, **known: Any) -> None:
+        with self._lock:
+            self._fields |= known
+            if not {"blocked_s", "sealed_s"} <= self._fields.keys():
+                return
+        self._run.checkpoint(self._fields)
 
 
 def _report_fallback(chosen: Info, unusable: Iterable[Info]) -> None:

@@ -19,20 +19,31 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from hvdtrain.core.errors import CheckpointError, HvdtrainError
 from hvdtrain.core.version import __version__
-from hvdtrain.runs.checkpoint_files import MANIFEST, read_manifest, seal, sync_directory, write_manifest
+from hvdtrain.runs.checkpoint_files import (
+    LAYOUT,
+    MANIFEST,
+    STRIPED,
+    Sealed,
+    read_manifest,
+    seal,
+    sync_directory,
+    write_manifest,
+)
 from hvdtrain.runs.log_files import plain
 from hvdtrain.runs.parts import Progress
-from hvdtrain.runs.staging import StateFile
+from hvdtrain.runs.staging import ALL, Share, StateFile
 
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)(?:\.(\d+))?")
-_UNFINISHED = re.compile(r"\.(?:writing|deleting)-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
+LINK = "link"  # a socket, for a moment
+_UNFINISHED = re.compile(rf"\.(?:writing|deleting|{LINK})-(?P<host>.+)-(?P<pid>\d+)-[^-]+")
 _ABANDONED_S = 24 * 3600.0
 
 
@@ -107,16 +118,63 @@ class Folder:
         Raises:
             CheckpointError: it cannot be written, earlier ones are untouched.
         """
+        with self.begun(parts) as temporary:
+            files = {part: put(temporary / part, write) for part, write in parts.items()}
+            return self.complete(temporary, written, name, files)
+
+    @contextmanager
+    def begun(self, parts: Iterable[str]) -> Iterator[Path]:
+        """Gives a directory, with empty files, for what is to become a checkpoint; goes when it does not.
+
+        Raises:
+            CheckpointError: in place of an OSError.
+        """
+        temporary = None
         try:
-            self._sweep()
-            known = [info.sequence for info in self.list()]
-            # one whose number cannot be read may have any: that of a clock is greater than it was
-            sequence = 1 + max(known + [0 if all(known) else time.time_ns() // 1_000_000])
-            path = self._write(written, name, parts, sequence)
-        except OSError as error:
-            raise self._not_written(error) from error
+            temporary = self.begin(parts)
+            yield temporary
+        except BaseException as error:
+            if temporary is not None:
+                self.abandon(temporary)
+            if isinstance(error, OSError):
+                raise self._not_written(error) from error
+            raise
+
+    def begin(self, parts: Iterable[str]) -> Path:
+        """Makes such a directory."""
+        self._sweep()
+        temporary = self._unfinished("writing")
+        temporary.mkdir()
+        try:
+            for part in parts:
+                StateFile.on_disk(temporary / part).close()
+        except BaseException:
+            self.abandon(temporary)
+            raise
+        return temporary
+
+    def abandon(self, temporary: Path) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+    def complete(self, temporary: Path, written: Written, name: str, files: Mapping[str, Sealed]) -> Path:
+        """Makes a checkpoint of files that are on disk; then deletes older ones."""
+        known = [info.sequence for info in self.list()]
+        # one whose number cannot be read may have any: that of a clock is greater than it was
+        sequence = 1 + max(known + [0 if all(known) else time.time_ns() // 1_000_000])
+        whole = all(isinstance(sealed["sha256"], str) for sealed in files.values())
+        body = {
+            "format": LAYOUT if whole else STRIPED, "sequence": sequence, "progress": asdict(written.progress),
+            "metrics": plain({metric: float(value) for metric, value in written.metrics.items()}),
+            "files": files, "saved_unix_s": round(written.unix_s, 3), "world_size": written.world_size,
+            "versions": {"hvdtrain": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
+        }  # fmt: skip
+        write_manifest(temporary / MANIFEST, body)
+        sync_directory(temporary)
+        final = self.directory / self.free_name(name)
+        os.rename(temporary, final)
+        sync_directory(self.directory)
         self._retain()
-        return path
+        return final
 
     def _not_written(self, error: OSError) -> CheckpointError:
         return CheckpointError(
@@ -124,33 +182,6 @@ class Folder:
             f"{self.directory}: {error.strerror or error}",
             "make room (earlier checkpoints are untouched), or give another directory",
         )
-
-    def _write(
-        self, written: Written, name: str, parts: Mapping[str, Callable[[StateFile], object]], sequence: int
-    ) -> Path:
-        temporary = self._unfinished("writing")
-        temporary.mkdir()
-        try:
-            files = {}
-            for part, write in parts.items():
-                with StateFile.on_disk(temporary / part) as file:
-                    fill(file, write)
-                    files[part] = seal(file)
-            body = {
-                "format": 1, "sequence": sequence, "progress": asdict(written.progress),
-                "metrics": plain({metric: float(value) for metric, value in written.metrics.items()}),
-                "files": files, "saved_unix_s": round(written.unix_s, 3), "world_size": written.world_size,
-                "versions": {"hvdtrain": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
-            }  # fmt: skip
-            write_manifest(temporary / MANIFEST, body)
-            sync_directory(temporary)
-            final = self.directory / self.free_name(name)
-            os.rename(temporary, final)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        sync_directory(self.directory)
-        return final
 
     def free_name(self, name: str, taken: Sequence[str] = ()) -> str:
         """Returns `name`, or one like it that nothing has: a resumed run comes by the same step again: "name.2"."""
@@ -191,7 +222,10 @@ class Folder:
         for path in self.directory.iterdir():
             match = _UNFINISHED.fullmatch(path.name)
             if match is not None and _is_abandoned(path, match["host"], int(match["pid"])):
-                shutil.rmtree(path, ignore_errors=True)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
     # -- looking ---------------------------------------------------------------------------------------------
     def list(self) -> list[Info]:
@@ -214,6 +248,13 @@ class Folder:
 def name_of(progress: Progress) -> str:
     """Returns the name of a checkpoint's directory."""
     return f"epoch-{progress.epoch:04d}-step-{progress.step:06d}"
+
+
+def put(path: Path, write: Callable[[StateFile], object], share: Share = ALL) -> Sealed:
+    """Writes a file that `Folder.begin` has made, or a share of it, and forces it to disk."""
+    with StateFile.on_disk(path, share, made=True) as file:
+        fill(file, write)
+        return seal(file)
 
 
 def fill(file: StateFile, write: Callable[[StateFile], object]) -> None:

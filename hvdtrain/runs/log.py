@@ -17,8 +17,9 @@ import os
 import platform
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -84,6 +85,9 @@ class RunLog:
         self._options = dict(config), progress, tensorboard
         self._ended = False
         self._gpus = gpu.gpus_of(world.devices)
+        self._writing = threading.Lock()  # checkpoints are noted by another thread
+        self._saves: list[Mapping[str, Any]] = []
+        self._before_end: Callable[[], object] | None = None
         self.facts = Facts(local_size=world.local_size)
         world.on_main(self._open, resume)
         if world.size > 1:
@@ -167,8 +171,23 @@ class RunLog:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Writes one event; rank 0 only, a no-op elsewhere."""
-        if self._events is not None:
-            self._guarded(self._write_event, kind, fields)
+        with self._writing:
+            if self._events is not None:
+                self._guarded(self._write_event, kind, fields)
+
+    def checkpoint(self, fields: Mapping[str, Any]) -> None:
+        """Writes the event of a save; any thread may call it.
+
+        Args:
+            fields: step, epoch; blocked_s: seconds that training waited; sealed_s: seconds until it was on disk, None
+                if it failed; else bytes, written_by and path, too.
+        """
+        self._saves.append(fields)
+        self.event("checkpoint", **fields)
+
+    def before_end(self, wait: Callable[[], object]) -> None:
+        """Has a run that ends well call `wait()` first: what comes then is still in its record."""
+        self._before_end = wait
 
     def _write_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         assert self._events is not None
@@ -282,6 +301,8 @@ class RunLog:
         self._ended = True
         if self._events is None:
             return
+        if self._before_end is not None and status in ("finished", "preempted"):
+            self._before_end()
         self._end_window()
         if self._phase_totals and (self.world.size == 1 or not any(map(any, (its["ranks"] for its in self._epochs)))):
             self._epochs.append({"kind": "epoch", "ranks": [self._phase_totals]})  # what no epoch has closed
@@ -290,6 +311,8 @@ class RunLog:
         measured = status == "finished" and found.kind != "unknown"
         if measured:
             self.result(verdict=text, shares=found.shares)
+        if self._saves:
+            self._update(checkpoints=stats.of_saves(self._saves))
         self.event("end", status=status, error=error)
         self._update(status=status, error=error, ended=log_files.now())
         self._close()
@@ -309,10 +332,11 @@ class RunLog:
         """Releases files and lock; the lock last, so that the next run finds everything written."""
         if self._line is not None:
             self._line.close()
-        for resource in (self._board, self._events, self._lock):
-            if resource is not None:
-                self._guarded(resource.close)
-        self._line = self._board = self._events = self._lock = None
+        with self._writing:
+            for resource in (self._board, self._events, self._lock):
+                if resource is not None:
+                    self._guarded(resource.close)
+            self._line = self._board = self._events = self._lock = None
 
     def __enter__(self) -> RunLog:
         return self

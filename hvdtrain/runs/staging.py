@@ -8,11 +8,40 @@ fresh pages do not (400 MB: 0.02 s and 0.2 to 0.5 s on a virtual machine).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import mmap
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+_NOTED_WHOLE = 4096  # bytes; of what is written at once and is longer, samples are compared
+_SAMPLES = 256
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which bytes of a file are written here: each `size`-th stripe of it, from the `index`-th on."""
+
+    index: int = 0
+    size: int = 1
+    stripe_bytes: int = 1 << 40
+
+    def own(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Gives the own ranges between two places, in order."""
+        for stripe in range(begin // self.stripe_bytes, -(-end // self.stripe_bytes)):
+            if stripe % self.size == self.index:
+                yield max(begin, stripe * self.stripe_bytes), min(end, (stripe + 1) * self.stripe_bytes)
+
+    def packed(self, place: int) -> int:
+        """Returns where an own place is when the own stripes alone stand one behind the other."""
+        stripe, within = divmod(place, self.stripe_bytes)
+        return stripe // self.size * self.stripe_bytes + within
+
+
+ALL = Share()
 
 
 class StateFile(io.RawIOBase):
@@ -20,24 +49,49 @@ class StateFile(io.RawIOBase):
 
     Args:
         name: of the part; also what `str` gives, as Keras looks there for ".keras".
-        descriptor: stays open when this is closed, if `mapped` is given.
+        descriptor: stays open when this is closed, if not `owned`.
         mapped: the memory of the file's first bytes.
+        share: what is kept of that which is written.
+        packed: only that is in the file, one stripe behind the other; else it has holes for the others'.
 
     Attributes:
         size: bytes so far.
         failure: what the operating system said when it could not write: libraries tell it in words of their own.
     """
 
-    def __init__(self, name: str, descriptor: int, mapped: memoryview | None = None, *, owned: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        descriptor: int,
+        mapped: memoryview | None = None,
+        *,
+        owned: bool = True,
+        share: Share = ALL,
+        packed: bool = False,
+    ) -> None:
         self._name, self._descriptor, self._owned = name, descriptor, owned
         self._mapped = mapped if mapped is not None else memoryview(b"")
+        self._packed = packed
+        self._noted = hashlib.blake2b(digest_size=16)
         self._at = self.size = 0
+        self.share = share
         self.failure: OSError | None = None
 
     @classmethod
-    def on_disk(cls, path: Path) -> StateFile:
-        """Makes a file, with the permissions that the umask gives."""
-        return cls(path.name, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    def on_disk(cls, path: Path, share: Share = ALL, *, made: bool = False) -> StateFile:
+        """Makes a file, with the permissions that the umask gives; or opens one that is `made`."""
+        how = os.O_RDWR | os.O_CLOEXEC | (0 if made else os.O_CREAT | os.O_EXCL)
+        return cls(path.name, os.open(path, how, 0o666), share=share)
+
+    @property
+    def digest(self) -> str:
+        """Of all that was written, but of what is long: its place, and samples. Who writes a share of a file has to
+        know that all others write shares of the same one."""
+        return f"{self.size}-{self._noted.hexdigest()}"
+
+    def note(self, data: Any) -> None:
+        """Has the digest depend on every byte of `data`."""
+        self._noted.update(data)
 
     @property
     def path(self) -> str:
@@ -74,19 +128,26 @@ class StateFile(io.RawIOBase):
         """
         given = memoryview(data)
         view = given.cast("B") if given.nbytes else memoryview(b"")
-        mapped = min(max(len(self._mapped) - self._at, 0), len(view))
-        if mapped:
-            self._mapped[self._at : self._at + mapped] = view[:mapped]
-        done = mapped
+        begin, end = self._at, self._at + len(view)
+        if self.share.size > 1:
+            self.note(f"{begin} {end} ".encode())
+            self.note(view if len(view) <= _NOTED_WHOLE else bytes(view[:: len(view) // _SAMPLES | 1]))
+        for first, last in self.share.own(begin, end):
+            self._put(view[first - begin : last - begin], self.share.packed(first) if self._packed else first)
+        self._at = end
+        self.size = max(self.size, end)
+        return len(view)
+
+    def _put(self, view: memoryview, place: int) -> None:
+        done = min(max(len(self._mapped) - place, 0), len(view))
+        if done:
+            self._mapped[place : place + done] = view[:done]
         try:
             while done < len(view):
-                done += os.pwrite(self._descriptor, view[done:], self._at + done)
+                done += os.pwrite(self._descriptor, view[done:], place + done)
         except OSError as error:
             self.failure = error
             raise
-        self._at += done
-        self.size = max(self.size, self._at)
-        return done
 
     def close(self) -> None:
         if not self.closed and self._owned:
@@ -100,7 +161,7 @@ class Images:
     def __init__(self) -> None:
         self._held: dict[str, tuple[int, mmap.mmap | None]] = {}
 
-    def file(self, name: str) -> StateFile:
+    def file(self, name: str, share: Share = ALL) -> StateFile:
         """Returns the image of that name, to be written anew; see `StateFile`."""
         descriptor, memory = self._held.get(name) or (os.memfd_create(f"hvdtrain {name}"), None)
         size = os.fstat(descriptor).st_size
@@ -108,14 +169,23 @@ class Images:
             with contextlib.suppress(OSError):  # without: the descriptor is written to
                 memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._held[name] = (descriptor, memory)
-        return StateFile(name, descriptor, None if memory is None else memoryview(memory), owned=False)
+        mapped = None if memory is None else memoryview(memory)
+        return StateFile(name, descriptor, mapped, owned=False, share=share, packed=True)
 
     def descriptor(self, name: str) -> int:
         return self._held[name][0]
 
 
 def copy_image(descriptor: int, size: int, target: StateFile) -> None:
-    """Writes an image's first `size` bytes to a file."""
-    if size:
-        with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as memory, memoryview(memory) as view:
-            target.write(view)
+    """Writes what an image has of a file of `size` bytes, `target`'s share of it, there."""
+    own = list(target.share.own(0, size))
+    target.size = size  # of which the last bytes may be another's
+    if not own:
+        return
+    length = target.share.packed(own[-1][1] - 1) + 1
+    with mmap.mmap(descriptor, length, access=mmap.ACCESS_READ) as memory, memoryview(memory) as view:
+        for begin, end in own:
+            target.seek(begin)
+            place = target.share.packed(begin)
+            with view[place : place + end - begin] as stripe:
+                target.write(stripe)

@@ -172,3 +172,16 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def of_saves(saves: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns what a run's checkpoints took, of the fields of their events (`RunLog.checkpoint`)."""
+    sealed = [save for save in saves if save["sealed_s"] is not None]
+    return {
+        "saves": len(saves),
+        "failed": len(saves) - len(sealed),
+        "blocked_s": math.fsum(save["blocked_s"] for save in saves),
+        "blocked_median_s": statistics.median(save["blocked_s"] for save in saves),
+        "sealed_median_s": statistics.median(save["sealed_s"] for save in sealed) if sealed else None,
+        "bytes": sealed[-1]["bytes"] if sealed else None,
+    }

@@ -6,6 +6,7 @@ last image is on disk, it ends.
 
     trainer -> writer   {"directory": ..., "name": ..., "files": {name: size}, ...} and the files' descriptors
     writer -> trainer   {"seconds": ...} or {"failure": [rule, received, remedy]}
+    trainer -> writer   {"link": ..., "ranks": [...]} and sockets to these ranks' (`hvdtrain.runs.together`)
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from hvdtrain.core.errors import EXIT_CODE, CheckpointError, before_end, describe
+from hvdtrain.core.errors import EXIT_CODE, CheckpointError, HvdtrainError, before_end, describe
 from hvdtrain.runs.checkpoint_folder import Folder, Written, name_of, read_info
 from hvdtrain.runs.parts import Progress
-from hvdtrain.runs.staging import Images, copy_image
+from hvdtrain.runs.staging import Images, Share, StateFile, copy_image
+from hvdtrain.runs.together import Group, Link, Notes
 
 _LONGEST_MESSAGE = 1 << 17
 _MOST_FILES = 64
@@ -48,6 +50,8 @@ class _Job:
     message: bytes
     descriptors: list[int]
     images: Images
+    leads: bool = True  # else rank 0 is told how it went
+    noted: Notes | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -64,8 +68,11 @@ class Writer:
         self._new: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._failures: dict[Path, list[CheckpointError]] = {}
+        self._exits: list[Any] = []  # codes that the program has wanted to end with
+        self._note_exits()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self.links: set[str] = set()  # of the process that lives
         self.lock = threading.RLock()  # of who saves
         for run in (self._send, self._receive):
             threading.Thread(target=run, name="hvdtrain writer", daemon=True).start()
@@ -88,13 +95,25 @@ class Writer:
         self.wait()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN.format(descriptor=theirs.fileno(), parent=os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+            self._process = self._started(ours, theirs)
         self._socket = ours
+        self.links.clear()
+
+    def _started(self, ours: socket.socket, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAIN.format(descriptor=theirs.fileno(), parent=os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+
+    def link(self, group: Group, ranks: Sequence[int], sockets: Sequence[socket.socket]) -> None:
+        """Gives the process its ends of what links it to other ranks'."""
+        assert self._socket is not None
+        message = json.dumps({"link": group.id, "ranks": list(ranks)}).encode()
+        with contextlib.suppress(OSError):  # it is gone, which the next checkpoint finds
+            socket.send_fds(self._socket, [message], [link.fileno() for link in sockets])
+        self.links.add(group.id)
 
     def images(self) -> Images:
         """Returns memory for a checkpoint; waits until there is some."""
@@ -103,16 +122,33 @@ class Writer:
         in_use = [job.images for job in self._jobs]
         return next(images for images in self._images if images not in in_use)
 
-    def submit(self, images: Images, sizes: Mapping[str, int], folder: Folder, written: Written) -> Path:
-        """Has a checkpoint written from images; returns its directory, which will be there."""
+    def submit(
+        self,
+        images: Images,
+        files: Mapping[str, StateFile],
+        folder: Folder,
+        written: Written,
+        link: tuple[str, int] = ("", 0),
+        *,
+        leads: bool = True,
+        noted: Notes | None = None,
+    ) -> Path:
+        """Has a checkpoint written from images, or with others; returns its directory, which will be there.
+
+        Args:
+            link: what links the processes that write it, and its number there; "": there are no others.
+            leads: this is rank 0.
+            noted: is told how it went.
+        """
         taken = [job.path.name for job in self._jobs if job.folder.directory == folder.directory]
         name = folder.free_name(name_of(written.progress), taken)
         message = {
             "directory": os.fspath(folder.directory), "keep": folder.keep, "best_metric": folder.best_metric,
-            "mode": folder.mode, "name": name, "files": dict(sizes), "written": asdict(written),
+            "mode": folder.mode, "name": name, "written": asdict(written), "with": link, "leads": leads,
+            "files": {part: [file.size, asdict(file.share)] for part, file in files.items()},
         }  # fmt: skip
-        descriptors = [images.descriptor(part) for part in sizes]
-        job = _Job(folder, folder.directory / name, json.dumps(message).encode(), descriptors, images)
+        descriptors = [images.descriptor(part) for part in files]
+        job = _Job(folder, folder.directory / name, json.dumps(message).encode(), descriptors, images, leads, noted)
         self._jobs.append(job)  # an interrupt from here on finds its images in use
         self._new.put(job)
         return job.path
@@ -150,14 +186,16 @@ class Writer:
             answer = b""
             with contextlib.suppress(OSError):
                 answer = self._socket.recv(_LONGEST_MESSAGE)
-            if answer:
-                failure = json.loads(answer).get("failure")
+            if answer or not job.leads:
+                failure = json.loads(answer or "{}").get("failure")
             else:
                 failure = None if read_info(job.path).ok else _died(self._process)
             if failure is not None:
                 rule, received, remedy = failure
                 failed = CheckpointError(rule, f"{job.path}: {received}", remedy)
                 self._failures.setdefault(job.folder.directory, []).append(failed)
+            if job.noted is not None:
+                _note(job.noted, job.path if failure is None else None)
             self._jobs.remove(job)
             job.done.set()
 
@@ -177,10 +215,32 @@ class Writer:
             print(describe("hvdtrain", failure, 0), file=sys.stderr, flush=True)
 
     def _at_exit(self) -> None:
-        """A program that lost its last checkpoint does not end as one that went well."""
+        """A program that lost its last checkpoint does not end as one that went well; one that fails itself ends with
+        what it failed with."""
         self._finish(None)
-        if self.own and self._failures:
+        if self.own and self._failures and not self._exits and getattr(sys, "last_value", None) is None:
             os._exit(EXIT_CODE)  # nothing else gives a code here
+
+    def _note_exits(self) -> None:
+        """Has `sys.exit` note a code that is not 0: at the end Python tells nobody with which it ends."""
+        exit_plainly = sys.exit
+
+        def noting(status: Any = None, /) -> NoReturn:
+            if status:
+                self._exits.append(status)
+            exit_plainly(status)
+
+        sys.exit = noting
+
+
+def _note(noted: Notes, path: Path | None) -> None:
+    try:
+        if path is not None:
+            noted.sealed(path)
+            return
+    except (OSError, HvdtrainError) as error:  # a newer one may have replaced it, or its disk be gone
+        print(f"hvdtrain: of {path} nothing is noted: {error}", file=sys.stderr, flush=True)
+    noted.failed()
 
 
 def _died(process: subprocess.Popen[bytes]) -> list[str]:
@@ -219,6 +279,7 @@ def serve(descriptor: int, parent: int) -> None:
     with socket.socket(fileno=descriptor) as link:
         link.settimeout(_ALONE_S)
         folders: dict[tuple[Any, ...], Folder] = {}
+        links: dict[str, Link] = {}
         while True:
             try:
                 data, descriptors, _, _ = socket.recv_fds(link, _LONGEST_MESSAGE, _MOST_FILES)
@@ -231,18 +292,34 @@ def serve(descriptor: int, parent: int) -> None:
             if not data:
                 return
             message = json.loads(data)
+            if "link" in message:
+                sockets = [socket.socket(fileno=number) for number in descriptors]
+                for end in sockets:
+                    end.setblocking(True)  # which it may not have been on the other side
+                links[message["link"]] = Link(message["ranks"], sockets)
+                continue
             options = (Path(message["directory"]), message["keep"], message["best_metric"], message["mode"])
-            answer = _written(message, descriptors, folders.setdefault(options, Folder(*options)))
+            folder = folders.setdefault(options, Folder(*options))
+            answer = _written(message, descriptors, folder, links.get(message["with"][0]))
             with contextlib.suppress(ConnectionError):  # what was to be written is written, whoever wants to know
                 link.send(json.dumps(answer).encode())
 
 
-def _written(message: dict[str, Any], descriptors: list[int], folder: Folder) -> dict[str, Any]:
+def _written(message: dict[str, Any], descriptors: list[int], folder: Folder, link: Link | None) -> dict[str, Any]:
     started = time.perf_counter()
     written = Written(**message["written"] | {"progress": Progress(**message["written"]["progress"])})
-    images = zip(message["files"].items(), descriptors, strict=True)
+    files = {
+        name: (partial(copy_image, descriptor, size), Share(**share))
+        for (name, (size, share)), descriptor in zip(message["files"].items(), descriptors, strict=True)
+    }
+    number = message["with"][1]
     try:
-        folder.add(written, message["name"], {name: partial(copy_image, fd, size) for (name, size), fd in images})
+        if link is None:
+            folder.add(written, message["name"], {name: write for name, (write, _) in files.items()})
+        elif message["leads"]:
+            link.lead(number, folder, written, message["name"], files)
+        else:
+            link.follow(number, folder.directory, files)
     except CheckpointError as error:
         return {"failure": [error.rule, error.received, error.remedy]}
     except Exception as error:  # the trainer is to know, whatever it is

@@ -8,7 +8,7 @@ data, and every rank's random numbers; `extra.pt` is what else the user keeps. B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +116,9 @@ class ModelPart(Part):
         CLOCK.enter("checkpoint")
         buffers.synchronize(self.model, self.world)
         nonfinite.check_weights(self.module, self.world)
+
+    def replicated_bytes(self) -> int:
+        return _bytes_of(self.module.state_dict().values())
 
     def write(self, file: StateFile) -> None:
         tensors, shared = _once_each(self.module.state_dict())
@@ -265,6 +268,11 @@ class TrainingPart(Part):
         if session.parted is not None:
             self._gathered = session.parted.state_dict(keep=session.world.is_main)
 
+    def replicated_bytes(self) -> int:
+        if self.optimizer.session.parted is not None:
+            return 0
+        return _bytes_of(value for state in self.optimizer.wrapped.state.values() for value in state.values())
+
     def write(self, file: StateFile) -> None:
         optimizer = self.optimizer
         content = {
@@ -277,8 +285,8 @@ class TrainingPart(Part):
             "parameters": _described(optimizer),
             "streams": self.streams,
         }
-        self._gathered = None
         write(content, file, "training state")
+        self._gathered = None  # not before: what could not be written by ranks together, rank 0 writes alone
 
     def check(self, path: Path) -> None:
         """Reads the file.
@@ -317,6 +325,10 @@ class TrainingPart(Part):
             restore_streams(saved["streams"][world.rank], world.devices)
         else:
             start.split_streams(world, "resumed", saved["progress"]["samples_seen"])
+
+
+def _bytes_of(values: Iterable[Any]) -> int:
+    return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.layout is torch.strided)
 
 
 def _place(session: Session) -> dict[str, Any] | None:

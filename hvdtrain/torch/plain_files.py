@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -65,18 +66,32 @@ def _like(example: Any, saved: Any) -> Any:
     return saved
 
 
+_writing = threading.local()
+
+
+def _as_on_cpu(storage: Any) -> str | None:
+    """Says where a storage is to be loaded: that it was on this rank's GPU, would part the ranks' files."""
+    return "cpu" if getattr(_writing, "on", False) else None
+
+
+torch.serialization.register_package(0, _as_on_cpu, lambda storage, location: None)  # asked first
+
+
 def write(content: Mapping[str, Any], file: StateFile, what: str) -> None:
-    """Saves what `weights_only=True` reads, and has it read."""
+    """Saves what `weights_only=True` reads, and has it read; on whatever device it is, the bytes are the same."""
     plain = _plain(content, what)
     tried = io.BytesIO()
-    torch.save(_emptied(plain), tried)
-    tried.seek(0)
-    torch.load(tried, weights_only=True)
+    _writing.on = True
     summed = get_crc32_options()
     set_crc32_options(False)  # twice as fast; the manifest has a SHA-256
     try:
+        torch.save(_emptied(plain), tried)
+        file.note(tried.getbuffer())
+        tried.seek(0)
+        torch.load(tried, weights_only=True)
         torch.save(plain, cast(BinaryIO, file))
     finally:
+        _writing.on = False
         set_crc32_options(summed)
 
 
@@ -85,7 +100,7 @@ def write_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, str], file: 
     library would first make a copy: the length of the header, the header as JSON, the values."""
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
     named = _header_of(save(empty))  # what the library calls the types
-    header: dict[str, Any] = {"__metadata__": dict(told)}
+    header: dict[str, Any] = {"__metadata__": dict(sorted(told.items()))}
     offset = 0
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
     for name in order:
@@ -95,6 +110,7 @@ def write_tensors(tensors: Mapping[str, Tensor], told: Mapping[str, str], file: 
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    file.note(text)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         values = tensors[name].resolve_conj().resolve_neg().cpu().contiguous()

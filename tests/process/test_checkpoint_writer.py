@@ -11,6 +11,9 @@ import psutil
 import pytest
 from checkpoint_steps import synchronous
 from harness import PROGRAMS, REPOSITORY, Result, clean_environment, run_ranks
+from run_logs import strict
+
+from hvdtrain.runs.log import read_run
 
 PROGRAM = PROGRAMS / "core" / "checkpoint_writer.py"
 
@@ -51,6 +54,33 @@ def test_a_program_that_lost_its_last_one_does_not_end_well(tmp_path: Path) -> N
     ended = run(tmp_path, "the_last_one_fails")
     assert ended.returncode == 2 and "killed by SIGKILL" in ended.err and "asynchronous=False" in ended.err
     assert steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "said"),
+    [("an_own_error_and_a_failed_write", 1, "ValueError: of its own"), ("an_own_code_and_a_failed_write", 7, "")],
+)
+def test_what_the_program_ends_with_comes_before_a_failed_write(
+    tmp_path: Path, case: str, code: int, said: str
+) -> None:
+    ended = run(tmp_path, case)
+    assert ended.returncode == code and said in ended.err and "killed by SIGKILL" in ended.err
+
+
+def test_each_save_is_in_the_runs_record(tmp_path: Path) -> None:
+    """Which waits for the last one when it ends well; a failed one has no time on disk."""
+    assert "passed" in run(tmp_path, "the_record_of_saves").check().out
+    events = [event for event in strict(tmp_path / "run" / "events.jsonl") if event["kind"] == "checkpoint"]
+    assert [event["step"] for event in events] == [1, 2, 3, 4, 5]
+    for event in events:
+        assert event["blocked_s"] >= 0 and (event["sealed_s"] is None) == (event["step"] == 3)
+    waited = events[1]
+    assert waited["sealed_s"] > waited["blocked_s"] and waited["bytes"] == 6_000_000, "training went on"
+    assert waited["written_by"] == "rank 0" and waited["path"] == "epoch-0000-step-000002"
+    assert events[3]["blocked_s"] >= events[3]["sealed_s"] > 0, "a synchronous one"
+    told = read_run(tmp_path / "run")["checkpoints"]  # type: ignore[index]
+    assert (told["saves"], told["failed"], told["bytes"]) == (5, 1, 6_000_000)
+    assert told["blocked_s"] == pytest.approx(sum(event["blocked_s"] for event in events))
 
 
 def test_a_killed_program_loses_none(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import PROGRAMS, run_ranks
+from run_logs import strict
 
 FOLDER = PROGRAMS / "keras"
 
@@ -55,6 +56,19 @@ def test_the_second_half_did_something(runs: Path) -> None:
 def test_replicas_end_equal(runs: Path) -> None:
     for name in ("whole_end", "first_end", "second_end"):
         assert facts(runs, name, 0)["fingerprint"] == facts(runs, name, 1)["fingerprint"]
+
+
+def test_each_save_is_in_the_runs_record(runs: Path) -> None:
+    events = [event for event in strict(runs / "whole" / "log" / "events.jsonl") if event["kind"] == "checkpoint"]
+    assert [event["epoch"] for event in events] == [1, 2, 3, 4]
+    for event in events:
+        files = (
+            json.loads((runs / "whole" / event["path"] / "manifest.json").read_text())["files"]
+            if event["epoch"] > 1
+            else None
+        )
+        assert files is None or event["bytes"] == sum(file["bytes"] for file in files.values())
+        assert event["blocked_s"] > 0 and event["sealed_s"] > 0
 
 
 def test_progress_counts_updates_and_samples(runs: Path) -> None:

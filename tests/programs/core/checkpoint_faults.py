@@ -1,6 +1,7 @@
 """Breaks the process that writes checkpoints at each of its system calls, and looks at what is left each time.
 
-Usage: checkpoint_faults.py FOLDER FAULT. FAULT is "KILL", or the name of an error (ENOSPC, EIO, EROFS).
+Usage: checkpoint_faults.py FOLDER FAULT [RANK]. FAULT is "KILL", or the name of an error (ENOSPC, EIO, EROFS). Started
+on two ranks, which write each checkpoint together, it is the process of that RANK that is broken.
 The fourth save writes, replaces the best and deletes an old one. The writer is forked, not started, so that its n-th
 call of write, fsync, rename, unlink, rmdir or mkdir fails; n grows until it gets through. Prints the number of faults.
 """
@@ -19,10 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from blob import content, state_of
+from blob import Common, content, state_of
 
-from hvdtrain import Checkpointer, CheckpointError, Progress
+from hvdtrain import Checkpointer, CheckpointError, MainRankError, Progress, World, init
+from hvdtrain.runs import together
 from hvdtrain.runs import writer as writer_module
+from hvdtrain.runs.checkpoint_files import read_manifest
 from hvdtrain.runs.writer import Writer, serve
 
 CALLS = ("write", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir")
@@ -58,11 +61,7 @@ class Breaking(Writer):
         super().__init__()
         self.fault, self.number = fault, number
 
-    def start(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            return
-        self.wait()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _started(self, ours: socket.socket, theirs: socket.socket) -> Any:
         parent = os.getpid()
         child = os.fork()
         if child == 0:
@@ -70,8 +69,7 @@ class Breaking(Writer):
             break_at(self.number, self.fault)
             serve(theirs.detach(), parent)
             os._exit(0)
-        theirs.close()
-        self._process, self._socket = Forked(child), ours  # type: ignore[assignment]
+        return Forked(child)
 
 
 def break_at(number: int, fault: str) -> None:
@@ -97,12 +95,12 @@ def break_at(number: int, fault: str) -> None:
 
 
 def checkpointer(folder: Path) -> Checkpointer:
-    return Checkpointer(folder, keep=2, best="val_loss")
+    return Checkpointer(folder, keep=2, best="val_loss", together=True)
 
 
 def save(checkpoints: Checkpointer, step: int) -> None:
     progress = Progress(step=step, samples_seen=10 * step)
-    checkpoints.save(state_of(step), progress=progress, metrics={"val_loss": LOSSES[step]})
+    checkpoints.save(state_of(step, kind=Common), progress=progress, metrics={"val_loss": LOSSES[step]})
 
 
 def look(folder: Path, number: int) -> int:
@@ -118,32 +116,35 @@ def look(folder: Path, number: int) -> int:
     return progress.step
 
 
-def told(checkpoints: Checkpointer, fault: str) -> bool:
-    """Whether the fault reaches the trainer, with its cause."""
+def told(checkpoints: Checkpointer, fault: str, broken: int) -> bool:
+    """Whether the fault reaches the trainer, on every rank, with its cause."""
     try:
         checkpoints.wait()
-    except CheckpointError as error:
+    except (CheckpointError, MainRankError) as error:
         cause = "SIGKILL" if fault == "KILL" else os.strerror(getattr(errno, fault))
+        if broken:
+            cause = f"rank {broken}: {'the process that wrote its part has ended' if fault == 'KILL' else cause}"
         assert cause in error.received, error
         return True
     return False
 
 
-def main() -> None:
-    root, fault = Path(sys.argv[1]), sys.argv[2]
+def main(world: World, fault: str, broken: int) -> None:
+    root = Path(sys.argv[1])
     start = checkpointer(root / "start")
     for step in (1, 2, 3):
         save(start, step)
     start.wait()
+    assert read_manifest(start.list()[-1].path)["format"] == (1 if world.size == 1 else 2)
     writer_module._writer._finish()  # type: ignore[union-attr]
     restored, failures = [], 0
     for number in itertools.count(1):
         folder = root / "broken"
-        shutil.copytree(root / "start", folder)
-        writer_module._writer = breaking = Breaking(fault, number)
+        world.on_main(shutil.copytree, root / "start", folder)
+        writer_module._writer = breaking = Breaking(fault, number if world.rank == broken else 0)
         checkpoints = checkpointer(folder)
         save(checkpoints, 4)
-        failed = told(checkpoints, fault)
+        failed = told(checkpoints, fault, broken)
         breaking._finish()
         writer_module._writer = well = Breaking(fault, 0)
         there = look(folder, number)
@@ -157,9 +158,11 @@ def main() -> None:
         assert kept in ([1, 5, 6], [4, 5, 6]), (number, kept)
         left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
         assert not left, (number, left)
+        assert all(read_manifest(info.path)["format"] == (1 if world.size == 1 else 2) for info in checkpoints.list())
+        world.barrier()
         well._finish()
-        shutil.rmtree(folder)
-        if not STRUCK[0]:
+        world.on_main(shutil.rmtree, folder)
+        if not world.broadcast(STRUCK[0], broken):
             break
         STRUCK[0] = 0
     assert restored == sorted(restored), "once the new one is there, it is there"
@@ -167,4 +170,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) < 4:
+        main(World.solo(), sys.argv[2], 0)
+    else:
+        import torch_engine  # noqa: F401 (takes the adapter's place)
+
+        together.LEAST_BYTES, together.STRIPE_BYTES = 1, 64  # two stripes a file
+        with init("torch") as ranks:
+            main(ranks, sys.argv[2], int(sys.argv[3]))

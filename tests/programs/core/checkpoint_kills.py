@@ -32,7 +32,7 @@ class Naive(Folder):
     def add(self, written: Written, name: str, parts: Mapping[str, Callable[[StateFile], object]]) -> Path:
         for info in self.list():
             shutil.rmtree(info.path)
-        return self._write(written, name, parts, 1)
+        return super().add(written, name, parts)
 
 
 def checkpointer(folder: Path, kind: type[Folder] = Folder) -> Checkpointer:

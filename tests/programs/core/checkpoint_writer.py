@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 from blob import content, state_of
 
-from hvdtrain import Checkpointer, CheckpointError, HvdtrainError, Progress
+from hvdtrain import Checkpointer, CheckpointError, HvdtrainError, Progress, RunLog, World
 from hvdtrain.core.errors import exit_with
 
 FOLDER = Path(sys.argv[1])
@@ -229,6 +229,40 @@ def case_the_last_one_fails() -> None:
     process.suspend()
     save(checkpoints, 2)
     process.kill()
+
+
+def case_the_record_of_saves() -> None:
+    with RunLog(FOLDER / "run", World.solo(), config={}, progress=False, tensorboard=False) as run:
+        checkpoints = Checkpointer(FOLDER, keep=9, run=run)
+        save(checkpoints, 1)
+        checkpoints.wait()
+        process = writing()
+        process.suspend()
+        save(checkpoints, 2)
+        threading.Timer(1.0, process.resume).start()
+        checkpoints.wait()
+        process.suspend()
+        save(checkpoints, 3)
+        process.kill()
+        try:
+            checkpoints.wait()
+            raise AssertionError("nobody was told")
+        except CheckpointError:
+            pass
+        checkpoints.asynchronous = False
+        save(checkpoints, 4)
+        checkpoints.asynchronous = True
+        save(checkpoints, 5)  # the end of the record waits for it
+
+
+def case_an_own_error_and_a_failed_write() -> None:
+    case_the_last_one_fails()
+    raise ValueError("of its own")
+
+
+def case_an_own_code_and_a_failed_write() -> None:
+    case_the_last_one_fails()
+    sys.exit(7)
 
 
 def case_an_error_ends_the_program() -> None:

@@ -50,7 +50,7 @@ def build() -> tuple[keras.Model, Any]:
     return hvk.prepare(model, data, lr=lr), data
 
 
-def fit(model: keras.Model, data: Any, folder: Path, *, epochs: int, progress: Any = None) -> None:
+def fit(model: keras.Model, data: Any, folder: Path, *, epochs: int, progress: Any = None, extra: Any = None) -> None:
     checkpointer = hvdtrain.Checkpointer(folder, best=None)
     with hvdtrain.RunLog(
         folder / "log", world, config={}, resume=progress is not None, progress=False, tensorboard=False
@@ -60,7 +60,7 @@ def fit(model: keras.Model, data: Any, folder: Path, *, epochs: int, progress: A
             epochs=epochs,
             initial_epoch=progress.epoch if progress else 0,
             verbose=0,
-            callbacks=hvk.callbacks(model, checkpointer=checkpointer, run=run),
+            callbacks=hvk.callbacks(model, checkpointer=checkpointer, run=run, extra=extra),
         )
 
 
@@ -80,12 +80,13 @@ def main(phase: str, folder: Path) -> None:
     if phase in ("first", "both"):
         keras.backend.clear_session()
         model, data = build()
-        fit(model, data, folder / "parts", epochs=2)
+        fit(model, data, folder / "parts", epochs=2, extra={"table": np.arange(3.0)})
         store(model, folder / "first_end")
     if phase in ("second", "elsewhere"):
         model, data = build()
-        progress = hvdtrain.Checkpointer(folder / "parts", best=None).restore(hvk.model_state(model))
-        assert progress is not None
+        extra = {"table": np.zeros(3)}
+        progress = hvdtrain.Checkpointer(folder / "parts", best=None).restore(hvk.model_state(model, extra=extra))
+        assert progress is not None and extra["table"].tolist() == [0, 1, 2], "the callbacks saved it"
         if phase == "second":
             store(model, folder / "restored", progress)
             fit(model, data, folder / "parts", epochs=4, progress=progress)

@@ -1,10 +1,9 @@
 """Ranks come and go: `elastic.py OUT DATA ACCUMULATE EPOCHS UPDATES_PER_S [FORMATION.RANK:UPDATE:SPOT ...]`.
 
-In that formation that rank kills itself (SIGKILL) when so many updates are done, at a spot: at a barrier with a "batch" at
-hand, before "backward", "in" it
-(half of the gradients are there), before "step", after it, or in "evaluate", "gather", "save" or "head" (what is
-collective before the first batch of an epoch). Each process leaves a ledger in OUT: what it took part in, and what was
-applied; rank 0 of the end leaves the weights.
+In that formation that rank kills itself (SIGKILL) when so many updates are done, at a spot: at a barrier with a "batch"
+at hand, before "backward", "in" it (half of the gradients are there), before "step", "after" it, or in "evaluate",
+"gather", "save" or "head" (what is collective before the first batch of an epoch). Each process leaves a ledger in OUT:
+what it took part in, and what was applied; rank 0 of the end leaves the weights.
 """
 
 from __future__ import annotations
