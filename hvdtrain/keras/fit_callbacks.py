@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 from hvdtrain.core.errors import ConfigError, NonFiniteError
+from hvdtrain.core.in_step.elastic import note_progress
 from hvdtrain.core.lr import LR
 from hvdtrain.keras import averaging, metric_states, start
 from hvdtrain.keras.backends.chosen import BACKEND
@@ -177,6 +178,7 @@ class Count(Callback):
             now.epoch, now.step + steps, now.samples_seen + samples, now.samples_in_epoch + samples
         )
         self.last_step_samples = samples
+        note_progress(self.session.progress.step)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         now, data = self.session.progress, self.session.fitted

@@ -10,6 +10,7 @@ JSON: NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf"
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import os
@@ -80,14 +81,26 @@ class RunLog:
         self._window = log_files.Window()
         self._phase_totals: dict[str, float] = {}
         self._epochs: list[dict[str, Any]] = []  # what the verdict reads
-        self._talks = progress and world.is_main
+        self._options = dict(config), progress, tensorboard
+        self._ended = False
         self._gpus = gpu.gpus_of(world.devices)
         self.facts = Facts(local_size=world.local_size)
-        world.on_main(self._open, dict(config), resume, progress, tensorboard)
+        world.on_main(self._open, resume)
         if world.size > 1:
             world.tracker.use_run_dir(self.run_dir)
 
-    def _open(self, config: dict[str, Any], resume: bool, progress: bool, tensorboard: bool) -> None:
+    @property
+    def _talks(self) -> bool:
+        return self._options[1] and self.world.is_main
+
+    def _take_over(self) -> None:
+        """Goes on with the record where rank 0 was lost in an elastic job, and this rank has become the first."""
+        if self.world.is_main and self._events is None and not self._ended:
+            with contextlib.suppress(ConfigError):  # the other one still holds it: at the next update
+                self._open(resume=True)
+
+    def _open(self, resume: bool) -> None:
+        config, progress, tensorboard = self._options
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._lock = log_files.lock(self.run_dir)
@@ -190,6 +203,7 @@ class RunLog:
         """
         if self._gpus is not None:
             self._gpus.start()  # what came before the first step is no training
+        self._take_over()
         self._add_phases(seconds)
         position = {"step": step, "epoch": epoch, "samples_seen": samples_seen, "lr": lr}
         if self._events is not None and self._window.add(position, loss, samples, seconds):
@@ -265,6 +279,7 @@ class RunLog:
         """Writes how the run ended, with the verdict, and lets go of the directory; the second call does nothing."""
         if self._gpus is not None:
             self._gpus.stop()
+        self._ended = True
         if self._events is None:
             return
         self._end_window()

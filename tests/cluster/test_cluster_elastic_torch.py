@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
+import statistics
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401 - which an optimizer loads, and which sets a variable of the environment
+import torch._dynamo  # which an optimizer loads: it sets a variable of the environment
 from harness import PROGRAMS
-from test_cluster_elastic import attempt
+from test_cluster_elastic import GOES_ON_WITHIN_S, attempt, reader
 from test_cluster_launch import Ended, launched
 
 PROGRAM = PROGRAMS / "torch/elastic.py"
@@ -33,12 +37,15 @@ class Trained:
         updates: of each update: epoch, and the samples of all that took part.
         final: weights, their average, and counts.
         sizes: of the formations after the first one.
+        times_s: of all updates.
     """
 
+    folder: Path
     ended: Ended
     updates: dict[int, tuple[int, list[int]]]
     final: dict
     sizes: list[int]
+    times_s: list[float]
 
 
 def train(
@@ -48,22 +55,28 @@ def train(
     arguments = [str(folder), data, str(accumulate), str(epochs), str(rate), *todo]
     with launched(folder, *flags, *arguments, np=np, program=PROGRAM, env={"OMP_NUM_THREADS": "1"}) as started:
         ended = started.end(240)
+    return read(folder, ended)
+
+
+def read(folder: Path, ended: Ended) -> Trained:
     assert ended.code == 0, ended.text
+    times_s: list[float] = []
     took: dict[tuple[int, int], list[int]] = defaultdict(list)  # by update and formation
     applied: dict[int, tuple[int, int]] = {}
     for file in folder.glob("ledger.*"):
         formation = {}
         for line in file.read_text().splitlines():
-            kind, epoch, step, now, ids, _ = json.loads(line)
+            kind, epoch, step, now, ids, at_s = json.loads(line)
             if kind == "took":
                 formation[step] = now
                 took[step, now] += ids
             elif step in formation:
+                times_s.append(at_s)
                 applied[step] = epoch, formation[step]
     updates = {step: (epoch, took[step, formation]) for step, (epoch, formation) in sorted(applied.items())}
     final = torch.load(folder / "final.pt", weights_only=True)
     sizes = [len(its["workers"]) for its in attempt(folder)["formations"]]
-    return Trained(ended, updates, final, sizes)
+    return Trained(folder, ended, updates, final, sizes, times_s)
 
 
 def check(done: Trained, *, epochs: int = 3, batch: int, accumulate: int = 1) -> None:
@@ -86,6 +99,10 @@ def check(done: Trained, *, epochs: int = 3, batch: int, accumulate: int = 1) ->
         found = done.final[kind]
         gap = max((found[name] - expected[name]).abs().max().item() for name in expected)
         assert gap < EXACT, f"{kind}: {gap:.2e}\n{done.ended.text}"
+    record = done.folder / "run"
+    assert json.loads((record / "run.json").read_text())["status"] == "finished"
+    events = [json.loads(line) for line in (record / "events.jsonl").read_text().splitlines()]
+    assert [its["step"] for its in events if its["kind"] == "step"][-1] == len(done.updates)
     assert done.final["updates"] == len(done.updates)
 
 
@@ -97,11 +114,44 @@ def test_the_training_goes_on_as_if_nobody_had_been_lost(tmp_path):
 
 
 @pytest.mark.thorough
+def test_fifty_random_losses_and_joins(tmp_path):
+    """Any rank that has joined is killed at any time, as long as one is left; four ranks are filled up each time."""
+    draw, epochs, events = random.Random(5), 200, 50
+    lost_s: list[float] = []
+    arguments = [str(tmp_path), "arrays", "1", str(epochs), "40"]
+    flags = ("--min-np=1", "--max-np=4")
+    with launched(tmp_path, *flags, *arguments, np=4, program=PROGRAM, env={"OMP_NUM_THREADS": "1"}) as started:
+        told = reader(started)  # or its pipe is full some day
+        while started.process.poll() is None and len(lost_s) < events:
+            told()
+            time.sleep(draw.choice([0.2, 0.5, 1.0, 3.0]))
+            joined = {file.suffix[1:] for file in tmp_path.glob("ledger.*") if file.stat().st_size}
+            living = [its for its in started.belonging(str(PROGRAM)) if str(its.pid) in joined]
+            if len(living) > 1:
+                lost_s.append(time.time())
+                draw.choice(living).kill()
+        ended = started.end(600)
+    done = read(tmp_path, ended)
+    check(done, epochs=epochs, batch=16)
+    waited = [min(at for at in done.times_s if at > lost) - lost for lost in lost_s]
+    grown = sum(after > before for before, after in pairwise([4, *done.sizes]))
+    print(f"{len(lost_s)} losses, {grown} times ranks joined, to the next update {statistics.median(waited):.2f} s")
+    assert len(lost_s) + grown >= events and statistics.median(waited) < GOES_ON_WITHIN_S
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("spot", SPOTS)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_killed_at_every_spot(tmp_path, spot, rank):
     update = 13 if spot in ("evaluate", "gather", "save", "head") else 5
     check(train(tmp_path, f"1.{rank}:{update}:{spot}", flags=("--min-np=1", "--max-np=3")), batch=12)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("spot", ["backward", "step", "after"])
+@pytest.mark.parametrize("update", [0, 12, 13, 38])
+def test_killed_in_the_first_and_last_updates_of_an_epoch(tmp_path, spot, update):
+    check(train(tmp_path, f"1.1:{update}:{spot}"), batch=12)
 
 
 @pytest.mark.thorough

@@ -48,8 +48,12 @@ class Launched:
 
     def belonging(self, part: str) -> list[psutil.Process]:
         """The processes of this job whose command holds `part`, the oldest first."""
-        found = [process for process in processes_of(self.token) if part in " ".join(process.cmdline())]
-        return sorted(found, key=lambda process: process.create_time())
+        found = {}
+        for process in processes_of(self.token):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                if part in " ".join(process.cmdline()):
+                    found[process.create_time(), process.pid] = process
+        return [found[key] for key in sorted(found)]
 
     def left_after(self, grace_s: float) -> list[str]:
         """What still runs when the time is over; returns at once when nothing does."""

@@ -32,7 +32,6 @@ class AgentLine:
     Attributes:
         formation: that this rank is in, counted from 1; 0: in none so far.
         asked_to_leave: the newest formation that the launcher wants to be left at an update.
-        updates: completed in this process; the thread tells when it has changed.
         cut: breaks what the ranks of this formation are connected by.
     """
 
@@ -42,15 +41,27 @@ class AgentLine:
         self._lock = threading.Lock()
         self._forms: queue.SimpleQueue[Form | None] = queue.SimpleQueue()
         self._pid = os.getpid()
-        self.formation = self.asked_to_leave = self.updates = 0
+        self.formation = self.asked_to_leave = 0
         self.cut: Callable[[], None] = lambda: None
-        self._told = 0
+        self._noted = self._told = (0, 0)  # formation, updates
         threading.Thread(target=self._listen, name="hvdtrain agent", daemon=True).start()
 
     def say(self, **words: Any) -> None:
         """Tells the launcher; what ends with this process need not be heard."""
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(words).encode() + b"\n")
+
+    def note(self, updates: int) -> None:
+        """So many updates are done: said now, if it is the first one of a formation, else within a second."""
+        self._noted = self.formation, updates
+        if self._told[0] != self.formation:
+            self._tell()
+
+    def _tell(self) -> None:
+        noted = self._noted
+        if noted != self._told:
+            self._told = noted
+            self.say(do="updates", count=noted[1], formation=noted[0])
 
     def next_form(self) -> Form | None:
         """Waits for the next formation; None: nobody is there any more to make one."""
@@ -61,9 +72,7 @@ class AgentLine:
         poll.register(self._socket, select.POLLIN)
         while True:
             found = poll.poll(1000 * _TICK_S)
-            if self.updates != self._told:
-                self._told = self.updates
-                self.say(do="updates", count=self._told, formation=self.formation)
+            self._tell()
             if not found:
                 continue
             try:

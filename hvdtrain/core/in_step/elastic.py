@@ -316,6 +316,12 @@ def active() -> Elastic | None:
     return _active
 
 
+def note_progress(updates: int) -> None:
+    """Tells the launcher, if it is `hvdtrain launch`, how many updates of the run are done."""
+    if _line is not None:
+        _line.note(updates)
+
+
 def line() -> AgentLine | None:
     """Returns this process's line to its launcher, if it has one."""
     return _line

@@ -166,10 +166,11 @@ class Loader(Dealt):
             return
         epoch, done = int(state["epoch"]), int(state["samples_in_epoch"])
         loop = None if self._loop is None else self._loop()
-        if not self.running or loop is None:
+        if loop is None:
             self.load_state_dict(dict(state))
             return
         self._differentiated = self.in_weights = None
+        self._start = epoch, done
         loop.padding = None
         self._stop()
         if epoch == self._epoch:

@@ -154,9 +154,8 @@ def updated(session: Session, updates: int) -> None:
     Raises:
         ConfigError: a scheduler that an update that is left out would move on.
     """
-    line, its = elastic.line(), elastic.active()
-    if line is not None:
-        line.updates = updates
+    its = elastic.active()
+    elastic.note_progress(updates)
     if its is not None:
         its.updated()
         if not extras_of(session) and any("initial_lr" in group for group in session.optimizer.param_groups):

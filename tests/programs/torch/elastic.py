@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class Counted(nn.Module):
 
 def main() -> None:
     out, data, accumulate, epochs, rate, *todo = sys.argv[1:]
-    with hvdtrain.init("torch", device="cpu") as world:
+    with ExitStack() as stack, hvdtrain.init("torch", device="cpu") as world:
         killed = Killed(todo, world)
         plain, optimizer, scheduler = build()
         plain = nn.Sequential(*plain[:2], Counted(lambda: killed.at("in")), *plain[2:])
@@ -105,8 +106,9 @@ def main() -> None:
         checkpoints = hvdtrain.Checkpointer(f"{out}/checkpoints", keep=2)
         state = hvt.model_state(model, trained, extra=extra)
         checkpoints.on_preemption(state)
+        log = stack.enter_context(hvdtrain.RunLog(f"{out}/run", world, config={}, tensorboard=False))
         world.on_main(Path(out, "once").write_text, str(os.getpid()))
-        ledger = Path(out, f"ledger.{os.getpid()}").open("w", buffering=1)
+        ledger = stack.enter_context(Path(out, f"ledger.{os.getpid()}").open("w", buffering=1))
 
         def note(kind: str, epoch: int, step: int, ids: list[int]) -> None:
             line = elastic.line()
@@ -131,6 +133,7 @@ def main() -> None:
                     scheduler.step()
                     average.update(plain)
                     extra["updates"] += 1
+                log.step(**trained.record())
                 killed.at("after")
             killed.updates = trained.progress.step
 
@@ -144,7 +147,7 @@ def main() -> None:
             assert len(set(ranks)) == world.size, ranks
             killed.at("save")
             checkpoints.save(state, progress=trained.progress, metrics=metrics)
-            if world.is_main:
+            if world.is_main and epoch % 10 == 0:
                 print(f"epoch {epoch} right {metrics['right']:.4f} size {world.size}", flush=True)
         if world.is_main:
             weights = {name.replace("3.", "2."): tensor for name, tensor in plain.state_dict().items()}
