@@ -209,9 +209,11 @@ class Agent:
 
     def _listen_to_ranks(self) -> None:
         """Reads what ranks write, unless there is too much on its way: then they wait, but nothing else does."""
-        wanted = len(self._out) < MOST_BUFFERED_BYTES and self._untaken < WINDOW
+        room = len(self._out) < MOST_BUFFERED_BYTES
         for rank in self._ranks.values():
             for descriptor in rank.open_pipes():
+                # its line does not wait for a reader of output
+                wanted = room and (self._untaken < WINDOW or descriptor == rank.line)
                 listening = descriptor in self._selector.get_map()
                 if wanted and not listening:
                     self._selector.register(descriptor, selectors.EVENT_READ, self._reader(rank, descriptor))

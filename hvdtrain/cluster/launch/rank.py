@@ -97,6 +97,7 @@ class Rank:
         ended_s: when that was seen, by the monotonic clock.
         reported: whether the launcher knows of the end.
         stop_reported: whether it knows that the process is stopped.
+        line: the descriptor of its line.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class Rank:
             descriptor, inner[stream] = os.pipe()
             self._streams[descriptor] = stream, LineSplitter()
         ours, theirs = socket.socketpair()
-        self._line, inner["line"] = ours.detach(), theirs.detach()
-        self._streams[self._line] = "line", WholeLines()
+        self.line, inner["line"] = ours.detach(), theirs.detach()
+        self._streams[self.line] = "line", WholeLines()
         passed = {name: inner[stream] for name, stream in ((RESULT, "result"), (LINE, "line")) if stream in inner}
         env = {**env, **{name: str(descriptor) for name, descriptor in passed.items()}}
         # opened anew, so that each rank reads from the start
@@ -168,8 +169,8 @@ class Rank:
     def flush(self) -> None:
         """Sends what is left for the rank."""
         try:
-            while self._unsaid and self._line in self._streams:
-                del self._unsaid[: os.write(self._line, self._unsaid)]
+            while self._unsaid and self.line in self._streams:
+                del self._unsaid[: os.write(self.line, self._unsaid)]
         except BlockingIOError:
             return
         except OSError:  # it has ended, which is told
