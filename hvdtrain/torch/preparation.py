@@ -26,7 +26,6 @@ from hvdtrain.torch.engines.base import PartedEngineModel, Settings, Staged, sta
 from hvdtrain.torch.engines.shell import ModelShell, is_compiled, unwrap
 from hvdtrain.torch.engines.sync_batchnorm import convert, revert
 from hvdtrain.torch.model import Model
-from hvdtrain.torch.regroup import Trained
 from hvdtrain.torch.session import Options, Rates, Session, prepared_optimizers
 from hvdtrain.torch.staged import check_staged
 from hvdtrain.torch.update.amp import Precision
@@ -35,6 +34,7 @@ from hvdtrain.torch.update.gradients import Gradients
 from hvdtrain.torch.update.optimizer import Optimizer
 from hvdtrain.torch.update.regroup import check_elastic
 from hvdtrain.torch.update.several import Several
+from hvdtrain.torch.update.trained import Trained
 
 if TYPE_CHECKING:
     from hvdtrain.torch.data.loader import Loader
