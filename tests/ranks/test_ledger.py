@@ -25,7 +25,7 @@ def lived(adapter: str, numbers: Sequence[int], twin: str = "") -> tuple[dict[st
     to weights that numpy computes from the same global batches."""
     with quick_folder() as folder:
         arguments: list[str | Path] = [PROGRAM, folder, adapter + twin, *map(str, numbers)]
-        run_ranks(arguments, 1, launcher="none", timeout_s=60 + 40 * len(numbers)).check()
+        run_ranks(arguments, 1, launcher="none", timeout_s=60 + 40 * len(numbers), grace_s=60).check()
         all_of_them = [history(adapter, number) for number in numbers]
         found = {f"{its.number}: {its}": judged(its, folder / str(its.number)) for its in all_of_them}
     return {of: wrong for of, (wrong, _) in found.items() if wrong}, max(gap for _, gap in found.values())
