@@ -25,9 +25,15 @@ def user_line(frame: FrameType | None = None) -> str:
     if frame is None:
         return "?"
     path = frame.f_code.co_filename
-    text = linecache.getline(path, frame.f_lineno, frame.f_globals).strip()
+    number = line_of(frame)
+    text = linecache.getline(path, number, frame.f_globals).strip()
     shown = text if len(text) <= 100 else text[:97] + "..."
-    return f"{os.path.basename(path)}:{frame.f_lineno}" + (f": {shown}" if shown else "")
+    return f"{os.path.basename(path)}:{number}" + (f": {shown}" if shown else "")
+
+
+def line_of(frame: FrameType) -> int:
+    """Returns the line that a frame is at; where it has none, as another thread's may for a moment, its function's."""
+    return frame.f_lineno or frame.f_code.co_firstlineno
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:

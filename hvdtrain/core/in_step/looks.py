@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from hvdtrain.core.in_step.lines import is_users, user_line
+from hvdtrain.core.in_step.lines import is_users, line_of, user_line
 from hvdtrain.core.in_step.link import Meeting
 from hvdtrain.core.in_step.meeting import Tracker
 from hvdtrain.core.in_step.ring import RUN_VARIABLE, open_ring
@@ -168,8 +168,9 @@ def stacks(first: int | None = None, *, all_threads: bool = True) -> list[dict[s
 
 def _told(frame: FrameType) -> dict[str, Any]:
     code = frame.f_code
-    text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
-    return {"file": code.co_filename, "line": frame.f_lineno, "function": code.co_qualname,
+    number = line_of(frame)
+    text = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+    return {"file": code.co_filename, "line": number, "function": code.co_qualname,
             "text": text[:_LINE], "user": is_users(frame)}  # fmt: skip
 
 

@@ -9,6 +9,8 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from watched_pair import Ended
@@ -68,6 +70,13 @@ def test_the_users_line_is_found_through_libraries() -> None:
     found: list[str] = []
     json.JSONDecoder(object_hook=lambda _: found.append(user_line())).decode("{}")  # the innermost line of his own
     assert re.match(r"test_in_step\.py:\d+: json\.JSONDecoder", found[0])
+
+
+def test_a_frame_that_is_at_no_line() -> None:
+    """As another thread's is for a moment: the watch goes on."""
+    code = test_a_frame_that_is_at_no_line.__code__
+    frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_globals=globals(), f_back=None)
+    assert user_line(frame) == f"test_in_step.py:{code.co_firstlineno}: def test_a_frame_that_is_at_no_line() -> None:"
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "nan", "inf"])
