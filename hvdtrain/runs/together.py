@@ -292,22 +292,11 @@ class Together:
                 return None
             self.number += 1
             link = (self.group.id, self.number)
-            path = world.on_main(self._submit, writer, images, files, written, link, noted)
+            path = world.on_main(writer.submit, images, files, self.folder, written, link, leads=True, noted=noted)
             if images is not None and not world.is_main:
                 here = replace(self.folder, directory=self.directory.resolve())
                 writer.submit(images, files, here, written, link, leads=False)
             return path
-
-    def _submit(
-        self,
-        writer: Processes,
-        images: Images,
-        files: Mapping[str, StateFile],
-        written: Written,
-        link: tuple[str, int],
-        noted: Notes | None,
-    ) -> Path:
-        return writer.submit(images, files, self.folder, written, link, leads=True, noted=noted)
 
     def write_here(self, world: World, state: Mapping[str, Part], written: Written, stripe_bytes: int) -> Path | None:
         """Writes one while training waits; collective. None: rank 0 is to write it alone."""
@@ -321,12 +310,11 @@ class Together:
                 report = _written_here(here, state, shares)
             reports = [report for rank, report in enumerate(world.gather(report)) if rank in ranks]
             why = "" if len(ranks) > 1 else "no other rank sees the directory"
-            refused = any(report["refused"] for report in reports)  # which rank 0 will find, and raise, alone
-            if not (why or refused or any(report["failure"] for report in reports)):
+            refused = any(its["refused"] for its in reports)  # which rank 0 will find, and raise, alone
+            if not (why or refused or any(its["failure"] for its in reports)):
                 why = differing([report["digests"] for report in reports])
-            if why or refused:
-                if world.is_main:
-                    self.folder.abandon(here)
+            if refused or why:
+                world.on_main(self.folder.abandon, here)
                 if why:
                     self.give_up(world, why)
                 return None
@@ -337,8 +325,7 @@ class Together:
 
     def _complete(self, temporary: Path, written: Written, reports: Mapping[int, dict[str, Any]]) -> Path:
         first, *others = [_files_of(rank, report) for rank, report in reports.items()]
-        files = together(first, others)
-        return self.folder.complete(temporary, written, name_of(written.progress), files)
+        return self.folder.complete(temporary, written, name_of(written.progress), together(first, others))
 
 
 def _written_here(folder: Path, state: Mapping[str, Part], shares: Mapping[str, Share]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def export(run: Path, target: Path, to: str, *, which: str = "latest", model: st
     shared = {other: name for other, name in told.items() if name in tensors}
     rest: dict[str, Any] = {
         "told": told, "progress": manifest["progress"], "metrics": manifest["metrics"],
-        "files": {name: _bytes(path / name) for name in manifest["files"] if name not in (MODEL, TRAINING)},
+        "files": {name: _bytes((path / name).read_bytes()) for name in {*manifest["files"]} - {MODEL, TRAINING}},
     }  # fmt: skip
     state: dict[str, Any] = {}
     _put(state, model, {**tensors, **{other: tensors[name] for other, name in shared.items()}})
@@ -98,7 +98,7 @@ def export(run: Path, target: Path, to: str, *, which: str = "latest", model: st
         rest["training"] = {**content, "optimizer": None}
     packed = io.BytesIO()
     torch.save(rest, packed)
-    state[OURS] = torch.frombuffer(bytearray(packed.getbuffer()), dtype=torch.uint8)
+    state[OURS] = _bytes(packed.getvalue())
     with _alone():
         dcp.save(state, checkpoint_id=target, no_dist=True)
     return path
@@ -127,8 +127,8 @@ class _Taken(Part):
         self.path = path
 
 
-def _bytes(path: Path) -> Tensor:
-    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _put(state: dict[str, Any], key: str, value: Any) -> None:
@@ -283,8 +283,6 @@ class _Reader(dcp.FileSystemReader):
         try:
             with open(path, "rb") as file:
                 index = _Index(file).load()
-        except OSError:
-            raise
         except Exception as error:  # whatever a damaged pickle makes of itself
             raise _unsafe(path, error) from error
         places = index.storage_data.values() if isinstance(index, Metadata) and index.storage_data else ()
