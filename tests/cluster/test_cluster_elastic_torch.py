@@ -108,7 +108,7 @@ def check(done: Trained, *, epochs: int = 3, batch: int, accumulate: int = 1) ->
 
 def test_the_training_goes_on_as_if_nobody_had_been_lost(tmp_path):
     """Killed before, within and after an update; rank 0, too; replaced each time."""
-    done = train(tmp_path, "1.1:5:backward", "2.0:16:step", epochs=8, flags=("--max-np=3",))
+    done = train(tmp_path, "1.1:5:backward", "2.0:8:step", epochs=8, flags=("--max-np=3",))
     check(done, epochs=8, batch=12)
     assert done.sizes[:2] == [2, 1] and done.sizes[-1] == 3, done.sizes
 
@@ -155,7 +155,16 @@ def test_killed_in_the_first_and_last_updates_of_an_epoch(tmp_path, spot, update
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("data", "accumulate"), [("stream", 1), ("arrays", 2), ("workers", 2), ("stream", 2)])
+def test_ranks_that_meet_before_the_first_batch_of_an_epoch_lose_none(tmp_path):
+    done = train(tmp_path, "1.1:12:leave", "2.0:14:leave")
+    check(done, batch=12)
+    assert done.sizes == [3, 3]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("data", "accumulate"), [("stream", 1), ("stream_workers", 1), ("arrays", 2), ("workers", 2), ("stream", 2)]
+)
 def test_data_of_every_kind(tmp_path, data, accumulate):
     done = train(tmp_path, "1.1:3:backward", "2.0:8:in", data=data, accumulate=accumulate)
     check(done, batch=12, accumulate=accumulate)

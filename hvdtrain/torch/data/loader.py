@@ -80,6 +80,7 @@ class Loader(Dealt):
         self._differentiated: Step | None = None
         self.in_weights: Step | None = None
         self._served = WeakIdKeyDictionary()  # of each tensor that was handed out to train on, its step
+        self._deals = self._step_of_deal = 0  # how often the ranks have changed; before the batch last handed out
         self._torn: ref[Epoch] | None = None  # a loop that was under way when the ranks changed
         known.add(self)
         self._start = 0, 0  # where training begins: what is only looked at before does not count
@@ -156,10 +157,16 @@ class Loader(Dealt):
         self._start = self._epoch, self._done
         self._moves += 1
 
+    @property
+    def is_dealt_anew(self) -> bool:
+        """The batch last handed out was dealt to ranks that have changed since: it comes once more."""
+        return self.step is not None and self._step_of_deal != self._deals
+
     def redeal(self, state: Mapping[str, Any]) -> None:
         """The ranks have changed: the samples from a place on are dealt to those that are there, in the same steps. A
         loop that trains goes on; whoever is new begins there."""
         self.plan = self.plan.of(self.world.size)
+        self._deals += 1
         if not self.followers:  # no training: each loop is from the beginning
             self._torn = self._loop
             self._stop()
@@ -379,6 +386,7 @@ class Epoch:
         self._check_padding()
         self._refuse_twins()
         CLOCK.enter("input")
+        done = loader._done
         item = self._next()
         if item is None:
             self._over = True
@@ -389,11 +397,13 @@ class Epoch:
             _notify(loader, None)
             raise StopIteration
         if loader.pads():
+            loader._done = done  # what is saved, or dealt anew, begins with this batch
             end_if_told(loader.followers, loader.world)
             if change_if_asked(loader.followers):
                 item = self._next()
                 assert item is not None  # there was one
         batch, step = item
+        loader._done, loader._step_of_deal = step.samples_done, loader._deals
         self.padding = step if step.padding else None
         self._count += 1
         loader.step, loader._begun = step, True

@@ -114,8 +114,7 @@ class Batches:
     @property
     def are_dealt_anew(self) -> bool:
         """The batch at hand was dealt to ranks that have changed since: it comes once more."""
-        step = None if self.data is None else self.data.step
-        return step is not None and self.data is not None and step.plan is not self.data.plan
+        return self.data is not None and self.data.is_dealt_anew
 
     def at(self) -> tuple[int, int]:
         """(epoch, samples of all ranks done in it after the batch last handed out); (0, 0) where nobody counts."""

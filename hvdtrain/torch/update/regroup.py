@@ -35,6 +35,7 @@ class Before:
     def __init__(self, of: Session) -> None:
         self._session = ref(of)
         self._buffers: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
         self._rates: list[dict[str, Any]] = []
         self._extra: Mapping[str, bytes] = {}
         self._put_back = False
@@ -47,12 +48,12 @@ class Before:
         if self._put_back:
             self._put_back = False
             with torch.no_grad():
-                for buffer, before in zip(buffers, self._buffers, strict=True):
-                    buffer.copy_(before)
+                for tensor, before in zip([*buffers, *session.module.parameters()], self._held(), strict=True):
+                    tensor.copy_(before)
             for group, rates in zip(groups, self._rates, strict=True):
                 group.update(rates)
             load(extras_of(session), self._extra)
-            self._extra = {}
+            self._weights, self._extra = [], {}
         self._buffers = [buffer.detach().clone() for buffer in buffers]
         self._rates = [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
@@ -61,6 +62,10 @@ class Before:
         session = self._session()
         assert session is not None
         self._put_back, self._extra = True, written(extras_of(session))
+        self._weights = [parameter.detach().clone() for parameter in session.module.parameters()]
+
+    def _held(self) -> list[torch.Tensor]:
+        return [*self._buffers, *self._weights]
 
 
 def extras_of(session: Session) -> dict[str, Part]:

@@ -2,7 +2,8 @@
 
 In that formation that rank kills itself (SIGKILL) when so many updates are done, at a spot: at a barrier with a "batch"
 at hand, before "backward", "in" it (half of the gradients are there), before "step", "after" it, or in "evaluate",
-"gather", "save" or "head" (what is collective before the first batch of an epoch). Each process leaves a ledger in OUT:
+"gather", "save" or "head" (what is collective before the first batch of an epoch); at "leave" it asks all ranks to
+meet anew after this update, as the launcher does where a new one waits. Each process leaves a ledger in OUT:
 what it took part in, and what was applied; rank 0 of the end leaves the weights.
 """
 
@@ -77,6 +78,8 @@ class Killed:
         place = f"{line.formation if line is not None else 0}.{self._world.rank}"
         if (place, str(self.updates), spot) in self._todo:
             os.kill(os.getpid(), signal.SIGKILL)
+        if line is not None and spot == "backward" and (place, str(self.updates), "leave") in self._todo:
+            line.asked_to_leave = line.formation
 
 
 class Counted(nn.Module):
@@ -100,8 +103,8 @@ def main() -> None:
         plain, optimizer, scheduler = build()
         plain = nn.Sequential(*plain[:2], Counted(lambda: killed.at("in")), *plain[2:])
         x, y, _ = samples()
-        given: Any = Numbered() if data == "stream" else samples()
-        train = hvt.loader(given, PER_RANK, workers=1 if data == "workers" else 0)
+        given: Any = Numbered() if "stream" in data else samples()
+        train = hvt.loader(given, PER_RANK, workers=1 if "workers" in data else 0)
         model, trained = hvt.prepare(plain, optimizer, train, accumulate=int(accumulate))
         average = Average(plain)
         extra: dict[str, Any] = {"average": average, "scheduler": scheduler, "updates": 0}
@@ -121,13 +124,13 @@ def main() -> None:
             world.barrier()
             for features, labels, ids in train:
                 before = killed.updates = trained.progress.step
+                mine = ids.tolist() if not train.step.padding else []
+                note("took", epoch, before + 1, mine)
                 if any(one.endswith(":batch") for one in todo):
                     killed.at("batch")
                     world.barrier()
                 time.sleep(1 / float(rate) if world.size == size else SLOW_S)  # a new process takes seconds
                 loss = nn.functional.cross_entropy(model(features), labels)
-                mine = ids.tolist() if not train.step.padding else []
-                note("took", epoch, before + 1, mine)
                 killed.at("backward")
                 trained.backward(loss)
                 killed.at("step")
