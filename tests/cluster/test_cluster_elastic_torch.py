@@ -108,7 +108,7 @@ def check(done: Trained, *, epochs: int = 3, batch: int, accumulate: int = 1) ->
 
 def test_the_training_goes_on_as_if_nobody_had_been_lost(tmp_path):
     """Killed before, within and after an update; rank 0, too; replaced each time."""
-    done = train(tmp_path, "1.1:5:backward", "2.0:8:step", epochs=8, flags=("--max-np=3",))
+    done = train(tmp_path, "1.1:5:backward", "2.0:6:step", epochs=8, flags=("--max-np=3",))
     check(done, epochs=8, batch=12)
     assert [its["worker"] for its in attempt(tmp_path)["lost"]] == [1, 0]
     assert done.sizes[0] == 2 and done.sizes[-1] == 3, done.sizes
