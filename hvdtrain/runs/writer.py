@@ -100,6 +100,14 @@ class Writer:
         self.links.clear()
 
     def _started(self, ours: socket.socket, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        # a signal to this rank's group is not meant for it, not even while it starts
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        try:
+            return self._begun(theirs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _begun(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _MAIN.format(descriptor=theirs.fileno(), parent=os.getpid())],
             pass_fds=[theirs.fileno()],

@@ -45,7 +45,8 @@ _LONG_TASKS = {
     ),
     "saves or loads": (
         "torch.serialization", "torch.hub", "safetensors", "keras.src.saving", "tensorflow.python.saved_model",
-        "tensorflow.python.checkpoint", "h5py", "pickle", "shutil", "zipfile", "tarfile", "urllib", "subprocess",
+        "tensorflow.python.checkpoint", "h5py", "pickle", "shutil", "zipfile", "tarfile", "urllib", "http.client",
+        "subprocess",
     ),
     "evaluates": (
         "keras.src.backend.tensorflow.trainer:evaluate:predict", "keras.src.backend.torch.trainer:evaluate:predict",

@@ -108,7 +108,7 @@ class _Watch:
         self.notice = notice
         self._pid = os.getpid()
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._handled = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+        self._handled = [number for number in SIGNALS if is_free(number)]
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in self._handled:
             signal.signal(number, _noted)
@@ -122,8 +122,18 @@ class _Watch:
             if found and not numbers:
                 return
             now_s = time.monotonic()
-            if any([self.notice.note(number, now_s) for number in numbers]) or self.notice.blocked(now_s):
+            ours = [number for number in numbers if number in self._handled]
+            if any([self.notice.note(number, now_s) for number in ours]) or self.notice.blocked(now_s):
                 _end()
+
+    def hand_on(self, number: int) -> None:
+        """Gives the thread a signal that Python has not written, as somebody else has had the descriptor for it (a
+        loop of asyncio's leaves none behind); and has it written from here on."""
+        other = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if other != self._writer:
+            if other != -1:
+                signal.set_wakeup_fd(other)
+            os.write(self._writer, bytes([number]))
 
     def close(self) -> None:
         """Gives signals their default action back, in the process itself and in one that was forked from it."""
@@ -138,7 +148,21 @@ class _Watch:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Python has written the number already."""
+    """Python has written the number already, as a rule."""
+    if _watch is not None:
+        _watch.hand_on(number)
+
+
+def is_free(number: int) -> bool:
+    """Whether a signal does what it does by default: nobody has a handler for it, nor a library in C (faulthandler)."""
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return False
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return True
+    caught = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
+    return not caught >> (number - 1) & 1
 
 
 def _end() -> None:
@@ -165,7 +189,7 @@ def watch(rank: int, tracker: Tracker, environ: Mapping[str, str]) -> None:
         return
     before = signal.set_wakeup_fd(-1)  # how one asks for it
     signal.set_wakeup_fd(before)
-    if before == -1 and any(signal.getsignal(number) is signal.SIG_DFL for number in SIGNALS):
+    if before == -1 and any(map(is_free, SIGNALS)):
         _watch = _Watch(Notice(rank, tracker, environ))
 
 

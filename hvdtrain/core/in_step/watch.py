@@ -13,6 +13,7 @@ all stacks, before it ends the job.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hmac
 import os
 import secrets
@@ -295,6 +296,10 @@ def end_all(
 
 def _end_children() -> None:
     """Ends this rank's workers: one in an endless loop would outlive it, and keep the launcher waiting."""
+    pools: Any = sys.modules.get("multiprocessing.pool")
+    for found in gc.get_objects() if pools is not None else ():
+        if isinstance(found, pools.Pool):  # its thread would start another for each that ends
+            found._worker_handler._state = pools.TERMINATE
     multiprocessing = sys.modules.get("multiprocessing")
     with contextlib.suppress(OSError, ValueError):
         for child in multiprocessing.active_children() if multiprocessing is not None else ():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import faulthandler
 import os
 import signal
 import threading
@@ -92,13 +94,44 @@ def test_signals_are_noted_until_they_are_released(capfd: pytest.CaptureFixture[
     preemption.watch(3, Tracker(), {})
     assert not told()
     os.kill(os.getpid(), USR1)
-    deadline = time.monotonic() + 20
-    while not told():
-        assert time.monotonic() < deadline
+    wait_until_told()
     preemption.release()
     assert not told() and [signal.getsignal(number) for number in (TERM, USR1)] == [signal.SIG_DFL] * 2
     assert signal.set_wakeup_fd(-1) == -1 and "hvdtrain preemption" not in [t.name for t in threading.enumerate()]
     assert "rank 3 got SIGUSR1" in capfd.readouterr().err
+
+
+def wait_until_told() -> None:
+    deadline = time.monotonic() + 20
+    while not told():
+        assert time.monotonic() < deadline
+
+
+def test_a_signal_is_noted_after_a_loop_of_asyncio_has_taken_the_numbers(capfd: pytest.CaptureFixture[str]) -> None:
+    async def other() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, print)
+
+    preemption.watch(0, Tracker(), {})
+    asyncio.run(other())
+    assert signal.set_wakeup_fd(-1) == -1, "it has left nobody behind who reads them"
+    os.kill(os.getpid(), USR1)
+    wait_until_told()
+    preemption.release()
+
+
+def test_a_handler_of_the_users_is_not_given_a_second_one_nor_is_one_in_c() -> None:
+    got: list[int] = []
+    before = signal.signal(TERM, lambda number, _: got.append(number))
+    faulthandler.register(USR1)
+    try:
+        preemption.watch(0, Tracker(), {})
+        assert not preemption.is_free(TERM) and not preemption.is_free(USR1)
+        os.kill(os.getpid(), TERM)
+        assert got == [TERM] and signal.getsignal(USR1) is signal.SIG_DFL
+        preemption.release()
+    finally:
+        faulthandler.unregister(USR1)
+        signal.signal(TERM, before)
 
 
 def test_what_the_user_handles_stays_so() -> None:
