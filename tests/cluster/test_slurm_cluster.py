@@ -185,6 +185,7 @@ def test_at_its_time_limit_it_requeues_itself(queue: Slurm, waiting: Path) -> No
     assert "time limit, requeued" in job.text()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_at_its_time_limit_the_ranks_save_first(queue: Slurm, few_pictures: Path, tmp_path: Path) -> None:
     """Within an epoch: the job goes on with the very next update."""

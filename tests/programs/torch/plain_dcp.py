@@ -6,6 +6,7 @@ and optimizer, and leaves that in FOLDER/loaded.pt.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -43,7 +44,9 @@ def main(what: str, engine: str, folder: Path) -> None:
     whole = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         torch.save(whole, folder / ("whole.pt" if what == "save" else "loaded.pt"))
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # PyTorch 2.12 aborts now and then when such a process ends by itself ("terminate called without ...")
 
 
 if __name__ == "__main__":

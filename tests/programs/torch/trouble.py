@@ -270,7 +270,7 @@ def case_on_a_gpu_losses_are_read_two_updates_later(world: hvdtrain.World) -> No
             Event.now, Event.done = float(step), max(step - 2.0, 1.0)  # the GPU is two updates behind
             value = torch.tensor(loss, dtype=torch.float64)
             mine = value if step > 1 else 0.0  # of a rank that has only padding
-            losses.add(Reading(step, 0, value, mine, "", torch.zeros_like(value), AssertionError))
+            losses.add(Reading(step, 0, value, mine, "", torch.zeros_like(value), AssertionError, torch.zeros(2)))
         assert losses.last == 2.0
         Event.done = 9.0
         with refused("nan at step 4", "HVDTRAIN_CHECK_EVERY_STEP=1", kind=NonFiniteError):
