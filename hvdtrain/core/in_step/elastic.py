@@ -257,7 +257,8 @@ class Elastic:
             if new or mine < updates:
                 member.take(state, new=new)
             if new:
-                self.joining, self._done, self._replayed = False, done, head
+                self.joining, self._done = False, done
+                self._head, self._replayed = head, list(head)  # the next new one may be fed by this one
         result = self._result(reports, old, operation)
         self._reported = any(its.reported for its in reports)
         member.go_on(reports[source].place, late=not new and mine < updates)
