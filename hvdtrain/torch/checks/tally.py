@@ -90,17 +90,8 @@ class Tally:
         """Returns float64 [SIZE], to be summed over ranks."""
         given = float(bool(self.given))
         rates = (self.rates, self.rates**2)
-        parts = (
-            self.loss,
-            self.weight,
-            self.divisors,
-            self.squares,
-            given,
-            self.problems,
-            *rates,
-            self.leaves,
-            self.told,
-        )
+        weighed, words = (self.loss, self.weight, self.divisors, self.squares), (self.leaves, self.told)
+        parts = (*weighed, given, self.problems, *rates, *words)
         if not any(isinstance(part, Tensor) for part in parts):
             return torch.tensor(parts, dtype=torch.float64, device=device)
         full = [
@@ -120,7 +111,7 @@ def wrong(sums: Tensor, ranks: int) -> Number:
         apart = product - divisors**2 > _UNEVEN * product or (weight == 0 and squares > 0 and divisors == divisors)
         own_rates = ranks * rate_squares - rates**2 > _UNEVEN * rates**2
         return float(apart or given not in (0, ranks) or problems > 0 or own_rates)
-    _, weight, divisors, squares, given, problems, rates, rate_squares, _ = sums
+    _, weight, divisors, squares, given, problems, rates, rate_squares, *_ = sums
     even = divisors.square()
     product = weight * squares
     uneven = (product - even > _UNEVEN * product) | ((weight == 0) & (squares > 0) & (even == even))  # NaN: unknown

@@ -20,6 +20,7 @@ import hvdtrain.torch as hvt
 from hvdtrain.core.errors import ConfigError, HvdtrainError, NonFiniteError
 from hvdtrain.runs.log import read_run
 from hvdtrain.torch.checks.nonfinite import Losses, Reading
+from hvdtrain.torch.checks.tally import SIZE, Tally, wrong
 from hvdtrain.torch.clock import CLOCK, Clock
 
 
@@ -255,6 +256,14 @@ def case_on_a_gpu_phases_are_read_when_they_are_over(world: hvdtrain.World) -> N
             clock.enter("input")
             clock.enter("other")
         assert clock._gpu is not None and len(clock._gpu._open) < 1100
+
+
+def case_on_a_gpu_as_many_numbers_are_read_as_travel(world: hvdtrain.World) -> None:
+    """On a device that knows shapes only, in a GPU's place."""
+    sums = Tally().tensor(torch.device("cpu"))
+    assert sums.shape == (SIZE,) and wrong(sums, 1) == 0.0
+    found = wrong(sums.to("meta"), 1)
+    assert isinstance(found, torch.Tensor) and found.shape == () and found.is_meta
 
 
 def case_on_a_gpu_losses_are_read_two_updates_later(world: hvdtrain.World) -> None:
