@@ -40,7 +40,7 @@ _MOST_FILES = 64
 _PATIENCE_S = 60.0  # of a program that ends in need
 _ALONE_S = 2.0  # a child that the trainer has forked may hold its end of the socket open
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
-_MAIN = "from hvdtrain.runs.writer import serve; serve({descriptor}, {parent})"
+MAIN = "from hvdtrain.runs.writer import serve; serve({descriptor}, {parent})"
 
 
 @dataclass
@@ -60,6 +60,8 @@ class Writer:
 
     Threads talk with the process: an interrupt, which only the main thread can have, loses no answer and no image.
     """
+
+    main = MAIN  # of the process
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -95,11 +97,11 @@ class Writer:
         self.wait()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = self._started(ours, theirs)
+            self._process = self._started(theirs)
         self._socket = ours
         self.links.clear()
 
-    def _started(self, ours: socket.socket, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    def _started(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         # a signal to this rank's group is not meant for it, not even while it starts
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         try:
@@ -109,7 +111,7 @@ class Writer:
 
     def _begun(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", _MAIN.format(descriptor=theirs.fileno(), parent=os.getpid())],
+            [sys.executable, "-P", "-c", self.main.format(descriptor=theirs.fileno(), parent=os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -2,23 +2,18 @@
 
 Usage: checkpoint_faults.py FOLDER FAULT [RANK]. FAULT is "KILL", or the name of an error (ENOSPC, EIO, EROFS). Started
 on two ranks, which write each checkpoint together, it is the process of that RANK that is broken.
-The fourth save writes, replaces the best and deletes an old one. The writer is forked, not started, so that its n-th
-call of write, fsync, rename, unlink, rmdir or mkdir fails; n grows until it gets through. Prints the number of faults.
+The fourth save writes, replaces the best and deletes an old one, while the writer's n-th call of write, fsync, rename,
+unlink, rmdir or mkdir fails; n grows until it gets through. Prints the number of faults.
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
-import mmap
 import os
 import shutil
-import signal
-import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from blob import Common, content, state_of
 
@@ -26,72 +21,21 @@ from hvdtrain import Checkpointer, CheckpointError, MainRankError, Progress, Wor
 from hvdtrain.runs import together
 from hvdtrain.runs import writer as writer_module
 from hvdtrain.runs.checkpoint_files import read_manifest
-from hvdtrain.runs.writer import Writer, serve
+from hvdtrain.runs.writer import Writer
 
-CALLS = ("write", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir")
-STRUCK = mmap.mmap(-1, 1)  # shared with the forked process
 LOSSES = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.4, 5: 0.6, 6: 0.9}
-
-
-class Forked:
-    """A forked process that is asked after as one that was started."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.code = pid, None
-
-    def poll(self) -> int | None:
-        return self._look(os.WNOHANG)
-
-    def wait(self) -> int:
-        code = self._look(0)
-        assert code is not None
-        return code
-
-    def _look(self, how: int) -> int | None:
-        if self.code is None:
-            pid, status = os.waitpid(self.pid, how)
-            self.code = os.waitstatus_to_exitcode(status) if pid else None
-        return self.code
+# started, not forked: a child that is forked beside Horovod's threads may stop inside of fork
+BROKEN = (
+    "from broken_calls import break_at; from pathlib import Path; break_at({number}, {fault!r}, Path({struck!r})); "
+)
 
 
 class Breaking(Writer):
-    """One whose process has a fault at its n-th call (0: none)."""
+    """One whose process has a fault at its n-th call (0: none), and makes a file then."""
 
-    def __init__(self, fault: str, number: int) -> None:
+    def __init__(self, fault: str, number: int, struck: Path) -> None:
         super().__init__()
-        self.fault, self.number = fault, number
-
-    def _started(self, ours: socket.socket, theirs: socket.socket) -> Any:
-        parent = os.getpid()
-        child = os.fork()
-        if child == 0:
-            ours.close()
-            break_at(self.number, self.fault)
-            serve(theirs.detach(), parent)
-            os._exit(0)
-        return Forked(child)
-
-
-def break_at(number: int, fault: str) -> None:
-    """Have this process's n-th call end it, or fail."""
-    left = number
-
-    def broken(call: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(*args: Any, **kw: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                STRUCK[0] = 1
-            if left == 0 and fault == "KILL":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if left == 0:
-                raise OSError(getattr(errno, fault), os.strerror(getattr(errno, fault)))
-            return call(*args, **kw)
-
-        return instead
-
-    for name in CALLS:
-        setattr(os, name, broken(getattr(os, name)))
+        self.main = BROKEN.format(number=number, fault=fault, struck=os.fspath(struck)) + writer_module.MAIN
 
 
 def checkpointer(folder: Path) -> Checkpointer:
@@ -131,6 +75,7 @@ def told(checkpoints: Checkpointer, fault: str, broken: int) -> bool:
 
 def main(world: World, fault: str, broken: int) -> None:
     root = Path(sys.argv[1])
+    struck = root / "struck"
     start = checkpointer(root / "start")
     for step in (1, 2, 3):
         save(start, step)
@@ -141,12 +86,12 @@ def main(world: World, fault: str, broken: int) -> None:
     for number in itertools.count(1):
         folder = root / "broken"
         world.on_main(shutil.copytree, root / "start", folder)
-        writer_module._writer = breaking = Breaking(fault, number if world.rank == broken else 0)
+        writer_module._writer = breaking = Breaking(fault, number if world.rank == broken else 0, struck)
         checkpoints = checkpointer(folder)
         save(checkpoints, 4)
         failed = told(checkpoints, fault, broken)
         breaking._finish()
-        writer_module._writer = well = Breaking(fault, 0)
+        writer_module._writer = well = Breaking(fault, 0, struck)
         there = look(folder, number)
         assert there == 4 or failed, f"call {number}: step 4 is not there, and nobody was told"
         restored.append(there)
@@ -162,9 +107,9 @@ def main(world: World, fault: str, broken: int) -> None:
         world.barrier()
         well._finish()
         world.on_main(shutil.rmtree, folder)
-        if not world.broadcast(STRUCK[0], broken):
+        if not world.on_main(struck.exists):
             break
-        STRUCK[0] = 0
+        world.on_main(struck.unlink)
     assert restored == sorted(restored), "once the new one is there, it is there"
     print(f"{len(restored) - 1} faults, told of {failures}, the new one was there after {restored.index(4)} of them")
 
