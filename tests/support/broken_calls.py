@@ -12,7 +12,7 @@ from typing import Any
 CALLS = ("write", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir")
 
 
-def break_at(number: int, fault: str, struck: Path) -> None:
+def break_at(number: int, fault: str, struck: str) -> None:
     """Have this process's n-th call end it ("KILL"), or fail with that error ("ENOSPC"); it makes `struck` first."""
     left = number
 
@@ -21,7 +21,7 @@ def break_at(number: int, fault: str, struck: Path) -> None:
             nonlocal left
             left -= 1
             if left == 0:
-                struck.touch()
+                Path(struck).touch()
             if left == 0 and fault == "KILL":
                 os.kill(os.getpid(), signal.SIGKILL)
             if left == 0:
