@@ -26,8 +26,6 @@ from hvdtrain.runs.writer import Writer
 LOSSES = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.4, 5: 0.6, 6: 0.9}
 # started, not forked: a child that is forked beside Horovod's threads may stop inside of fork
 BROKEN = "from broken_calls import break_at; break_at({number}, {fault!r}, {struck!r}); "
-    "from broken_calls import break_at; from pathlib import Path; break_at({number}, {fault!r}, Path({struck!r})); "
-)
 
 
 class Breaking(Writer):
