@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdtrain.core.engines import Engine, HorovodCollectives, SoloEngine
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step.elastic import place_on_host
 from hvdtrain.core.launchers import Detected, gpus_for
 from hvdtrain.keras.backends.chosen import BACKEND
 
@@ -36,7 +37,7 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
             f"none visible to {BACKEND.name} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})",
             "install a CUDA build of the backend, or leave device='auto'",
         )
-    devices = gpus_for(detected.local_rank, detected.local_size, visible, gpus_per_rank)
+    devices = gpus_for(*place_on_host(detected.local_rank, detected.local_size), visible, gpus_per_rank)
     BACKEND.pin(devices, cpu_only=device == "cpu")
     keras.utils.set_random_seed(seed)
     if engine == "solo":

@@ -17,10 +17,15 @@ class Reach:
 
 @dataclass(frozen=True)
 class Start:
-    """Start a worker."""
+    """Start a worker.
+
+    Attributes:
+        slot: of its host's, from 0: no other living worker has it.
+    """
 
     number: int
     host: Host
+    slot: int
 
 
 @dataclass(frozen=True)

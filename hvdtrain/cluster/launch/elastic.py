@@ -15,7 +15,7 @@ from hvdtrain.cluster.launch.discovery import Discovery
 from hvdtrain.cluster.launch.failures import HOST_LOST, SETTLE_S, RankEnd, as_exit_code, described, first_failure
 from hvdtrain.cluster.launch.job import Job, Plan
 from hvdtrain.cluster.launch.members import Limits, Members
-from hvdtrain.cluster.launch.rank import ELASTIC, ELASTIC_SIZE
+from hvdtrain.cluster.launch.rank import ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT
 from hvdtrain.cluster.launch.running import Heard, Running, places
 from hvdtrain.cluster.protocol import BEAT_S, Message
 from hvdtrain.core.errors import EXIT_CODE, HUNG_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError
@@ -218,8 +218,8 @@ class ElasticRunning(Running):
             match action:
                 case actions.Reach(host):
                     self._agents.find(host)
-                case actions.Start(number, host):
-                    self._start_one(number, host)
+                case actions.Start(number, host, slot):
+                    self._start_one(number, host, slot)
                 case actions.Signal(number, sent):
                     self._host_of[number].send("signal", number=sent, rank=number)
                 case actions.Say(number, message):
@@ -237,11 +237,12 @@ class ElasticRunning(Running):
                 case actions.Fail(why):
                     self._give_up(why)
 
-    def _start_one(self, number: int, host: Host) -> None:
+    def _start_one(self, number: int, host: Host, slot: int) -> None:
         its, plan = self._agent_of[host.name], self._plan
         all_env = plan.variables(host, 0, self._master_port)
         env = {name: value for name, value in all_env.items() if name not in _MEETING}
         own = {"HOROVOD_HOSTNAME": host.address, ELASTIC: "new", ELASTIC_SIZE: str(self._job.np)}
+        own[ELASTIC_SLOT] = f"{slot}/{host.slots}"
         self._heard.worker(number, host)
         self._heard.say(f"worker {number} starts on {host.name}")
         self._start_on(its, plan, env, {number: own}, None)

@@ -60,6 +60,7 @@ class Worker:
     """A living worker.
 
     Attributes:
+        slot: of its host's, from 0, as long as it lives: its GPU goes by it.
         state: a new one is "starting", then "ready"; a member of the formation is "in" it, or has left it ("out").
         rank: in the formation.
         joinable: whether new ones can come in where it has left.
@@ -68,6 +69,7 @@ class Worker:
 
     number: int
     host: str
+    slot: int
     state: Literal["starting", "ready", "in", "out"]
     rank: int = -1
     joinable: bool = True
@@ -91,7 +93,9 @@ class Members:
     def __init__(self, slots: Sequence[Slot], hosts: Sequence[Host], limits: Limits) -> None:
         """Args: slots: of formation 1; hosts: all that may be used, in order; those of the slots are there."""
         self.formation = 1
-        self.workers = {slot.rank: Worker(slot.rank, slot.host.name, "in", slot.rank) for slot in slots}
+        self.workers = {
+            slot.rank: Worker(slot.rank, slot.host.name, slot.local_rank, "in", slot.rank) for slot in slots
+        }
         self.well = False
         self._hosts, self._limits = list(hosts), limits
         self._next = len(slots)
@@ -99,7 +103,7 @@ class Members:
         self._reaching: set[str] = set()
         self._tries: Counter[str] = Counter()
         self._retry_s: dict[str, float] = {}
-        self._dying: dict[int, str] = {}  # told to end: their slots are not free yet
+        self._dying: dict[int, Worker] = {}  # told to end: their slots are not free yet
         self._answers = False  # are there: what a new worker needs
         self._up = False  # an update of this formation is done: all its members have met
         self._broken_s: float | None = None  # since when this formation is not whole
@@ -202,7 +206,7 @@ class Members:
         self._there.discard(name)
         self._tries[name] += 1
         self._retry_s[name] = now + min(_RETRY_S * self._tries[name], _LONGEST_RETRY_S)
-        self._dying = {number: host for number, host in self._dying.items() if host != name}
+        self._dying = {number: its for number, its in self._dying.items() if its.host != name}
         its = [worker.number for worker in self.workers.values() if worker.host == name]
         return self.lost(its, now, why=why, gone=True)
 
@@ -285,7 +289,7 @@ class Members:
         if self._asked is not None and number in self._asked:
             self._asked = None
         if not gone:
-            self._dying[number] = its.host
+            self._dying[number] = its
             self._actions.append(Signal(number, sends))
 
     def _fail(self, why: str) -> None:
@@ -311,15 +315,16 @@ class Members:
         if not self._answers:
             return
         wanted = self._limits.maximum - sum(not its.leaving for its in self.workers.values())
-        on = Counter([*(its.host for its in self.workers.values()), *self._dying.values()])
+        there = [*self.workers.values(), *self._dying.values()]
         for host in self._usable():
-            take = min(wanted, host.slots - on[host.name])
+            taken = {its.slot for its in there if its.host == host.name}
+            take = min(wanted, host.slots - len(taken))
             if take <= 0:
                 continue
             if host.name in self._there:
-                for _ in range(take):
-                    self.workers[self._next] = Worker(self._next, host.name, "starting")
-                    self._actions.append(Start(self._next, host))
+                for slot in [slot for slot in range(host.slots) if slot not in taken][:take]:
+                    self.workers[self._next] = Worker(self._next, host.name, slot, "starting")
+                    self._actions.append(Start(self._next, host, slot))
                     self._next += 1
             elif host.name not in self._reaching:
                 if now < self._retry_s.get(host.name, now):

@@ -20,14 +20,15 @@ import functools
 import os
 import pickle
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from hvdtrain.core.errors import ConfigError, HvdtrainError, RanksLost, ReplicaError
 from hvdtrain.core.in_step.agent import AgentLine, Form, line_of
 
-VARIABLE, SIZE, ANSWERS = "HVDTRAIN_ELASTIC", "HVDTRAIN_ELASTIC_SIZE", "HVDTRAIN_ELASTIC_ANSWERS"
+VARIABLE, ANSWERS = "HVDTRAIN_ELASTIC", "HVDTRAIN_ELASTIC_ANSWERS"
+SIZE, SLOT = "HVDTRAIN_ELASTIC_SIZE", "HVDTRAIN_ELASTIC_SLOT"  # of the first formation; of this host's, and how many
 NEW = "new"
 _PIECE_BYTES = 96 << 10
 _MOST_BYTES = 64 << 20  # of what new ranks are told of the set-up
@@ -304,12 +305,26 @@ def begin(environ: MutableMapping[str, str]) -> Elastic | None:
         size = max(2, int(environ[SIZE]))
         answers = pickle.loads(Path(environ[ANSWERS]).read_bytes())  # of rank 0 of this job, through its launcher
         numbers: dict[str, object] = {"RANK": size - 1, "SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
-        numbers |= {"LOCAL_RANK": environ.get("HVDTRAIN_ELASTIC_SLOT", 0), "LOCAL_SIZE": size}
+        slot, slots = _slot(environ)
+        local_size = min(slots, size)
+        numbers |= {"LOCAL_RANK": min(slot, local_size - 1), "LOCAL_SIZE": local_size}
         environ.update({f"HOROVOD_{name}": str(number) for name, number in numbers.items()})
         environ.update({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "9"})
         environ.setdefault("HOROVOD_HOSTNAME", "127.0.0.1")
     _active = Elastic(_line, new=kind == NEW, answers=answers)
     return _active
+
+
+def _slot(environ: Mapping[str, str]) -> tuple[int, int]:
+    slot, slots = environ[SLOT].split("/")
+    return int(slot), int(slots)
+
+
+def place_on_host(local_rank: int, local_size: int) -> tuple[int, int]:
+    """Returns what a process's GPU goes by, and of how many: a new one's slot, which nobody else on its host has,
+    while local ranks are counted anew with each formation."""
+    its = _active
+    return (local_rank, local_size) if its is None or not its.joining else _slot(os.environ)
 
 
 def active() -> Elastic | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hvdtrain.core.engines import Engine, HostCollectives
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step.elastic import place_on_host
 from hvdtrain.core.launchers import Detected, gpus_for
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -286,7 +287,7 @@ def pick_devices(detected: Detected, device: str, gpus_per_rank: int) -> tuple[i
             f"torch {torch.__version__} sees none (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})",
             "check nvidia-smi and the driver, or leave device='auto'",
         )
-    devices = gpus_for(detected.local_rank, detected.local_size, visible, gpus_per_rank)
+    devices = gpus_for(*place_on_host(detected.local_rank, detected.local_size), visible, gpus_per_rank)
     if devices:
         torch.cuda.set_device(devices[0])
     return devices

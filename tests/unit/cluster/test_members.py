@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +31,7 @@ class World:
         self.members = Members(slots, hosts, limits)
         self.alive = {slot.rank: slot.host.name for slot in slots}
         self.dying: dict[int, str] = {}
+        self.slot = {slot.rank: slot.local_rank for slot in slots}
         self.waiting: set[int] = set()  # said so, and nothing came
         self.starting: set[int] = set()
         self.formation = tuple(range(np))
@@ -49,8 +49,8 @@ class World:
             assert not self.failed, "something is to be done after the job has failed"
             self.said.append(action)
             match action:
-                case actions.Start(number, host):
-                    self.start(number, host)
+                case actions.Start(number, host, slot):
+                    self.start(number, host, slot)
                 case actions.Signal(number, sent):
                     assert sent in (signal.SIGKILL, signal.SIGTERM)
                     self.dying[number] = self.alive.pop(number)
@@ -72,11 +72,13 @@ class World:
                     self.failed = why
         return todo
 
-    def start(self, number: int, host: Host) -> None:
+    def start(self, number: int, host: Host, slot: int) -> None:
         assert number not in self.numbers, "a number comes again"
         assert host in self.hosts and host.name not in self.barred
-        taken = Counter([*self.alive.values(), *self.dying.values()])
-        assert taken[host.name] < host.slots, "a slot is given twice"
+        living = self.alive | self.dying
+        taken = [self.slot[number] for number, name in living.items() if name == host.name]
+        assert len(taken) < host.slots and slot not in taken and slot < host.slots, "a slot is given twice"
+        self.slot[number] = slot
         self.numbers.add(number)
         self.starting.add(number)
         self.alive[number] = host.name

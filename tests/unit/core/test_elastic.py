@@ -6,6 +6,7 @@ import base64
 import os
 import pickle
 import random
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 
 from hvdtrain.core.errors import ConfigError, RanksLost, ReplicaError
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.elastic import Elastic
+from hvdtrain.core.launchers import detect, gpus_for
 
 
 class Gone(Exception):
@@ -220,3 +223,21 @@ def test_the_launcher_is_told_what_the_set_up_gave_at_the_first_update(monkeypat
     its.updated()
     (only,) = line.said
     assert pickle.loads(base64.b64decode(only["data"])) == [("evaluate", {"loss": 0.5})] and only["last"]
+
+
+@pytest.mark.parametrize(("size", "slot"), [(1, "2/4"), (2, "0/2"), (8, "3/4")])
+def test_a_new_process_has_the_gpu_of_its_slot(monkeypatch, tmp_path, size, slot):
+    """Local ranks are counted anew with each formation; a survivor keeps its GPU, whatever its local rank by now."""
+    ours, theirs = socket.socketpair()
+    (tmp_path / "answers").write_bytes(pickle.dumps([]))
+    environ = {"HVDTRAIN_ELASTIC": "new", "HVDTRAIN_ELASTIC_ANSWERS": str(tmp_path / "answers")}
+    environ |= {"HVDTRAIN_ELASTIC_SIZE": str(size), "HVDTRAIN_ELASTIC_SLOT": slot}
+    environ["HVDTRAIN_AGENT_FD"] = str(ours.detach())
+    monkeypatch.setenv("HVDTRAIN_ELASTIC_SLOT", slot)
+    for name in ("_active", "_line"):
+        monkeypatch.setattr(elastic, name, None)
+    with theirs:
+        elastic.begin(environ)
+        found = detect(environ)
+        assert found.rank != 0 and found.size == max(2, size)
+        assert gpus_for(*elastic.place_on_host(found.local_rank, found.local_size), 4) == (int(slot[0]),)
