@@ -9,6 +9,7 @@ import pickle
 import random
 import socket
 import sys
+from dataclasses import replace
 from typing import Any, Literal
 
 from hvdtrain.core.engines import Engine, choose_engine
@@ -67,6 +68,8 @@ def init(
         raise ConfigError("seed must be a whole number, 0 <= seed < 2**32", f"seed={seed!r}")
     its = elastic.begin(os.environ)
     detected = detect(os.environ)
+    if its is not None and its.joining and detected.size == 1:
+        detected = replace(detected, rank=1)  # like the others it is not the one that does what is done once
     for seconds in (after_s, hang_s):  # variables that rank 0 alone reads later are refused on all ranks
         seconds(os.environ)
     preemption.wanted(os.environ)

@@ -156,6 +156,14 @@ def test_killed_in_the_first_and_last_updates_of_an_epoch(tmp_path, spot, update
 
 
 @pytest.mark.thorough
+def test_one_rank_becomes_three(tmp_path):
+    """Its set-up is that of one rank, which compares nothing with others; so is that of those who come."""
+    done = train(tmp_path, np=1, epochs=8, rate=10, flags=("-H=localhost:3", "--min-np=1", "--max-np=3"))
+    check(done, epochs=8, batch=4)
+    assert done.sizes[-1] == 3
+
+
+@pytest.mark.thorough
 def test_ranks_that_meet_before_the_first_batch_of_an_epoch_lose_none(tmp_path):
     done = train(tmp_path, "1.1:12:leave", "2.0:14:leave")
     check(done, batch=12)

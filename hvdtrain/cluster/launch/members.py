@@ -34,6 +34,7 @@ SECONDS_TO_BREAK = 1.0  # and that what they are blocked in has to fail by itsel
 SECONDS_TO_SETTLE = 0.25  # after a loss: others of its host may follow, and one that is lost while others meet is worse
 SECONDS_TO_GATHER = 10.0  # that a new worker waits for others that are on their way, so that all join at once
 LOSSES_OF_A_HOST, LOSSES = 3, 10  # without an update between
+_LONGEST_START_S = 600.0  # between a host's new workers, which wait twice as long each time one is lost
 LATE = "it has not left its formation in time: stopped, or blocked"
 _RETRY_S = 10.0  # until a host that cannot be reached is tried again; longer each time
 _LONGEST_RETRY_S = 60.0
@@ -114,6 +115,8 @@ class Members:
         self._serial, self._asked = 0, None  # type: int, tuple[int, ...] | None
         self._losses: set[int] = set()  # formations that lost members, since the last update
         self._losses_of: dict[str, set[int]] = {}  # by host: those, and (negative) new workers
+        self._failed_starts: Counter[str] = Counter()  # by host: of new workers, since one has joined
+        self._start_s: dict[str, float] = {}  # by host: when the next one may start
         self._barred: set[str] = set()
         self._actions: list[Action] = []
 
@@ -219,6 +222,8 @@ class Members:
         after_s = now - self._broken_s if self._broken_s is not None else 0.0
         self.formation += 1
         for number, slot in zip(numbers, slots, strict=True):
+            if not self.workers[number].member:
+                self._failed_starts.pop(slot.host.name, None)
             self.workers[number].state, self.workers[number].rank = "in", slot.rank
             names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
             place = {name: getattr(slot, name) for name in names}
@@ -267,6 +272,9 @@ class Members:
             if len(self._losses_of[its.host]) >= LOSSES_OF_A_HOST and its.host not in self._barred:
                 self._barred.add(its.host)
                 self._actions.append(Barred(its.host))
+            if not its.member:
+                self._start_s[its.host] = now + min(2.0 ** min(self._failed_starts[its.host], 10), _LONGEST_START_S)
+                self._failed_starts[its.host] += 1
         if not any(its.member for its in lost):
             return
         self._losses.add(self.formation)
@@ -319,7 +327,7 @@ class Members:
         for host in self._usable():
             taken = {its.slot for its in there if its.host == host.name}
             take = min(wanted, host.slots - len(taken))
-            if take <= 0:
+            if take <= 0 or (host.name in self._there and now < self._start_s.get(host.name, now)):
                 continue
             if host.name in self._there:
                 for slot in [slot for slot in range(host.slots) if slot not in taken][:take]:

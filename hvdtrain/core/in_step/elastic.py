@@ -281,8 +281,8 @@ _line: AgentLine | None = None
 def begin(environ: MutableMapping[str, str]) -> Elastic | None:
     """Returns what this process needs where the job is elastic; None where it is not. Once a process.
 
-    A new process gets the place of the last rank of the first formation: what it does before it joins is what a rank
-    does that is not rank 0.
+    A new process gets the place of the last rank of the first formation, until it joins: what it does before is what
+    that rank has done.
 
     Raises:
         ConfigError: variables of the launcher's without its line.
@@ -302,7 +302,7 @@ def begin(environ: MutableMapping[str, str]) -> Elastic | None:
         )
     answers: Answers = []
     if kind == NEW:
-        size = max(2, int(environ[SIZE]))
+        size = int(environ[SIZE])
         answers = pickle.loads(Path(environ[ANSWERS]).read_bytes())  # of rank 0 of this job, through its launcher
         numbers: dict[str, object] = {"RANK": size - 1, "SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
         slot, slots = _slot(environ)

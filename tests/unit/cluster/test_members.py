@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,6 +141,11 @@ class World:
             self.shut |= set() if joinable else {number}
             self.do(self.members.waits(number, self.members.formation, self.now, joinable=joinable))
 
+    def later(self, seconds: float) -> None:
+        self.now += seconds
+        if not self.failed:
+            self.do(self.members.tick(self.now))
+
     def lose_host(self, name: str) -> None:
         for number in [number for number, host in self.alive.items() if host == name]:
             self.forget(number)
@@ -187,8 +193,7 @@ class World:
         elif what == 14:
             self.do(self.members.answered(self.now))
         elif what == 15:
-            self.now += which
-            self.do(self.members.tick(self.now))
+            self.later(which)
         elif what == 16 and self.serving is not None:
             late = self.members.served(self.serving.serial - 1, "10.0.0.1", 1, self.now)
             assert late == [], "a rendezvous that was asked for before, and served others"
@@ -205,9 +210,7 @@ class World:
                 for _ in range(8):
                     if not self.failed:
                         self.step(what, 0)
-            self.now += 1
-            if not self.failed:
-                self.do(self.members.tick(self.now))
+            self.later(1)
 
 
 # often: a loss, all that leave but the answer of the rendezvous, and everything until it is whole again
@@ -283,6 +286,7 @@ def test_where_no_slots_can_come_it_fails_at_once():
     world.do(world.members.answered(0))
     for _ in range(LOSSES_OF_A_HOST):
         world.lose(max(number for number, host in world.alive.items() if host == "b"))
+        world.later(10)
     assert world.barred == {"b"} and "no slots for more" in world.failed
 
 
@@ -291,13 +295,35 @@ def test_a_host_is_used_no_more_after_three_losses_without_an_update():
     world.do(world.members.answered(0))
     for _ in range(2):
         world.lose(max(number for number, host in world.alive.items() if host == "b"))
+        world.later(10)
     world.settle()
     world.do(world.members.updated(world.members.formation, 0))
     assert not world.barred and "b" in world.alive.values()
     for _ in range(LOSSES_OF_A_HOST):
         assert not world.barred
         world.lose(max(world.alive))
+        world.later(10)
     assert world.barred == {"b"} and not world.failed
+
+
+def test_new_workers_that_are_lost_again_and_again_wait_longer_each_time():
+    """The others train on: workers that end while they start must not take the machine from them."""
+    world = small(np=3)
+    world.do(world.members.answered(0))
+    started = [0.0]
+    while len(started) < 12:
+        world.lose(max(world.alive))
+        assert len(world.alive) == 3 and world.alive == {0: "a", 1: "a", 2: "b"}
+        while len(world.alive) == 3:
+            world.later(0.5)
+            world.do(world.members.updated(1, world.now))
+        started.append(world.now)
+    waits = [after - before for before, after in pairwise(started)]
+    assert waits[:5] == [1, 2, 4, 8, 16] and waits[-1] == 600 and not world.barred
+    world.settle()
+    world.later(1)
+    world.lose(max(world.alive))
+    assert len(world.alive) == 4, "one has joined: the next one starts at once"
 
 
 def test_ten_losses_without_an_update_are_the_end():
