@@ -176,6 +176,8 @@ def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> 
         found = discovery.first(command, args.np or args.min_np or 1, args.elastic_timeout)
         slots = sum(host.slots for host in found)
         job = dataclasses.replace(job, hosts=found, np=args.np or min(slots, args.max_np or slots))
+    elif args.max_np is not None and not (args.hosts or args.hostfile) and job.hosts[0].name == "localhost":
+        job = dataclasses.replace(job, hosts=[dataclasses.replace(job.hosts[0], slots=max(args.max_np, job.np))])
     minimum, maximum = args.min_np or 1, args.max_np or max(job.np, sum(host.slots for host in job.hosts))
     if not minimum <= job.np <= maximum:
         rule, received = "--min-np <= -np <= --max-np", f"{minimum}, {job.np}, {maximum}"

@@ -158,7 +158,7 @@ def test_killed_in_the_first_and_last_updates_of_an_epoch(tmp_path, spot, update
 @pytest.mark.thorough
 def test_one_rank_becomes_three(tmp_path):
     """Its set-up is that of one rank, which compares nothing with others; so is that of those who come."""
-    done = train(tmp_path, np=1, epochs=8, rate=10, flags=("-H=localhost:3", "--min-np=1", "--max-np=3"))
+    done = train(tmp_path, np=1, epochs=8, rate=10, flags=("--min-np=1", "--max-np=3"))
     check(done, epochs=8, batch=4)
     assert done.sizes[-1] == 3
 
