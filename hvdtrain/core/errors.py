@@ -167,6 +167,36 @@ def end_now(code: int) -> NoReturn:
     os._exit(code)
 
 
+_exits: list[object] = []  # codes other than 0 that this program has wanted to end with
+
+
+def note_exits() -> None:
+    """Has `sys.exit` note codes other than 0: at its end Python tells nobody with which it ends."""
+    if isinstance(sys.exit, _NotingExit):
+        return
+    sys.exit = _NotingExit(sys.exit)
+
+
+class _NotingExit:
+    def __init__(self, exit_plainly: Callable[..., NoReturn]) -> None:
+        self._exit_plainly = exit_plainly
+
+    def __call__(self, status: object = None, /) -> NoReturn:
+        note_exit(status)
+        self._exit_plainly(status)
+
+
+def note_exit(status: object) -> None:
+    """This program ends with that code, unless it catches `SystemExit`."""
+    if status:
+        _exits.append(status)
+
+
+def ends_badly() -> bool:
+    """Returns whether a program that is at its end has failed: by an exception, or with a code other than 0."""
+    return bool(_exits) or getattr(sys, "last_value", None) is not None
+
+
 def exit_with(program: str, error: BaseException, rank: int) -> NoReturn:
     """Prints one clear block on standard error and ends this process: with exit code 2 for an `HvdtrainError`, else 1.
 

@@ -19,8 +19,10 @@ from hvdtrain.core.errors import (
     LauncherError,
     ReplicaError,
     build_horovod_command,
+    ends_badly,
     exit_with,
     install_command,
+    note_exits,
 )
 from hvdtrain.core.in_step import elastic, preemption
 from hvdtrain.core.in_step.agent import Form
@@ -113,6 +115,7 @@ def init(
         _let_it_change(world, its, framework)
     preemption.watch(comm.rank, tracker, os.environ)
     if comm.size > 1:
+        note_exits()
         atexit.register(_leave_at_exit, world, os.getpid())
     return world
 
@@ -147,7 +150,7 @@ def _leave_at_exit(world: World, pid: int) -> None:
 
     Without it the engine would go down under ranks that still talk. A program that failed has said why.
     """
-    if current() is not world or os.getpid() != pid or getattr(sys, "last_value", None) is not None:
+    if current() is not world or os.getpid() != pid or ends_badly():
         return
     try:
         world.end()

@@ -92,6 +92,27 @@ def test_torch_ranks_that_part(tmp_path: Path, limit: Limit) -> None:
     check_ended(ended, tmp_path / "end", ENDING["one_ends_early.atexit"])
 
 
+EXITING = """
+import sys, hvdtrain
+world = hvdtrain.init("torch", device="cpu")
+if "with" in sys.argv[1:]:
+    with world:
+        if world.rank == 1:
+            raise SystemExit(3)
+        world.barrier()
+if world.rank == 1:
+    sys.exit(3)
+world.barrier()
+"""
+
+
+@pytest.mark.parametrize("how", ["with", "without"])
+def test_a_rank_that_exits_with_a_code_has_failed_and_is_not_out_of_step(how: str) -> None:
+    """--max-restarts starts the job again; what ranks out of step do is the program's mistake, and would come again."""
+    done = run_ranks(["-c", EXITING, how], 2, timeout_s=60)
+    assert re.search("Exit code: [13]$", done.err, re.MULTILINE) and RULE not in done.text, done.text
+
+
 def test_keras_ranks_that_part(tmp_path: Path, limit: Limit) -> None:
     ways = ["evaluate_on_rank_0", "evaluate_in_on_main", "all_reduces_swapped"]
     env = {"KERAS_BACKEND": "tensorflow"}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hvdtrain.core.engines import mpi_communicator
-from hvdtrain.core.errors import HvdtrainError, LauncherError
+from hvdtrain.core.errors import HvdtrainError, LauncherError, ends_badly
 from hvdtrain.core.in_step.arrival import (
     Rendezvous,
     attempts,
@@ -184,8 +184,7 @@ def _end_mpi(pid: int) -> None:
     It would wait for the others, and they may wait for it. So it just ends, and mpirun ends them.
     """
     module = sys.modules.get("mpi4py.MPI")
-    failed = getattr(sys, "last_value", None) is not None
-    if module is not None and os.getpid() == pid and not failed and not module.Is_finalized():
+    if module is not None and os.getpid() == pid and not ends_badly() and not module.Is_finalized():
         module.Finalize()
 
 
