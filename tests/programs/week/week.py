@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from harness import TOKEN, kill_all, processes_of
+from harness import TOKEN, processes_of
 from train import BATCH, SAMPLES, build, samples
 
 FOLDER, FAULTS, SEED = Path(sys.argv[1]), int(sys.argv[2]), int((sys.argv[3:] or ["1"])[0])
@@ -38,7 +38,7 @@ class Job:
 
     def __init__(self, epochs: int) -> None:
         self.epochs, self.starts = epochs, 0
-        self.token = f"week-{os.getpid()}"
+        self.token = os.environ.get(TOKEN) or f"week-{os.getpid()}"
         self.output = (FOLDER / "output").open("ab")
         self.start()
 
@@ -52,10 +52,19 @@ class Job:
             cwd=FOLDER, env={**os.environ, TOKEN: self.token}, stdout=self.output, stderr=self.output,
         )  # fmt: skip
 
+    def living(self) -> list[psutil.Process]:
+        return [its for its in processes_of(self.token) if its.pid != os.getpid()]
+
+    def ended(self, within_s: float) -> None:
+        """Nothing of it is left."""
+        psutil.wait_procs(self.living(), timeout=within_s)
+        left = self.living()
+        assert not left, [its.cmdline() for its in left]
+
     def having(self, part: str) -> list[psutil.Process]:
         """Those whose command has this part, or no process that is still there."""
         found = []
-        for process in processes_of(self.token):
+        for process in self.living():
             try:
                 if part in " ".join(process.cmdline()) and process.pid != self.process.pid:
                     found.append(process)
@@ -111,9 +120,7 @@ def launcher(number: int) -> Callable[[Job], bool]:
         job.process.send_signal(number)
         code = job.process.wait(PATIENCE_S)
         assert code != 0, "it is not through"
-        psutil.wait_procs(processes_of(job.token), timeout=20)
-        left = processes_of(job.token)
-        assert not left, [its.cmdline() for its in left]
+        job.ended(20)
         job.start()
         return True
 
@@ -169,11 +176,9 @@ def main() -> None:
                 mark, since = count, time.monotonic()
             assert time.monotonic() - since < PATIENCE_S, f"no update for {PATIENCE_S} s"
             time.sleep(0.05)  # how finely the instants of the faults are drawn
-        psutil.wait_procs(processes_of(job.token), timeout=10)
-        left = processes_of(job.token)
-        assert not left, [its.cmdline() for its in left]
+        job.ended(10)
     finally:
-        kill_all(job.token)
+        send(signal.SIGKILL, job.living())
     report(job, done, time.monotonic() - began)
 
 
