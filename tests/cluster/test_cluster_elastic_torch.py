@@ -149,6 +149,15 @@ def test_killed_at_every_spot(tmp_path, spot, rank):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_left(tmp_path, rank):
+    done = train(tmp_path, f"1.{rank}:5:step:loop", epochs=6, flags=("--min-np=1", "--max-np=3", "--hang-timeout=5"))
+    check(done, epochs=6, batch=12)
+    assert [its["worker"] for its in attempt(tmp_path)["lost"]] == [rank]
+    assert f"rank {rank} (host" in done.ended.err and "does not come" in done.ended.err, done.ended.text
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("spot", ["backward", "step", "after"])
 @pytest.mark.parametrize("update", [0, 12, 13, 38])
 def test_killed_in_the_first_and_last_updates_of_an_epoch(tmp_path, spot, update):

@@ -14,8 +14,9 @@ EXACT = 1e-10
 @pytest.mark.thorough
 @pytest.mark.parametrize("faults", [20, 500])
 def test_it_ends_as_the_unbroken_training_does(faults: int, tmp_path: Path) -> None:
-    command = [PROGRAMS / "week" / "week.py", tmp_path, str(faults)]
-    done = run_ranks(command, 1, launcher="none", timeout_s=120 + 20 * faults).check()
+    done = run_ranks(
+        [PROGRAMS / "week" / "week.py", tmp_path, str(faults)], 1, launcher="none", timeout_s=120 + 20 * faults
+    ).check()
     found = json.loads(done.out.splitlines()[-1])
     assert found["faults"] == faults and found["gap"] < EXACT and found["right"][0] == found["right"][1], done.text
     print(done.out)

@@ -103,6 +103,9 @@ class ElasticRunning(Running):
                 self._do(self._members.answered(now))
         elif said.get("do") == "wait" and isinstance(formation, int):
             self._do(self._members.waits(number, formation, now, joinable=bool(said.get("joinable", True))))
+        elif said.get("do") == "hung" and formation == self._members.formation:
+            hung = [its.number for its in self._members.members() if its.rank in said.get("ranks", ())]
+            self._do(self._members.lost(hung, now, why="it lets the others wait: it hangs", gone=False))
         elif said.get("do") == "updates" and isinstance(formation, int):
             self._do(self._members.updated(formation, now))
 

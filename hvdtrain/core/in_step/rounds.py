@@ -44,11 +44,15 @@ class Rounds:
         own: what this rank says of itself.
         size: how many ranks there are.
         who: host and process of each rank, where they are known.
-        end: ends the job, with rule, what came, and remedy, through these links.
+        end: ends the job, with rule, what came, and remedy, through these links; or the ranks that are hung.
     """
 
     def __init__(
-        self, own: Own, size: int, who: Sequence[tuple[str, int]], end: Callable[[list[str], list[Link]], None]
+        self,
+        own: Own,
+        size: int,
+        who: Sequence[tuple[str, int]],
+        end: Callable[[list[str], list[Link], list[int]], None],
     ) -> None:
         self._own, self._size, self._who, self._end = own, size, who, end
         self._round: Round | None = None
@@ -105,7 +109,7 @@ class Rounds:
             error = hang.hung(verdict, reports, silent, hang_s, str(path or ""))
             text = [error.rule, error.received, error.remedy]
             bundle.write(path, text, verdict, reports, silent)
-            self._end(text, list(links.values()))
+            self._end(text, list(links.values()), verdict.ranks)
         elif verdict.kind:
             said = hang.notes(verdict, {**reports, **silent}, hang_s)
             place = f"{verdict} {reports[min(reports)]['updates']}"

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain.core.errors import HUNG_CODE, OUT_OF_STEP_CODE, ReplicaError, describe, end_now
-from hvdtrain.core.in_step import hang, looks
+from hvdtrain.core.in_step import elastic, hang, looks
 from hvdtrain.core.in_step.arrival import listen_to_ranks, seconds_of
 from hvdtrain.core.in_step.link import LONGEST_REPORT, WELCOME, Link, Meeting, connect
 from hvdtrain.core.in_step.meeting import State, Tracker, deadlocked, out_of_step, waiting
@@ -117,7 +117,9 @@ class Watch:
         self._question, self._asking = 0, False
         self._noted: tuple[str, int] | None = None
         self._own = looks.Own(tracker, meeting)
-        self._rounds = Rounds(self._own, tracker.size, who, self._end_all)
+        self._rounds = Rounds(self._own, tracker.size, who, self._end_hung)
+        its = elastic.active()
+        self._formation = its.line.formation if its is not None else 0
         run = self._speak if tracker.rank else self._compare
         self._thread = threading.Thread(target=run, name="hvdtrain in step", daemon=True)
         self._thread.start()
@@ -132,6 +134,15 @@ class Watch:
     def use_run_dir(self, run_dir: Path) -> None:
         """See `looks.Own.use_run_dir`."""
         self._own.use_run_dir(run_dir)
+
+    def _end_hung(self, error: list[str], links: Sequence[Link], ranks: Sequence[int]) -> None:
+        """Ends the job; an elastic one goes on without those that are hung."""
+        its = elastic.active()
+        if its is None or its.member is None:
+            self._end_all(error, links)
+        else:
+            print(describe("hvdtrain", ReplicaError(*error), self._tracker.rank), file=sys.stderr, flush=True)
+            its.line.say(do="hung", formation=self._formation, ranks=list(ranks))
 
     def _end_all(self, error: list[str], links: Sequence[Link], code: int = HUNG_CODE) -> None:
         self._own.close()

@@ -1,7 +1,7 @@
-"""Ranks come and go: `elastic.py OUT DATA ACCUMULATE EPOCHS UPDATES_PER_S [FORMATION.RANK:UPDATE:SPOT ...]`.
+"""Ranks come and go: `elastic.py OUT DATA ACCUMULATE EPOCHS UPDATES_PER_S [FORMATION.RANK:UPDATE:SPOT[:loop] ...]`.
 
-In that formation that rank kills itself (SIGKILL) when so many updates are done, at a spot: at a barrier with a "batch"
-at hand, before "backward", "in" it (half of the gradients are there), before "step", "after" it, or in "evaluate",
+In that formation that rank kills itself (SIGKILL), or loops for ever, when so many updates are done, at a spot: at a
+barrier with a "batch" at hand, before "backward", "in" it (half of the gradients are there), before "step", "after" it, or in "evaluate",
 "gather", "save" or "head" (what is collective before the first batch of an epoch); at "leave" it asks all ranks to
 meet anew after this update, as the launcher does where a new one waits. Each process leaves a ledger in OUT:
 what it took part in, and what was applied; rank 0 of the end leaves the weights.
@@ -70,13 +70,16 @@ class Killed:
     """When this process kills itself."""
 
     def __init__(self, todo: list[str], world: hvdtrain.World) -> None:
-        self._todo, self._world = {tuple(one.split(":")) for one in todo}, world
+        parts = [one.split(":") for one in todo]
+        self._todo, self._world = {tuple(its[:3]): its[3:] for its in parts}, world
         self.updates = 0
 
     def at(self, spot: str) -> None:
         line = elastic.line()
         place = f"{line.formation if line is not None else 0}.{self._world.rank}"
-        if (place, str(self.updates), spot) in self._todo:
+        if (what := self._todo.get((place, str(self.updates), spot))) is not None:
+            while what:
+                pass
             os.kill(os.getpid(), signal.SIGKILL)
         if line is not None and spot == "backward" and (place, str(self.updates), "leave") in self._todo:
             line.asked_to_leave = line.formation
