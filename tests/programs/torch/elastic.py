@@ -1,10 +1,10 @@
 """Ranks come and go: `elastic.py OUT DATA ACCUMULATE EPOCHS UPDATES_PER_S [FORMATION.RANK:UPDATE:SPOT[:loop] ...]`.
 
 In that formation that rank kills itself (SIGKILL), or loops for ever, when so many updates are done, at a spot: at a
-barrier with a "batch" at hand, before "backward", "in" it (half of the gradients are there), before "step", "after" it, or in "evaluate",
-"gather", "save" or "head" (what is collective before the first batch of an epoch); at "leave" it asks all ranks to
-meet anew after this update, as the launcher does where a new one waits. Each process leaves a ledger in OUT:
-what it took part in, and what was applied; rank 0 of the end leaves the weights.
+barrier with a "batch" at hand, before "backward", "in" it (half of the gradients are there), before "step", "after"
+it, or in "evaluate", "gather", "save" or "head" (what is collective before the first batch of an epoch); at "leave" it
+asks all ranks to meet anew after this update, as the launcher does where a new one waits. Each process leaves a ledger
+in OUT: what it took part in, and what was applied; rank 0 of the end leaves the weights.
 """
 
 from __future__ import annotations
