@@ -47,6 +47,7 @@ def test_on_this_machine(tmp_path: Path) -> None:
     assert (tmp_path / "comm.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="network namespaces need root, and tc")
 def test_on_cables_of_a_rate_the_kernel_counts_the_same(tmp_path: Path) -> None:
     _, result = bench(tmp_path / "comm.json", "-np", 3, "--rate=500mbit", "--smallest=1024")

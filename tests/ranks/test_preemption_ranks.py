@@ -41,7 +41,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         ("update", 1, "1", [2]),
         ("update", 2, "0", [3]),  # learned in the epoch's last update: its own checkpoint is the one
-        ("accumulation", 4, "1", [3, 5]),
+        pytest.param("accumulation", 4, "1", [3, 5], marks=pytest.mark.thorough),
         pytest.param("validation", 0, "0", [3, 4], marks=pytest.mark.thorough),
         pytest.param("save", 0, "0", [3, 4], marks=pytest.mark.thorough),
     ],
@@ -101,7 +101,7 @@ def test_negative_twin_a_word_that_stays_on_its_rank(tmp_path: Path) -> None:
     assert ended.returncode not in (0, CODE) and saved(tmp_path / "run") == [], ended.text
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
 def test_keras(backend: str, tmp_path: Path) -> None:
     env = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     ended = launched(tmp_path, KERAS, tmp_path / "run", "11", env=env)
