@@ -78,17 +78,10 @@ class Formed:
 
 
 @dataclass(frozen=True)
-class Barred:
-    """Tell that a host is not used any more."""
-
-    host: str
-
-
-@dataclass(frozen=True)
 class Fail:
     """End the job."""
 
     why: str
 
 
-Action = Reach | Start | Signal | Say | Serve | Unserve | Lost | Formed | Barred | Fail
+Action = Reach | Start | Signal | Say | Serve | Unserve | Lost | Formed | Fail

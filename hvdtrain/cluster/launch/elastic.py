@@ -235,8 +235,6 @@ class ElasticRunning(Running):
                     self._tell_lost(action)
                 case actions.Formed():
                     self._tell_formed(action)
-                case actions.Barred(host):
-                    self._heard.say(f"host {host} is not used any more: its workers were lost again and again")
                 case actions.Fail(why):
                     self._give_up(why)
 

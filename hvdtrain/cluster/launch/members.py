@@ -17,7 +17,6 @@ from typing import Literal
 from hvdtrain.cluster.hosts import Host, Slot, numbered
 from hvdtrain.cluster.launch.actions import (
     Action,
-    Barred,
     Fail,
     Formed,
     Lost,
@@ -33,8 +32,9 @@ SECONDS_TO_LEAVE = 60.0  # that members of a formation have, once one of it is l
 SECONDS_TO_BREAK = 1.0  # and that what they are blocked in has to fail by itself; ten times that where all agreed
 SECONDS_TO_SETTLE = 0.25  # after a loss: others of its host may follow, and one that is lost while others meet is worse
 SECONDS_TO_GATHER = 10.0  # that a new worker waits for others that are on their way, so that all join at once
-LOSSES_OF_A_HOST, LOSSES = 3, 10  # without an update between
-_LONGEST_START_S = 600.0  # between a host's new workers, which wait twice as long each time one is lost
+LOSSES = 10  # of members, without an update between
+BORNE = 2  # losses of a host's members, without an update of it between, until its new workers wait
+_LONGEST_START_S = 600.0  # that they wait: twice as long after each loss
 LATE = "it has not left its formation in time: stopped, or blocked"
 _RETRY_S = 10.0  # until a host that cannot be reached is tried again; longer each time
 _LONGEST_RETRY_S = 60.0
@@ -114,10 +114,9 @@ class Members:
         self._short_s: float | None = None  # since when there are too few
         self._serial, self._asked = 0, None  # type: int, tuple[int, ...] | None
         self._losses: set[int] = set()  # formations that lost members, since the last update
-        self._losses_of: dict[str, set[int]] = {}  # by host: those, and (negative) new workers
+        self._losses_of: Counter[str] = Counter()  # by host: of members, since an update
         self._failed_starts: Counter[str] = Counter()  # by host: of new workers, since one has joined
         self._start_s: dict[str, float] = {}  # by host: when the next one may start
-        self._barred: set[str] = set()
         self._actions: list[Action] = []
 
     @property
@@ -268,13 +267,11 @@ class Members:
         for its in lost:
             self._remove(its.number, 0 if gone else signal.SIGKILL, gone=gone)
             self._actions.append(Lost(its.number, its.host, why))
-            self._losses_of.setdefault(its.host, set()).add(self.formation if its.member else -its.number)
-            if len(self._losses_of[its.host]) >= LOSSES_OF_A_HOST and its.host not in self._barred:
-                self._barred.add(its.host)
-                self._actions.append(Barred(its.host))
-            if not its.member:
-                self._start_s[its.host] = now + min(2.0 ** min(self._failed_starts[its.host], 10), _LONGEST_START_S)
-                self._failed_starts[its.host] += 1
+            self._failed_starts[its.host] += not its.member
+        for host in {its.host for its in lost if its.member}:
+            self._losses_of[host] += 1
+        for host in {its.host for its in lost}:
+            self._put_off(host, now)
         if not any(its.member for its in lost):
             return
         self._losses.add(self.formation)
@@ -285,6 +282,12 @@ class Members:
         self._abort()  # only who waits for the lost one sees a broken connection; others wait for those, and so on
         if len(self._losses) >= LOSSES and not self._ending:
             self._fail(f"members were lost {LOSSES} times without an update between")
+
+    def _put_off(self, host: str, now: float) -> None:
+        """A host whose workers are lost again and again is to cost the others little."""
+        times = max(self._failed_starts[host], self._losses_of[host] - BORNE)
+        if times > 0:
+            self._start_s[host] = now + min(2.0 ** min(times - 1, 10), _LONGEST_START_S)
 
     def _abort(self) -> None:
         self._aborted = True
@@ -315,16 +318,13 @@ class Members:
         if now - self._broken_s >= SECONDS_TO_LEAVE:
             self._lose(late, now, why=LATE, gone=False)
 
-    def _usable(self) -> list[Host]:
-        return [host for host in self._hosts if host.name not in self._barred]
-
     def _fill(self, now: float) -> None:
         """Has workers started wherever there is room."""
         if not self._answers:
             return
         wanted = self._limits.maximum - sum(not its.leaving for its in self.workers.values())
         there = [*self.workers.values(), *self._dying.values()]
-        for host in self._usable():
+        for host in self._hosts:
             taken = {its.slot for its in there if its.host == host.name}
             take = min(wanted, host.slots - len(taken))
             if take <= 0 or (host.name in self._there and now < self._start_s.get(host.name, now)):
@@ -395,7 +395,7 @@ class Members:
         few = f"fewer than {minimum} workers (--min-np) are left"
         if not self._answers:
             self._fail(f"{few}, and none can join before the first update")
-        elif sum(host.slots for host in self._usable()) < minimum and not self._limits.open:
+        elif sum(host.slots for host in self._hosts) < minimum and not self._limits.open:
             self._fail(f"{few}, and there are no slots for more")
         elif now - self._short_s >= self._limits.timeout_s:
             self._fail(f"{few}, for {self._limits.timeout_s:g} s (--elastic-timeout)")

@@ -12,7 +12,6 @@ from hvdtrain.cluster.hosts import Host, assign
 from hvdtrain.cluster.launch import actions
 from hvdtrain.cluster.launch.members import (
     LOSSES,
-    LOSSES_OF_A_HOST,
     SECONDS_TO_BREAK,
     SECONDS_TO_LEAVE,
     SECONDS_TO_SETTLE,
@@ -41,7 +40,6 @@ class World:
         self.regroup = self.broken = False
         self.shut: set[int] = set()  # who waits where no new ones can come in
         self.failed = ""
-        self.barred: set[str] = set()
         self.numbers = set(self.alive)
         self.said: list[actions.Action] = []
 
@@ -67,15 +65,13 @@ class World:
                     self.broken |= message["do"] == "abort"
                 case actions.Formed():
                     self.check(action)
-                case actions.Barred(name):
-                    self.barred.add(name)
                 case actions.Fail(why):
                     self.failed = why
         return todo
 
     def start(self, number: int, host: Host, slot: int) -> None:
         assert number not in self.numbers, "a number comes again"
-        assert host in self.hosts and host.name not in self.barred
+        assert host in self.hosts
         living = self.alive | self.dying
         taken = [self.slot[number] for number, name in living.items() if name == host.name]
         assert len(taken) < host.slots and slot not in taken and slot < host.slots, "a slot is given twice"
@@ -284,26 +280,30 @@ def test_fewer_than_the_minimum_are_borne_for_a_while():
 def test_where_no_slots_can_come_it_fails_at_once():
     world = World(2, Limits(2, 2), [Host("a", 1), Host("b", 1)])
     world.do(world.members.answered(0))
-    for _ in range(LOSSES_OF_A_HOST):
-        world.lose(max(number for number, host in world.alive.items() if host == "b"))
-        world.later(10)
-    assert world.barred == {"b"} and "no slots for more" in world.failed
+    world.do(world.members.offered([Host("a", 1)], 0))
+    world.lose(1)
+    assert "no slots for more" in world.failed
 
 
-def test_a_host_is_used_no_more_after_three_losses_without_an_update():
-    world = small()
+def test_a_host_whose_members_are_lost_again_and_again_waits_longer_each_time():
+    world = World(3, Limits(1, 3), [Host("a", 2), Host("b", 1)])
     world.do(world.members.answered(0))
-    for _ in range(2):
-        world.lose(max(number for number, host in world.alive.items() if host == "b"))
-        world.later(10)
-    world.settle()
-    world.do(world.members.updated(world.members.formation, 0))
-    assert not world.barred and "b" in world.alive.values()
-    for _ in range(LOSSES_OF_A_HOST):
-        assert not world.barred
-        world.lose(max(world.alive))
-        world.later(10)
-    assert world.barred == {"b"} and not world.failed
+    waits = []
+    for _ in range(6):
+        world.lose(max(world.formation))
+        began = world.now
+        while max(world.alive) <= max(world.formation):
+            world.later(0.5)
+        waits.append(world.now - began)
+        for number in (max(world.alive), 0, 1):
+            world.wait(number)
+        world.later(1)
+        world.served()
+        assert len(world.formation) == 3
+    assert waits == [0, 0, 1, 2, 4, 8], "two are borne"
+    world.do(world.members.updated(world.members.formation, world.now))
+    world.lose(max(world.formation))
+    assert "b" in world.alive.values(), "there was an update: the next one starts at once"
 
 
 def test_new_workers_that_are_lost_again_and_again_wait_longer_each_time():
@@ -319,7 +319,7 @@ def test_new_workers_that_are_lost_again_and_again_wait_longer_each_time():
             world.do(world.members.updated(1, world.now))
         started.append(world.now)
     waits = [after - before for before, after in pairwise(started)]
-    assert waits[:5] == [1, 2, 4, 8, 16] and waits[-1] == 600 and not world.barred
+    assert waits[:5] == [1, 2, 4, 8, 16] and waits[-1] == 600
     world.settle()
     world.later(1)
     world.lose(max(world.alive))
