@@ -22,10 +22,15 @@ import numpy as np
 
 from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.in_step import elastic
+from hvdtrain.core.in_step.elastic import repeated
+from hvdtrain.core.world import World
 from hvdtrain.keras import fit_callbacks, moving_average, start
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.walked import open_ended
+from hvdtrain.keras.elastic import refused
+from hvdtrain.keras.elastic.changing import Changing
 from hvdtrain.keras.session import KEY, Session, hook
 from hvdtrain.keras.steps import same_work
 
@@ -92,17 +97,44 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     timing: AbstractContextManager[None] = nullcontext()
     if any(isinstance(callback, fit_callbacks.Record) for callback in _listed(callbacks)):
         callbacks, timing = _with(fit_callbacks.Wait(session), callbacks), BACKEND.timed_input(session)
+    reading: AbstractContextManager[None] = nullcontext()
+    its = elastic.active()
+    if its is not None:
+        if not any(isinstance(callback, _K.History) for callback in _listed(callbacks)):
+            callbacks = [*callbacks, _K.History()]  # which a rank that comes gets from another
+        refused.check(model, session, its, _listed(callbacks))
+        its.member = session.changing = Changing(model, session, its, _listed(callbacks))
+        hook(model, "evaluate", functools.partial(_validate, model))
+        reading = session.changing.reads()
     give("callbacks", callbacks)
     moving_average.go_on(model, session, _listed(callbacks), within=within)
     session.fitting = True
     try:
-        with timing, open_ended():
+        with timing, reading, open_ended():
             return inner(*bound.args, **bound.kwargs)
     finally:
         session.fitting, session.stops_in_epoch, session.saving = False, True, None
         if loader is not None:
             loader.leave_nothing_out()
         session.fitted = session.restored_random = None
+
+
+def _validate(model: keras.Model, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The validation of an elastic job's `fit`, which is done once more as a whole where ranks are lost in it."""
+    session: Session = vars(model)[KEY]
+    its = elastic.active()
+    if its is None or not session.fitting or not kwargs.get("_use_cached_eval_dataset"):
+        return evaluate(*args, **kwargs)
+    epoch = next(callback for callback in session.changing.callbacks if isinstance(callback, fit_callbacks.Epoch))
+    epoch.before_validation()
+
+    def once() -> dict[str, float]:
+        with BACKEND.rank_losses():
+            evaluate(*args, **kwargs)
+        return epoch.validated()
+
+    epoch.results = its.run("validation", once)
+    return dict(epoch.results)
 
 
 def _goes_on_within(session: Session, given: dict[str, Any]) -> bool:
@@ -210,6 +242,8 @@ class Place(fit_callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
+        if self.session.changing is not None:
+            self.session.changing.epoch_has_begun()
         if self.session.fitted is not None:
             self.session.fitted.next_epoch = epoch
 
@@ -414,12 +448,20 @@ class Last(fit_callbacks.Callback):
                 shared=True,
             )
 
+        if self.session.changing is not None:
+            self.session.changing.enter()
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._share_stop()
 
     def _share_stop(self) -> None:
-        with self.world.in_step("end of a step", value=float(bool(self.model.stop_training))) as wanted:
-            self.model.stop_training = wanted > 0
+        self.model.stop_training = _any(bool(self.model.stop_training), self.world)
+
+
+@repeated
+def _any(mine: bool, world: World) -> bool:
+    with world.in_step("end of a step", value=float(mine)) as wanted:
+        return wanted > 0
 
 
 class LastOfBatch(Last):

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World
 from hvdtrain.runs.clock import Clock
@@ -90,6 +91,7 @@ class Session:
         proving: trial updates are made.
         first_batch: numbers of the first batch; `False` until there is one, `None` if it is not needed.
         proof: the result of the last verification.
+        changing: of an elastic job's `fit`: its part in it (`hvdtrain.keras.elastic`).
     """
 
     world: World
@@ -140,6 +142,7 @@ class Session:
     proving: bool = False
     first_batch: Any = None
     proof: Any = None
+    changing: Any = None
 
     def __post_init__(self) -> None:
         # Names the collectives: ranks prepare their models in the same order (checked at start). Counted on what joins
@@ -148,7 +151,12 @@ class Session:
 
     @property
     def alone(self) -> bool:
-        return self.world.size == 1
+        return self.world.size == 1 and elastic.active() is None
+
+    @property
+    def ranks(self) -> Any:
+        """Their number, as traced functions have it where it may change."""
+        return self.world.size if self.changing is None else self.changing.size
 
     def say(self, text: str, *, once: str = "") -> None:
         """Prints a note, on rank 0; one that has a name (`once`) the first time only."""

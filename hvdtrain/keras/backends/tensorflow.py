@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
+from hvdtrain.core.errors import RanksLost
 from hvdtrain.core.same_data import PRIME
 from hvdtrain.keras.session import KEY, map_leaves, replaced
 
@@ -26,6 +27,7 @@ _HIDDEN_RANDOM = {
     "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle",
     "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
 }  # fmt: skip
+_GIVEN_UP = (tf.errors.UnknownError, tf.errors.AbortedError, tf.errors.FailedPreconditionError)  # by Horovod
 _INTEGER_OF_WIDTH = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
@@ -66,9 +68,27 @@ class TensorFlowBackend:
         """Device-side copies of the variables' values, for `put_back`."""
         return [tf.identity(variable.value) for variable in variables]
 
+    def make_copies(self, variables: Sequence[Any]) -> Callable[[], list[Any]]:
+        """`copies` as a function to be called often: a variable's memory is copied only where a step writes into it."""
+
+        @tf.function(autograph=False)
+        def copies() -> list[Any]:
+            return [tf.identity(variable.value) for variable in variables]
+
+        return copies
+
     def put_back(self, variables: Sequence[Any], copies: Sequence[Any]) -> None:
         for variable, copy in zip(variables, copies, strict=True):
             variable.value.assign(copy)
+
+    def number(self, value: float) -> Any:
+        """A float64 scalar that traced functions read whenever they run; `.assign` changes it."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            return tf.Variable(value, trainable=False, dtype=tf.float64)
+
+    def rank_losses(self) -> AbstractContextManager[None]:
+        """Says what it means when Horovod gives up, in the middle of a collective or before the next."""
+        return _rank_losses()
 
     def checksums(self, variables: Sequence[Any]) -> np.ndarray:
         """One int64 per variable, of its bits and their order."""
@@ -165,6 +185,17 @@ class TensorFlowBackend:
         with replaced(TFEpochIterator, "__init__", made), replaced(TFEpochIterator, "_get_iterator", timed):
             yield
 
+    def first_iterator(self, made: Callable[[Any], None]) -> AbstractContextManager[None]:
+        """While `fit` runs inside, `made` is called with its iterator over training's epochs."""
+        left = [made]
+
+        def make(init: Callable[..., None], iterator: Any, *args: Any, **kwargs: Any) -> None:
+            init(iterator, *args, **kwargs)
+            if left:  # others are those of evaluations
+                left.pop()(iterator)
+
+        return replaced(TFEpochIterator, "__init__", make)
+
     def no_gradient(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -204,10 +235,12 @@ class TensorFlowBackend:
         with tf.device("CPU:0"):
             # Horovod's operations are not marked as stateful: what they are given must be no constant (the samples of
             # batches of one shape), or one rank's optimiser of graphs runs them once, instead of in each step
-            row = [value + self._no_constant, *([session.telling] if session is not None else [])]
+            changing = None if session is None else session.changing
+            words = [] if session is None else [session.telling]
+            row = [value + self._no_constant, *words, *([changing.leaving] if changing is not None else [])]
             sums = self.hvd.allreduce(tf.stack(row), op=self.hvd.Sum, name=name, ignore_name_scope=True)
             if session is not None:
-                _note(session, sums[1])
+                _note(session, sums[1:])
             return sums[0]  # in the step's own graph: the first to ask for it may be a branch of a user's cond
 
     def finish_sum(self, started: Any) -> Any:
@@ -380,6 +413,20 @@ class TensorFlowBackend:
         return sorted({node.op for node in nodes} & _HIDDEN_RANDOM)
 
 
+@contextmanager
+def _rank_losses() -> Iterator[None]:
+    try:
+        yield
+    except _GIVEN_UP as error:
+        if not any(word in str(error.message) for word in ("Horovod", "gloo", "node hvdtrain.")):
+            raise
+        raise RanksLost(
+            "every rank must take part until the end",
+            f"Horovod gave up: {str(error.message).strip().splitlines()[0][:300]}",
+            "read what the rank that ended first has said",
+        ) from error
+
+
 _host_operations: dict[tuple[str, str], Any] = {}
 
 
@@ -402,23 +449,28 @@ def _on_host(operation: Callable[..., Any], array: np.ndarray, kind: str, **opti
                     return operation(sent, name=name, ignore_name_scope=True, **options)
 
             _host_operations[key] = run
-        return _host_operations[key](value).numpy()
+        with _rank_losses():
+            return _host_operations[key](value).numpy()
 
 
-def _note(session: Any, told: Any) -> None:
-    """Notes in the session whether a rank was told to end: nobody need read a variable after each step for it."""
+def _note(session: Any, words: Any) -> None:
+    """Notes in the session whether a rank was told to end, or to leave: nobody need read a variable after each step for
+    it.
+    """
 
-    def note() -> None:
-        session.told = True
+    def note(told: Any, *leaves: Any) -> None:
+        session.told = session.told or bool(told > 0)
+        if leaves:
+            session.changing.leaves = bool(leaves[0] > 0)
 
     def noted() -> Any:
-        with tf.control_dependencies([tf.numpy_function(note, [], [])]):
+        with tf.control_dependencies([tf.numpy_function(note, tf.unstack(words), [])]):
             return tf.no_op()
 
     if not tf.executing_eagerly():
-        tf.cond(told > 0, noted, tf.no_op)
-    elif told > 0:
-        note()
+        tf.cond(tf.reduce_any(words > 0), noted, tf.no_op)
+    elif tf.reduce_any(words > 0):
+        note(*words)
 
 
 def _timed(data: Any, waited: Any) -> Any:
