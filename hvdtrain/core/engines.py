@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
@@ -232,6 +233,21 @@ class HorovodCollectives(HostCollectives):
     def shutdown(self) -> None:
         self.hvd.shutdown()
         HorovodCollectives._mpi_left = self.by_mpi
+
+
+@contextmanager
+def rank_losses() -> Iterator[None]:
+    """Says what it means when Horovod gives up, in the middle of a collective or before the next."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    try:
+        yield
+    except HorovodInternalError as error:
+        raise RanksLost(
+            "every rank must take part until the end",
+            f"Horovod gave up: {error}",
+            "read what the rank that ended first has said",
+        ) from error
 
 
 def _mpi_is_ours() -> bool:

@@ -10,7 +10,6 @@ import numpy as np
 
 from hvdtrain.core.engines import Engine, HorovodCollectives, SoloEngine
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.core.in_step import elastic
 from hvdtrain.core.launchers import Detected, gpus_for
 from hvdtrain.keras.backends.chosen import BACKEND
 
@@ -30,13 +29,6 @@ def attach(detected: Detected, *, engine: str, device: str, gpus_per_rank: int, 
         ConfigError: a GPU is asked for where none is visible.
         ModuleNotFoundError: Horovod is missing (`init` says how to build it).
     """
-    if elastic.active() is not None and BACKEND.name != "tensorflow":
-        raise ConfigError(
-            "an elastic job of Keras trains on the TensorFlow backend",
-            f"KERAS_BACKEND={BACKEND.name}",
-            "KERAS_BACKEND=tensorflow; or leave --min-np, --max-np and --host-discovery out",
-            shared=True,
-        )
     visible = 0 if device == "cpu" else BACKEND.visible_gpus()
     if device == "cuda" and visible == 0:
         raise ConfigError(

@@ -78,9 +78,7 @@ def _reduce_groups(tensors: list[Any], where: Sequence[int], op: str, name: str,
     half = session.compression == "fp16"
     for dtype in sorted(groups):
         members = groups[dtype]
-        received = BACKEND.reduce(
-            [tensors[i] for i in members], op, f"{name}.{dtype}", half=half, size=session.ranks
-        )
+        received = BACKEND.reduce([tensors[i] for i in members], op, f"{name}.{dtype}", half=half, size=session.ranks)
         for i, tensor in zip(members, received, strict=True):
             tensors[i] = tensor
     return tensors

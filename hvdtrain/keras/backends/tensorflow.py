@@ -19,7 +19,7 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
 from hvdtrain.core.errors import RanksLost
 from hvdtrain.core.same_data import PRIME
-from hvdtrain.keras.session import KEY, map_leaves, replaced
+from hvdtrain.keras.session import KEY, first_made, map_leaves, replaced
 
 # bfloat16 and the unsigned types are missing from the type list of Horovod's TensorFlow operations.
 REDUCIBLE = frozenset({"float16", "float32", "float64"})
@@ -187,14 +187,11 @@ class TensorFlowBackend:
 
     def first_iterator(self, made: Callable[[Any], None]) -> AbstractContextManager[None]:
         """While `fit` runs inside, `made` is called with its iterator over training's epochs."""
-        left = [made]
+        return first_made(TFEpochIterator, made)
 
-        def make(init: Callable[..., None], iterator: Any, *args: Any, **kwargs: Any) -> None:
-            init(iterator, *args, **kwargs)
-            if left:  # others are those of evaluations
-                left.pop()(iterator)
-
-        return replaced(TFEpochIterator, "__init__", make)
+    def given_of(self, batches: Any) -> Any:
+        """Returns what Keras gives its train function, of an iterator over batches."""
+        return batches
 
     def no_gradient(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -235,9 +232,8 @@ class TensorFlowBackend:
         with tf.device("CPU:0"):
             # Horovod's operations are not marked as stateful: what they are given must be no constant (the samples of
             # batches of one shape), or one rank's optimiser of graphs runs them once, instead of in each step
-            changing = None if session is None else session.changing
-            words = [] if session is None else [session.telling]
-            row = [value + self._no_constant, *words, *([changing.leaving] if changing is not None else [])]
+            words = [] if session is None else [session.telling, *session.leaving()]
+            row = [value + self._no_constant, *words]
             sums = self.hvd.allreduce(tf.stack(row), op=self.hvd.Sum, name=name, ignore_name_scope=True)
             if session is not None:
                 _note(session, sums[1:])
@@ -458,19 +454,14 @@ def _note(session: Any, words: Any) -> None:
     it.
     """
 
-    def note(told: Any, *leaves: Any) -> None:
-        session.told = session.told or bool(told > 0)
-        if leaves:
-            session.changing.leaves = bool(leaves[0] > 0)
-
     def noted() -> Any:
-        with tf.control_dependencies([tf.numpy_function(note, tf.unstack(words), [])]):
+        with tf.control_dependencies([tf.numpy_function(session.note, tf.unstack(words), [])]):
             return tf.no_op()
 
     if not tf.executing_eagerly():
         tf.cond(tf.reduce_any(words > 0), noted, tf.no_op)
     elif tf.reduce_any(words > 0):
-        note(*words)
+        session.note(*words)
 
 
 def _timed(data: Any, waited: Any) -> Any:

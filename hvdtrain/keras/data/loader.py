@@ -22,7 +22,6 @@ from hvdtrain.core.world import World
 from hvdtrain.keras.data.sources import Batch, Source
 from hvdtrain.keras.session import NO_SAMPLE, map_leaves
 
-
 known: WeakSet[Loader] = WeakSet()
 
 

@@ -118,7 +118,7 @@ class Changing(Member):
             self._copies = BACKEND.make_copies(self._variables)
         if self.leaves:
             its.regroup(None)
-            data = self._reading._current_iterator
+            data = BACKEND.given_of(self._reading._current_iterator)
         if its.wants_to_leave:
             self.leaving.assign(1.0)
         while True:
@@ -135,7 +135,7 @@ class Changing(Member):
                 self._late = False
                 self._logs = self._logs or self.model.get_metrics_result()
                 break
-            data = self._reading._current_iterator
+            data = BACKEND.given_of(self._reading._current_iterator)
         its.updated()
         return self._logs
 
@@ -148,9 +148,7 @@ class Changing(Member):
         began, data = self._began, self._data
         steps = data.steps_until(self.session.executions * self._steps_of_one)
         samples = data.samples_of(0, steps)
-        now = Progress(
-            began.epoch, began.step + steps, began.samples_seen + samples, began.samples_in_epoch + samples
-        )
+        now = Progress(began.epoch, began.step + steps, began.samples_seen + samples, began.samples_in_epoch + samples)
         return {"began": began, "now": now, "steps": steps, "told": self.session.told, "whole": data.plan.global_batch}
 
     def state(self) -> bytes:

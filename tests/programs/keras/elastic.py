@@ -19,12 +19,12 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import hvdtrain
 import hvdtrain.keras as hvk
 from hvdtrain.core.in_step import elastic
 
+SLOW_S = 0.2  # an update takes while there are fewer ranks than at first: a new process takes seconds
 SAMPLES, CLASSES, FEATURES, HIDDEN, PER_RANK, BASE, DECAY = 150, 3, 6, 8, 4, 0.05, 0.97
 
 
@@ -51,6 +51,11 @@ class Looks(keras.layers.Layer):
         x, ids = inputs
         if not training:
             return x
+        if keras.backend.backend() == "torch":
+            self.then(ids.numpy())
+            return x
+        import tensorflow as tf
+
         with tf.control_dependencies([tf.numpy_function(self.then, [ids], [])]):
             return tf.identity(x)
 
@@ -60,8 +65,9 @@ class Ledger(keras.callbacks.Callback):
 
     def __init__(self, out: str, rate: float, todo: list[str], world: hvdtrain.World) -> None:
         super().__init__()
-        self._file = Path(out, f"ledger.{os.getpid()}").open("w", buffering=1)
+        self._path = Path(out, f"ledger.{os.getpid()}")
         self._todo, self._pause_s, self._world = {tuple(one.split(":")) for one in todo}, 1 / rate, world
+        self._size = world.size  # which is that of the first ranks in a new process, too
         self.data: Any = None
         self.epoch = self.updates = 0
 
@@ -74,7 +80,8 @@ class Ledger(keras.callbacks.Callback):
     def _note(self, kind: str, step: int, ids: list[int]) -> None:
         line = elastic.line()
         formation = line.formation if line is not None else 0
-        print(json.dumps([kind, self.epoch, step, formation, ids, time.time()]), file=self._file)
+        with self._path.open("a") as file:
+            print(json.dumps([kind, self.epoch, step, formation, ids, time.time()]), file=file)
 
     def at(self, spot: str) -> None:
         line = elastic.line()
@@ -93,7 +100,7 @@ class Ledger(keras.callbacks.Callback):
         self.at("head")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        time.sleep(self._pause_s)
+        time.sleep(self._pause_s if self._world.size == self._size else SLOW_S)
         self.at("before")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
