@@ -236,16 +236,24 @@ class HorovodCollectives(HostCollectives):
 
 
 @contextmanager
-def rank_losses() -> Iterator[None]:
-    """Says what it means when Horovod gives up, in the middle of a collective or before the next."""
-    from horovod.common.exceptions import HorovodInternalError
+def losses_in(*errors: type[Exception], told_by: Callable[[Any], bool] = lambda error: True) -> Iterator[None]:
+    """Says what it means when Horovod gives up, in the middle of a collective or before the next.
 
+    Args:
+        errors: that a framework's Horovod raises then.
+        told_by: whether such an error is Horovod's.
+
+    Raises:
+        RanksLost: in place of it.
+    """
     try:
         yield
-    except HorovodInternalError as error:
+    except errors as error:
+        if not told_by(error):
+            raise
         raise RanksLost(
             "every rank must take part until the end",
-            f"Horovod gave up: {error}",
+            f"Horovod gave up: {str(error).strip().splitlines()[0][:300]}",
             "read what the rank that ended first has said",
         ) from error
 

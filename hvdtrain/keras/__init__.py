@@ -26,9 +26,10 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World, given_or_current
-from hvdtrain.keras import averaging, fit, fit_callbacks, start
+from hvdtrain.keras import averaging, fit, fit_callbacks
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import model_state
+from hvdtrain.keras.checks import start
 from hvdtrain.keras.checks.replicas import fingerprint
 from hvdtrain.keras.data.create import loader
 from hvdtrain.keras.data.loader import Loader

@@ -25,12 +25,13 @@ from hvdtrain.core.errors import ConfigError, ReplicaError
 from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.world import World
-from hvdtrain.keras import fit_callbacks, moving_average, start
+from hvdtrain.keras import fit_callbacks, moving_average
 from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.changing import Changing
+from hvdtrain.keras.checks import start
+from hvdtrain.keras.checks.changing_fit import check_elastic
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.walked import open_ended
-from hvdtrain.keras.elastic import refused
-from hvdtrain.keras.elastic.changing import Changing
 from hvdtrain.keras.session import KEY, Session, hook
 from hvdtrain.keras.steps import same_work
 
@@ -102,7 +103,7 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     if its is not None:
         if not any(isinstance(callback, _K.History) for callback in _listed(callbacks)):
             callbacks = [*callbacks, _K.History()]  # which a rank that comes gets from another
-        refused.check(model, session, its, _listed(callbacks))
+        check_elastic(model, session, its, _listed(callbacks))
         its.member = session.changing = Changing(model, session, its, _listed(callbacks))
         hook(model, "evaluate", functools.partial(_validate, model))
         reading = session.changing.reads()

@@ -20,10 +20,10 @@ import numpy as np
 from hvdtrain.core.errors import ConfigError, NonFiniteError
 from hvdtrain.core.in_step.elastic import note_progress
 from hvdtrain.core.lr import LR
-from hvdtrain.keras import averaging, metric_states, start
+from hvdtrain.keras import averaging, metric_states
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import check_saveable, model_state
-from hvdtrain.keras.checks import replicas
+from hvdtrain.keras.checks import replicas, start
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.session import Session, is_built, is_hooked, leaves_of, missing_hook
 from hvdtrain.keras.steps import ended_early

@@ -91,7 +91,7 @@ class Session:
         proving: trial updates are made.
         first_batch: numbers of the first batch; `False` until there is one, `None` if it is not needed.
         proof: the result of the last verification.
-        changing: of an elastic job's `fit`: its part in it (`hvdtrain.keras.elastic`).
+        changing: of an elastic job's `fit`: its part in it (`hvdtrain.keras.changing`).
     """
 
     world: World

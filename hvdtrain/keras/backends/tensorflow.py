@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
-from hvdtrain.core.errors import RanksLost
+from hvdtrain.core.engines import losses_in
 from hvdtrain.core.same_data import PRIME
 from hvdtrain.keras.session import KEY, first_made, map_leaves, replaced
 
@@ -27,7 +27,6 @@ _HIDDEN_RANDOM = {
     "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle",
     "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
 }  # fmt: skip
-_GIVEN_UP = (tf.errors.UnknownError, tf.errors.AbortedError, tf.errors.FailedPreconditionError)  # by Horovod
 _INTEGER_OF_WIDTH = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
@@ -87,7 +86,6 @@ class TensorFlowBackend:
             return tf.Variable(value, trainable=False, dtype=tf.float64)
 
     def rank_losses(self) -> AbstractContextManager[None]:
-        """Says what it means when Horovod gives up, in the middle of a collective or before the next."""
         return _rank_losses()
 
     def checksums(self, variables: Sequence[Any]) -> np.ndarray:
@@ -409,18 +407,11 @@ class TensorFlowBackend:
         return sorted({node.op for node in nodes} & _HIDDEN_RANDOM)
 
 
-@contextmanager
-def _rank_losses() -> Iterator[None]:
-    try:
-        yield
-    except _GIVEN_UP as error:
-        if not any(word in str(error.message) for word in ("Horovod", "gloo", "node hvdtrain.")):
-            raise
-        raise RanksLost(
-            "every rank must take part until the end",
-            f"Horovod gave up: {str(error.message).strip().splitlines()[0][:300]}",
-            "read what the rank that ended first has said",
-        ) from error
+def _rank_losses() -> AbstractContextManager[None]:
+    """Says what it means when Horovod gives up: TensorFlow has no error of its own for it."""
+    words = ("Horovod", "gloo", "node hvdtrain.")
+    kinds = (tf.errors.UnknownError, tf.errors.AbortedError, tf.errors.FailedPreconditionError)
+    return losses_in(*kinds, told_by=lambda error: any(word in str(error.message) for word in words))
 
 
 _host_operations: dict[tuple[str, str], Any] = {}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from keras.src.backend.torch.trainer import TorchEpochIterator
 
-from hvdtrain.core.engines import rank_losses
+from hvdtrain.core.engines import losses_in
 from hvdtrain.core.same_data import PRIME
 from hvdtrain.keras.session import first_made, map_leaves
 
@@ -39,20 +39,23 @@ class TorchBackend:
     def host_allreduce(self, array: np.ndarray, op: str, name: str) -> np.ndarray:
         """Reduces a host array over ranks. `op`: `sum` | `min` | `max`."""
         operation = {"sum": self.hvd.Sum, "min": self.hvd.Min, "max": self.hvd.Max}[op]
-        with rank_losses():
+        with self.rank_losses():
             return self.hvd.allreduce(torch.tensor(array, device="cpu"), op=operation, name=name).numpy()
 
     def host_broadcast(self, array: np.ndarray, root: int, name: str) -> np.ndarray:
-        with rank_losses():
+        with self.rank_losses():
             return self.hvd.broadcast(torch.tensor(array, device="cpu"), root, name=name).numpy()
 
     def host_allgather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Concatenates the ranks' arrays along axis 0 (lengths may differ)."""
-        with rank_losses():
+        with self.rank_losses():
             return self.hvd.allgather(torch.tensor(array, device="cpu"), name=name).numpy()
 
     def rank_losses(self) -> AbstractContextManager[None]:
-        return rank_losses()
+        """Says what it means when Horovod gives up."""
+        from horovod.common.exceptions import HorovodInternalError
+
+        return losses_in(HorovodInternalError)
 
     def eager(self) -> AbstractContextManager[Any]:
         return nullcontext()

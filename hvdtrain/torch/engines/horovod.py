@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.core.engines import HorovodCollectives, rank_losses
+from hvdtrain.core.engines import HorovodCollectives, losses_in
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Settings, TensorCollectives, pick_devices, step_of
@@ -93,6 +94,13 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
 
     def bind(self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> HorovodModel:
         return HorovodModel(self, module, optimizer, settings)
+
+
+def rank_losses() -> AbstractContextManager[None]:
+    """Says what it means when Horovod gives up."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    return losses_in(HorovodInternalError)
 
 
 class HorovodModel(Reducer):

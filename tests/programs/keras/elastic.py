@@ -129,7 +129,7 @@ def main() -> None:
         model = keras.Model([features, numbers], keras.layers.Dense(CLASSES)(hidden))
         model.set_weights(weights())
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(BASE, momentum=0.9), loss, metrics=["accuracy"])
+        model.compile(keras.optimizers.SGD(BASE, momentum=0.875), loss, metrics=["accuracy"])
         hvk.prepare(model, data)
         log = stack.enter_context(hvdtrain.RunLog(f"{out}/run", world, config={}, tensorboard=False))
         ours = hvk.callbacks(model, run=log, checkpointer=hvdtrain.Checkpointer(f"{out}/checkpoints", keep=2))

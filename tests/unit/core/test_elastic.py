@@ -203,7 +203,7 @@ def test_a_new_rank_comes_by_what_was_there(monkeypatch):
         its.run("World.barrier", list)
     with pytest.raises(ReplicaError, match="nothing more"):
         its.run("World.barrier", list)
-    with pytest.raises(ConfigError, match="trains what hvdtrain.torch.prepare was given"):
+    with pytest.raises(ConfigError, match="trains what prepare was given"):
         its.begin_epoch()
 
 

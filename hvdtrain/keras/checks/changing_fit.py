@@ -17,7 +17,7 @@ from hvdtrain.keras.session import Session, is_built, leaves_of, optimizers_of
 RULE = "an elastic job trains one Keras model, in one fit that can do a batch once more"
 
 
-def check(model: keras.Model, session: Session, its: Elastic, callbacks: Sequence[Any]) -> None:
+def check_elastic(model: keras.Model, session: Session, its: Elastic, callbacks: Sequence[Any]) -> None:
     """Looks at a `fit` before it begins.
 
     Raises:
