@@ -83,6 +83,9 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     if not session.world.is_main and "verbose" in bound.arguments and given["verbose"] == "auto":
         bound.arguments["verbose"] = 0  # one progress bar: rank 0's
     within = _begin(session, given)
+    its = elastic.active()
+    if its is not None:
+        check_elastic(model, session, its, _listed(given.get("callbacks")))
     loader: Loader | None = session.fitted
     validates_on_it = given.get("validation_data") is loader
     if loader is not None and validates_on_it:
@@ -99,11 +102,9 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     if any(isinstance(callback, fit_callbacks.Record) for callback in _listed(callbacks)):
         callbacks, timing = _with(fit_callbacks.Wait(session), callbacks), BACKEND.timed_input(session)
     reading: AbstractContextManager[None] = nullcontext()
-    its = elastic.active()
     if its is not None:
         if not any(isinstance(callback, _K.History) for callback in _listed(callbacks)):
             callbacks = [*callbacks, _K.History()]  # which a rank that comes gets from another
-        check_elastic(model, session, its, _listed(callbacks))
         its.member = session.changing = Changing(model, session, its, _listed(callbacks))
         hook(model, "evaluate", functools.partial(_validate, model))
         reading = session.changing.reads()

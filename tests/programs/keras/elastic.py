@@ -25,7 +25,7 @@ import hvdtrain.keras as hvk
 from hvdtrain.core.in_step import elastic
 
 SLOW_S = 0.2  # an update takes while there are fewer ranks than at first: a new process takes seconds
-SAMPLES, CLASSES, FEATURES, HIDDEN, PER_RANK, BASE, DECAY = 150, 3, 6, 8, 4, 0.05, 0.97
+SAMPLES, CLASSES, FEATURES, KINDS, HIDDEN, PER_RANK, BASE, DECAY = 150, 3, 6, 5, 8, 4, 0.05, 0.97
 
 
 def samples() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -38,7 +38,7 @@ def samples() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def weights() -> list[np.ndarray]:
     """The model's first."""
     draw = np.random.RandomState(2)
-    shapes = [(FEATURES, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,)]
+    shapes = [(KINDS, FEATURES), (FEATURES, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,)]
     return [0.5 * draw.randn(*shape) for shape in shapes]
 
 
@@ -125,7 +125,8 @@ def main() -> None:
         held_out = hvk.loader(((x, ids), y), PER_RANK, shuffle=False)
         features, numbers = keras.Input((FEATURES,)), keras.Input((), dtype="int64")
         Looks.then = staticmethod(ledger.took)
-        hidden = keras.layers.Dense(HIDDEN, activation="tanh")(Looks()([features, numbers]))
+        kinds = keras.layers.Embedding(KINDS, FEATURES)(keras.ops.mod(numbers, KINDS))  # whose gradients are sparse
+        hidden = keras.layers.Dense(HIDDEN, activation="tanh")(Looks()([features, numbers]) + kinds)
         model = keras.Model([features, numbers], keras.layers.Dense(CLASSES)(hidden))
         model.set_weights(weights())
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
