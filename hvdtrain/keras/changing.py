@@ -182,7 +182,7 @@ class Changing(Member):
         self.leaves, session.told = False, place["told"]
         for loader in known:
             if loader is not self._data:
-                loader.redeal(world, loader.plan.global_batch)
+                loader.redeal(world)
         self._data.redeal(world, place["whole"], (place["now"].epoch, place["steps"]))
         if self._comes:
             session.progress, self._began, self.skipped = place["now"], place["began"], place["steps"]

@@ -127,12 +127,12 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         self._steps = self.plan.step_slices(epoch, self.done(epoch) // self.unit, rank=self.rank)
         self.epoch = epoch
 
-    def redeal(self, world: World, whole: int, place: tuple[int, int] | None = None) -> None:
-        """The ranks have changed: deals global batches of `whole` to those that are there.
+    def redeal(self, world: World, whole: int = 0, place: tuple[int, int] | None = None) -> None:
+        """The ranks have changed: deals to those that are there.
 
         Args:
             world: its ranks.
-            whole: of what is dealt.
+            whole: the global batch, where it stays what it was.
             place: (epoch, steps of it that are done) of training; None: the data is read from its beginning.
         """
         self.plan, self.rank = replace(self.plan, size=world.size, whole=whole), world.rank
