@@ -139,7 +139,7 @@ def check(done: Trained, *, epochs: int = 3, batch: int) -> None:
     record = done.folder / "run"
     assert json.loads((record / "run.json").read_text())["status"] == "finished"
     events = [json.loads(line) for line in (record / "events.jsonl").read_text().splitlines()]
-    assert [its["step"] for its in events if its["kind"] == "step"][-1] == len(done.updates)
+    assert [its["epoch"] for its in events if its["kind"] == "epoch"][-1] == epochs - 1
 
 
 def test_a_fit_goes_on_as_if_nobody_had_been_lost(tmp_path):
