@@ -95,6 +95,7 @@ class Elastic:
         broadcast: the same: the object of one rank.
         member: what trains; None before it is prepared.
         joining: a new process that has not met the others yet.
+        alone: the job began with this process alone.
     """
 
     join: Callable[[Form], None]
@@ -103,7 +104,7 @@ class Elastic:
     broadcast: Callable[[Any, int], Any]
 
     def __init__(self, line: AgentLine, *, new: bool, answers: Answers) -> None:
-        self.line, self.joining = line, new
+        self.line, self.joining, self.alone = line, new, False
         line.formation = 0 if new else 1
         self.member: Member | None = None
         self._inside = False
@@ -176,6 +177,9 @@ class Elastic:
                 self._send_answers(self._setup)
 
     def _send_answers(self, recorded: Answers) -> None:
+        if self.alone:  # what is collective did nothing there: a process that thinks it is one of several asks for more
+            print("hvdtrain: no new ranks can join: the job began with one; give -np 2 or more", file=sys.stderr)
+            return
         try:
             data = pickle.dumps(recorded)
         except Exception as error:  # what users' functions return
@@ -310,6 +314,7 @@ def begin(environ: MutableMapping[str, str]) -> Elastic | None:
         environ.update({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "9"})
         environ.setdefault("HOROVOD_HOSTNAME", "127.0.0.1")
     _active = Elastic(_line, new=kind == NEW, answers=answers)
+    _active.alone = kind != NEW and environ.get("HOROVOD_SIZE") == "1"
     return _active
 
 

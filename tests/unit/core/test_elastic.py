@@ -220,3 +220,13 @@ def test_the_launcher_is_told_what_the_set_up_gave_at_the_first_update(monkeypat
     its.updated()
     (only,) = line.said
     assert pickle.loads(base64.b64decode(only["data"])) == [("evaluate", {"loss": 0.5})] and only["last"]
+
+
+def test_a_job_that_began_with_one_rank_takes_in_no_others(monkeypatch, capsys):
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    line = Line(Launcher(1), 0)
+    its = Elastic(line, new=False, answers=[])  # type: ignore[arg-type]
+    its.alone = True
+    its.updated()
+    its.updated()
+    assert line.said == [] and capsys.readouterr().err.count("give -np 2 or more") == 1
