@@ -23,6 +23,7 @@ from hvdtrain.keras import rng
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.data.loader import Loader, known
+from hvdtrain.keras.fit_callbacks import Epoch
 from hvdtrain.keras.session import Session
 from hvdtrain.runs.parts import Progress
 
@@ -144,6 +145,21 @@ class Changing(Member):
             data = BACKEND.given_of(self._reading._current_iterator)
         its.updated()
         return self._logs
+
+    def evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replaces `evaluate` of the model: the validation within `fit` is done again where ranks are lost in it."""
+        if not self.session.fitting or not kwargs.get("_use_cached_eval_dataset"):
+            return evaluate(*args, **kwargs)
+        epoch = next(callback for callback in self.callbacks if isinstance(callback, Epoch))
+        epoch.before_validation()
+
+        def once() -> dict[str, float]:
+            with BACKEND.rank_losses():
+                evaluate(*args, **kwargs)
+            return epoch.validated()
+
+        epoch.results = self._its.run("validation", once)
+        return dict(epoch.results)
 
     # -- what ranks tell each other ------------------------------------------------------------------------------
     @property

@@ -106,7 +106,7 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         if not any(isinstance(callback, _K.History) for callback in _listed(callbacks)):
             callbacks = [*callbacks, _K.History()]  # which a rank that comes gets from another
         its.member = session.changing = Changing(model, session, its, _listed(callbacks))
-        hook(model, "evaluate", functools.partial(_validate, model))
+        hook(model, "evaluate", session.changing.evaluate)
         reading = session.changing.reads()
     give("callbacks", callbacks)
     moving_average.go_on(model, session, _listed(callbacks), within=within)
@@ -119,24 +119,6 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
         if loader is not None:
             loader.leave_nothing_out()
         session.fitted = session.restored_random = None
-
-
-def _validate(model: keras.Model, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The validation of an elastic job's `fit`, which is done once more as a whole where ranks are lost in it."""
-    session: Session = vars(model)[KEY]
-    its = elastic.active()
-    if its is None or not session.fitting or not kwargs.get("_use_cached_eval_dataset"):
-        return evaluate(*args, **kwargs)
-    epoch = next(callback for callback in session.changing.callbacks if isinstance(callback, fit_callbacks.Epoch))
-    epoch.before_validation()
-
-    def once() -> dict[str, float]:
-        with BACKEND.rank_losses():
-            evaluate(*args, **kwargs)
-        return epoch.validated()
-
-    epoch.results = its.run("validation", once)
-    return dict(epoch.results)
 
 
 def _goes_on_within(session: Session, given: dict[str, Any]) -> bool:

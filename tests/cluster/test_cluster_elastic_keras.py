@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import time
@@ -26,8 +25,9 @@ SPOTS = {  # and how many updates are done there, of 13 in an epoch
     "before": (0, 5, 12, 13, 38), "in": (0, 5, 12, 13, 38), "after": (1, 5, 13, 39), "validate": (13, 39),
     "end": (13, 39), "head": (0, 13),
 }  # fmt: skip
-EXACT, GOES_ON_WITHIN_S = 1e-10, 5.0
-ENV = {"OMP_NUM_THREADS": "1", "KERAS_BACKEND": os.environ.get("EB", "tensorflow")}
+EXACT = {"tensorflow": 1e-10, "torch": 1e-6}  # Keras on PyTorch casts to float32 on the way
+GOES_ON_WITHIN_S = 5.0
+ENV = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -51,9 +51,13 @@ class Trained:
     times_s: list[float]
 
 
-def train(folder: Path, *todo: str, np: int = 3, epochs: int = 3, rate: float = 30, flags=("--min-np=1",)) -> Trained:
+def train(
+    folder: Path, *todo: str, np: int = 3, epochs: int = 3, rate: float = 30, flags: tuple[str, ...] = ("--min-np=1",),
+    backend: str = "tensorflow",
+) -> Trained:  # fmt: skip
     arguments = [str(folder), str(epochs), str(rate), *todo]
-    with launched(folder, *flags, *arguments, np=np, program=PROGRAM, env=ENV) as started:
+    env = ENV | {"KERAS_BACKEND": backend}
+    with launched(folder, *flags, *arguments, np=np, program=PROGRAM, env=env) as started:
         ended = started.end(240)
     return read(folder, ended)
 
@@ -118,7 +122,7 @@ class Plain:
         return float(loss), float((chances.argmax(1) == self.y).mean())
 
 
-def check(done: Trained, *, epochs: int = 3, batch: int) -> None:
+def check(done: Trained, *, epochs: int = 3, batch: int, exact: float = EXACT["tensorflow"]) -> None:
     """Each sample once an epoch, in updates of the unbroken run's size; weights and metrics as by hand."""
     per_epoch = -(-SAMPLES // batch)
     assert list(done.updates) == list(range(1, epochs * per_epoch + 1))
@@ -130,11 +134,11 @@ def check(done: Trained, *, epochs: int = 3, batch: int) -> None:
             plain.update(numbers, BASE * DECAY**epoch)
         validated.append(plain.metrics())
     gap = max(np.abs(found - right).max() for found, right in zip(done.weights, plain.weights, strict=True))
-    assert gap < EXACT, f"{gap:.2e}\n{done.ended.text}"
+    assert gap < exact, f"{gap:.2e}\n{done.ended.text}"
     left = done.left
-    assert np.allclose(left["validated"], [loss for loss, _ in validated], rtol=1e-9), (left, validated)
+    assert np.allclose(left["validated"], [loss for loss, _ in validated], rtol=10 * exact), (left, validated)
     assert np.allclose(left["accuracy"], [right for _, right in validated]), (left, validated)
-    assert np.isclose(left["loss"], validated[-1][0], rtol=1e-9) and left["epochs"] == list(range(epochs))
+    assert np.isclose(left["loss"], validated[-1][0], rtol=10 * exact) and left["epochs"] == list(range(epochs))
     assert left["updates"] == len(done.updates)
     record = done.folder / "run"
     assert json.loads((record / "run.json").read_text())["status"] == "finished"
@@ -142,10 +146,11 @@ def check(done: Trained, *, epochs: int = 3, batch: int) -> None:
     assert [its["epoch"] for its in events if its["kind"] == "epoch"][-1] == epochs - 1
 
 
-def test_a_fit_goes_on_as_if_nobody_had_been_lost(tmp_path):
+@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
+def test_a_fit_goes_on_as_if_nobody_had_been_lost(tmp_path, backend):
     """Killed in an update, and in validation; rank 0, too; replaced."""
-    done = train(tmp_path, "1.1:5:in", "2.0:13:validate", epochs=6, flags=("--max-np=3",))
-    check(done, epochs=6, batch=12)
+    done = train(tmp_path, "1.1:5:in", "2.0:13:validate", epochs=6, flags=("--max-np=3",), backend=backend)
+    check(done, epochs=6, batch=12, exact=EXACT[backend])
     assert [its["worker"] for its in attempt(tmp_path)["lost"]] == [1, 0]
     assert done.sizes[0] == 2 and done.sizes[-1] > 1, done.sizes
 
@@ -169,7 +174,9 @@ def test_ten_random_losses_and_joins(tmp_path):
     lost_s: list[float] = []
     arguments = [str(tmp_path), str(epochs), "20"]
     flags = ("--min-np=1", "--max-np=4")
-    with launched(tmp_path, *flags, *arguments, np=4, program=PROGRAM, env=ENV) as started:
+    with launched(
+        tmp_path, *flags, *arguments, np=4, program=PROGRAM, env=ENV | {"KERAS_BACKEND": "tensorflow"}
+    ) as started:
         told = reader(started)  # or its pipe is full some day
         while started.process.poll() is None and len(lost_s) < events:
             told()
