@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
@@ -232,6 +233,29 @@ class HorovodCollectives(HostCollectives):
     def shutdown(self) -> None:
         self.hvd.shutdown()
         HorovodCollectives._mpi_left = self.by_mpi
+
+
+@contextmanager
+def losses_in(*errors: type[Exception], told_by: Callable[[Any], bool] = lambda error: True) -> Iterator[None]:
+    """Says what it means when Horovod gives up, in the middle of a collective or before the next.
+
+    Args:
+        errors: that a framework's Horovod raises then.
+        told_by: whether such an error is Horovod's.
+
+    Raises:
+        RanksLost: in place of it.
+    """
+    try:
+        yield
+    except errors as error:
+        if not told_by(error):
+            raise
+        raise RanksLost(
+            "every rank must take part until the end",
+            f"Horovod gave up: {str(error).strip().splitlines()[0][:300]}",
+            "read what the rank that ended first has said",
+        ) from error
 
 
 def _mpi_is_ours() -> bool:

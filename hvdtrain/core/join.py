@@ -78,9 +78,9 @@ def init(
     if framework not in ("torch", "keras"):
         raise ConfigError('framework must be "torch" or "keras"', f"framework={framework!r}")
     chosen = choose_engine(engine, detected, framework)
-    if its is not None and (framework, chosen) != ("torch", "horovod"):
+    if its is not None and chosen != "horovod":
         raise ConfigError(
-            "an elastic job trains PyTorch on Horovod",
+            "an elastic job trains on Horovod",
             f"{framework} on {chosen}",
             "leave --min-np, --max-np and --host-discovery out: --max-restarts goes on from the last checkpoint",
             shared=True,

@@ -23,12 +23,14 @@ import hvdtrain.keras.backends.supported  # noqa: F401  # isort: skip  (before K
 import keras
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World, given_or_current
-from hvdtrain.keras import averaging, fit, fit_callbacks, start
+from hvdtrain.keras import averaging, fit, fit_callbacks
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import model_state
+from hvdtrain.keras.checks import start
 from hvdtrain.keras.checks.replicas import fingerprint
 from hvdtrain.keras.data.create import loader
 from hvdtrain.keras.data.loader import Loader
@@ -181,7 +183,7 @@ def callbacks(
     found: list[keras.callbacks.Callback] = [fit_callbacks.Start(session)]
     if not session.alone:
         found.append(fit_callbacks.Epoch(session))
-    if session.lr is not None or run is not None or checkpointer is not None:
+    if session.lr is not None or run is not None or checkpointer is not None or elastic.active() is not None:
         found.append(count)
     if session.lr is not None:
         global_batch = fit_callbacks.global_batch(session, model.optimizer)

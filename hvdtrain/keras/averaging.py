@@ -19,9 +19,9 @@ import keras
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.keras import reduce, rng, start, steps, sync_batchnorm, units
+from hvdtrain.keras import reduce, rng, steps, sync_batchnorm, units
 from hvdtrain.keras.backends.chosen import BACKEND
-from hvdtrain.keras.checks import replicas
+from hvdtrain.keras.checks import replicas, start
 from hvdtrain.keras.session import (
     HOOKS,
     KEY,

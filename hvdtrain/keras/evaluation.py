@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.sharding import check_evaluation
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.keras import averaging, metric_states
@@ -18,6 +19,7 @@ from hvdtrain.keras.data.walked import open_ended
 from hvdtrain.keras.session import KEY, Session
 
 
+@repeated
 def evaluate(
     model: keras.Model, data: Any, *, per_rank_batch: int | None = None, world: World | None = None
 ) -> dict[str, float]:
@@ -81,6 +83,17 @@ def predict(
     data = _loader_of(data, per_rank_batch, world)
     if world.size > 1:
         replicas.check_equal(model.trainable_weights, world, when="before they predict")
+    outputs, parts = _predicted(model, data, world)
+    if on_main and not world.is_main:
+        return None
+    place = np.argsort(np.concatenate([its for its, _ in parts]), kind="stable")
+    whole = [np.concatenate(rows)[place] for rows in zip(*(its for _, its in parts), strict=True)]
+    return keras.tree.pack_sequence_as(outputs, whole)
+
+
+@repeated
+def _predicted(model: keras.Model, data: Loader, world: World) -> tuple[Any, list[Any]]:
+    """Returns the structure of the outputs, and each rank's: where they belong, and what they are."""
     with open_ended():
         outputs = model.predict(data, verbose=0)
     order = data.served_order()
@@ -93,11 +106,7 @@ def predict(
             "return per-sample outputs from the model, batch first",
         )
     parts = world.gather((order, [leaf[: len(order)] for leaf in leaves]))  # without the row that stands for none
-    if on_main and not world.is_main:
-        return None
-    place = np.argsort(np.concatenate([its for its, _ in parts]), kind="stable")
-    whole = [np.concatenate(rows)[place] for rows in zip(*(its for _, its in parts), strict=True)]
-    return keras.tree.pack_sequence_as(outputs, whole)
+    return keras.tree.map_structure(lambda _: 0, outputs), parts
 
 
 def _loader_of(data: Any, per_rank_batch: int | None, world: World) -> Loader:

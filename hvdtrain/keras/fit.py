@@ -22,8 +22,14 @@ import numpy as np
 
 from hvdtrain.core import same_data
 from hvdtrain.core.errors import ConfigError, ReplicaError
-from hvdtrain.keras import fit_callbacks, moving_average, start
+from hvdtrain.core.in_step import elastic
+from hvdtrain.core.in_step.elastic import repeated
+from hvdtrain.core.world import World
+from hvdtrain.keras import fit_callbacks, moving_average
 from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.changing import Changing
+from hvdtrain.keras.checks import start
+from hvdtrain.keras.checks.changing_fit import check_elastic
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.data.walked import open_ended
 from hvdtrain.keras.session import KEY, Session, hook
@@ -77,6 +83,9 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     if not session.world.is_main and "verbose" in bound.arguments and given["verbose"] == "auto":
         bound.arguments["verbose"] = 0  # one progress bar: rank 0's
     within = _begin(session, given)
+    its = elastic.active()
+    if its is not None:
+        check_elastic(model, session, its, _listed(given.get("callbacks")))
     loader: Loader | None = session.fitted
     validates_on_it = given.get("validation_data") is loader
     if loader is not None and validates_on_it:
@@ -92,11 +101,18 @@ def _fit(model: keras.Model, inner: Callable[..., Any], *args: Any, **kwargs: An
     timing: AbstractContextManager[None] = nullcontext()
     if any(isinstance(callback, fit_callbacks.Record) for callback in _listed(callbacks)):
         callbacks, timing = _with(fit_callbacks.Wait(session), callbacks), BACKEND.timed_input(session)
+    reading: AbstractContextManager[None] = nullcontext()
+    if its is not None:
+        if not any(isinstance(callback, _K.History) for callback in _listed(callbacks)):
+            callbacks = [*callbacks, _K.History()]  # which a rank that comes gets from another
+        its.member = session.changing = Changing(model, session, its, _listed(callbacks))
+        hook(model, "evaluate", session.changing.evaluate)
+        reading = session.changing.reads()
     give("callbacks", callbacks)
     moving_average.go_on(model, session, _listed(callbacks), within=within)
     session.fitting = True
     try:
-        with timing, open_ended():
+        with timing, reading, open_ended():
             return inner(*bound.args, **bound.kwargs)
     finally:
         session.fitting, session.stops_in_epoch, session.saving = False, True, None
@@ -210,6 +226,8 @@ class Place(fit_callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
+        if self.session.changing is not None:
+            self.session.changing.epoch_has_begun()
         if self.session.fitted is not None:
             self.session.fitted.next_epoch = epoch
 
@@ -414,12 +432,20 @@ class Last(fit_callbacks.Callback):
                 shared=True,
             )
 
+        if self.session.changing is not None:
+            self.session.changing.enter()
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._share_stop()
 
     def _share_stop(self) -> None:
-        with self.world.in_step("end of a step", value=float(bool(self.model.stop_training))) as wanted:
-            self.model.stop_training = wanted > 0
+        self.model.stop_training = _any(bool(self.model.stop_training), self.world)
+
+
+@repeated
+def _any(mine: bool, world: World) -> bool:
+    with world.in_step("end of a step", value=float(mine)) as wanted:
+        return wanted > 0
 
 
 class LastOfBatch(Last):

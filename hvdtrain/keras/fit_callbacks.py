@@ -20,10 +20,10 @@ import numpy as np
 from hvdtrain.core.errors import ConfigError, NonFiniteError
 from hvdtrain.core.in_step.elastic import note_progress
 from hvdtrain.core.lr import LR
-from hvdtrain.keras import averaging, metric_states, start
+from hvdtrain.keras import averaging, metric_states
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checkpoint import check_saveable, model_state
-from hvdtrain.keras.checks import replicas
+from hvdtrain.keras.checks import replicas, start
 from hvdtrain.keras.data.loader import Loader
 from hvdtrain.keras.session import Session, is_built, is_hooked, leaves_of, missing_hook
 from hvdtrain.keras.steps import ended_early
@@ -33,7 +33,13 @@ from hvdtrain.runs.parts import Progress
 
 
 class Callback(keras.callbacks.Callback):
-    """Base of ours; `fit` puts them before all others."""
+    """Base of ours; `fit` puts them before all others.
+
+    Attributes:
+        fed: what a rank that comes in the middle of a `fit` gets of another's, by name.
+    """
+
+    fed: tuple[str, ...] = ()
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -72,6 +78,8 @@ class Start(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.session.executions, self._in_epoch = 0, True
+        if self.session.changing is not None:
+            self.session.changing.begin_epoch()
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._in_epoch:
@@ -99,15 +107,22 @@ class Epoch(Callback):
         super().__init__(session)
         self._in_epoch = self._dealt = self._said_so = False
         self._train: tuple[metric_states.States, float] | None = None
+        self.results: dict[str, float] | None = None  # of a validation that ranks may be lost in
         self._validation = ExitStack()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._in_epoch, self._train = True, None
+        self._in_epoch, self._train, self.results = True, None, None
+
+    def before_validation(self) -> None:
+        """Once an epoch."""
+        if self._train is None:
+            self._trained(validates=True)
+            self._train = self._now()  # validation is about to reset the metrics of training
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._in_epoch:
-            self._trained(validates=True)
-            self._train = self._now()  # validation is about to reset the metrics of training
+            self._validation.close()  # of one that ranks were lost in
+            self.before_validation()
             self._dealt = validation_loader(self.model) is not None
             # losses are then those of global batches; those that do not divide by samples take a word among the ranks
             batches = getattr(getattr(self.model, "_eval_epoch_iterator", None), "num_batches", None)
@@ -128,12 +143,7 @@ class Epoch(Callback):
         train, samples = self._train or self._now()
         known = metric_states.results(self.model, train, self.world, samples)
         if validated:
-            states, val_samples = self._now()
-            same = not self._dealt and metric_states.same(states, self.world)
-            if same and not self._said_so:
-                self.session.say("validation: all ranks evaluate the same samples; loader(...) would deal them")
-                self._said_so = True
-            results = metric_states.results(self.model, states, self.world, val_samples, same=same)
+            results = self.validated() if self.results is None else self.results
             known.update({f"val_{name}": value for name, value in results.items()})
         own = {k: float(v) for k, v in logs.items() if k not in known and isinstance(v, (int, float))}
         if own:  # what a user's train step returns beside the metrics: mean over samples
@@ -141,6 +151,22 @@ class Epoch(Callback):
             mine = samples or (None if data is None else data.mine())
             known.update(self.world.mean(own, weight=mine or 1.0))
         logs.update({key: known[key] for key in logs if key in known})
+
+    def validated(self) -> dict[str, float]:
+        """Returns the metrics of validation, of all ranks' samples; collective."""
+        states, samples = self._now()
+        same = not self._dealt and metric_states.same(states, self.world)
+        if same and not self._said_so:
+            self.session.say("validation: all ranks evaluate the same samples; loader(...) would deal them")
+            self._said_so = True
+        if self.session.changing is not None and not (same or self._dealt or self.world.size == 1):
+            raise ConfigError(
+                "an elastic job validates on samples that it can deal anew, or that all ranks have",
+                "validation data of each rank's own",
+                "validation_data=hvdtrain.keras.loader((x, y), per_rank_batch=...)",
+                shared=True,
+            )
+        return metric_states.results(self.model, states, self.world, samples, same=same)
 
     def _trained(self, *, validates: bool) -> None:
         """The first thing after the last batch; a rank that validates meets one that does not, and both say so."""
@@ -158,12 +184,15 @@ class Count(Callback):
     """
 
     last_step_samples = 0
+    fed = ("_next_batch",)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         progress, data = self.session.progress, self.session.fitted
-        done = progress.samples_in_epoch if data is None else data.done(epoch)
+        self._next_batch = 0 if self.session.changing is None else self.session.changing.skipped
+        done = progress.samples_in_epoch
+        if data is not None:
+            done = data.done(epoch) + (data.samples_of(0, self._next_batch) if self._next_batch else 0)
         self.session.progress = replace(progress, epoch=epoch, samples_in_epoch=done)
-        self._next_batch = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         now, data = self.session.progress, self.session.fitted
@@ -197,6 +226,8 @@ class Count(Callback):
 class Rate(Callback):
     """Sets the learning rate before each batch, from the samples seen; nothing else may."""
 
+    fed = ("_now", "global_batch")
+
     def __init__(self, session: Session, lr: LR, global_batch: int) -> None:
         super().__init__(session)
         self.lr, self.global_batch = lr, global_batch
@@ -227,6 +258,8 @@ class Rate(Callback):
 
 class Watch(Callback):
     """Compares the replicas every so many steps: one checksum per variable, one small all-reduce."""
+
+    fed = ("_steps", "_next_batch")
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -325,6 +358,8 @@ class Save(Callback):
     steps (with `steps_per_execution` that is after the call that held the step). Weights that are not finite are not
     written: earlier checkpoints stay.
     """
+
+    fed = ("_saved_at",)
 
     def __init__(
         self,

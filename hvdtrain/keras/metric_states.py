@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.world import World
 from hvdtrain.keras.backends.chosen import BACKEND
 
@@ -43,7 +44,7 @@ def same(local: States, world: World) -> bool:
         return False
     flat = np.concatenate([np.asarray(a, np.float64).reshape(-1) for _, a in local])
     world.agree("set of metrics", flat.size)
-    ends = BACKEND.host_allreduce(np.concatenate([flat, -flat]), "min", "hvdtrain.metrics.same")
+    ends = _reduced(np.concatenate([flat, -flat]), "min", "hvdtrain.metrics.same")
     low, high = ends[: flat.size], -ends[flat.size :]
     return bool(high.any() and np.allclose(low, high, rtol=1e-6, atol=0))
 
@@ -77,13 +78,18 @@ def _sum(local: States, world: World, samples: float, *, all_means: bool) -> Sta
     ]
     flat = np.concatenate([*(a.reshape(-1) for a in weighted), [samples]])
     world.agree("set of metrics", [(tuple(a.shape), m) for a, m in zip(weighted, means, strict=True)])
-    flat = BACKEND.host_allreduce(flat, "sum", "hvdtrain.metrics")
+    flat = _reduced(flat, "sum", "hvdtrain.metrics")
     *parts, all_samples = np.split(flat, np.cumsum([a.size for a in weighted]))
     out = []
     for (variable, value), part, mean in zip(local, parts, means, strict=True):
         part = part / max(all_samples[0], 1e-300) if mean else part
         out.append((variable, part.reshape(value.shape).astype(value.dtype)))
     return out
+
+
+@repeated
+def _reduced(values: np.ndarray, op: str, name: str) -> np.ndarray:
+    return BACKEND.host_allreduce(values, op, name)
 
 
 def _assign(values: States) -> None:

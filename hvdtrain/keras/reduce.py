@@ -28,7 +28,7 @@ def weigh(gradients: Sequence[Any], session: Session) -> list[Any]:
     dense = [gradients[i].values if BACKEND.is_sparse(gradients[i]) else gradients[i] for i in where]
     if not dense:
         return list(gradients)
-    weighed = BACKEND.weigh(dense, live.samples, live.total(), session.world.size)
+    weighed = BACKEND.weigh(dense, live.samples, live.total(), session.ranks)
     out = list(gradients)
     for i, tensor in zip(where, weighed, strict=True):
         out[i] = BACKEND.with_values(gradients[i], tensor) if BACKEND.is_sparse(gradients[i]) else tensor
@@ -50,7 +50,7 @@ def average(gradients: Sequence[Any], session: Session, name: str) -> list[Any]:
             continue
         if BACKEND.is_sparse(gradient):
             if not session.sparse_as_dense:
-                out[i] = BACKEND.gather_sparse(gradient, f"{name}.sparse.{i}", session.world.size)
+                out[i] = BACKEND.gather_sparse(gradient, f"{name}.sparse.{i}", session.ranks)
                 continue
             out[i] = BACKEND.densify(gradient)
         dense.append(i)
@@ -78,9 +78,7 @@ def _reduce_groups(tensors: list[Any], where: Sequence[int], op: str, name: str,
     half = session.compression == "fp16"
     for dtype in sorted(groups):
         members = groups[dtype]
-        received = BACKEND.reduce(
-            [tensors[i] for i in members], op, f"{name}.{dtype}", half=half, size=session.world.size
-        )
+        received = BACKEND.reduce([tensors[i] for i in members], op, f"{name}.{dtype}", half=half, size=session.ranks)
         for i, tensor in zip(members, received, strict=True):
             tensors[i] = tensor
     return tensors

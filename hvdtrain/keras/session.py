@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from hvdtrain.core.errors import ConfigError, ReplicaError
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.lr import LR
 from hvdtrain.core.world import World
 from hvdtrain.runs.clock import Clock
@@ -90,6 +91,7 @@ class Session:
         proving: trial updates are made.
         first_batch: numbers of the first batch; `False` until there is one, `None` if it is not needed.
         proof: the result of the last verification.
+        changing: of an elastic job's `fit`: its part in it (`hvdtrain.keras.changing`).
     """
 
     world: World
@@ -140,6 +142,7 @@ class Session:
     proving: bool = False
     first_batch: Any = None
     proof: Any = None
+    changing: Any = None
 
     def __post_init__(self) -> None:
         # Names the collectives: ranks prepare their models in the same order (checked at start). Counted on what joins
@@ -148,7 +151,22 @@ class Session:
 
     @property
     def alone(self) -> bool:
-        return self.world.size == 1
+        return self.world.size == 1 and elastic.active() is None
+
+    @property
+    def ranks(self) -> Any:
+        """Their number, as traced functions have it where it may change."""
+        return self.world.size if self.changing is None else self.changing.size.read_value()
+
+    def leaving(self) -> list[Any]:
+        """What a step tells the others besides `telling`."""
+        return [] if self.changing is None else [self.changing.leaving.read_value()]
+
+    def note(self, told: Any, leaves: Any = 0) -> None:
+        """A step has come to know that ranks were told to end, or are about to change."""
+        self.told = self.told or bool(told > 0)
+        if leaves > 0:
+            self.changing.leaves = True
 
     def say(self, text: str, *, once: str = "") -> None:
         """Prints a note, on rank 0; one that has a name (`once`) the first time only."""
@@ -205,6 +223,18 @@ def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[No
         yield
     finally:
         setattr(owner, name, original)
+
+
+def first_made(kind: type, made: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """While open, `made` is called with the first object of this kind."""
+    left = [made]
+
+    def make(init: Callable[..., None], it: Any, *args: Any, **kwargs: Any) -> None:
+        init(it, *args, **kwargs)
+        if left:
+            left.pop()(it)
+
+    return replaced(kind, "__init__", make)
 
 
 def hook(owner: Any, name: str, function: Callable[..., Any]) -> bool:

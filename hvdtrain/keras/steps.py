@@ -12,6 +12,7 @@ import numpy as np
 
 from hvdtrain.core.errors import ReplicaError
 from hvdtrain.core.in_step import preemption
+from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import decompose, replicas
 from hvdtrain.keras.session import KEY, Session, hook
@@ -66,10 +67,15 @@ def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any]
         if preemption.told():
             BACKEND.tell(session)
         key = f"of {session.name.replace('hvdtrain.', 'model ')}"
-        with session.world.tracker.update(key):  # it waits for the ranks
-            logs = inner(data)
+
+        def run(data: Any) -> Any:
+            with session.world.tracker.update(key):  # it waits for the ranks
+                return inner(data)
+
+        logs = run(data) if session.changing is None else session.changing.update(run, data)
         session.executions += 1
         if "step" not in session.compared:
+            session.compared.add("step")
             _after_first(model, session)
         if model.stop_training and not session.stops_in_epoch:
             raise ReplicaError(
@@ -82,9 +88,9 @@ def _counting(model: keras.Model, inner: Callable[[Any], Any]) -> Callable[[Any]
     return train_function
 
 
+@repeated
 def _after_first(model: keras.Model, session: Session) -> None:
     """After the first update, whatever made it: are the replicas equal, and did each see samples of its own?"""
-    session.compared.add("step")
     replicas.check_equal(replicas.replicated(model), session.world, when="after the first step")
     if isinstance(session.first_batch, keras.Variable):
         seen = session.world.gather(BACKEND.to_numpy(session.first_batch).tolist())

@@ -247,6 +247,7 @@ class RunLog:
                 raise ConfigError("a metric of an epoch is one number", f"{name}={value!r}", f"event(..., {name}=...)")
         self._add_phases(phases or {})
         gathered = self.world.gather((self._phase_totals, self._gpus.take() if self._gpus is not None else {}))
+        self._take_over()
         per_rank, readings = [phases for phases, _ in gathered], [reading for _, reading in gathered]
         self._phase_totals = {}
         self._end_window()
@@ -296,6 +297,7 @@ class RunLog:
 
     def finish(self, status: str = "finished", error: str | None = None) -> None:
         """Writes how the run ended, with the verdict, and lets go of the directory; the second call does nothing."""
+        self._take_over()
         if self._gpus is not None:
             self._gpus.stop()
         self._ended = True

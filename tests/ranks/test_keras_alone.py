@@ -23,6 +23,7 @@ def test_one_process_trains_exactly_as_plain_keras_and_without_horovod(backend: 
         "epochs told apart",
         "partial epoch refused",
         "time told apart",
+        "what elastic jobs cannot do is refused",
     ):
         assert line in ended.out, ended.text
 

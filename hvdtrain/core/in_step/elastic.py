@@ -220,9 +220,10 @@ class Elastic:
         member = self.member
         if member is None:
             raise ConfigError(
-                "an elastic job trains what hvdtrain.torch.prepare was given",
+                "an elastic job trains what prepare was given, over a loader's epochs",
                 "a loop over epochs without a prepared model",
-                "hvt.prepare(model, optimizer, train), then for epoch in train.epochs(...)",
+                "hvt.prepare(model, optimizer, train), then for epoch in train.epochs(...); or"
+                " hvdtrain.keras.prepare(model, data), then model.fit(data, ...)",
             )
         cut = lost is not None
         while True:

@@ -17,8 +17,9 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
+from hvdtrain.core.engines import losses_in
 from hvdtrain.core.same_data import PRIME
-from hvdtrain.keras.session import KEY, map_leaves, replaced
+from hvdtrain.keras.session import KEY, first_made, map_leaves, replaced
 
 # bfloat16 and the unsigned types are missing from the type list of Horovod's TensorFlow operations.
 REDUCIBLE = frozenset({"float16", "float32", "float64"})
@@ -66,9 +67,26 @@ class TensorFlowBackend:
         """Device-side copies of the variables' values, for `put_back`."""
         return [tf.identity(variable.value) for variable in variables]
 
+    def make_copies(self, variables: Sequence[Any]) -> Callable[[], list[Any]]:
+        """`copies` as a function to be called often: a variable's memory is copied only where a step writes into it."""
+
+        @tf.function(autograph=False)
+        def copies() -> list[Any]:
+            return [tf.identity(variable.value) for variable in variables]
+
+        return copies
+
     def put_back(self, variables: Sequence[Any], copies: Sequence[Any]) -> None:
         for variable, copy in zip(variables, copies, strict=True):
             variable.value.assign(copy)
+
+    def number(self, value: float) -> Any:
+        """A float64 scalar that traced functions read whenever they run; `.assign` changes it."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            return tf.Variable(value, trainable=False, dtype=tf.float64)
+
+    def rank_losses(self) -> AbstractContextManager[None]:
+        return _rank_losses()
 
     def checksums(self, variables: Sequence[Any]) -> np.ndarray:
         """One int64 per variable, of its bits and their order."""
@@ -165,6 +183,14 @@ class TensorFlowBackend:
         with replaced(TFEpochIterator, "__init__", made), replaced(TFEpochIterator, "_get_iterator", timed):
             yield
 
+    def first_iterator(self, made: Callable[[Any], None]) -> AbstractContextManager[None]:
+        """While `fit` runs inside, `made` is called with its iterator over training's epochs."""
+        return first_made(TFEpochIterator, made)
+
+    def given_of(self, batches: Any) -> Any:
+        """Returns what Keras gives its train function, of an iterator over batches."""
+        return batches
+
     def no_gradient(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -204,10 +230,11 @@ class TensorFlowBackend:
         with tf.device("CPU:0"):
             # Horovod's operations are not marked as stateful: what they are given must be no constant (the samples of
             # batches of one shape), or one rank's optimiser of graphs runs them once, instead of in each step
-            row = [value + self._no_constant, *([session.telling] if session is not None else [])]
+            words = [] if session is None else [session.telling, *session.leaving()]
+            row = [value + self._no_constant, *words]
             sums = self.hvd.allreduce(tf.stack(row), op=self.hvd.Sum, name=name, ignore_name_scope=True)
             if session is not None:
-                _note(session, sums[1])
+                _note(session, sums[1:])
             return sums[0]  # in the step's own graph: the first to ask for it may be a branch of a user's cond
 
     def finish_sum(self, started: Any) -> Any:
@@ -380,6 +407,13 @@ class TensorFlowBackend:
         return sorted({node.op for node in nodes} & _HIDDEN_RANDOM)
 
 
+def _rank_losses() -> AbstractContextManager[None]:
+    """Says what it means when Horovod gives up: TensorFlow has no error of its own for it."""
+    words = ("Horovod", "gloo", "node hvdtrain.")
+    kinds = (tf.errors.UnknownError, tf.errors.AbortedError, tf.errors.FailedPreconditionError)
+    return losses_in(*kinds, told_by=lambda error: any(word in str(error.message) for word in words))
+
+
 _host_operations: dict[tuple[str, str], Any] = {}
 
 
@@ -402,23 +436,23 @@ def _on_host(operation: Callable[..., Any], array: np.ndarray, kind: str, **opti
                     return operation(sent, name=name, ignore_name_scope=True, **options)
 
             _host_operations[key] = run
-        return _host_operations[key](value).numpy()
+        with _rank_losses():
+            return _host_operations[key](value).numpy()
 
 
-def _note(session: Any, told: Any) -> None:
-    """Notes in the session whether a rank was told to end: nobody need read a variable after each step for it."""
-
-    def note() -> None:
-        session.told = True
+def _note(session: Any, words: Any) -> None:
+    """Notes in the session whether a rank was told to end, or to leave: nobody need read a variable after each step for
+    it.
+    """
 
     def noted() -> Any:
-        with tf.control_dependencies([tf.numpy_function(note, [], [])]):
+        with tf.control_dependencies([tf.numpy_function(session.note, tf.unstack(words), [])]):
             return tf.no_op()
 
     if not tf.executing_eagerly():
-        tf.cond(told > 0, noted, tf.no_op)
-    elif told > 0:
-        note()
+        tf.cond(tf.reduce_any(words > 0), noted, tf.no_op)
+    elif tf.reduce_any(words > 0):
+        session.note(*words)
 
 
 def _timed(data: Any, waited: Any) -> Any:

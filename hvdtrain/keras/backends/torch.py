@@ -13,9 +13,11 @@ from typing import Any
 import keras
 import numpy as np
 import torch
+from keras.src.backend.torch.trainer import TorchEpochIterator
 
+from hvdtrain.core.engines import losses_in
 from hvdtrain.core.same_data import PRIME
-from hvdtrain.keras.session import map_leaves
+from hvdtrain.keras.session import first_made, map_leaves
 
 REDUCIBLE = frozenset({torch.float16, torch.float32, torch.float64})
 _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,14 +39,23 @@ class TorchBackend:
     def host_allreduce(self, array: np.ndarray, op: str, name: str) -> np.ndarray:
         """Reduces a host array over ranks. `op`: `sum` | `min` | `max`."""
         operation = {"sum": self.hvd.Sum, "min": self.hvd.Min, "max": self.hvd.Max}[op]
-        return self.hvd.allreduce(torch.tensor(array, device="cpu"), op=operation, name=name).numpy()
+        with self.rank_losses():
+            return self.hvd.allreduce(torch.tensor(array, device="cpu"), op=operation, name=name).numpy()
 
     def host_broadcast(self, array: np.ndarray, root: int, name: str) -> np.ndarray:
-        return self.hvd.broadcast(torch.tensor(array, device="cpu"), root, name=name).numpy()
+        with self.rank_losses():
+            return self.hvd.broadcast(torch.tensor(array, device="cpu"), root, name=name).numpy()
 
     def host_allgather(self, array: np.ndarray, name: str) -> np.ndarray:
         """Concatenates the ranks' arrays along axis 0 (lengths may differ)."""
-        return self.hvd.allgather(torch.tensor(array, device="cpu"), name=name).numpy()
+        with self.rank_losses():
+            return self.hvd.allgather(torch.tensor(array, device="cpu"), name=name).numpy()
+
+    def rank_losses(self) -> AbstractContextManager[None]:
+        """Says what it means when Horovod gives up."""
+        from horovod.common.exceptions import HorovodInternalError
+
+        return losses_in(HorovodInternalError)
 
     def eager(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -55,6 +66,13 @@ class TorchBackend:
     def copies(self, variables: Sequence[Any]) -> list[Any]:
         """Device-side copies of the variables' values, for `put_back`."""
         return [variable.value.detach().clone() for variable in variables]
+
+    def make_copies(self, variables: Sequence[Any]) -> Callable[[], list[Any]]:
+        """`copies` as a function to be called often."""
+        return lambda: self.copies(variables)
+
+    def number(self, value: float) -> Any:
+        return Number(value)
 
     def put_back(self, variables: Sequence[Any], copies: Sequence[Any]) -> None:
         with torch.no_grad():
@@ -111,6 +129,14 @@ class TorchBackend:
         """Keras has the batch before it begins a step."""
         return nullcontext()
 
+    def first_iterator(self, made: Callable[[Any], None]) -> AbstractContextManager[None]:
+        """While `fit` runs inside, `made` is called with its iterator over training's epochs."""
+        return first_made(TorchEpochIterator, made)
+
+    def given_of(self, batches: Any) -> Any:
+        """Returns what Keras gives its train function, of an iterator over batches."""
+        return [next(batches)]
+
     def no_gradient(self) -> AbstractContextManager[Any]:
         return torch.no_grad()
 
@@ -145,14 +171,15 @@ class TorchBackend:
         if torch.is_tensor(value):
             row = value.reshape(1)
         else:
-            row = torch.tensor([value] if session is None else [value, session.telling or 0.0], dtype=torch.float64)
+            words = [] if session is None else [session.telling or 0.0, *session.leaving()]
+            row = torch.tensor([value, *words], dtype=torch.float64)
         return self.hvd.allreduce_async(row, op=self.hvd.Sum, name=name), torch.is_tensor(value), session
 
     def finish_sum(self, started: Any) -> Any:
         handle, stays, session = started
         sums = self.hvd.synchronize(handle)
         if session is not None:
-            session.told = session.told or bool(sums[1])
+            session.note(*sums[1:].tolist())
         return sums[0] if stays else float(sums[0])
 
     def number_of_call(self, live: Any) -> int:
@@ -257,6 +284,19 @@ class TorchBackend:
 
     def hidden_random(self) -> list[str]:
         return []
+
+
+class Number:
+    """A number that changes."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def assign(self, value: float) -> None:
+        self._value = value
+
+    def read_value(self) -> float:
+        return self._value
 
 
 class _Sum(torch.autograd.Function):

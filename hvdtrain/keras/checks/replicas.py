@@ -11,6 +11,7 @@ import numpy as np
 
 from hvdtrain.core.engines import CHUNK_BYTES
 from hvdtrain.core.errors import NonFiniteError, ReplicaError
+from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.same_data import is_statistic
 from hvdtrain.core.world import World
 from hvdtrain.keras.backends.chosen import BACKEND
@@ -111,6 +112,7 @@ def check_equal(
     )
 
 
+@repeated
 def _differing(checksums: np.ndarray, world: World) -> np.ndarray:
     """Returns which of the ranks' checksums differ; collective."""
     with world.in_step("comparison of the replicas"):
@@ -187,9 +189,8 @@ def broadcast(variables: Sequence[Any], world: World, root: int = 0) -> None:
     """Sets variables to root's values, bit for bit and whatever the dtype; collective."""
     for group in _groups(variables):
         mine = [np.array(BACKEND.to_numpy(v), order="C", copy=True) for v in group]  # keeps 0-d shapes
-        data = b"".join(value.tobytes() for value in mine) if world.rank == root else None
-        with world.in_step("broadcast of variables"):
-            received = world.comm.broadcast_bytes(data, root)
+        data = b"".join(value.tobytes() for value in mine)
+        received = _sent(data, world, root)
         if world.rank == root:
             continue
         start = 0
@@ -197,6 +198,12 @@ def broadcast(variables: Sequence[Any], world: World, root: int = 0) -> None:
             part = np.frombuffer(received, np.uint8, value.nbytes, start).view(value.dtype).reshape(value.shape)
             variable.assign(part)
             start += value.nbytes
+
+
+@repeated
+def _sent(data: bytes, world: World, root: int) -> bytes:
+    with world.in_step("broadcast of variables"):
+        return world.comm.broadcast_bytes(data if world.rank == root else None, root)
 
 
 def average(variables: Sequence[Any], world: World) -> None:
@@ -208,13 +215,18 @@ def average(variables: Sequence[Any], world: World) -> None:
     if floats:
         values = [BACKEND.to_numpy(v) for v in floats]
         flat = np.concatenate([np.asarray(value, np.float64).reshape(-1) for value in values])
-        with world.in_step("average of statistics"):
-            flat = BACKEND.host_allreduce(flat, "sum", "hvdtrain.average") / world.size
+        flat = _mean(flat, world)
         parts = np.split(flat, np.cumsum([value.size for value in values[:-1]]))
         for variable, value, part in zip(floats, values, parts, strict=True):
             variable.assign(part.reshape(value.shape).astype(value.dtype))
     if others:
         broadcast(others, world)
+
+
+@repeated
+def _mean(values: np.ndarray, world: World) -> np.ndarray:
+    with world.in_step("average of statistics"):
+        return BACKEND.host_allreduce(values, "sum", "hvdtrain.average") / world.size
 
 
 def average_statistics(model: keras.Model, world: World) -> None:

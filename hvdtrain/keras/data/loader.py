@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from typing import Any
+from weakref import WeakSet
 
 import keras
 import numpy as np
@@ -14,10 +16,13 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.sharding import Dealt, Plan, Step
 from hvdtrain.core.world import World
 from hvdtrain.keras.data.sources import Batch, Source
 from hvdtrain.keras.session import NO_SAMPLE, map_leaves
+
+known: WeakSet[Loader] = WeakSet()
 
 
 class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
@@ -44,7 +49,9 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         self.source = source
         self.next_epoch: int | None = None
         self.served: list[tuple[Step, int]] = []
+        self._entered = 0, 0  # (epoch, steps of it that were done) when the ranks have changed
         self.go_on(0, 0)
+        known.add(self)
 
     @property
     def samples(self) -> int:
@@ -90,6 +97,8 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
         makes Keras expect weights in every batch, on every rank.
         """
         plan = self.plan
+        if elastic.active() is not None:  # there may be any number of ranks some time
+            return True
         tails = [(plan.samples - done) % plan.global_batch for done in (0, units)]
         return plan.tail == "weighted" and any(0 < tail < plan.size for tail in tails)
 
@@ -117,6 +126,23 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
     def _read(self, epoch: int) -> None:
         self._steps = self.plan.step_slices(epoch, self.done(epoch) // self.unit, rank=self.rank)
         self.epoch = epoch
+
+    def redeal(self, world: World, whole: int = 0, place: tuple[int, int] | None = None) -> None:
+        """The ranks have changed: deals to those that are there.
+
+        Args:
+            world: its ranks.
+            whole: the global batch, where it stays what it was.
+            place: (epoch, steps of it that are done) of training; None: the data is read from its beginning.
+        """
+        self.plan, self.rank = replace(self.plan, size=world.size, whole=whole), world.rank
+        if place is not None:
+            self._entered = place
+        self._read(self.epoch if place is None else place[0])
+
+    def entered_at(self, epoch: int) -> int:
+        """Returns the steps of an epoch that were done when the ranks changed in it for the last time."""
+        return self._entered[1] if epoch == self._entered[0] else 0
 
     def steps_until(self, batch: int) -> int:
         """Returns how many steps of the epoch are done with those before `batch`, which may be past its end."""
@@ -176,7 +202,8 @@ class Loader(Dealt, keras.utils.PyDataset, DataAdapter):
 
         Not by Keras' own threads, which keep what they had read when an epoch was left for the next one.
         """
-        steps, workers = iter(self._steps), self.source.workers or 1
+        workers = self.source.workers or 1
+        steps = islice(self._steps, self.entered_at(self.epoch), None)
         served = self.served = []
         if workers < 2:
             for step in steps:

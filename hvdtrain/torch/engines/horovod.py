@@ -7,16 +7,16 @@ parameter by itself (see `hvdtrain.torch.engines.reducer` for what is done inste
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.core.engines import HorovodCollectives
-from hvdtrain.core.errors import ConfigError, RanksLost
+from hvdtrain.core.engines import HorovodCollectives, losses_in
+from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
 from hvdtrain.torch.engines.base import Settings, TensorCollectives, pick_devices, step_of
 from hvdtrain.torch.engines.reducer import Reducer, Wait
@@ -96,19 +96,11 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
         return HorovodModel(self, module, optimizer, settings)
 
 
-@contextmanager
-def rank_losses() -> Iterator[None]:
-    """Says what it means when Horovod gives up, in the middle of a collective or before the next."""
+def rank_losses() -> AbstractContextManager[None]:
+    """Says what it means when Horovod gives up."""
     from horovod.common.exceptions import HorovodInternalError
 
-    try:
-        yield
-    except HorovodInternalError as error:
-        raise RanksLost(
-            "every rank must take part until the end",
-            f"Horovod gave up: {error}",
-            "read what the rank that ended first has said",
-        ) from error
+    return losses_in(HorovodInternalError)
 
 
 class HorovodModel(Reducer):

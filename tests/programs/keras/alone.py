@@ -6,7 +6,10 @@ import contextlib
 import io
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from common import block, cnn, images, loss, weights_of
@@ -17,6 +20,8 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
 import hvdtrain  # noqa: E402
+from hvdtrain.core.in_step import elastic  # noqa: E402
+from hvdtrain.core.in_step.elastic import Elastic  # noqa: E402
 from hvdtrain.runs.bottleneck import INPUT_SHARE  # noqa: E402
 from hvdtrain.runs.log import read_run  # noqa: E402
 
@@ -51,6 +56,55 @@ class SlowStep(keras.Sequential):
     def train_step(self, *data: object) -> object:
         time.sleep(0.3)
         return super().train_step(*data)
+
+
+def refused_where_ranks_change() -> None:
+    """What a `fit` of an elastic job needs, each missing for once."""
+    x, y = images(16)
+
+    def fit(
+        data: Any = None, *, start: int = 0, ours: bool = True, more: Any = None, built: bool = True, **options: Any
+    ):
+        inside = [keras.Input((8, 8, 1))] if built else []
+        layers = [keras.layers.BatchNormalization(), keras.layers.Flatten(), keras.layers.Dense(4)]
+        model = keras.Sequential([*inside, *layers])
+        model.compile(keras.optimizers.SGD(gradient_accumulation_steps=options.pop("passes", None)), loss())
+        hvk.prepare(model, **options)
+        data = hvk.loader((x, y), 4) if data is None else data
+        if start:
+            data.go_on(0, start)
+        callbacks = [*(hvk.callbacks(model) if ours else []), *([] if more is None else [more])]
+        model.fit(**({"x": x, "y": y} if data == "arrays" else {"x": data}), verbose=0, callbacks=callbacks)
+
+    cases: dict[str, Callable[[], None]] = {
+        "it needs fit(hvdtrain.keras.loader(...)) of arrays": lambda: fit("arrays"),
+        "or of a PyTorch Dataset with a length": lambda: fit(hvk.loader(lambda: iter([(x, y)]))),
+        "it needs callbacks=[*hvdtrain.keras.callbacks(model)": lambda: fit(ours=False),
+        "it needs no BackupAndRestore": lambda: fit(more=keras.callbacks.BackupAndRestore("nowhere")),
+        "it needs a model that is built": lambda: fit(built=False),
+        "it needs sync_batchnorm=False": lambda: fit(sync_batchnorm=True),
+        "it needs optimizers without gradient_accumulation_steps": lambda: fit(passes=2),
+        "it needs to begin with a whole epoch": lambda: fit(start=4),
+    }
+    its = elastic._active = Elastic(SimpleNamespace(), new=False, answers=[])
+    try:
+        for said, case in cases.items():
+            received = refusal(case)
+            assert said in received, (said, received)
+            assert "; " not in received, received  # that alone is missing
+        its.member = SimpleNamespace()
+        assert refusal(fit) == "it needs one fit in the program, of one model"
+    finally:
+        elastic._active = None
+    print("what elastic jobs cannot do is refused")
+
+
+def refusal(case: Callable[[], None]) -> str:
+    try:
+        case()
+    except hvdtrain.ConfigError as error:
+        return error.received
+    raise SystemExit("not refused")
 
 
 def verdict_of(slow: str) -> tuple[str, dict[str, float]]:
@@ -162,4 +216,5 @@ if __name__ == "__main__":
         busy = slow != "input" and shares["input"] >= INPUT_SHARE  # with other work: threads that read wait for a core
         assert verdict.startswith(kind) or busy, (verdict, shares)  # of other code that makes the rest unsure
     print("time told apart")
+    refused_where_ranks_change()
     world.comm.shutdown()

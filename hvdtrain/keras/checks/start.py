@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.keras import moving_average, rng
 from hvdtrain.keras.checks import replicas
 from hvdtrain.keras.session import Session, is_hooked, missing_hook, optimizers_of
@@ -25,8 +26,17 @@ def start(model: keras.Model, session: Session) -> None:
         return
     if not is_hooked(model.optimizer):
         raise missing_hook(model.name, model.optimizer)
-    world = session.world
     _build(model)
+    session.proof = _made_equal(model, session)
+    session.wants_broadcast = False
+    _put_random_state(model, session)
+    session.ready = True
+
+
+@repeated
+def _made_equal(model: keras.Model, session: Session) -> Any:
+    """Returns the proof that it worked, where one is asked for."""
+    world = session.world
     check_agreement(model, session)
     variables = [*model.weights, *replicas.optimizer_variables(model)]
     replicas.check_same_variables(variables, world)
@@ -35,16 +45,14 @@ def start(model: keras.Model, session: Session) -> None:
             own = {id(variable) for variable in replicas.accumulators(model)}
             variables = [variable for variable in variables if id(variable) not in own]
         replicas.broadcast(variables, world)
-        session.wants_broadcast = False
-    if session.verify and session.proof is None:
+    if session.verify and session.proof is None and world.size > 1:  # an elastic job may begin with one
         from hvdtrain.keras.checks import average
 
-        session.proof = average.prove(model, session)
-        session.say(str(session.proof))
-    else:
-        replicas.check_equal(replicas.replicated(model), world, when="when training starts")
-    _put_random_state(model, session)
-    session.ready = True
+        proof = average.prove(model, session)
+        session.say(str(proof))
+        return proof
+    replicas.check_equal(replicas.replicated(model), world, when="when training starts")
+    return session.proof
 
 
 def _put_random_state(model: keras.Model, session: Session) -> None:

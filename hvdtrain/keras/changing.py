@@ -1,0 +1,249 @@
+"""A `fit` of an elastic job: what it does when ranks are gone or have come, and what of it goes to whom.
+
+How ranks go over to the next formation: `hvdtrain.core.in_step.elastic`. An update that fails has half happened: part
+of its graph had run. So all variables are copied before each, and put back; then the ranks that are left come to terms,
+the rest of the epoch is dealt anew, and the update is made of a new batch, within the same call of Keras' train
+function: `fit` and its callbacks notice nothing. A new process enters Keras' loop in the middle.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import ref
+
+import keras
+import numpy as np
+
+from hvdtrain.core.errors import RanksLost
+from hvdtrain.core.in_step.elastic import Elastic, Member
+from hvdtrain.keras import rng
+from hvdtrain.keras.backends.chosen import BACKEND
+from hvdtrain.keras.checks import replicas
+from hvdtrain.keras.data.loader import Loader, known
+from hvdtrain.keras.fit_callbacks import Epoch
+from hvdtrain.keras.session import Session
+from hvdtrain.runs.parts import Progress
+
+Steps = Iterator[tuple[int, int, Any]]
+_PLAIN = (bool, int, float, str, type(None), np.ndarray, np.generic)
+_COUNTING = (
+    keras.callbacks.EarlyStopping, keras.callbacks.History, keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+)  # fmt: skip
+States = Mapping[tuple[str, int], Any]
+
+
+class Changing(Member):
+    """One `fit` whose ranks may change.
+
+    Args:
+        model: built and compiled.
+        session: the model's.
+        its: what this process needs to stay in the job.
+        callbacks: of this fit, in their order.
+
+    Attributes:
+        callbacks: the same.
+        size: the number of ranks, as traced functions read it.
+        leaving: 1 where the launcher has asked this rank for another formation, as a step sends it.
+        leaves: all ranks know that one was asked.
+        skipped: steps of the epoch that were over before this rank came.
+    """
+
+    def __init__(self, model: keras.Model, session: Session, its: Elastic, callbacks: Sequence[Any]) -> None:
+        self._model, self._session = ref(model), ref(session)
+        self._its, self.callbacks = its, callbacks
+        self._data: Loader = session.fitted
+        self.size, self.leaving = BACKEND.number(session.world.size), BACKEND.number(0.0)
+        self.leaves = False
+        self.skipped = 0
+        self._updates = 0
+        self._late = self._comes = False
+        self._fed: States = {}
+        self._began = session.progress  # when this epoch did
+        self._reading: Any = None  # Keras' iterator over the epochs
+        self._variables: list[Any] = []
+        self._copies: Callable[[], list[Any]] | None = None
+        self._logs: Any = None
+
+    @property
+    def model(self) -> Any:
+        """The model; it is there while it trains."""
+        return self._model()
+
+    @property
+    def session(self) -> Session:
+        """The model's session; it is there while that trains."""
+        found = self._session()
+        assert found is not None
+        return found
+
+    # -- Keras' loop ---------------------------------------------------------------------------------------------
+    def reads(self) -> AbstractContextManager[None]:
+        """While `fit` runs inside, its data can be begun, and gone on with, within an epoch."""
+
+        def made(iterator: Any) -> None:
+            whole: Callable[[], Steps] = iterator._enumerate_iterator
+            iterator._enumerate_iterator = lambda: (step for step in whole() if step[0] >= self.skipped)
+            self._reading = iterator
+
+        return BACKEND.first_iterator(made)
+
+    def enter(self) -> None:
+        """All callbacks have begun: a new process meets the others here, and goes on where they are."""
+        if self._its.joining:
+            self._its.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """The first thing in an epoch."""
+        if not self._comes:
+            self.skipped = 0
+            self._its.begin_epoch()
+        self.session.executions = self.skipped // self._steps_of_one
+
+    def epoch_has_begun(self) -> None:
+        """All of hvdtrain's callbacks know the epoch."""
+        if self._comes:
+            feed(self.callbacks, self._fed)  # again: some of Keras' have begun to count anew
+            self._comes, self._fed = False, {}
+        else:
+            self._began = self.session.progress
+
+    @property
+    def _steps_of_one(self) -> int:
+        return int(self.model.steps_per_execution or 1)
+
+    def update(self, run: Callable[[Any], Any], data: Any) -> Any:
+        """Returns what Keras' train function gives for the next batch, whoever is there in the end."""
+        its = self._its
+        its.in_epoch()
+        if self._copies is None:
+            self._variables = replicas.everything(self.model)
+            self._copies = BACKEND.make_copies(self._variables)
+        if self.leaves:
+            its.regroup(None)
+            data = BACKEND.given_of(self._reading._current_iterator)
+        if its.wants_to_leave:
+            self.leaving.assign(1.0)
+        while True:
+            before = self._copies()
+            try:
+                with BACKEND.rank_losses():
+                    self._logs = run(data)
+                self._updates += 1
+                break
+            except RanksLost as lost:
+                BACKEND.put_back(self._variables, before)
+                its.regroup(lost)
+            if self._late:
+                self._late = False
+                self._logs = self._logs or self.model.get_metrics_result()
+                break
+            data = BACKEND.given_of(self._reading._current_iterator)
+        its.updated()
+        return self._logs
+
+    def evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replaces `evaluate` of the model: the validation within `fit` is done again where ranks are lost in it."""
+        if not self.session.fitting or not kwargs.get("_use_cached_eval_dataset"):
+            return evaluate(*args, **kwargs)
+        epoch = next(callback for callback in self.callbacks if isinstance(callback, Epoch))
+        epoch.before_validation()
+
+        def once() -> dict[str, float]:
+            with BACKEND.rank_losses():
+                evaluate(*args, **kwargs)
+            return epoch.validated()
+
+        epoch.results = self._its.run("validation", once)
+        return dict(epoch.results)
+
+    # -- what ranks tell each other ------------------------------------------------------------------------------
+    @property
+    def updates(self) -> int:
+        return self._updates
+
+    def place(self) -> Any:
+        began, data = self._began, self._data
+        steps = data.steps_until(self.session.executions * self._steps_of_one)
+        samples = data.samples_of(0, steps)
+        now = Progress(began.epoch, began.step + steps, began.samples_seen + samples, began.samples_in_epoch + samples)
+        return {"began": began, "now": now, "steps": steps, "told": self.session.told, "whole": data.plan.global_batch}
+
+    def state(self) -> bytes:
+        values = [BACKEND.to_numpy(variable) for variable in self._shared()]
+        return pickle.dumps((values, states_of(self.callbacks), rng.capture(self.model), self._updates))
+
+    def _shared(self) -> list[Any]:
+        return [*self.model.weights, *replicas.optimizer_variables(self.model)]
+
+    def take(self, state: bytes, *, new: bool) -> None:
+        values, callbacks, random, self._updates = pickle.loads(state)  # of a rank of this job
+        for variable, value in zip(self._shared(), values, strict=True):
+            variable.assign(value)
+        self._late, self._comes = not new, new
+        if new:
+            self._fed = callbacks
+            feed(self.callbacks, callbacks)
+            rng.restore(self.model, random)
+            rng.apply_derived(self.model, random, max(1, self.session.world.rank))
+
+    def go_on(self, place: Any, *, late: bool) -> None:
+        session, world = self.session, self.session.world
+        self.size.assign(world.size)
+        self.leaving.assign(0.0)
+        self.leaves, session.told = False, place["told"]
+        for loader in known:
+            if loader is not self._data:
+                loader.redeal(world)
+        self._data.redeal(world, place["whole"], (place["now"].epoch, place["steps"]))
+        if self._comes:
+            session.progress, self._began, self.skipped = place["now"], place["began"], place["steps"]
+            session.loss_proven = True
+            session.compared.add("step")
+            self.model._initial_epoch = place["now"].epoch
+        elif session.fitting:
+            self._reading._current_iterator = iter(self._reading._get_iterator())
+
+
+# ---- what callbacks have counted so far
+def states_of(callbacks: Sequence[Any]) -> States:
+    """Returns what those of Keras and hvdtrain count, and the `state_dict()` of others that have one; picklable."""
+    return {key: state for key, callback in _numbered(callbacks) if (state := _state_of(callback)) is not None}
+
+
+def feed(callbacks: Sequence[Any], states: States) -> None:
+    """Puts it into the callbacks of another rank, as far as that has the same ones."""
+    for key, callback in _numbered(callbacks):
+        if key in states and hasattr(callback, "load_state_dict"):
+            callback.load_state_dict(states[key])
+        elif key in states:
+            vars(callback).update(states[key])
+
+
+def _numbered(callbacks: Sequence[Any]) -> Iterator[tuple[tuple[str, int], Any]]:
+    """Each by its class, and how many of that class came before: rank 0 may have more of them than others."""
+    seen: dict[str, int] = {}
+    for callback in callbacks:
+        name = type(callback).__qualname__
+        seen[name] = seen.get(name, -1) + 1
+        yield (name, seen[name]), callback
+
+
+def _state_of(callback: Any) -> Any:
+    if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+        return callback.state_dict()
+    if names := getattr(callback, "fed", ()):
+        return {name: vars(callback)[name] for name in names if name in vars(callback)}
+    if isinstance(callback, _COUNTING):
+        return {name: value for name, value in vars(callback).items() if _is_plain(value)}
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _PLAIN)

@@ -1,0 +1,196 @@
+"""Elastic training with Keras: ranks are killed wherever they are, new ones come; it is the unbroken training."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import PROGRAMS
+from test_cluster_elastic import attempt, reader
+from test_cluster_launch import Ended, launched
+
+PROGRAM = PROGRAMS / "keras/elastic.py"
+# as the program has them, which imports Keras
+SAMPLES, CLASSES, FEATURES, KINDS, HIDDEN, BASE, DECAY = 150, 3, 6, 5, 8, 0.05, 0.97
+MOMENTUM = 0.875  # which Keras casts to float32
+SPOTS = {  # and how many updates are done there, of 13 in an epoch
+    "before": (0, 5, 12, 13, 38), "in": (0, 5, 12, 13, 38), "after": (1, 5, 13, 39), "validate": (13, 39),
+    "end": (13, 39), "head": (0, 13),
+}  # fmt: skip
+EXACT = {"tensorflow": 1e-10, "torch": 1e-6}  # Keras on PyTorch casts to float32 on the way
+GOES_ON_WITHIN_S = 5.0
+ENV = {"OMP_NUM_THREADS": "1"}
+
+
+@dataclass
+class Trained:
+    """What a job has left.
+
+    Attributes:
+        updates: of each update: epoch, and the samples of all that took part.
+        weights: at the end.
+        left: counts, and the metrics of validation.
+        sizes: of the formations after the first one.
+        times_s: of all updates.
+    """
+
+    folder: Path
+    ended: Ended
+    updates: dict[int, tuple[int, list[int]]]
+    weights: list[np.ndarray]
+    left: dict
+    sizes: list[int]
+    times_s: list[float]
+
+
+def train(
+    folder: Path, *todo: str, np: int = 3, epochs: int = 3, rate: float = 30, flags: tuple[str, ...] = ("--min-np=1",),
+    backend: str = "tensorflow",
+) -> Trained:  # fmt: skip
+    arguments = [str(folder), str(epochs), str(rate), *todo]
+    env = ENV | {"KERAS_BACKEND": backend}
+    with launched(folder, *flags, *arguments, np=np, program=PROGRAM, env=env) as started:
+        ended = started.end(240)
+    return read(folder, ended)
+
+
+def read(folder: Path, ended: Ended) -> Trained:
+    assert ended.code == 0, ended.text
+    times_s: list[float] = []
+    took: dict[tuple[int, int], list[int]] = defaultdict(list)  # by update and formation
+    applied: dict[int, tuple[int, int]] = {}
+    for file in folder.glob("ledger.*"):
+        formation = {}
+        for line in file.read_text().splitlines():
+            kind, epoch, step, now, ids, at_s = json.loads(line)
+            if kind == "took":
+                formation[step] = now
+                took[step, now] += ids
+            elif step in formation:
+                times_s.append(at_s)
+                applied[step] = epoch, formation[step]
+    updates = {step: (epoch, took[step, formation]) for step, (epoch, formation) in sorted(applied.items())}
+    with np.load(folder / "final.npz") as file:
+        weights = [file[name] for name in file.files]
+    sizes = [len(its["workers"]) for its in attempt(folder)["formations"]]
+    return Trained(folder, ended, updates, weights, json.loads((folder / "final.json").read_text()), sizes, times_s)
+
+
+class Plain:
+    """The same model and its training, by hand."""
+
+    def __init__(self) -> None:
+        draw = np.random.RandomState(1)
+        self.x = draw.randn(SAMPLES, FEATURES)
+        self.y = (self.x @ draw.randn(FEATURES, CLASSES)).argmax(1)
+        draw = np.random.RandomState(2)
+        shapes = [(KINDS, FEATURES), (FEATURES, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,)]
+        self.weights = [0.5 * draw.randn(*shape) for shape in shapes]
+        self.momenta = [np.zeros(shape) for shape in shapes]
+
+    def _forward(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        kinds, first, bias, last, offset = self.weights
+        x = self.x[numbers] + kinds[numbers % KINDS]
+        hidden = np.tanh(x @ first + bias)
+        logits = hidden @ last + offset
+        shifted = np.exp(logits - logits.max(1, keepdims=True))
+        return x, hidden, shifted / shifted.sum(1, keepdims=True)
+
+    def update(self, drawn: list[int], rate: float) -> None:
+        numbers = np.array(drawn)
+        x, hidden, chances = self._forward(numbers)
+        chances[np.arange(len(x)), self.y[numbers]] -= 1
+        of_logits = chances / len(x)
+        of_hidden = (of_logits @ self.weights[3].T) * (1 - hidden**2)
+        of_kinds = np.zeros((KINDS, FEATURES))
+        np.add.at(of_kinds, numbers % KINDS, of_hidden @ self.weights[1].T)
+        gradients = [of_kinds, x.T @ of_hidden, of_hidden.sum(0), hidden.T @ of_logits, of_logits.sum(0)]
+        self.momenta = [MOMENTUM * m - rate * g for m, g in zip(self.momenta, gradients, strict=True)]
+        self.weights = [w + m for w, m in zip(self.weights, self.momenta, strict=True)]
+
+    def metrics(self) -> tuple[float, float]:
+        *_, chances = self._forward(np.arange(SAMPLES))
+        loss = -np.log(chances[np.arange(SAMPLES), self.y]).mean()
+        return float(loss), float((chances.argmax(1) == self.y).mean())
+
+
+def check(done: Trained, *, epochs: int = 3, batch: int, exact: float = EXACT["tensorflow"]) -> None:
+    """Each sample once an epoch, in updates of the unbroken run's size; weights and metrics as by hand."""
+    per_epoch = -(-SAMPLES // batch)
+    assert list(done.updates) == list(range(1, epochs * per_epoch + 1))
+    plain, validated = Plain(), []
+    for epoch in range(epochs):
+        updates = [numbers for its, numbers in done.updates.values() if its == epoch]
+        assert Counter(number for numbers in updates for number in numbers) == Counter(range(SAMPLES)), epoch
+        for numbers in updates:
+            plain.update(numbers, BASE * DECAY**epoch)
+        validated.append(plain.metrics())
+    gap = max(np.abs(found - right).max() for found, right in zip(done.weights, plain.weights, strict=True))
+    assert gap < exact, f"{gap:.2e}\n{done.ended.text}"
+    left = done.left
+    assert np.allclose(left["validated"], [loss for loss, _ in validated], rtol=10 * exact), (left, validated)
+    assert np.allclose(left["accuracy"], [right for _, right in validated]), (left, validated)
+    assert np.isclose(left["loss"], validated[-1][0], rtol=10 * exact) and left["epochs"] == list(range(epochs))
+    assert left["updates"] == len(done.updates)
+    record = done.folder / "run"
+    assert json.loads((record / "run.json").read_text())["status"] == "finished"
+    events = [json.loads(line) for line in (record / "events.jsonl").read_text().splitlines()]
+    assert [its["epoch"] for its in events if its["kind"] == "epoch"][-1] == epochs - 1
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.thorough)])
+def test_a_fit_goes_on_as_if_nobody_had_been_lost(tmp_path, backend):
+    """Killed in an update, and in validation; rank 0, too; replaced."""
+    done = train(tmp_path, "1.1:5:in", "2.0:13:validate", epochs=6, flags=("--max-np=3",), backend=backend)
+    check(done, epochs=6, batch=12, exact=EXACT[backend])
+    assert [its["worker"] for its in attempt(tmp_path)["lost"]] == [1, 0]
+    assert done.sizes[0] == 2 and done.sizes[-1] > 1, done.sizes
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("spot", "update"), [(spot, update) for spot in SPOTS for update in SPOTS[spot]])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_killed_at_every_spot(tmp_path, rank, spot, update):
+    check(train(tmp_path, f"1.{rank}:{update}:{spot}"), batch=12)
+
+
+def _applied_s(ledger: Path) -> float:
+    """When a process has last completed an update; 0: never."""
+    return max((json.loads(line)[-1] for line in ledger.read_text().splitlines() if "applied" in line), default=0.0)
+
+
+@pytest.mark.thorough
+def test_ten_random_losses_and_joins(tmp_path):
+    """Any rank that has joined is killed at any time, as long as one is left; four ranks are filled up each time."""
+    draw, epochs, events = random.Random(5), 60, 10
+    lost_s: list[float] = []
+    arguments = [str(tmp_path), str(epochs), "20"]
+    flags = ("--min-np=1", "--max-np=4")
+    with launched(
+        tmp_path, *flags, *arguments, np=4, program=PROGRAM, env=ENV | {"KERAS_BACKEND": "tensorflow"}
+    ) as started:
+        told = reader(started)  # or its pipe is full some day
+        while started.process.poll() is None and len(lost_s) < events:
+            told()
+            time.sleep(draw.choice([0.2, 0.5, 1.0, 3.0]))
+            applied = {file.suffix[1:]: _applied_s(file) for file in tmp_path.glob("ledger.*")}
+            living = [its for its in started.belonging(str(PROGRAM)) if applied.get(str(its.pid))]
+            # a host with three losses and no update between is given up
+            if len(living) > 1 and max(applied.values()) > min([0.0, *lost_s][-2:]):
+                lost_s.append(time.time())
+                draw.choice(living).kill()
+        ended = started.end(600)
+    done = read(tmp_path, ended)
+    check(done, epochs=epochs, batch=16)
+    waited = [min(at for at in done.times_s if at > lost) - lost for lost in lost_s]
+    grown = sum(after > before for before, after in pairwise([4, *done.sizes]))
+    print(f"{len(lost_s)} losses, {grown} times ranks joined, to the next update {statistics.median(waited):.2f} s")
+    assert len(lost_s) == events and grown and statistics.median(waited) < GOES_ON_WITHIN_S
