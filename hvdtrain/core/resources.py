@@ -75,7 +75,8 @@ def share_of(rank: int, ranks: Sequence[Allowance]) -> float:
 
 def usable_cores(world: World) -> float:
     """Returns how many cores this rank has for itself and its workers; collective."""
-    return share_of(world.rank, world.gather(own_allowance()))
+    ranks = world.gather(own_allowance())
+    return share_of(min(world.rank, len(ranks) - 1), ranks)  # a new rank of an elastic job that began with one
 
 
 def workers_for(cores: float, *, on_gpu: bool) -> int:

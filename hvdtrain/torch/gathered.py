@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.sharding import Step
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.torch.data.nested import made_of, map_tensors, parts_of
@@ -55,6 +56,8 @@ def gather_in_order(batches: Iterable[tuple[Step | None, Any]], *, world: World 
     places = [place for place, _ in pieces]
     if not problem and len(set(places)) < len(places):
         problem = "a batch twice: of two ranks, or of two loops over one epoch"
+        if elastic.active() is not None:
+            problem += ", or one that has come again when ranks changed (those of ranks that are gone are lost, too)"
     if problem or not pieces:
         raise ConfigError(
             "of each batch of a loop its step and values, one for each of its samples",

@@ -53,7 +53,18 @@ class Options:
 
 
 class Undo(Protocol):
-    """What an update that is left out must not have changed."""
+    """What an update that is left out must not have changed.
+
+    Attributes:
+        losses: by what the last batch's were made.
+        expected: by what a new process's first ones must be.
+    """
+
+    losses: list[str]
+    expected: list[str] | None
+
+    def look(self, loss: Tensor, batch: object) -> None:
+        """A loss is about to be differentiated."""
 
     def note(self) -> None:
         """A batch is about to be handed out, between two updates."""

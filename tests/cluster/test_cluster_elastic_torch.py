@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,10 +21,17 @@ from test_cluster_elastic import GOES_ON_WITHIN_S, attempt, reader
 from test_cluster_launch import Ended, launched
 
 PROGRAM = PROGRAMS / "torch/elastic.py"
-_SPEC = importlib.util.spec_from_file_location("elastic_training", PROGRAM)
-assert _SPEC is not None and _SPEC.loader is not None
-program = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(program)
+
+
+def module_of(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+program = module_of(PROGRAM)
 
 EXACT = 1e-10
 SPOTS = ("batch", "backward", "in", "step", "after", "evaluate", "gather", "save", "head")
@@ -186,3 +194,34 @@ def test_ranks_that_meet_before_the_first_batch_of_an_epoch_lose_none(tmp_path):
 def test_data_of_every_kind(tmp_path, data, accumulate):
     done = train(tmp_path, "1.1:3:backward", "2.0:8:in", data=data, accumulate=accumulate)
     check(done, batch=12, accumulate=accumulate)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["frozen", "buffer", "loss"])
+def test_who_joins_a_program_that_has_changed(tmp_path, how):
+    """It began at the program's top: what can be fed is, and one that would train otherwise is turned away."""
+    path = PROGRAMS / "torch/elastic_memory.py"
+    memory = module_of(path)
+    arguments = ["--min-np=1", "--max-np=2", str(tmp_path), how, "12"]
+    with launched(tmp_path, *arguments, np=1, program=path, env={"OMP_NUM_THREADS": "1"}) as started:
+        ended = started.end(240)
+    assert ended.code == 0, ended.text
+    if how == "loss":
+        assert "a loss made by MseLossBackward0, theirs by MeanBackward0" in ended.text
+    else:
+        assert [len(its["workers"]) for its in attempt(tmp_path)["formations"]] == [2] and not attempt(tmp_path)["lost"]
+    lines = [json.loads(line) for line in (tmp_path / "updates").read_text().splitlines()]
+    updates = {step: (epoch, ids) for step, epoch, ids in lines if ids}
+    assert list(updates) == list(range(1, 1 + 12 * memory.SAMPLES // memory.BATCH))
+    model, optimizer = memory.build()
+    x, y, _ = memory.samples()
+    loss, before = torch.nn.functional.mse_loss, -1
+    for epoch, ids in updates.values():
+        loss = memory.changes(how, epoch, model, loss) if epoch != before else loss
+        before = epoch
+        optimizer.zero_grad()
+        loss(model(x[ids]), y[ids]).backward()
+        optimizer.step()
+    final = torch.load(tmp_path / "final.pt", weights_only=True)
+    gap = max((final[name] - value).abs().max().item() for name, value in model.layers.state_dict().items())
+    assert gap < EXACT, f"{gap:.2e}\n{ended.text}"

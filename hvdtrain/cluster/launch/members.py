@@ -32,9 +32,8 @@ SECONDS_TO_LEAVE = 60.0  # that members of a formation have, once one of it is l
 SECONDS_TO_BREAK = 1.0  # and that what they are blocked in has to fail by itself; ten times that where all agreed
 SECONDS_TO_SETTLE = 0.25  # after a loss: others of its host may follow, and one that is lost while others meet is worse
 SECONDS_TO_GATHER = 10.0  # that a new worker waits for others that are on their way, so that all join at once
-LOSSES = 10  # of members, without an update between
-BORNE = 2  # losses of a host's members, without an update of it between, until its new workers wait
-_LONGEST_START_S = 600.0  # that they wait: twice as long after each loss
+MOST_FORMATIONS = 10  # without an update between
+_LONGEST_START_S = 600.0  # that a host's new workers wait: twice as long after each that was lost before it trained
 LATE = "it has not left its formation in time: stopped, or blocked"
 _RETRY_S = 10.0  # until a host that cannot be reached is tried again; longer each time
 _LONGEST_RETRY_S = 60.0
@@ -66,6 +65,7 @@ class Worker:
         rank: in the formation.
         joinable: whether new ones can come in where it has left.
         leaving: whether its slot is taken away.
+        trained: whether it has been in a formation that did an update.
     """
 
     number: int
@@ -75,6 +75,7 @@ class Worker:
     rank: int = -1
     joinable: bool = True
     leaving: bool = False
+    trained: bool = False
 
     @property
     def member(self) -> bool:
@@ -95,7 +96,8 @@ class Members:
         """Args: slots: of formation 1; hosts: all that may be used, in order; those of the slots are there."""
         self.formation = 1
         self.workers = {
-            slot.rank: Worker(slot.rank, slot.host.name, slot.local_rank, "in", slot.rank) for slot in slots
+            slot.rank: Worker(slot.rank, slot.host.name, slot.local_rank, "in", slot.rank, trained=True)
+            for slot in slots
         }
         self.well = False
         self._hosts, self._limits = list(hosts), limits
@@ -113,9 +115,8 @@ class Members:
         self._ready_s: float | None = None  # since when a new worker has waited
         self._short_s: float | None = None  # since when there are too few
         self._serial, self._asked = 0, None  # type: int, tuple[int, ...] | None
-        self._losses: set[int] = set()  # formations that lost members, since the last update
-        self._losses_of: Counter[str] = Counter()  # by host: of members, since an update
-        self._failed_starts: Counter[str] = Counter()  # by host: of new workers, since one has joined
+        self._formed = 0  # formations since the last update
+        self._failed_starts: Counter[str] = Counter()  # by host: workers that have not trained, since one has
         self._start_s: dict[str, float] = {}  # by host: when the next one may start
         self._actions: list[Action] = []
 
@@ -144,9 +145,11 @@ class Members:
         """A formation has completed updates."""
         if formation == self.formation:
             self._up = True
-            self._losses.clear()
+            self._formed = 0
             for its in self.members():
-                self._losses_of.pop(its.host, None)
+                if not its.trained:
+                    its.trained = True
+                    self._failed_starts.pop(its.host, None)
         return self._settled(now)
 
     def answered(self, now: float) -> list[Action]:
@@ -221,8 +224,6 @@ class Members:
         after_s = now - self._broken_s if self._broken_s is not None else 0.0
         self.formation += 1
         for number, slot in zip(numbers, slots, strict=True):
-            if not self.workers[number].member:
-                self._failed_starts.pop(slot.host.name, None)
             self.workers[number].state, self.workers[number].rank = "in", slot.rank
             names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
             place = {name: getattr(slot, name) for name in names}
@@ -233,6 +234,9 @@ class Members:
             self._remove(its.number, signal.SIGTERM)
         self._asked = self._broken_s = self._short_s = self._ready_s = None
         self._up = self._aborted = self._regrouping = False
+        self._formed += 1
+        if self._formed >= MOST_FORMATIONS:
+            self._fail(f"{MOST_FORMATIONS} formations have done no update")
         return self._settled(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -267,27 +271,16 @@ class Members:
         for its in lost:
             self._remove(its.number, 0 if gone else signal.SIGKILL, gone=gone)
             self._actions.append(Lost(its.number, its.host, why))
-            self._failed_starts[its.host] += not its.member
-        for host in {its.host for its in lost if its.member}:
-            self._losses_of[host] += 1
-        for host in {its.host for its in lost}:
-            self._put_off(host, now)
+            if not its.trained:
+                self._start_s[its.host] = now + min(2.0 ** min(self._failed_starts[its.host], 10), _LONGEST_START_S)
+                self._failed_starts[its.host] += 1
         if not any(its.member for its in lost):
             return
-        self._losses.add(self.formation)
         self._lost_s = now
         self._breaks(now)
         if not self._up:  # members may still wait for it where they meet
             self._actions.append(Unserve())
         self._abort()  # only who waits for the lost one sees a broken connection; others wait for those, and so on
-        if len(self._losses) >= LOSSES and not self._ending:
-            self._fail(f"members were lost {LOSSES} times without an update between")
-
-    def _put_off(self, host: str, now: float) -> None:
-        """A host whose workers are lost again and again is to cost the others little."""
-        times = max(self._failed_starts[host], self._losses_of[host] - BORNE)
-        if times > 0:
-            self._start_s[host] = now + min(2.0 ** min(times - 1, 10), _LONGEST_START_S)
 
     def _abort(self) -> None:
         self._aborted = True

@@ -333,6 +333,16 @@ def active() -> Elastic | None:
     return _active
 
 
+def hint() -> str:
+    """Returns what may be the cause where ranks do not do the same, and new ones have come."""
+    if _active is None or _active.line.formation < 2:
+        return ""
+    return (
+        "a rank that has joined began at the program's top: what the loop counts and keeps in variables must follow"
+        " from epoch and optimizer.progress, or be given to extra=\n(docs/torch.md#ranks-that-come-and-go); else "
+    )
+
+
 def note_progress(updates: int) -> None:
     """Tells the launcher, if it is `hvdtrain launch`, how many updates of the run are done."""
     if _line is not None:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from hvdtrain.core.engines import Engine
 from hvdtrain.core.errors import ConfigError, ReplicaError, by_rank
+from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.arrival import names_of
 from hvdtrain.core.in_step.lines import function_of, in_thread, user_line, users_frame
 from hvdtrain.core.in_step.ring import MEETING, NOWHERE, UPDATE, Ring
@@ -352,7 +353,8 @@ def out_of_step(states: Sequence[State], remedy: str = "") -> ReplicaError:
         "every rank must come to the same collective operation",
         by_rank(list(map(described, states))),
         remedy
-        or "call what is collective (evaluate, save, gather ...) on every rank, in the same order, on the same line:"
+        or elastic.hint()
+        + "call what is collective (evaluate, save, gather ...) on every rank, in the same order, on the same line:"
         " not under `if world.is_main:`;\nbreak and continue on every rank alike, and give every rank the same number"
         " of batches, as hvdtrain's loaders do",
         shared=True,

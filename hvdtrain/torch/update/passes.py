@@ -183,6 +183,8 @@ class Passes(Facade):
         batch = self._take_turn(again)
         check_loss(loss)
         self._model.check_entered()
+        if session.before is not None and not batch.padding:
+            session.before.look(loss, batch)
         given = None if weight is None else weight_of(weight, session.engine.device)
         amount, coefficient = gradients.begin(batch, given, session.precision.unit)
         gradients.add_loss(loss, amount, coefficient)

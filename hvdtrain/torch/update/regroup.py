@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch
 
-from hvdtrain.core.errors import ConfigError, RanksLost
+from hvdtrain.core.errors import ConfigError, RanksLost, ReplicaError
 from hvdtrain.core.in_step import elastic
 from hvdtrain.runs.parts import Part
 from hvdtrain.runs.staging import StateFile
@@ -39,6 +39,28 @@ class Before:
         self._rates: list[dict[str, Any]] = []
         self._extra: Mapping[str, bytes] = {}
         self._put_back = False
+        self._batch: object = None
+        self.losses: list[str] = []  # by what the last batch's were made
+        self.expected: list[str] | None = None  # of a new process's first batch
+
+    def look(self, loss: torch.Tensor, batch: object) -> None:
+        """A loss is about to be differentiated.
+
+        Raises:
+            ReplicaError: in a new process: the other ranks have made theirs otherwise.
+        """
+        if batch is not self._batch:
+            self._batch, self.losses = batch, []
+        made_by = loss.grad_fn.name() if loss.grad_fn is not None else ""
+        self.losses.append(made_by)
+        if self.expected and made_by not in self.expected:
+            raise ReplicaError(
+                "a new rank trains as the others do, whatever they have done before",
+                f"a loss made by {made_by}, theirs by {', '.join(self.expected)}",
+                "what changes while a model trains must follow from the epoch, not from an epoch that has passed:"
+                " `loss = b if epoch >= 1 else a`, not `if epoch == 1: loss = b`",
+            )
+        self.expected = None
 
     def note(self) -> None:
         """A batch is about to be handed out, between two updates."""

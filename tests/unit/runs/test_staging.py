@@ -72,7 +72,7 @@ def test_shares_of_a_file_make_it(writes_of_each: list[list[tuple[int, bytes]]],
 
 @pytest.mark.parametrize("at", [0, 1000, 50_000])
 def test_a_digest_tells_files_that_differ(at: int) -> None:
-    """Of what is long, each place that a sample is of, and every length; what is short, and noted, wholly."""
+    """Wherever they differ, and if only two values have changed places."""
 
     def digest(data: bytes, noted: bytes = b"") -> str:
         file = Images().file("x", Share(0, 2, 64))
@@ -85,6 +85,12 @@ def test_a_digest_tells_files_that_differ(at: int) -> None:
     other = bytes(range(1, 256)) * 302
     found = {digest(data), digest(other[: len(data)]), digest(data[:-1]), digest(data, b"a"), digest(data, b"b")}
     assert len(found) == 5 and digest(data) == digest(bytes(bytearray(data)))
+    counts = np.zeros(20_000)
+    for place in (0, 1, 511, 512, 9_999, 19_999):
+        counts[place] = 1.0
+        found.add(digest(counts.tobytes()))
+        counts[place] = 0.0
+    assert len(found) == 11
 
 
 def test_libraries_write_it(tmp_path: Path) -> None:
