@@ -24,6 +24,7 @@ import hvdtrain
 import hvdtrain.keras as hvk
 from hvdtrain.core.in_step import elastic
 
+BETAS, EPSILON = (0.875, 0.9375), 2.0**-20  # which float32 holds: Keras casts to it
 SLOW_S = 0.2  # an update takes while there are fewer ranks than at first: a new process takes seconds
 SAMPLES, CLASSES, FEATURES, KINDS, HIDDEN, PER_RANK, BASE, DECAY = 150, 3, 6, 5, 8, 4, 0.05, 0.97
 
@@ -130,7 +131,8 @@ def main() -> None:
         model = keras.Model([features, numbers], keras.layers.Dense(CLASSES)(hidden))
         model.set_weights(weights())
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(BASE, momentum=0.875), loss, metrics=["accuracy"])
+        adam = keras.optimizers.Adam(BASE, beta_1=BETAS[0], beta_2=BETAS[1], epsilon=EPSILON)
+        model.compile(adam, loss, metrics=["accuracy"])
         hvk.prepare(model, data)
         log = stack.enter_context(hvdtrain.RunLog(f"{out}/run", world, config={}, tensorboard=False))
         ours = hvk.callbacks(model, run=log, checkpointer=hvdtrain.Checkpointer(f"{out}/checkpoints", keep=2))
