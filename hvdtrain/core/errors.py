@@ -14,7 +14,7 @@ import sys
 import traceback as traceback_module
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 EXIT_CODE = 2  # of what is refused
 FAULT_CODE = 1  # of what failed, as Python's own
@@ -150,6 +150,34 @@ def describe(program: str, error: BaseException, rank: int) -> str:
         received = f" (received: {'; '.join(error.received.splitlines())})" if error.received else ""
         return f"{who}ended with rank 0: {error.rule}{received}"
     return who + str(error)
+
+
+_exits: list[object] = []  # codes of a failure that the program has wanted to end with
+
+
+def note_exits() -> None:
+    """Has `sys.exit` note a code that is not 0: at the end Python tells nobody with which it ends."""
+    exit_plainly = sys.exit
+    if getattr(exit_plainly, "notes", False):
+        return
+
+    def noting(status: Any = None, /) -> NoReturn:
+        note_exit(status)
+        exit_plainly(status)
+
+    noting.notes = True  # type: ignore[attr-defined]
+    sys.exit = noting
+
+
+def note_exit(status: object) -> None:
+    """Notes what a program ends with; one that was told to end has not failed."""
+    if status and status != PREEMPTED_CODE:
+        _exits.append(status)
+
+
+def failed() -> bool:
+    """Whether this program ends by an error of its own, which it has told: an exception, or an exit code."""
+    return bool(_exits) or getattr(sys, "last_value", None) is not None
 
 
 _before_end: list[Callable[[], object]] = []

@@ -19,7 +19,9 @@ from hvdtrain.core.errors import (
     ReplicaError,
     build_horovod_command,
     exit_with,
+    failed,
     install_command,
+    note_exits,
 )
 from hvdtrain.core.in_step import elastic, preemption
 from hvdtrain.core.in_step.agent import Form
@@ -110,6 +112,7 @@ def init(
         _let_it_change(world, its, framework)
     preemption.watch(comm.rank, tracker, os.environ)
     if comm.size > 1:
+        note_exits()
         atexit.register(_leave_at_exit, world, os.getpid())
     return world
 
@@ -144,7 +147,7 @@ def _leave_at_exit(world: World, pid: int) -> None:
 
     Without it the engine would go down under ranks that still talk. A program that failed has said why.
     """
-    if current() is not world or os.getpid() != pid or getattr(sys, "last_value", None) is not None:
+    if current() is not world or os.getpid() != pid or failed():
         return
     try:
         world.end()

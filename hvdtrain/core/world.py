@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hvdtrain.core.engines import Engine, SoloEngine, mpi_communicator
-from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, Preempted, ReplicaError, by_rank
+from hvdtrain.core.errors import ConfigError, HvdtrainError, MainRankError, Preempted, ReplicaError, by_rank, note_exit
 from hvdtrain.core.in_step import preemption
 from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.in_step.meeting import BARRIER, END, OFF, Tracker
@@ -251,8 +251,10 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None = None, *_: object) -> None:
         """Leaves the ranks. On an exception nothing collective runs: the others may be elsewhere, or gone."""
+        if isinstance(error, SystemExit):
+            note_exit(error.code)
         if exc_type is not None and issubclass(exc_type, Preempted) and self.size > 1:
             return  # the ranks meet once more, at the end of the program: until then another signal ends none of them
         if exc_type is None:

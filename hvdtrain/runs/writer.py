@@ -27,9 +27,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from hvdtrain.core.errors import EXIT_CODE, CheckpointError, HvdtrainError, before_end, describe
+from hvdtrain.core.errors import EXIT_CODE, CheckpointError, HvdtrainError, before_end, describe, failed, note_exits
 from hvdtrain.runs.checkpoint_folder import Folder, Written, name_of, read_info
 from hvdtrain.runs.parts import Progress
 from hvdtrain.runs.staging import Images, Share, StateFile, copy_image
@@ -70,8 +70,7 @@ class Writer:
         self._new: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._failures: dict[Path, list[CheckpointError]] = {}
-        self._exits: list[Any] = []  # codes that the program has wanted to end with
-        self._note_exits()
+        note_exits()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self.links: set[str] = set()  # of the process that lives
@@ -228,19 +227,8 @@ class Writer:
         """A program that lost its last checkpoint does not end as one that went well; one that fails itself ends with
         what it failed with."""
         self._finish(None)
-        if self.own and self._failures and not self._exits and getattr(sys, "last_value", None) is None:
+        if self.own and self._failures and not failed():
             os._exit(EXIT_CODE)  # nothing else gives a code here
-
-    def _note_exits(self) -> None:
-        """Has `sys.exit` note a code that is not 0: at the end Python tells nobody with which it ends."""
-        exit_plainly = sys.exit
-
-        def noting(status: Any = None, /) -> NoReturn:
-            if status:
-                self._exits.append(status)
-            exit_plainly(status)
-
-        sys.exit = noting
 
 
 def _note(noted: Notes, path: Path | None) -> None:
