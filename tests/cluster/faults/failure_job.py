@@ -21,7 +21,7 @@ from ledger import History, miscounted, verdict
 PROGRAM = PROGRAMS / "failures" / "train.py"
 SAMPLES, EPOCHS, PER_RANK = 403, 2, 4  # as the program has them
 HISTORY = History("torch", 0, "dataset", SAMPLES, EPOCHS, "weighted", "sgd", 1, False, False, ())
-START_S = 60  # until ranks have imported their framework, on a busy machine
+START_S = 300  # until ranks have imported their framework, on a machine that may starve them
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Job:
         self.life += 1
         program = [sys.executable, str(PROGRAM), str(self.folder), str(self.life), str(self.pace_s), self.fault]
         line = {
-            "hvdtrain launch": ["--log-dir", f"{self.folder}/logs.{self.life}", *flags, "--"],
+            "hvdtrain launch": ["--log-dir", f"{self.folder}/logs.{self.life}", "--start-timeout", "90", *flags, "--"],
             "horovodrun": ["--gloo", "--network-interfaces", "eth0", *flags],
             "mpirun": ["-x", "PATH", "-x", "PYTHONPATH", "-x", "HVDTRAIN_HANG_S", *flags],
         }[self.launcher]
@@ -75,7 +75,7 @@ class Job:
         while not what():
             assert self.running.poll() is None, f"the launcher has ended\n{self.text}"
             assert time.monotonic() - start < timeout_s, f"not after {timeout_s} s\n{self.text}"
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def trained(self, more: int) -> None:
         """Waits for so many updates more, by any rank."""

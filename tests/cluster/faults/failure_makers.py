@@ -61,7 +61,7 @@ def deaf_or_mute(host: str) -> Callable[[Job], None]:
 
 
 def lose_packets(job: Job) -> None:
-    """Both ways, until ten updates were done."""
+    """Both ways, until five updates were done: TCP waits longer and longer before it sends again."""
     job.happens()
     for host in job.c.hosts:
         sh(
@@ -72,7 +72,7 @@ def lose_packets(job: Job) -> None:
             "tc qdisc add dev eth0 parent 1:2 blackhole",
             f"tc filter add dev eth0 parent 1: bpf bytecode '{LOSE_30_PERCENT}' flowid 1:2",
         )
-    job.trained(10)
+    job.trained(5)
     free_links(job)
 
 

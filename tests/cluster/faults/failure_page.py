@@ -27,11 +27,12 @@ befalls where nothing else is said. The hosts are network namespaces with an ssh
 {torch}), which had other work besides. Jobs were started by `hvdtrain launch` with its default limits, but for the flags that are shown.
 
 - **seconds**: single runs, from the fault until the launcher had ended and no process of the job ran on any host; of a job that goes on the longest time without a completed update, from the fault to the job's end
-  (an update takes 0.1 s here, 0.2 to 0.4 s in elastic jobs). *At most*: what is promised, of which the tests allow 5 s more, for a busy machine.
+  (an update takes 0.1 s here, 0.2 to 0.4 s in elastic jobs). *At most*: what the tests demand, of which they allow 5 s more, for a busy machine; those of jobs that end are the sums of [cluster.md](cluster.md#when-something-fails).
 - **left**: processes of the job on any host, 30 s after the launcher's end.
 - **lost**: samples that were skipped or trained twice in either epoch by the updates that are in the final weights, which are compared with those that numpy computes from the same global batches (float64: 1e-10). A job
   that the fault ended was started again by the same command, which goes on from the newest checkpoint.
-- **said**: the first line that names it, without process ids.
+- **blamed**: whom the launcher names as the first that failed, or as lost; of a rank that hangs it is the one that found it out, in whose words is who hangs, and where.
+- **said**: the first line that names it, without paths.
 
 {rows} The tests: `tests/cluster/faults` (`scripts/test.sh -m "" tests/cluster/faults`); how to read more of a failure: [cluster.md](cluster.md#when-something-fails).
 """  # noqa: E501
@@ -58,8 +59,8 @@ def render(rows: list[Row]) -> str:
         lines += [
             f"## {kind[0].upper()}{kind[1:]}",
             "",
-            "| fault | what happens | seconds | at most | exit code | left | lost | said |",
-            "|---|---|---|---|---|---|---|---|",
+            "| fault | what happens | seconds | at most | exit code | left | lost | blamed | said |",
+            "|---|---|---|---|---|---|---|---|---|",
             *(_line(fault, found[fault.name]) for fault in FAULTS if fault.kind == kind),
             "",
         ]
@@ -71,7 +72,17 @@ def _line(fault: Fault, row: Row) -> str:
     what = fault.what + (f", `{' '.join(fault.flags)}`" if fault.flags else "")
     happens = "goes on" if fault.goes_on else "ends; resumed"
     said = f"`{row.said}`" if row.said else ""
-    cells = (what, happens, f"{row.seconds:.1f}", f"{fault.within_s:g}", code, len(row.left), row.lost, said)
+    cells = (
+        what,
+        happens,
+        f"{row.seconds:.1f}",
+        f"{fault.within_s:g}",
+        code,
+        len(row.left),
+        row.lost,
+        row.blamed,
+        said,
+    )
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 

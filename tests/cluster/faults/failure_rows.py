@@ -19,6 +19,7 @@ HUNG_S = 5 + GRACE_S + 8
 OUT_OF_STEP_S = 10 + GRACE_S + 2
 SAVED_S = 2 * GRACE_S + 2
 TOLD_LATER_S = 3 + ONE_ENDS_S  # a save that failed is told by the next one: ten updates here
+TCP_WAITS_S = 120.0  # the longest that Linux waits before it sends a lost packet again
 NO_WAY = 0.5  # a training that a fault does not hold up
 
 
@@ -97,7 +98,7 @@ FAULTS = [
           makers.deaf_or_mute("host2"), mend=makers.free_links),
     Fault("deaf", HOST, "one way: what it is sent is lost", 255, HOST_LOST_S, LOST, "",
           makers.deaf_or_mute("host1"), mend=makers.free_links),
-    Fault("lossy", HOST, "30 % of all packets are lost, until ten updates were done", 0, HOST_LOST_S, "", "",
+    Fault("lossy", HOST, "30 % of all packets are lost until five updates were done", 0, TCP_WAITS_S, "", "",
           makers.lose_packets, mend=makers.free_links, goes_on=True),
     Fault("power", HOST, "all of a host is killed (loss of power)", 255, HOST_LOST_S, LOST, "", makers.power_off,
           mend=makers.boot),
@@ -117,12 +118,12 @@ FAULTS = [
     Fault("ctrl_c", LAUNCHER, "Ctrl-C", 130, SAVED_S, "SIGINT", "", makers.signal_launcher(signal.SIGINT), quick=True),
     Fault("terminal", LAUNCHER, "the terminal is closed (SIGHUP)", 129, SAVED_S, "SIGHUP", "",
           makers.signal_launcher(signal.SIGHUP)),
-    Fault("agent", LAUNCHER, "SIGKILL of a host's agent", 255, ONE_ENDS_S, "host2", "", makers.kill_agent),
-    Fault("session", LAUNCHER, "SIGKILL of the ssh session to a host", 255, ONE_ENDS_S, "host2", "",
+    Fault("agent", LAUNCHER, "SIGKILL of a host's agent", 255, ONE_ENDS_S, LOST, "", makers.kill_agent),
+    Fault("session", LAUNCHER, "SIGKILL of the ssh session to a host", 255, ONE_ENDS_S, LOST, "",
           makers.kill_session),
-    Fault("guard", LAUNCHER, "SIGKILL of the guard of the launcher's host", 255, ONE_ENDS_S, "host1", "",
+    Fault("guard", LAUNCHER, "SIGKILL of the guard of the launcher's host", 255, ONE_ENDS_S, "host host1 failed", "",
           makers.kill_guard),
-    Fault("agent_and_guard", LAUNCHER, "SIGKILL of a host's agent and its guard at once", 255, 2 * GRACE_S + 5, "host2",
+    Fault("agent_and_guard", LAUNCHER, "SIGKILL of a host's agent and its guard at once", 255, 2 * GRACE_S + 5, LOST,
           "", makers.kill_agent_and_guard),
 
     Fault("told_rank", TOLD, "preemption: SIGTERM to one rank", 85, SAVED_S, "SIGTERM", "told"),
