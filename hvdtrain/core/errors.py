@@ -187,8 +187,8 @@ class _NotingExit:
 
 
 def note_exit(status: object) -> None:
-    """This program ends with that code, unless it catches `SystemExit`."""
-    if status:
+    """This program ends with that code, unless it catches `SystemExit`; one that was told to end has not failed."""
+    if status and status != PREEMPTED_CODE:
         _exits.append(status)
 
 

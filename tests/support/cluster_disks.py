@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,15 +22,31 @@ PermitRootLogin prohibit-password
 MaxStartups 200
 AcceptEnv LANG LC_*
 """
-SKEWED_CLOCK = """
+# loaded before all other libraries: what it shows is in a file of two numbers, which may change meanwhile
+TRICKS = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/time.h>
 #include <time.h>
+#include <unistd.h>
+static const volatile long none[2], *tricks = none;
+__attribute__((constructor)) static void begin(void) {
+  int file = open(TRICKS_FILE, O_RDONLY);
+  void *found = file < 0 ? MAP_FAILED : mmap(0, sizeof none, PROT_READ, MAP_SHARED, file, 0);
+  if (found != MAP_FAILED) tricks = found;
+  if (file >= 0) close(file);
+}
+int fsync(int file) {
+  int (*real)(int) = dlsym(RTLD_NEXT, "fsync");
+  if (tricks[1]) sleep(tricks[1]);
+  return real(file);
+}
 int clock_gettime(clockid_t id, struct timespec *t) {
   int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
   int result = real(id, t);
-  if (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE) t->tv_sec += SKEW_S;
+  if (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE) t->tv_sec += tricks[0];
   return result;
 }
 int gettimeofday(struct timeval *restrict t, void *restrict zone) {
@@ -96,13 +113,20 @@ def program(name: str) -> str:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/local/sbin") or ""
 
 
-def build_clock(folder: Path, skew_s: int) -> Path:
-    """Compile a library that, loaded before all others, shows a clock that is `skew_s` ahead."""
-    library, source = folder / "clock.so", folder / "clock.c"
-    source.write_text(SKEWED_CLOCK)
+def build_tricks(folder: Path) -> Path:
+    """Compile a library that, loaded before all others, shows the clock and the disk that `play` sets."""
+    library, source = folder / "tricks.so", folder / "tricks.c"
+    source.write_text(TRICKS)
     library.unlink(missing_ok=True)  # running programs may have the last one loaded
-    subprocess.run(["cc", "-shared", "-fPIC", f"-DSKEW_S={skew_s}", "-o", library, source, "-ldl"], check=True)
+    where = f'-DTRICKS_FILE="{folder}/tricks"'
+    subprocess.run(["cc", "-shared", "-fPIC", where, "-o", library, source, "-ldl"], check=True)
     return library
+
+
+def play(folder: Path, *, skew_s: int = 0, fsync_s: int = 0) -> None:
+    """Set the clock that much ahead, and have every fsync take so long; for running programs, too."""
+    with (folder / "tricks").open("r+b" if (folder / "tricks").exists() else "wb") as file:
+        file.write(struct.pack("ll", skew_s, fsync_s))
 
 
 def _new_host_key(folder: Path) -> str:
@@ -112,7 +136,9 @@ def _new_host_key(folder: Path) -> str:
 
 
 def _write_etc(etc: Path, name: str, table: str, home: Path) -> None:
-    _replace(etc / "ssh" / "sshd_config", SSHD_CONFIG)
+    # agents find the package where these tests do, also where they run in a checkout that is not installed
+    path = os.environ.get("PYTHONPATH")
+    _replace(etc / "ssh" / "sshd_config", SSHD_CONFIG + (f"SetEnv PYTHONPATH={path}\n" if path else ""))
     _replace(etc / "hosts", f"127.0.0.1 localhost\n::1 localhost\n{table}")
     _replace(etc / "hostname", f"{name}\n")
     # no name server: an unknown name is an error at once

@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster_disks import build_clock, folder_for_disks, furnish, program, sshd_command
+from cluster_disks import build_tricks, folder_for_disks, furnish, play, program, sshd_command
 from cluster_procfs import command_of, is_zombie_or_sshd, listening, namespace, serves_port_22
 from harness import REPOSITORY, Result, clean_environment
 
@@ -278,11 +278,15 @@ class Cluster:
 
     def clock(self, host: str, skew_s: int) -> ExitStack:
         """Have every program started on that host from now on see a clock that is `skew_s` ahead."""
+        return self.tricked(host, skew_s=skew_s)
+
+    def tricked(self, host: str, **tricks: int) -> ExitStack:
+        """Have every program started on that host from now on see what `cluster_disks.play` sets."""
         if not shutil.which("cc"):
-            pytest.skip("a skewed clock needs a C compiler: cc is not installed")
-        library = build_clock(self.folder / host, skew_s)
+            pytest.skip("a false clock or a slow disk needs a C compiler: cc is not installed")
+        play(self.folder / host, **tricks)
         preload = self.etc(host) / "ld.so.preload"
-        preload.write_text(f"{library}\n")
+        preload.write_text(f"{build_tricks(self.folder / host)}\n")
         return _undo(preload.unlink)
 
     def add_user(self, host: str, name: str, password: str) -> None:

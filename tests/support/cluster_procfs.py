@@ -32,9 +32,9 @@ def serves_port_22(process: psutil.Process) -> bool:
         return False
 
 
-def command_of(process: psutil.Process) -> str:
+def command_of(process: psutil.Process, *, whole: bool = False) -> str:
     try:
-        return " ".join(process.cmdline())[:200]
+        return " ".join(process.cmdline())[: None if whole else 200]
     except psutil.NoSuchProcess:
         return "(just ended)"
 

@@ -191,14 +191,20 @@ def judged(history: History, folder: Path) -> tuple[list[str], float]:
     updates = _surviving(folder)
     if isinstance(updates, str):
         return [updates], float("nan")
-    wrong = _samples(history, updates) + _rates(history, updates)
     found = json.loads((folder / "weights.json").read_text())
-    gap = max(float(np.abs(np.array(a) - b).max()) for a, b in zip(found, replayed(history, updates), strict=True))
-    if not gap <= EXACT:
-        wrong.append(f"the weights are {gap:.1e} off those of the same global batches")
+    wrong, gap = verdict(history, updates, found)
     unbroken = folder / "unbroken" / "weights.json"
     if unbroken.exists() and json.loads(unbroken.read_text()) != found:
         wrong.append("at the same size, the weights are not those of the run that was not broken, bit for bit")
+    return wrong, gap
+
+
+def verdict(history: History, updates: list[dict[str, Any]], weights: list[Any]) -> tuple[list[str], float]:
+    """Returns what is wrong with the updates that are in these weights, and how far those are from numpy's."""
+    wrong = _samples(history, updates) + _rates(history, updates)
+    gap = max(float(np.abs(np.array(a) - b).max()) for a, b in zip(weights, replayed(history, updates), strict=True))
+    if not gap <= EXACT:
+        wrong.append(f"the weights are {gap:.1e} off those of the same global batches")
     return wrong, gap
 
 
@@ -229,12 +235,19 @@ def _surviving(folder: Path) -> list[dict[str, Any]] | str:
     return [kept[number] for number in sorted(kept)]
 
 
+def miscounted(history: History, updates: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int]]]:
+    """Returns the samples that were repeated, and skipped, in each epoch."""
+    whole = Counter(range(history.samples))
+    seen = [
+        Counter(i for its in updates if its["epoch"] == epoch for ids in its["steps"] for i in ids)
+        for epoch in range(history.epochs)
+    ]
+    return {at: (sorted((its - whole).elements()), sorted((whole - its).elements())) for at, its in enumerate(seen)}
+
+
 def _samples(history: History, updates: list[dict[str, Any]]) -> list[str]:
     wrong = []
-    whole = Counter(range(history.samples))
-    for epoch in range(history.epochs):
-        seen = Counter(i for its in updates if its["epoch"] == epoch for ids in its["steps"] for i in ids)
-        repeated, skipped = sorted((seen - whole).elements()), sorted((whole - seen).elements())
+    for epoch, (repeated, skipped) in miscounted(history, updates).items():
         most = max(life.size * life.batch for life in history.lives) - 1 if history.tail == "drop" else 0
         if repeated or len(skipped) > most:
             wrong.append(f"epoch {epoch} of {history.samples} samples: {repeated} repeated, {skipped} skipped")

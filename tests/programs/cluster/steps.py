@@ -1,7 +1,7 @@
-"""Ranks that average numbers, step after step, until FOLDER/finish is there; usage: steps.py FOLDER [STEP:FAULT]
+"""Ranks that average numbers, step after step, until FOLDER/finish is there; usage: steps.py FOLDER
 
 Each rank keeps FOLDER/rank-N up to date: its process id and how many steps it has done. Rank 0 saves the step, and a
-job that was started again goes on from there. FAULT befalls rank 1, at that step of the first start: "raise".
+job that was started again goes on from there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def write(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def main(folder: Path, fault_step: int) -> None:
+def main(folder: Path) -> None:
     hvd.init()
     rank, saved, finish = hvd.rank(), folder / "saved", folder / "finish"
     first = int(saved.read_text()) if saved.exists() else 0
@@ -41,8 +41,6 @@ def main(folder: Path, fault_step: int) -> None:
         if rank == 0:
             write(saved, str(step))
         write(folder / f"rank-{rank}", f"{os.getpid()} {step}")
-        if rank == 1 and step == fault_step and attempt == 0:
-            raise ValueError(f"no sense in step {step}")
         if done.item():
             break
         time.sleep(PACE_S)
@@ -51,4 +49,4 @@ def main(folder: Path, fault_step: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2].split(":")[0]) if len(sys.argv) > 2 else -1)
+    main(Path(sys.argv[1]))

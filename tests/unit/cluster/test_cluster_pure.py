@@ -416,6 +416,8 @@ def test_the_rank_to_blame():
     silent = RankEnd(4, "b", 0, at_s=12.0, done=False)
     assert first_failure([ends[0], silent]) == silent and settled([silent], 13.0), "it had more to do"
     assert first_failure([ends[0], ends[3]]) == ends[3], "a consequence never comes first"
+    told = RankEnd(5, "b", 1, at_s=9.0, lines=("hvdtrain.core.errors.MainRankError: a checkpoint must be whole",))
+    assert first_failure([told, ends[1]]) == ends[1], "what rank 0 raised in `on_main` comes to all"
 
 
 def test_a_traceback_that_was_handled_is_not_blamed(limit):
