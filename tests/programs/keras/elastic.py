@@ -1,10 +1,9 @@
 """Ranks come and go within `fit`: `elastic.py OUT EPOCHS UPDATES_PER_S [FORMATION.RANK:UPDATE:SPOT ...]`.
 
-In that formation (*: any, once) that rank kills itself (SIGKILL) when so many updates are done, at a spot: "before" the
-train
-function, "in" it (the others wait for its gradients), "after" it, in "validate", at the "end" of an epoch, or at its
-"head". Each process leaves a ledger in OUT: what it took part in, and what was applied; rank 0 of the end leaves the
-weights.
+In that formation (*: any, once) that rank kills itself (SIGKILL) when so many updates are done, at a spot: "before"
+the train function, "in" it (the others wait for its gradients), "after" it, in "validate", at the "end" of an epoch,
+or at its "head". Each process leaves a ledger in OUT: what it took part in, and what was applied; rank 0 of the end
+leaves the weights.
 """
 
 from __future__ import annotations
