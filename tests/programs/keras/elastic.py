@@ -1,9 +1,9 @@
 """Ranks come and go within `fit`: `elastic.py OUT EPOCHS UPDATES_PER_S [FORMATION.RANK:UPDATE:SPOT ...]`.
 
-In that formation that rank kills itself (SIGKILL) when so many updates are done, at a spot: "before" the train
-function, "in" it (the others wait for its gradients), "after" it, in "validate", at the "end" of an epoch, or at its
-"head". Each process leaves a ledger in OUT: what it took part in, and what was applied; rank 0 of the end leaves the
-weights.
+In that formation (*: any, once) that rank kills itself (SIGKILL) when so many updates are done, at a spot: "before"
+the train function, "in" it (the others wait for its gradients), "after" it, in "validate", at the "end" of an epoch,
+or at its "head". Each process leaves a ledger in OUT: what it took part in, and what was applied; rank 0 of the end
+leaves the weights.
 """
 
 from __future__ import annotations
@@ -86,9 +86,12 @@ class Ledger(keras.callbacks.Callback):
 
     def at(self, spot: str) -> None:
         line = elastic.line()
-        place = f"{line.formation if line is not None else 0}.{self._world.rank}"
-        if (place, str(self.updates), spot) in self._todo:
-            os.kill(os.getpid(), signal.SIGKILL)
+        for formation in (line.formation if line is not None else 0, "*"):
+            entry = f"{formation}.{self._world.rank}", str(self.updates), spot
+            once = self._path.with_name("killed." + ".".join(entry))
+            if entry in self._todo and not once.exists():
+                once.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def took(self, ids: np.ndarray) -> None:
         per_epoch = self.data.plan.steps()
@@ -141,6 +144,8 @@ def main() -> None:
             data, epochs=int(epochs), validation_data=held_out, callbacks=[*ours, rates, ledger], verbose=0
         )
         found = hvk.evaluate(model, ((x, ids), y), per_rank_batch=8)
+        counted = world.gather((ledger.updates, history.epoch, history.history["val_loss"]))
+        assert all(its == counted[0] for its in counted), counted
         if world.is_main:
             left = {"updates": ledger.updates, "validated": history.history["val_loss"], "loss": found["loss"],
                     "accuracy": history.history["val_accuracy"], "epochs": history.epoch}  # fmt: skip
