@@ -127,7 +127,10 @@ class Writer:
     def images(self) -> Images:
         """Returns memory for a checkpoint; waits until there is some."""
         while len(self._jobs) > 1:
-            self._jobs[0].done.wait()
+            first = self._jobs[0]
+            if not first.done.wait(_PATIENCE_S):
+                print(f"hvdtrain: training waits for {first.path}, which is still being written: a disk that does not"
+                      " answer, or its process is stopped", file=sys.stderr, flush=True)  # fmt: skip
         in_use = [job.images for job in self._jobs]
         return next(images for images in self._images if images not in in_use)
 

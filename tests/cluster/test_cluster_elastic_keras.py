@@ -205,3 +205,10 @@ def test_ten_random_losses_and_joins(tmp_path):
     grown = sum(after > before for before, after in pairwise([4, *done.sizes]))
     print(f"{len(lost_s)} losses, {grown} times ranks joined, to the next update {statistics.median(waited):.2f} s")
     assert len(lost_s) == events and grown and statistics.median(waited) < GOES_ON_WITHIN_S
+
+
+@pytest.mark.thorough
+def test_one_rank_becomes_three(tmp_path):
+    done = train(tmp_path, np=1, epochs=6, rate=5, flags=("--min-np=1", "--max-np=3"))
+    check(done, epochs=6, batch=4)
+    assert done.sizes[-1] == 3

@@ -70,7 +70,8 @@ def loader(
     same_data.check(world, source.digest())
     plan = Plan(source.units, world.size, per_rank_batch or 1, seed=seed, shuffle=shuffle, tail=tail)
     world.agree("plan of loader() (seed, per_rank_batch, shuffle, tail)", plan)
-    return Loader(source, plan, rank=world.rank)
+    # a new rank of an elastic job that began with one is beyond its plan, until it joins
+    return Loader(source, plan, rank=min(world.rank, plan.size - 1))
 
 
 def comes_in_batches(data: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import sys
@@ -14,6 +16,7 @@ from blob import content, state_of
 
 from hvdtrain import Checkpointer, CheckpointError, HvdtrainError, Progress, RunLog, World
 from hvdtrain.core.errors import exit_with
+from hvdtrain.runs import writer as writer_module
 
 FOLDER = Path(sys.argv[1])
 SIZE_BYTES = 3_000_000
@@ -53,8 +56,11 @@ def case_training_waits_for_the_third() -> None:
     assert not any(path.exists() for path in paths)
     threading.Timer(1.0, process.resume).start()
     started = time.monotonic()
-    save(checkpoints, 4)
+    writer_module._PATIENCE_S = 0.3
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        save(checkpoints, 4)
     assert time.monotonic() - started > 0.5 and paths[0].exists(), "it waited for the first of two"
+    assert f"training waits for {paths[0]}" in said.getvalue()
     assert [info.progress.step for info in checkpoints.list() if info.ok] == [1, 2, 3, 4]
     assert restored(checkpoints) == 4
 
