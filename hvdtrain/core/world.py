@@ -251,7 +251,7 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, _: object) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None = None, *_: object) -> None:
         """Leaves the ranks. On an exception nothing collective runs: the others may be elsewhere, or gone."""
         if exc_type is not None and issubclass(exc_type, Preempted) and self.size > 1:
             return  # the ranks meet once more, at the end of the program: until then another signal ends none of them
