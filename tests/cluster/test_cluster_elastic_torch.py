@@ -7,7 +7,7 @@ import json
 import random
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch._dynamo  # which an optimizer loads: it sets a variable of the environment
+from elastic_ledgers import trained_in
 from harness import PROGRAMS
 from test_cluster_elastic import GOES_ON_WITHIN_S, attempt, reader
 from test_cluster_launch import Ended, launched
@@ -68,20 +69,7 @@ def train(
 
 def read(folder: Path, ended: Ended) -> Trained:
     assert ended.code == 0, ended.text
-    times_s: list[float] = []
-    took: dict[tuple[int, int], list[int]] = defaultdict(list)  # by update and formation
-    applied: dict[int, tuple[int, int]] = {}
-    for file in folder.glob("ledger.*"):
-        formation = {}
-        for line in file.read_text().splitlines():
-            kind, epoch, step, now, ids, at_s = json.loads(line)
-            if kind == "took":
-                formation[step] = now
-                took[step, now] += ids
-            elif step in formation:
-                times_s.append(at_s)
-                applied[step] = epoch, formation[step]
-    updates = {step: (epoch, took[step, formation]) for step, (epoch, formation) in sorted(applied.items())}
+    updates, times_s = trained_in(folder)
     final = torch.load(folder / "final.pt", weights_only=True)
     sizes = [len(its["workers"]) for its in attempt(folder)["formations"]]
     return Trained(folder, ended, updates, final, sizes, times_s)
