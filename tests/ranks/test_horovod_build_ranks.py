@@ -141,6 +141,7 @@ def test_zero_grad_takes_set_to_none():
     assert done.stdout.split() == ["0.0", "None"], done.stderr
 
 
+@pytest.mark.thorough
 def test_horovods_keras_wrapper_of_tensorflow_refuses_another_backend_and_names_the_one_that_takes_it():
     done = python("import keras, horovod.tensorflow.keras", KERAS_BACKEND="torch")
     assert done.returncode and "ImportError" in done.stderr and "import horovod.keras;" in done.stderr, done.stderr

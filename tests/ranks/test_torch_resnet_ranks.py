@@ -127,7 +127,7 @@ FORMS = [
         marks=pytest.mark.thorough,
     ),
     ("mpirun", 2, ("--compression", "fp16", "--accumulate", "2", "--clip", "1")),
-    ("torchrun", 2, ("--engine", "ddp", "--amp", "bf16", "--sync-batchnorm")),
+    pytest.param("torchrun", 2, ("--engine", "ddp", "--amp", "bf16", "--sync-batchnorm"), marks=pytest.mark.thorough),
     pytest.param("torchrun", 2, ("--engine", "deepspeed", "--schedule", "cosine"), marks=pytest.mark.thorough),
     ("horovodrun", 2, ("--pipeline", "cpu,cpu", "--micro-batches", "2", "--accumulate", "2", "--watch-every", "2")),
     ("none", 1, ("--plan", "auto", "--pipeline", "cpu,cpu")),
