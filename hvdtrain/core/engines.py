@@ -253,7 +253,7 @@ def losses_in(*errors: type[Exception], told_by: Callable[[Any], bool] = lambda 
             raise
         raise RanksLost(
             "every rank must take part until the end",
-            f"Horovod gave up: {str(error).strip().splitlines()[0][:300]}",
+            f"Horovod gave up: {str(error).strip().partition(chr(10))[0][:300]}",  # which may be empty
             "read what the rank that ended first has said",
         ) from error
 
