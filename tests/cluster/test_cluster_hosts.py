@@ -81,7 +81,8 @@ def test_host_keys_are_checked(hosts: Cluster) -> None:
 
 def test_what_runs_there_is_seen_and_ended(hosts: Cluster) -> None:
     hosts.run("host1", ["ssh", *FAST, "host2", "setsid sleep 1000 >/dev/null 2>&1 < /dev/null &"]).check()
-    assert [line.split()[0] + line.split(" ", 2)[2] for line in hosts.left_after(0)] == ["host2:sleep 1000"]
+    [seen] = hosts.left_after(0)
+    assert seen.startswith("host2: ") and "sleep 1000" in seen, "the shell or setsid may not have become sleep yet"
     hosts.end_all()
     assert hosts.left_after(5) == []
 
