@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lets every fault of tests/cluster/faults befall a job on two hosts, and writes docs/failures.md: about 15 minutes on
+# Lets every fault of tests/cluster/faults befall a job on two hosts, and writes docs/failures.md: about 8 minutes on
 # 2 cores, two jobs at a time: most of them wait. As root: the hosts are namespaces. Options go to pytest.
 HVDTRAIN_SETUP=dev . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 test_packages

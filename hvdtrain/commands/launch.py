@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stopped-after", type=flags.positive, default=limits.stopped_s, metavar="S",
         help="a rank that is stopped (SIGSTOP) for so long ends the job (default: %(default)g)")
     add("--hang-timeout", type=flags.at_least_0, metavar="S",
-        help="a rank that lets others wait for so long ends the job, named (default: 30, or HVDTRAIN_HANG_S; 0: never)")
+        help="a rank that lets others wait for so long ends the job, named (default: 28, or HVDTRAIN_HANG_S; 0: never)")
     add("--start-timeout", type=flags.positive, default=limits.start_s, metavar="S",
         help="that hosts have to answer, to the checks and to the launcher (default: %(default)g)")
     host_flags.add(parser, "python", "ssh_port", "identity")

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
+import threading
 import warnings
 import zipfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import h5py
 import keras
 import numpy as np
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.saving import saving_lib
+from keras.src.saving.saving_lib import H5IOStore
 
 from hvdtrain.core.errors import CheckpointError, ConfigError
 from hvdtrain.core.world import World
 from hvdtrain.keras import moving_average, rng
+from hvdtrain.keras.backends.chosen import BACKEND
 from hvdtrain.keras.checks import replicas
-from hvdtrain.keras.session import KEY, Session, is_built, optimizers_of, require_compiled, session_of
+from hvdtrain.keras.session import KEY, Session, is_built, optimizers_of, replaced, require_compiled, session_of
 from hvdtrain.runs.parts import ExtraPart, Part, Progress
 from hvdtrain.runs.staging import StateFile
 
@@ -67,7 +75,14 @@ class ModelPart(Part):
 
     def write(self, file: StateFile) -> None:
         with moving_average.themselves(self.model, self.session):
-            self.model.save(file)
+            if not file.in_memory:
+                self.model.save(file)
+                return
+            others = _Archive()
+            with _weights_go_into(file):
+                self.model.save(others)
+            file.seek(file.size)
+            file.write(others.getbuffer())
 
     def load(self, path: Path) -> None:
         """Reads weights and optimizer state into the model as it stands; runs no code from the file.
@@ -107,6 +122,67 @@ class ModelPart(Part):
                 str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
                 "build the model and compile it as the run did that wrote it, or start a new run directory",
             ) from error
+
+
+class _Archive(io.BytesIO):
+    def __str__(self) -> str:
+        return "model.keras"  # Keras looks for it
+
+
+class _Seen:
+    """Gives an array to who copies what it is given, as Keras does: without a copy, as it is only read."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._array
+
+
+@contextmanager
+def _weights_go_into(file: StateFile) -> Iterator[None]:
+    """Inside, the weights of a model that this thread saves go from their own memory into the image at once, and not
+    into the archive with the rest, for which Keras copies them several times and sums them up."""
+    thread, stores = threading.get_ident(), list[H5IOStore]()
+    kinds: dict[str, set[str]] = {}
+
+    def opened(plain: Callable[..., h5py.File], store: H5IOStore, path: Any, mode: str | None = None) -> h5py.File:
+        if threading.get_ident() != thread or not store.archive or stores:
+            return plain(store, path, mode)
+        stores.append(store)
+        store.archive = None  # which they do not go into
+        file.entry = (str(path), 0)
+        return h5py.File(file, "w")
+
+    def put(plain: Callable[..., None], store: H5IOStore, key: str, value: Any) -> None:
+        if store in stores:
+            value = BACKEND.to_numpy(value) if isinstance(value, keras.Variable) else value
+            value = _Seen(value) if isinstance(value, np.ndarray) else value
+        plain(store, key, value)
+
+    def saved(plain: Callable[..., None], optimizer: Any, store: H5IOStore) -> None:
+        mine = store in stores
+
+        def numpy(plain: Callable[..., np.ndarray], variable: Any) -> np.ndarray:
+            return BACKEND.to_numpy(variable) if mine and threading.get_ident() == thread else plain(variable)
+
+        with replaced(keras.Variable, "numpy", numpy):
+            plain(optimizer, store)
+
+    def skipped(plain: Callable[[str], set[str]], kind: str) -> set[str]:
+        if kind not in kinds:  # for each object Keras makes a layer and lists its attributes
+            kinds[kind] = plain(kind)
+        return kinds[kind]
+
+    with (
+        replaced(H5IOStore, "_get_h5_file", opened),
+        replaced(H5IOStore, "__setitem__", put),
+        replaced(BaseOptimizer, "save_own_variables", saved),
+        replaced(saving_lib, "get_attr_skipset", skipped),
+    ):
+        yield
+    if file.entry is not None:
+        file.entry = (file.entry[0], file.size)
 
 
 def _check_optimizer(model: keras.Model, path: Path) -> None:

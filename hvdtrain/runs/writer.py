@@ -32,7 +32,7 @@ from typing import Any
 from hvdtrain.core.errors import EXIT_CODE, CheckpointError, HvdtrainError, before_end, describe, ends_badly, note_exits
 from hvdtrain.runs.checkpoint_folder import Folder, Written, name_of, read_info
 from hvdtrain.runs.parts import Progress
-from hvdtrain.runs.staging import Images, Share, StateFile, copy_image
+from hvdtrain.runs.staging import Images, Share, StateFile, write_image
 from hvdtrain.runs.together import Group, Link, Notes
 
 _LONGEST_MESSAGE = 1 << 17
@@ -157,7 +157,7 @@ class Writer:
         message = {
             "directory": os.fspath(folder.directory), "keep": folder.keep, "best_metric": folder.best_metric,
             "mode": folder.mode, "name": name, "written": asdict(written), "with": link, "leads": leads,
-            "files": {part: [file.size, asdict(file.share)] for part, file in files.items()},
+            "files": {part: [file.size, file.entry, asdict(file.share)] for part, file in files.items()},
         }  # fmt: skip
         descriptors = [images.descriptor(part) for part in files]
         job = _Job(folder, folder.directory / name, json.dumps(message).encode(), descriptors, images, leads, noted)
@@ -310,8 +310,8 @@ def _written(message: dict[str, Any], descriptors: list[int], folder: Folder, li
     started = time.perf_counter()
     written = Written(**message["written"] | {"progress": Progress(**message["written"]["progress"])})
     files = {
-        name: (partial(copy_image, descriptor, size), Share(**share))
-        for (name, (size, share)), descriptor in zip(message["files"].items(), descriptors, strict=True)
+        name: (partial(write_image, descriptor, size, entry), Share(**share))
+        for (name, (size, entry, share)), descriptor in zip(message["files"].items(), descriptors, strict=True)
     }
     number = message["with"][1]
     try:

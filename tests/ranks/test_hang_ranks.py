@@ -139,7 +139,7 @@ def test_every_way_to_hang(way: str, tmp_path: Path) -> None:
 def test_horovods_own_limit_comes_later(tmp_path: Path) -> None:
     """Gloo gives up after 30 s, and does not say for whom it has waited."""
     done = start(TORCH, ["horovod", "stopped"], tmp_path, **{HANG_VARIABLE: ""})
-    assert f"({HANG_VARIABLE}=30)" in done.ranks_error[0] and "process state T" in done.ranks_error[0], done.text
+    assert f"({HANG_VARIABLE}=28)" in done.ranks_error[0] and "process state T" in done.ranks_error[0], done.text
 
 
 @pytest.mark.thorough

@@ -60,8 +60,11 @@ class TensorFlowBackend:
         return tf.init_scope()
 
     def to_numpy(self, variable: Any) -> np.ndarray:
+        """A variable's values, to be read at once: they may be its own memory."""
         with tf.init_scope():
-            return np.asarray(variable.value.numpy())
+            value = tf.convert_to_tensor(variable.value)
+            known = np.dtype(value.dtype.as_numpy_dtype).isbuiltin == 1  # numpy's own, as bfloat16 is not
+            return np.asarray(memoryview(value) if known else value.numpy())
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
         """Device-side copies of the variables' values, for `put_back`."""

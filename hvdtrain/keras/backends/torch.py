@@ -61,7 +61,13 @@ class TorchBackend:
         return nullcontext()
 
     def to_numpy(self, variable: Any) -> np.ndarray:
-        return np.asarray(keras.ops.convert_to_numpy(variable.value))
+        """A variable's values, to be read at once: they may be its own memory."""
+        value = variable.value.detach()
+        if not value.is_cpu or value.dtype == torch.bfloat16:
+            return np.asarray(keras.ops.convert_to_numpy(value))
+        array = value.numpy()
+        array.flags.writeable = False
+        return array
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
         """Device-side copies of the variables' values, for `put_back`."""

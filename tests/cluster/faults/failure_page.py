@@ -24,7 +24,7 @@ INTRODUCTION = """\
 
 Written by `scripts/failures.sh` from {count} real runs: do not edit. Each is a training with PyTorch of 403 samples and 2 epochs by 2 ranks, one a host; rank 1 on host2 is whom the fault
 befalls where nothing else is said. The hosts are network namespaces with mounts, processes and an sshd of their own, on one machine with {cores} cores (Linux {kernel}, Python {python}, PyTorch
-{torch}), which was busy with other work besides: tests at a higher priority. Jobs were started by `hvdtrain launch` with its default limits, but for the flags that are shown.
+{torch}), two jobs at a time. Jobs were started by `hvdtrain launch` with its default limits, but for the flags that are shown.
 
 - **seconds**: single runs, from the fault until the launcher had ended and no process of the job ran on any host; of a job that goes on the longest time without a completed update, from the fault to the job's end
   (an update takes 0.1 s here, 0.2 to 0.4 s in elastic jobs). *At most*: what the tests demand, of which they allow 5 s more, for a busy machine; those of jobs that end are the sums of [cluster.md](cluster.md#when-something-fails).

@@ -11,7 +11,7 @@ from failure_job import Job
 
 GRACE_S = 5.0  # --grace, --lost-after, --stopped-after and --hang-timeout as they are by default
 LOST_S = STOPPED_S = 15.0
-HANG_S = 30.0
+HANG_S = 28.0
 SOON = ("--hang-timeout", "5")
 ONE_ENDS_S = GRACE_S + 2  # docs/cluster.md has these sums
 HOST_LOST_S = LOST_S + GRACE_S + 2

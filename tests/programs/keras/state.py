@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
+import threading
 import traceback
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import h5py
 import keras
 import numpy as np
 from common import L, images, numpy_of, weights_of
@@ -363,6 +366,86 @@ def case_m_optimizer_slots_are_rank_0s() -> None:
     data = batches()
     fit(model, [*hvk.callbacks(model), Look()], 1, data)
     assert all(np.array_equal(a, b) for a, b in zip(seen, before, strict=True))
+
+
+class Hoarder(L.Layer):
+    """Saves what is no variable; meanwhile the program saves another model in a thread of its own."""
+
+    def __init__(self, other: keras.Model | None = None, path: str = "", **options: Any) -> None:
+        super().__init__(**options)
+        self._whole = (other, path)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def call(self, x: Any) -> Any:
+        return x
+
+    def save_own_variables(self, store: Any) -> None:
+        other, path = self._whole
+        if other is not None:
+            thread = threading.Thread(target=other.save, args=(path,))
+            thread.start()
+            thread.join()
+        store["array"], store["tensor"] = np.arange(6).reshape(2, 3), keras.ops.ones((3,), "float16")
+        store["number"], store["flags"] = np.float64(0.5), np.array([True, False])
+
+    def load_own_variables(self, store: Any) -> None:
+        pass
+
+
+def contents(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Returns every entry, but for the date, of the weights each group's and array's own; and their order."""
+    found: dict[str, Any] = {}
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        names = archive.namelist()
+        for name in set(names) - {"metadata.json", "model.weights.h5"}:
+            found[name] = archive.read(name)
+        weights = io.BytesIO(archive.read("model.weights.h5"))
+    with h5py.File(weights) as file:
+
+        def look(name: str, item: Any) -> None:
+            array = isinstance(item, h5py.Dataset)
+            value = (item.dtype.str, item.shape, item[()].tobytes()) if array else None
+            found[f"weights/{name}"] = (dict(item.attrs), value)
+
+        file.visititems(look)
+    return found, names
+
+
+@case
+def case_what_another_process_writes_is_what_keras_does() -> None:
+    with folder() as path:
+        beside = path / f"{RANK}.keras"
+        words = L.StringLookup()
+        words.adapt(np.array(["a", "b", "b", "c"]))  # saved as a file
+        model = keras.Sequential([
+            keras.Input((36,)), L.Dense(9000), L.BatchNormalization(), L.Dense(5, dtype="mixed_bfloat16"),
+            L.Dense(4, dtype="bfloat16"), L.Dropout(0.5, seed=1), keras.Sequential([L.Dense(3), L.Dense(4)]),
+            Hoarder(small(), str(beside)),
+        ])  # fmt: skip
+        model.words = words
+        optimizers = [keras.optimizers.Adam(1e-3, use_ema=True), keras.optimizers.SGD(0.1, momentum=0.9)]
+        for optimizer in optimizers:
+            model.compile(optimizer, "mse")
+            hvk.prepare(model, world=world, verify=False)
+            found = []
+            for asynchronous in (False, True, True):  # the last into memory that was used before
+                checkpoints = hvdtrain.Checkpointer(path / "c", world=world, asynchronous=asynchronous)
+                at = checkpoints.save(hvk.model_state(model), progress=hvdtrain.Progress())
+                checkpoints.wait()
+                found.append(contents(at / "model.keras"))
+            (whole, order), *others = found
+            assert any(entry.startswith("assets/") for entry in whole), sorted(whole)
+            assert len([entry for entry in whole if "/vars/" in entry]) > 9
+            assert order[-1] != "model.weights.h5", "Keras itself wrote this one"
+            for other, its_order in others:
+                assert its_order[-1] == "model.weights.h5" and sorted(its_order) == sorted(order)
+                assert other == whole, [name for name in whole if other.get(name) != whole[name]]
+        if world.is_main:
+            assert contents(beside)[1].index("model.weights.h5") == 2 and keras.saving.load_model(beside).built
+        world.barrier()
 
 
 @case

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hvdtrain import CheckpointError
 from hvdtrain.runs.checkpoint_files import joined, seal, verify
-from hvdtrain.runs.staging import Images, Share, StateFile, copy_image
+from hvdtrain.runs.staging import Images, Share, StateFile, write_image
 
 WRITES = st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=200)), max_size=8)
 
@@ -38,6 +38,28 @@ def test_an_image_is_what_was_written_whatever_was_there_before(writes_of_each: 
         assert image(images, "x", file.size) == plain.getvalue()
 
 
+@given(st.binary(max_size=3000), st.dictionaries(st.sampled_from("abcd"), st.binary(max_size=200)))
+def test_an_entry_is_put_into_its_archive(entry: bytes, others: dict[str, bytes]) -> None:
+    images, archive = Images(), io.BytesIO()
+    images.file("x").write(bytes(range(256)) * 20)
+    with zipfile.ZipFile(archive, "w") as made:
+        for name, data in others.items():
+            made.writestr(name, data)
+    file = images.file("x")
+    file.write(entry)
+    file.truncate()
+    file.seek(0)
+    assert file.read(len(entry)) == entry
+    file.write(archive.getvalue())
+    with quick_folder() as folder:
+        target = StateFile.on_disk(folder / "x")
+        with target:
+            write_image(images.descriptor("x"), file.size, ("the entry", len(entry)), target)
+        assert target.size == (folder / "x").stat().st_size
+        with zipfile.ZipFile(folder / "x") as found:
+            assert {name: found.read(name) for name in found.namelist()} == {**others, "the entry": entry}
+
+
 @given(st.lists(WRITES, min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 90))
 def test_shares_of_a_file_make_it(writes_of_each: list[list[tuple[int, bytes]]], size: int, stripe_bytes: int) -> None:
     """Whatever is written, through images that are used again; checksums are of every stripe, in order."""
@@ -58,7 +80,7 @@ def test_shares_of_a_file_make_it(writes_of_each: list[list[tuple[int, bytes]]],
             sealed = []
             for each, file in zip(images, files, strict=True):
                 with StateFile.on_disk(folder / "x", file.share, made=True) as target:
-                    copy_image(each.descriptor("x"), file.size, target)
+                    write_image(each.descriptor("x"), file.size, None, target)
                     sealed.append(seal(target))
             assert (folder / "x").read_bytes() == plain.getvalue()
             verify(folder, {"x": joined(sealed)})
@@ -112,7 +134,7 @@ def test_an_image_is_copied_to_disk(tmp_path: Path, size: int) -> None:
     file = images.file("x")
     file.write(bytes(range(256)) * 20)
     with StateFile.on_disk(tmp_path / "x") as target:
-        copy_image(images.descriptor("x"), size, target)
+        write_image(images.descriptor("x"), size, None, target)
     assert (tmp_path / "x").read_bytes() == (bytes(range(256)) * 20)[:size]
     with pytest.raises(FileExistsError):
         StateFile.on_disk(tmp_path / "x")
