@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from hvdtrain.bench import comm, gpu, pipeline, train
+from hvdtrain.bench import checkpoint, comm, gpu, pipeline, train
 from hvdtrain.bench import input as input_bench
 
 BENCHES = {
+    "checkpoint": (checkpoint, "how long training waits for a checkpoint, and its updates while one is written"),
     "comm": (comm, "sums over ranks: Horovod, MPI, a ring and parameter servers; every link's bytes"),
     "gpu": (gpu, "everything on this machine's GPU: right against plain references, and what it costs"),
     "input": (input_bench, "images a second that reach the training loop, against a plain DataLoader"),

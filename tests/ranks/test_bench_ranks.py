@@ -13,6 +13,7 @@ from harness import run_ranks
 from matplotlib.image import imread
 
 from hvdtrain.bench import compared, train
+from hvdtrain.bench.checkpoint import ARMS
 from hvdtrain.core.errors import HvdtrainError
 from hvdtrain.runs import stats
 
@@ -51,6 +52,19 @@ def test_a_tiny_bench(tmp_path: Path) -> None:
         assert part in done.out
     assert "1/2 " in done.err and "2/2 " in done.err
     check_result(json.loads((tmp_path / "bench.json").read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["torch", *(pytest.param(arm, marks=pytest.mark.thorough) for arm in list(ARMS)[1:])])
+def test_a_tiny_bench_of_checkpoints(arm: str, tmp_path: Path) -> None:
+    flags = ["--arms", arm, "--megabytes", 16, "--rounds", 2, "--steps", 2, "--out", tmp_path / "bench.json"]
+    done = run_ranks(["-m", "hvdtrain", "bench", "checkpoint", *map(str, flags)], 1, launcher="none", timeout_s=240)
+    assert ARMS[arm][0] in done.check().out and "checkpoints of 16 MB" in done.out
+    found = json.loads((tmp_path / "bench.json").read_text())["arms"][arm]
+    assert 32e6 < found["image_bytes"] < 40e6, "of two checkpoints"
+    names = ("at once", "later", "sealed", "alone", "beside")
+    assert [len([value for value in found[name] if value > 0]) for name in names] == [2] * 5
+    assert all(sealed > later for sealed, later in zip(found["sealed"], found["later"], strict=True))
 
 
 def check_result(result: dict[str, Any]) -> None:
