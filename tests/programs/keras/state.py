@@ -375,18 +375,22 @@ class Hoarder(L.Layer):
         super().__init__(**options)
         self._whole = (other, path)
 
+    def _save_it(self) -> None:
+        other, path = self._whole
+        if other is not None:
+            thread = threading.Thread(target=other.save, args=(path,))
+            thread.start()
+            thread.join()
+
     def get_config(self) -> dict[str, Any]:
+        self._save_it()  # before the weights
         return {"name": self.name}
 
     def call(self, x: Any) -> Any:
         return x
 
     def save_own_variables(self, store: Any) -> None:
-        other, path = self._whole
-        if other is not None:
-            thread = threading.Thread(target=other.save, args=(path,))
-            thread.start()
-            thread.join()
+        self._save_it()
         store["array"], store["tensor"] = np.arange(6).reshape(2, 3), keras.ops.ones((3,), "float16")
         store["number"], store["flags"] = np.float64(0.5), np.array([True, False])
 
