@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import time
@@ -19,6 +20,7 @@ from hvdtrain.cluster.launch.rank import ELASTIC, ELASTIC_SIZE, ELASTIC_SLOT
 from hvdtrain.cluster.launch.running import Heard, Running, places
 from hvdtrain.cluster.protocol import BEAT_S, Message
 from hvdtrain.core.errors import EXIT_CODE, HUNG_CODE, OUT_OF_STEP_CODE, PREEMPTED_CODE, ConfigError
+from hvdtrain.core.in_step import arrival
 from hvdtrain.core.version import __version__
 
 _ENDS_THE_JOB = (EXIT_CODE, HUNG_CODE, OUT_OF_STEP_CODE)
@@ -58,7 +60,8 @@ class ElasticRunning(Running):
     def _start(self, plan: Plan, port: int | None) -> None:
         its, job = self._elastic, self._job
         self._plan = plan
-        limits = Limits(its.minimum, its.maximum, its.timeout_s, open=its.discovery is not None)
+        start_s = arrival.timeout_s(os.environ)
+        limits = Limits(its.minimum, its.maximum, its.timeout_s, start_s, open=its.discovery is not None)
         self._agent_of = {connection.host.name: connection for connection in self._agents.connections}
         self._members = Members(job.slots, job.hosts, limits)
         self._served_by = self._agents.connections[0]

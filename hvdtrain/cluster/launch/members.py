@@ -46,12 +46,14 @@ class Limits:
     Attributes:
         minimum, maximum: of workers.
         timeout_s: how long fewer are borne.
+        start_s: how long a new worker may take until it is ready.
         open: whether hosts may still come that nobody knows of yet.
     """
 
     minimum: int
     maximum: int
     timeout_s: float = 600.0
+    start_s: float = 1800.0
     open: bool = False
 
 
@@ -66,6 +68,7 @@ class Worker:
         joinable: whether new ones can come in where it has left.
         leaving: whether its slot is taken away.
         trained: whether it has been in a formation that did an update.
+        started_s: when a new one was started.
     """
 
     number: int
@@ -76,6 +79,7 @@ class Worker:
     joinable: bool = True
     leaving: bool = False
     trained: bool = False
+    started_s: float = 0.0
 
     @property
     def member(self) -> bool:
@@ -302,7 +306,11 @@ class Members:
             self._actions.append(Fail(why))
 
     def _look_at_late(self, now: float) -> None:
-        """Ends the wait for members that are blocked where no connection breaks, or stopped."""
+        """Ends the wait for members that are blocked where no connection breaks, or stopped; and for new workers."""
+        limit_s = self._limits.start_s
+        slow = [its for its in self.workers.values() if its.state == "starting" and now - its.started_s >= limit_s]
+        why = f"it has not come to hvdtrain.init within {limit_s:g} s"
+        self._lose([its.number for its in slow], now, why=why, gone=False)
         late = [its.number for its in self.members() if its.state == "in"]
         if self._broken_s is None or not late or self._ending:
             return
@@ -324,7 +332,7 @@ class Members:
                 continue
             if host.name in self._there:
                 for slot in [slot for slot in range(host.slots) if slot not in taken][:take]:
-                    self.workers[self._next] = Worker(self._next, host.name, slot, "starting")
+                    self.workers[self._next] = Worker(self._next, host.name, slot, "starting", started_s=now)
                     self._actions.append(Start(self._next, host, slot))
                     self._next += 1
             elif host.name not in self._reaching:

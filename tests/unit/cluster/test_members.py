@@ -326,6 +326,20 @@ def test_new_workers_that_are_lost_again_and_again_wait_longer_each_time():
     assert len(world.alive) == 4, "one has trained: the next one starts at once"
 
 
+def test_a_new_worker_that_never_comes_makes_room_for_another():
+    world = World(2, Limits(2, 3, start_s=100.0), [Host("a", 3)])
+    world.do(world.members.answered(0))
+    (slow,) = set(world.alive) - set(world.formation)
+    world.later(99)
+    assert slow in world.alive and not world.members.workers[slow].member
+    world.later(1)
+    assert slow not in world.alive and world.formation == (0, 1)
+    del world.dying[slow]
+    world.do(world.members.gone(slow, world.now))
+    world.later(1)
+    assert len(world.alive) == 3, "another one"
+
+
 def test_ten_formations_without_an_update_are_the_end():
     world = World(6, Limits(1, 6, open=True), [Host(name, 1) for name in "abcdef"])
     world.do(world.members.answered(0))
