@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes it, and says what was written."""
+    from hvdtrain.runs.checkpoint_folder import read_info
     from hvdtrain.torch import exchange
 
     if args.way == "export":
@@ -48,5 +49,7 @@ def run(args: argparse.Namespace) -> int:
         optimizer_class=args.optimizer,
         progress={name: value for name, value in given.items() if value is not None},
     )
-    print(f"{args.source} is in {path}")
+    its = read_info(path).progress
+    where = f"epoch {its.epoch}, counted from 0, after {its.step} updates of {its.samples_seen} samples"
+    print(f"{args.source} is in {path}: a run that restores it goes on with {where}")
     return 0

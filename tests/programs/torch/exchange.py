@@ -5,6 +5,7 @@ FOLDER/ddp and FOLDER/fsdp hold what plain scripts saved (plain_dcp.py); FOLDER/
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import shutil
@@ -137,7 +138,9 @@ def from_a_plain_script(engine: str) -> None:
     with refused("which that was", "--optimizer AdamW"):
         exchange.import_(source / "dcp", run)
     told = ["checkpoint", "import", str(source / "dcp"), "--into", str(run), "--optimizer", "AdamW", "--epoch", "2"]
-    assert hvdtrain_main(told) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert hvdtrain_main(told) == 0
+    assert "goes on with epoch 2, counted from 0, after 3 updates of 0 samples" in said.getvalue()
     model, optimizer, _, progress = restored(run, plain_model())
     assert (progress.epoch, progress.step) == (2, 3)
     whole, of_optimizer = torch.load(source / "whole.pt", weights_only=True)
