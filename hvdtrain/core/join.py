@@ -114,10 +114,16 @@ def init(
     if its is not None:
         _let_it_change(world, its, framework)
     preemption.watch(comm.rank, tracker, os.environ)
-    if comm.size > 1:
+    if comm.size > 1 or its is not None:
         note_exits()
-        atexit.register(_leave_at_exit, world, os.getpid())
+        _end_with_the_others(world)
     return world
+
+
+def _end_with_the_others(world: World) -> None:
+    """Before Horovod ends: each start of it has that done at the program's end, and what comes last is done first."""
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit, world, os.getpid())
 
 
 def _let_it_change(world: World, its: Elastic, framework: str) -> None:
@@ -131,6 +137,7 @@ def _let_it_change(world: World, its: Elastic, framework: str) -> None:
     def join(form: Form) -> None:
         os.environ.update(elastic.variables_of(form))
         comm.enter()
+        _end_with_the_others(world)
         node, tracker = _meet(comm, framework, world.seed, detect(os.environ))
         tracker.follow(world.tracker)
         world.become(node, tracker)

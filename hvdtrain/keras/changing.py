@@ -62,7 +62,7 @@ class Changing(Member):
         self.skipped = 0
         self._updates = 0
         self._late = self._comes = False
-        self._fed: States = {}
+        self._fed: tuple[list[np.ndarray], States] | None = None
         self._began = session.progress  # when this epoch did
         self._reading: Any = None  # Keras' iterator over the epochs
         self._variables: list[Any] = []
@@ -107,8 +107,8 @@ class Changing(Member):
     def epoch_has_begun(self) -> None:
         """All of hvdtrain's callbacks know the epoch."""
         if self._comes:
-            feed(self.callbacks, self._fed)  # again: some of Keras' have begun to count anew
-            self._comes, self._fed = False, {}
+            self._feed()  # again: some of Keras' have begun to count anew
+            self._comes = False
         else:
             self._began = self.session.progress
 
@@ -120,6 +120,9 @@ class Changing(Member):
         """Returns what Keras' train function gives for the next batch, whoever is there in the end."""
         its = self._its
         its.in_epoch()
+        if self._fed is not None:  # once more: callbacks have begun an epoch that the others began before this state
+            self._feed()
+            self._fed = None
         if self._copies is None:
             self._variables = replicas.everything(self.model)
             self._copies = BACKEND.make_copies(self._variables)
@@ -182,14 +185,21 @@ class Changing(Member):
 
     def take(self, state: bytes, *, new: bool) -> None:
         values, callbacks, random, self._updates = pickle.loads(state)  # of a rank of this job
-        for variable, value in zip(self._shared(), values, strict=True):
-            variable.assign(value)
+        self._fed = (values, callbacks if new else {})
+        self._feed()
         self._late, self._comes = not new, new
-        if new:
-            self._fed = callbacks
-            feed(self.callbacks, callbacks)
+        if not new:
+            self._fed = None
+        else:
             rng.restore(self.model, random)
             rng.apply_derived(self.model, random, max(1, self.session.world.rank))
+
+    def _feed(self) -> None:
+        assert self._fed is not None
+        values, callbacks = self._fed
+        for variable, value in zip(self._shared(), values, strict=True):
+            variable.assign(value)
+        feed(self.callbacks, callbacks)
 
     def go_on(self, place: Any, *, late: bool) -> None:
         session, world = self.session, self.session.world
@@ -239,7 +249,8 @@ def _state_of(callback: Any) -> Any:
     if names := getattr(callback, "fed", ()):
         return {name: vars(callback)[name] for name in names if name in vars(callback)}
     if isinstance(callback, _COUNTING):
-        return {name: value for name, value in vars(callback).items() if _is_plain(value)}
+        own = "min_delta"  # which has a sign by now
+        return {name: value for name, value in vars(callback).items() if name != own and _is_plain(value)}
     return None
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError
+from hvdtrain.core.errors import CheckpointError, ConfigError, HvdtrainError, MainRankError
 from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.elastic import repeated
 from hvdtrain.core.world import World, current
@@ -68,6 +68,7 @@ class Checkpointer:
         self.asynchronous = asynchronous
         self.run = run
         self._world = world
+        self._known: list[Path] = []
         self._together = Together(self.folder, self.directory, off=asynchronous if together is None else not together)
 
     @property
@@ -208,7 +209,8 @@ class Checkpointer:
         """Loads one checkpoint on every rank; collective.
 
         Rank 0 chooses, and its choice is what every rank gets: ranks that do not see that checkpoint (no
-        shared file system, or a stale one) are sent its bytes.
+        shared file system, or a stale one) are sent its bytes. Where another program saves into the directory and has
+        deleted it meanwhile, a newer one is chosen.
 
         Args:
             state: file name to what takes its content; files of the checkpoint that are not named here are
@@ -223,10 +225,23 @@ class Checkpointer:
                 for "best", it lacks a file that `state` names, or a rank could not load it (`MainRankError`
                 on ranks other than 0 where rank 0 found out).
         """
-        progress = self._restore(state, os.fspath(which))
+        while True:
+            try:
+                progress = self._restore(state, os.fspath(which))
+                break
+            except (CheckpointError, MainRankError) as error:
+                everywhere = getattr(error, "error_type", "CheckpointError") == "CheckpointError"
+                if not everywhere or not self.world.on_main(self._are_replaced):
+                    raise
         if progress is not None:
             preemption.remember(self, state)
         return progress
+
+    def _are_replaced(self) -> bool:
+        """Whether another program saves here: one that was looked at is not there any more, and a new one is."""
+        known, self._known = self._known, []
+        new = [info for info in self._ranking("latest") if info.path not in known]
+        return bool(new) and not all(path.exists() for path in known)
 
     @repeated
     def _restore(self, state: Mapping[str, Part], which: str) -> Progress | None:
@@ -250,7 +265,9 @@ class Checkpointer:
         if writer is not None:
             writer.wait()  # of all: a path may be of another directory
         if which in ("latest", "best"):
-            known, ranking = self.list(), self.folder.ranking(which)
+            known = self.folder.list()
+            ranking = self.folder.ranking(which, known)
+            self._known = [info.path for info in known]
             if not known:
                 return None
         else:

@@ -235,9 +235,9 @@ class Folder:
         infos = [read_info(path) for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
         return sorted(infos, key=lambda info: (info.sequence or math.inf, info.progress.step, info.path.name))
 
-    def ranking(self, which: str) -> Sequence[Info]:
-        """Returns the good checkpoints, the one to prefer first."""
-        good = [info for info in reversed(self.list()) if info.ok]
+    def ranking(self, which: str, listed: Sequence[Info] | None = None) -> Sequence[Info]:
+        """Returns the good checkpoints, the one to prefer first; of those that `list` gave, or gives."""
+        good = [info for info in reversed(self.list() if listed is None else listed) if info.ok]
         if which == "latest":
             return good
         name = self.best_metric or ""

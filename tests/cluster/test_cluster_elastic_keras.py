@@ -21,7 +21,7 @@ from test_cluster_launch import Ended, launched
 PROGRAM = PROGRAMS / "keras/elastic.py"
 # as the program has them, which imports Keras
 SAMPLES, CLASSES, FEATURES, KINDS, HIDDEN, BASE, DECAY = 150, 3, 6, 5, 8, 0.05, 0.97
-BETAS, EPSILON = (0.875, 0.9375), 2.0**-20
+BETAS, EPSILON, MIN_DELTA = (0.875, 0.9375), 2.0**-20, 0.02
 SPOTS = {  # and how many updates are done there, of 13 in an epoch
     "before": (0, 5, 12, 13, 38), "in": (0, 5, 12, 13, 38), "after": (1, 5, 13, 39), "validate": (13, 39),
     "end": (13, 39), "head": (0, 13),
@@ -68,7 +68,9 @@ def read(folder: Path, ended: Ended) -> Trained:
     updates, times_s = trained_in(folder)
     with np.load(folder / "final.npz") as file:
         weights = [file[name] for name in file.files]
-    sizes = [len(its["workers"]) for its in attempt(folder)["formations"]]
+    formations = [its["workers"] for its in attempt(folder)["formations"]]
+    assert all(set(one) != set(next_one) for one, next_one in pairwise(formations)), "as at the program's end"
+    sizes = [len(workers) for workers in formations]
     return Trained(folder, ended, updates, weights, json.loads((folder / "final.json").read_text()), sizes, times_s)
 
 
@@ -138,7 +140,11 @@ def check(done: Trained, *, epochs: int = 3, batch: int, backend: str = "tensorf
     assert np.allclose(left["validated"], [loss for loss, _ in validated], rtol=10 * exact), (left, validated)
     assert np.allclose(left["accuracy"], [right for _, right in validated]), (left, validated)
     assert np.isclose(left["loss"], validated[-1][0], rtol=10 * exact) and left["epochs"] == list(range(epochs))
-    assert left["updates"] == len(done.updates)
+    assert left["updates"] == len(done.updates) and left["begun"] == epochs
+    best, waited = float("inf"), 0
+    for loss, _ in validated:
+        best, waited = (loss, 0) if loss + MIN_DELTA < best else (best, waited + 1)
+    assert left["waited"] == waited
     record = done.folder / "run"
     assert json.loads((record / "run.json").read_text())["status"] == "finished"
     events = [json.loads(line) for line in (record / "events.jsonl").read_text().splitlines()]

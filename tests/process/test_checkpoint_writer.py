@@ -32,7 +32,7 @@ def steps(folder: Path) -> list[int]:
         "training_waits_for_the_third", "each_image_is_of_its_own_moment", "a_killed_one_is_told_at_the_next_save",
         "two_directories_share_it", "a_forked_process_has_its_own", "signals_of_the_job_are_not_its_own",
         "a_path_is_there_when_it_is_restored", "one_directory_of_two_spellings", "interrupts_lose_nothing",
-        "threads_save_at_a_time", "the_program_goes_elsewhere",
+        "threads_save_at_a_time", "the_program_goes_elsewhere", "another_program_reads_the_newest",
     ],
 )  # fmt: skip
 def test_case(case: str, tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ class ElasticRunning(Running):
                     self._hand_answers_to(its)
                 self._do(self._members.answered(now))
         elif said.get("do") == "wait" and isinstance(formation, int):
-            self._do(self._members.waits(number, formation, now, joinable=bool(said.get("joinable", True))))
+            joinable, empty = bool(said.get("joinable", True)), bool(said.get("empty"))
+            self._do(self._members.waits(number, formation, now, joinable=joinable, empty=empty))
         elif said.get("do") == "hung" and formation == self._members.formation:
             hung = [its.number for its in self._members.members() if its.rank in said.get("ranks", ())]
             self._do(self._members.lost(hung, now, why="it lets the others wait: it hangs", gone=False))

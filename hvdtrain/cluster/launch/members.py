@@ -66,6 +66,7 @@ class Worker:
         state: a new one is "starting", then "ready"; a member of the formation is "in" it, or has left it ("out").
         rank: in the formation.
         joinable: whether new ones can come in where it has left.
+        empty: a member that has left before it was given what is trained.
         leaving: whether its slot is taken away.
         trained: whether it has been in a formation that did an update.
         started_s: when a new one was started.
@@ -77,6 +78,7 @@ class Worker:
     state: Literal["starting", "ready", "in", "out"]
     rank: int = -1
     joinable: bool = True
+    empty: bool = False
     leaving: bool = False
     trained: bool = False
     started_s: float = 0.0
@@ -134,11 +136,13 @@ class Members:
 
     # ---- what workers do
 
-    def waits(self, number: int, formation: int, now: float, *, joinable: bool = True) -> list[Action]:
-        """A worker has left a formation, or (0) is new and ready; `joinable`: new ones can come in where it is."""
+    def waits(
+        self, number: int, formation: int, now: float, *, joinable: bool = True, empty: bool = False
+    ) -> list[Action]:
+        """A worker has left a formation, or (0) is new and ready; see `Worker`."""
         its = self.workers.get(number)
         if its is not None and its.state == "in" and formation == self.formation:
-            its.state, its.joinable = "out", joinable
+            its.state, its.joinable, its.empty = "out", joinable, empty
             self._breaks(now)
         elif its is not None and its.state == "starting" and formation == 0:
             its.state = "ready"
@@ -364,8 +368,8 @@ class Members:
         members = self.members()
         if self._broken_s is None or self._asked is not None or any(its.state == "in" for its in members):
             return
-        if not members:
-            self._fail(f"no worker of formation {self.formation} is left")
+        if all(its.empty for its in members):
+            self._fail(f"no worker of formation {self.formation} is left that has what was trained")
             return
         chosen = self._chosen()
         if len(chosen) >= self._limits.minimum and now - self._lost_s >= SECONDS_TO_SETTLE:

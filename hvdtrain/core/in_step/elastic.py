@@ -235,7 +235,7 @@ class Elastic:
 
     def _form(self, *, cut: bool, joinable: bool) -> None:
         self.leave(cut=cut)
-        self.line.say(do="wait", formation=self.line.formation, joinable=joinable)
+        self.line.say(do="wait", formation=self.line.formation, joinable=joinable, empty=self.joining)
         form = self.line.next_form()
         if form is None:
             raise HvdtrainError(

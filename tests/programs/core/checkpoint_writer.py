@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import psutil
@@ -160,6 +161,30 @@ def case_interrupts_lose_nothing() -> None:
     for info in checkpoints.list():
         check(checkpoints, info.path, info.progress.step)
     assert interrupted > 30
+
+
+def case_another_program_reads_the_newest() -> None:
+    """It keeps one, and goes on: what was chosen may be gone before it is read."""
+    checkpoints = Checkpointer(FOLDER, keep=1, asynchronous=False)
+    checkpoints.save(state_of(1), progress=Progress(step=1))
+    reader = os.fork()
+    if not reader:
+        try:
+            there, steps = Checkpointer(FOLDER, keep=1, asynchronous=False), list[int]()
+            while len(set(steps)) < 30:
+                state = state_of(0)
+                progress = there.restore(state)
+                assert progress is not None and content(state) == content(state_of(progress.step))
+                steps.append(progress.step)
+            os._exit(0 if steps == sorted(steps) else 1)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(2)
+    step = 1
+    while (ended := os.waitpid(reader, os.WNOHANG)) == (0, 0):
+        step += 1
+        checkpoints.save(state_of(step), progress=Progress(step=step))
+    assert os.waitstatus_to_exitcode(ended[1]) == 0, ended
 
 
 def case_threads_save_at_a_time() -> None:

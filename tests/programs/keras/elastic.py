@@ -27,6 +27,7 @@ from hvdtrain.core.in_step import elastic
 BETAS, EPSILON = (0.875, 0.9375), 2.0**-20  # which float32 holds: Keras casts to it
 SLOW_S = 0.2  # an update takes while there are fewer ranks than at first: a new process takes seconds
 SAMPLES, CLASSES, FEATURES, KINDS, HIDDEN, PER_RANK, BASE, DECAY = 150, 3, 6, 5, 8, 4, 0.05, 0.97
+MIN_DELTA = 0.02  # of the loss: less is no improvement
 
 
 def samples() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -70,13 +71,13 @@ class Ledger(keras.callbacks.Callback):
         self._todo, self._pause_s, self._world = {tuple(one.split(":")) for one in todo}, 1 / rate, world
         self._size = world.size  # which is that of the first ranks in a new process, too
         self.data: Any = None
-        self.epoch = self.updates = 0
+        self.epoch = self.updates = self.epochs = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"updates": self.updates}
+        return {"updates": self.updates, "epochs": self.epochs}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.updates = state["updates"]
+        self.updates, self.epochs = state["updates"], state["epochs"]
 
     def _note(self, kind: str, step: int, ids: list[int]) -> None:
         line = elastic.line()
@@ -101,6 +102,7 @@ class Ledger(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
+        self.epochs += 1
         self.at("head")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -122,7 +124,8 @@ class Ledger(keras.callbacks.Callback):
 def main() -> None:
     out, epochs, rate, *todo = sys.argv[1:]
     keras.config.set_floatx("float64")
-    with ExitStack() as stack, hvdtrain.init("keras", device="cpu") as world:
+    world = hvdtrain.init("keras", device="cpu")  # which the end of the program leaves
+    with ExitStack() as stack:
         ledger = Ledger(out, float(rate), todo, world)
         x, y, ids = samples()
         ledger.data = data = hvk.loader(((x, ids), y), PER_RANK)
@@ -139,16 +142,19 @@ def main() -> None:
         hvk.prepare(model, data)
         log = stack.enter_context(hvdtrain.RunLog(f"{out}/run", world, config={}, tensorboard=False))
         ours = hvk.callbacks(model, run=log, checkpointer=hvdtrain.Checkpointer(f"{out}/checkpoints", keep=2))
-        rates = keras.callbacks.LearningRateScheduler(lambda epoch: BASE * DECAY**epoch)
+        rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * DECAY if epoch else rate)
+        waits = keras.callbacks.EarlyStopping("val_loss", min_delta=MIN_DELTA, patience=1000)
         history = model.fit(
-            data, epochs=int(epochs), validation_data=held_out, callbacks=[*ours, rates, ledger], verbose=0
+            data, epochs=int(epochs), validation_data=held_out, callbacks=[*ours, rates, waits, ledger], verbose=0
         )
         found = hvk.evaluate(model, ((x, ids), y), per_rank_batch=8)
-        counted = world.gather((ledger.updates, history.epoch, history.history["val_loss"]))
+        own = (ledger.updates, ledger.epochs, history.epoch, history.history["val_loss"], waits.wait, waits.best)
+        counted = world.gather(own)
         assert all(its == counted[0] for its in counted), counted
         if world.is_main:
             left = {"updates": ledger.updates, "validated": history.history["val_loss"], "loss": found["loss"],
-                    "accuracy": history.history["val_accuracy"], "epochs": history.epoch}  # fmt: skip
+                    "accuracy": history.history["val_accuracy"], "epochs": history.epoch, "begun": ledger.epochs,
+                    "waited": waits.wait}  # fmt: skip
             Path(out, "final.json").write_text(json.dumps(left))
             np.savez(f"{out}/final.npz", *model.get_weights())
 

@@ -340,6 +340,18 @@ def test_a_new_worker_that_never_comes_makes_room_for_another():
     assert len(world.alive) == 3, "another one"
 
 
+def test_new_workers_cannot_go_on_where_nobody_has_given_them_what_was_trained():
+    world = World(1, Limits(1, 3), [Host("a", 3)])
+    world.do(world.members.answered(0))
+    world.settle()
+    assert len(world.formation) == 3
+    world.lose(0)
+    for number in world.formation[1:]:
+        assert not world.failed
+        world.do(world.members.waits(number, world.members.formation, world.now + 1, empty=True))
+    assert "what was trained" in world.failed
+
+
 def test_ten_formations_without_an_update_are_the_end():
     world = World(6, Limits(1, 6, open=True), [Host(name, 1) for name in "abcdef"])
     world.do(world.members.answered(0))
