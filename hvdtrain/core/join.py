@@ -137,8 +137,8 @@ def _let_it_change(world: World, its: Elastic, framework: str) -> None:
     def join(form: Form) -> None:
         os.environ.update(elastic.variables_of(form))
         comm.enter()
-        _end_with_the_others(world)
         node, tracker = _meet(comm, framework, world.seed, detect(os.environ))
+        _end_with_the_others(world)
         tracker.follow(world.tracker)
         world.become(node, tracker)
         preemption.follow(world.rank, tracker)

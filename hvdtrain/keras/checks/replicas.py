@@ -126,8 +126,8 @@ def _is_statistic(variable: Any) -> bool:
 
 def _is_finite(value: Any) -> bool:
     """A sum tells it in one pass, unless finite values have one that is not."""
-    total, ops = keras.ops.sum(value), keras.ops
-    return bool(ops.isfinite(total)) or bool(ops.all(ops.isfinite(value)))
+    finite = keras.ops.isfinite
+    return bool(finite(keras.ops.sum(value))) or bool(keras.ops.all(finite(value)))
 
 
 def check_finite(model: keras.Model, world: World) -> None:
