@@ -76,6 +76,7 @@ def test_a_rank_that_was_stopped(tmp_path: Path) -> None:
     assert re.search(r"of process \d+: poll \(libc.so\)", error), "what py-spy says, where it is installed"
 
 
+@pytest.mark.thorough
 def test_slow_torch_ranks_are_left_alone(tmp_path: Path) -> None:
     for way, done in zip(SILENT, two_at_a_time([torch_way(way, tmp_path) for way in SILENT]), strict=True):
         done.check()
