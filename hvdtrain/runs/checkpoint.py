@@ -240,7 +240,7 @@ class Checkpointer:
     def _are_replaced(self) -> bool:
         """Whether another program saves here: one that was looked at is not there any more, and a new one is."""
         known, self._known = self._known, []
-        new = [info for info in self._ranking("latest") if info.path not in known]
+        new = [info for info in self.folder.list() if info.path not in known]  # which may be gone again by now
         return bool(new) and not all(path.exists() for path in known)
 
     @repeated
