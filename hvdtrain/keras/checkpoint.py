@@ -8,7 +8,7 @@ import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +161,11 @@ def _weights_go_into(file: StateFile) -> Iterator[None]:
         plain(store, key, value)
 
     def saved(plain: Callable[..., None], optimizer: Any, store: H5IOStore) -> None:
-        mine = store in stores
-
         def numpy(plain: Callable[..., np.ndarray], variable: Any) -> np.ndarray:
-            return BACKEND.to_numpy(variable) if mine and threading.get_ident() == thread else plain(variable)
+            return BACKEND.to_numpy(variable) if threading.get_ident() == thread else plain(variable)
 
-        with replaced(keras.Variable, "numpy", numpy):
+        # not for another thread's: two that replace at a time may put back each other's
+        with replaced(keras.Variable, "numpy", numpy) if store in stores else nullcontext():
             plain(optimizer, store)
 
     def skipped(plain: Callable[[str], set[str]], kind: str) -> set[str]:

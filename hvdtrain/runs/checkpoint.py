@@ -267,11 +267,11 @@ class Checkpointer:
         if which in ("latest", "best"):
             known = self.folder.list()
             ranking = self.folder.ranking(which, known)
-            self._known = [info.path for info in known]
             if not known:
                 return None
         else:
             known = ranking = [read_info(Path(which))]
+        self._known = [info.path for info in known] if which in ("latest", "best") else []
         unusable = {info.path: info for info in known if not info.ok}
         for info in ranking:
             try:
@@ -281,7 +281,7 @@ class Checkpointer:
                 unusable[info.path] = unusable_info(info, error)
                 continue
             _check_has(manifest, names, info.path)
-            _report_fallback(info, unusable.values())
+            _report_fallback(info, [its for its in unusable.values() if its.path.exists()])
             return info.path.name, manifest
         if which == "best" and not unusable:
             raise CheckpointError(
