@@ -159,6 +159,13 @@ def alone_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     return _local_rank(), device, _loop(model, optimizer, loss_of, x, y)
 
 
+def apart_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
+    """hvdtrain in processes of which none knows of the others: what ranks could reach that had nothing to send."""
+    rank = _local_rank()
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # of torchrun's
+    return rank, *hvdtrain_arm(args)[1:]
+
+
 def horovod_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
     """Horovod as its README writes it."""
     import horovod.torch as hvd
@@ -259,6 +266,7 @@ def pipeline_arm(args: argparse.Namespace) -> tuple[int, Any, Step]:
 ARMS: dict[str, Callable[[argparse.Namespace], tuple[int, Any, Step]]] = {
     "hvdtrain": hvdtrain_arm,
     "alone": alone_arm,
+    "apart": apart_arm,
     "horovod": horovod_arm,
     "ddp": ddp_arm,
     "accelerate": accelerate_arm,
@@ -269,7 +277,7 @@ ARMS: dict[str, Callable[[argparse.Namespace], tuple[int, Any, Step]]] = {
 }
 # who starts an arm's ranks; the others are one process
 LAUNCHED_BY = {"hvdtrain": "horovodrun", "horovod": "horovodrun"} | dict.fromkeys(
-    ("ddp", "accelerate", "fabric", "deepspeed", "alone"), "torchrun"
+    ("ddp", "accelerate", "fabric", "deepspeed", "alone", "apart"), "torchrun"
 )
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": "deepspeed"}
 

@@ -5,7 +5,8 @@ DistributedDataParallel, Accelerate and Lightning Fabric; and several ranks agai
 
 Keras (--framework keras):
 1. A prepared fit against plain Keras, both in one process, taking turns: what hvdtrain costs.
-2. Several ranks against one, one thread and one core each, taking turns: what the ranks bring.
+2. Several ranks against one, and against as many processes that do not talk (the limit), one thread and one core each,
+   taking turns: what the ranks bring.
 
 Everything (--all): one model in every way there is, in groups that fit into memory; with a picture. --models toy shows
 in a minute or two whether all of them work here.
@@ -30,6 +31,7 @@ from hvdtrain.runs import stats
 
 OVERHEAD_TARGET = 1.02
 SCALING_BLOCKS = 2  # of a round of part 2
+LIMIT = "no communication"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "keras": {"per_rank_batch": 128, "steps": 20},
     "torch": {"per_rank_batch": 16, "steps": 5, "models": ["resnet18", "resnet50"]},
@@ -109,16 +111,20 @@ def overhead(jobs: InterleavedJobs, blocks: int) -> dict[str, Any]:
 
 
 def scaling(jobs: InterleavedJobs, ranks: int, blocks: int) -> dict[str, Any]:
-    """Part 2: seconds a step by block, of one rank and of several, and how much faster the several are."""
-    turns: Turns = {job: (job, {"arm": "prepared"}) for job in ("1", str(ranks))}
+    """Part 2: seconds a step by block, of one rank, of several, and of several that train plain Keras each for itself;
+    how much faster than the one the several are, and how near to those."""
+    several = str(ranks)
+    turns: Turns = {
+        "1": ("1", {"arm": "prepared"}), several: (several, {"arm": "prepared"}), LIMIT: (several, {"arm": "plain"}),
+    }  # fmt: skip
     jobs.rounds(turns, 1, "warming up")
     seconds = jobs.rounds(turns, blocks, f"1 and {ranks} ranks")["wall"]
-    speedup = stats.ratio_of_medians(seconds["1"], seconds[str(ranks)])
+    speedup = stats.ratio_of_medians(seconds["1"], seconds[several])
     return {
         "ranks": ranks,
         "seconds_per_step": seconds,
         "oversubscribed": ranks > len(os.sched_getaffinity(0)),
-        "efficiency": vars(speedup),  # samples/s of N ranks / (N x samples/s of one)
+        "efficiency": vars(stats.ratio_of_medians(seconds[LIMIT], seconds[several])),
         "speedup": {key: value * ranks for key, value in vars(speedup).items()},
     }
 
@@ -142,12 +148,13 @@ def report(result: Mapping[str, Any]) -> str:
     if "scaling" in result:
         part = result["scaling"]
         ranks, steps = part["ranks"], part["seconds_per_step"]
-        speedup, efficiency = stats.Interval(**part["speedup"]), part["efficiency"]["value"]
+        speedup, efficiency = stats.Interval(**part["speedup"]), stats.Interval(**part["efficiency"])
         note = " (ranks share cores)" if part["oversubscribed"] else ""
         rows = [
-            (f"one thread, one core a rank{note}", "step (median)", "speed-up, 95 %", "efficiency"),
-            ("1 rank", stats.milliseconds(steps["1"]), "1", "1"),
-            (f"{ranks} ranks", stats.milliseconds(steps[str(ranks)]), str(speedup), f"{efficiency:.3f}"),
+            (f"one thread, one core a rank{note}", "step (median)", "speed-up, 95 %", "efficiency, 95 %"),
+            ("1 rank", stats.milliseconds(steps["1"]), "1", ""),
+            (f"{ranks} ranks", stats.milliseconds(steps[str(ranks)]), str(speedup), str(efficiency)),
+            (f"{ranks} processes, {LIMIT}", stats.milliseconds(steps[LIMIT]), "", "1"),
         ]
         tables.append(stats.table(rows))
     return "\n\n".join(tables)

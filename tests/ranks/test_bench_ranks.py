@@ -48,7 +48,8 @@ def test_a_tiny_bench(tmp_path: Path) -> None:
         launcher="none",
         timeout_s=240,
     ).check()
-    for part in ("plain Keras", "prepared", "1 rank", "2 ranks", "speed-up", str(tmp_path / "bench.json")):
+    parts = ("plain Keras", "prepared", "1 rank", "2 ranks", "2 processes, no communication", "speed-up", "efficiency")
+    for part in (*parts, str(tmp_path / "bench.json")):
         assert part in done.out
     assert "1/2 " in done.err and "2/2 " in done.err
     check_result(json.loads((tmp_path / "bench.json").read_text()))
@@ -82,7 +83,7 @@ def check_result(result: dict[str, Any]) -> None:
         result["scaling"]["efficiency"],
     ):
         assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
-    assert set(result["scaling"]["seconds_per_step"]) == {"1", "2"}
+    assert set(result["scaling"]["seconds_per_step"]) == {"1", "2", train.LIMIT}
 
 
 @pytest.mark.slow

@@ -151,8 +151,11 @@ class Cluster:
     def environment(self, extra: Mapping[str, str] | None = None, *, home: Path, user: str = "root") -> dict[str, str]:
         """What a log-in on a host would have, threads pinned to one, this Python's commands first on the PATH."""
         kept = {name: value for name, value in clean_environment().items() if not name.startswith(("SSH_", "XDG_"))}
-        path = f"{Path(sys.executable).parent}:{kept.get('PATH', os.defpath)}"
-        return {**kept, "PATH": path, "HOME": str(home), "USER": user, "LOGNAME": user, **(extra or {})}
+        kept["PATH"] = f"{Path(sys.executable).parent}:{kept.get('PATH', os.defpath)}"
+        if user == "root":
+            # Open MPI's files are named after host and pid, which two clusters at once have in common
+            kept["OMPI_MCA_orte_tmpdir_base"] = str(self.folder)
+        return {**kept, "HOME": str(home), "USER": user, "LOGNAME": user, **(extra or {})}
 
     # ---- what is there
 

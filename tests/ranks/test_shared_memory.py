@@ -1,0 +1,68 @@
+"""Sums of the ranks of one host, through memory that they share (the recipe's patch `shared-memory`)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from harness import PROGRAMS, Result, run_ranks
+
+SUMS, KILLED = PROGRAMS / "horovod" / "shared_sums.py", PROGRAMS / "horovod" / "shared_sums_killed.py"
+
+
+def sums(ranks: int, how: str, launcher: str = "horovodrun", **env: str) -> Result:
+    result = run_ranks([SUMS, how], ranks, launcher=launcher, env=env, timeout_s=200).check()
+    assert all("right: 260 sums" in text for text in result.ranks_output.values()), result.text
+    return result
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("horovodrun", 2),
+        *(pytest.param(*its, marks=pytest.mark.thorough) for its in (("horovodrun", 4), ("mpirun", 3))),
+    ],
+)
+def test_sums_are_numpys_bit_for_bit(launcher: str, ranks: int) -> None:
+    sums(ranks, "shared", launcher)
+
+
+@pytest.mark.thorough
+def test_over_sockets_they_are_the_same(tmp_path: Path) -> None:
+    sums(2, "sockets", HOROVOD_SHARED_MEMORY="0")
+
+
+@pytest.mark.thorough
+def test_one_rank_that_does_not_want_to_decides_for_all() -> None:
+    code = "import os, sys; os.environ['HOROVOD_SHARED_MEMORY'] = '10'[int(os.environ['HOROVOD_RANK']) == 1]; "
+    code += f"sys.argv = ['sums', 'sockets']; exec(open({str(SUMS)!r}).read())"
+    run_ranks(["-c", code], 3, timeout_s=200).check()
+
+
+@pytest.mark.parametrize(
+    ("times", "hosts", "how"),
+    [
+        (10, "a:2", "kill"),
+        *(
+            pytest.param(*its, marks=pytest.mark.thorough)
+            for its in ((100, "a:2", "kill"), (30, "a:2,b:2", "kill"), (20, "a:3,b:1", "kill"), (20, "a:3", "stop"))
+        ),
+    ],
+)
+def test_who_is_lost_is_missed_and_nothing_is_left(times: int, hosts: str, how: str) -> None:
+    """At random instants: while sums are agreed upon, which sockets tell of, and while they are added up."""
+    done = run_ranks([KILLED, str(times), hosts, how], 1, launcher="none", timeout_s=60 + 6 * times).check()
+    assert "'shared memory'" in done.out, done.text
+
+
+def test_the_timeline_shows_them(tmp_path: Path) -> None:
+    code = "import torch, horovod.torch as hvd; hvd.init(); hvd.allreduce(torch.ones(9), name='nine'); hvd.shutdown()"
+    for wanted in ("1", "0"):
+        file = tmp_path / f"{wanted}.json"
+        env = {"HOROVOD_TIMELINE": str(file), "HOROVOD_SHARED_MEMORY": wanted}
+        run_ranks(["-c", code], 2, env=env, timeout_s=60).check()
+        text = file.read_text()
+        found = {name for name in ("SHARED_MEMORY_ALLREDUCE", "GLOO_ALLREDUCE") if f'"{name}"' in text}
+        assert found == {"SHARED_MEMORY_ALLREDUCE" if wanted == "1" else "GLOO_ALLREDUCE"}, text
+    assert not [name for name in os.listdir("/dev/shm") if "horovod" in name]
