@@ -28,6 +28,10 @@ COMMANDS = {
         "build a Horovod wheel for the frameworks installed here, and prove it",
     ),
     "checkpoint": ("hvdtrain.commands.checkpoint", "checkpoints to and from PyTorch's DCP, and plain safetensors"),
+    "report": (
+        "hvdtrain.commands.report",
+        "one page about a run, or several: curves, where time went, faults, advice",
+    ),
     "bench": ("hvdtrain.bench", "measure, in paired runs, against the alternatives"),
     "plan": ("hvdtrain.commands.plan", "rank the ways to train a model on given devices, by speed and memory"),
 }

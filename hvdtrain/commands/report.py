@@ -1,0 +1,120 @@
+"""`hvdtrain report RUN [RUN ...]`: one page about a run, or several side by side.
+
+Curves, where each rank's time went, checkpoints, what happened, environment and configuration, and what to do about it.
+The page is one file that asks no network for anything: mail it, or keep it with the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.commands import report_charts, report_data
+from hvdtrain.commands.report_data import Run
+from hvdtrain.core.errors import ConfigError, install_command
+
+TEMPLATE = Path(__file__).with_name("report.html")
+_SETTINGS = ("versions", "world", "launcher", "effective_batch", "config")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hvdtrain report`."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, or one that holds runs")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="(default: RUN/report.html; of several report.html)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the page, and says where."""
+    folders = report_data.find_runs(args.runs)
+    out = args.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    names = _names(folders)
+    text = page([report_data.read(folder, name) for folder, name in zip(folders, names, strict=True)])
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("a report needs a file to write to", f"{out}: {error.strerror}", "--out FILE") from error
+    print(out)
+    return 0
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """As much of each path as tells it from the others."""
+    parts = [folder.resolve().parts for folder in folders]
+    kept = next((n for n in range(1, max(map(len, parts)) + 1) if len({its[-n:] for its in parts}) == len(parts)), 1)
+    return ["/".join(its[-kept:]) for its in parts]
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Returns the report as HTML.
+
+    Raises:
+        ConfigError: the packages that make it are missing.
+    """
+    try:
+        import jinja2
+        import plotly.io
+        import plotly.offline
+        import plotly.utils
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "hvdtrain report needs jinja2 and plotly", f"no module {error.name}", install_command("report")
+        ) from error
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    charts = report_charts.charts_of(runs)
+    templates = {name: plotly.io.templates[f"plotly_{its}"] for name, its in (("light", "white"), ("dark", "dark"))}
+    figures = {
+        "charts": {chart.id: chart.figure for chart in charts},
+        "templates": {name: template.to_plotly_json() for name, template in templates.items()},
+    }
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        runs=runs, charts=charts, numbers=list(_numbers(runs)), settings=list(_differing(runs)),
+        moment=report_data.moment, figures=_script(json.dumps(figures, cls=plotly.utils.PlotlyJSONEncoder)),
+        plotly=Markup(plotly.offline.get_plotlyjs()),
+    )  # fmt: skip
+
+
+def _script(text: str) -> Any:
+    """JSON that stays JSON within an element of a page, whatever a run's texts hold."""
+    from markupsafe import Markup
+
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def _numbers(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
+    """What is asked for first, by run."""
+    first = runs[0].samples_per_s
+    yield "status", [its.status for its in runs]
+    yield "started", [str(its.record.get("started", "")) for its in runs]
+    yield "lives", [str(len(its.record.get("attempts", ()))) for its in runs]
+    yield "ranks", [str(its.record.get("world", {}).get("size", "")) for its in runs]
+    yield "updates", [f"{its.steps[-1]['step']:,}" if its.steps else "0" for its in runs]
+    yield "wall-clock, s", [f"{its.seconds:,.1f}" for its in runs]
+    yield "samples/s, median", [f"{its.samples_per_s:,.0f}" if its.samples_per_s else "" for its in runs]
+    if len(runs) > 1 and first:
+        ratios = [f"{its.samples_per_s / first:.2f}" if its.samples_per_s else "" for its in runs]
+        yield f"samples/s, x {runs[0].name}", ratios
+    results = [
+        {name: value for name, value in its.record.get("result", {}).items() if name not in ("verdict", "shares")}
+        for its in runs
+    ]
+    for name in dict.fromkeys(name for its in results for name in its):
+        yield f"result: {name}", [_value(its.get(name, "")) for its in results]
+
+
+def _value(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _differing(runs: Sequence[Run]) -> Iterable[tuple[str, list[str], bool]]:
+    """Every setting of every run, and whether they differ in it; those first."""
+    found = [report_data.flat({name: its.record.get(name) for name in _SETTINGS}) for its in runs]
+    names = dict.fromkeys(name for its in found for name in its)
+    rows = [(name, [its.get(name, "") for its in found]) for name in names]
+    yield from sorted(((name, values, len(set(values)) > 1) for name, values in rows), key=lambda row: not row[2])

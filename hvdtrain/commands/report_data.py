@@ -1,0 +1,175 @@
+"""What a report tells of a run, read from its directory; pure but for the files."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.commands.why import why
+from hvdtrain.core.errors import ConfigError
+from hvdtrain.runs.bottleneck import BETWEEN, STEP, Facts, phases_per_rank, verdict
+from hvdtrain.runs.log import read_events, read_run, run_status
+
+PHASES = (*STEP, *BETWEEN)
+MOST_POINTS = 1000  # of a curve: more than a screen has pixels to tell apart
+WINDOWS = 60  # of a run, for where its time went
+_TOLD = ("start", "step", "epoch", "checkpoint", "end")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as far as its files tell.
+
+    Attributes:
+        name: of its directory, made unique among the runs of a report.
+        record: run.json.
+        status: "running", "finished", "failed", "preempted" or "killed".
+        steps: the events of its updates, of the life that counts: what a resumed run did again is there once.
+        epochs, saves: events of epochs and checkpoints, likewise.
+        per_rank: seconds by phase of each rank, since the last start.
+        happened: (time, what, more) of all that is none of these, in order.
+        advice: what held it up, one finding a line, the most important first.
+        cause: why it did not end well, "" where it did or goes on.
+    """
+
+    name: str
+    record: Mapping[str, Any]
+    status: str
+    steps: list[dict[str, Any]]
+    epochs: list[dict[str, Any]]
+    saves: list[dict[str, Any]]
+    per_rank: list[dict[str, float]]
+    happened: list[tuple[float, str, str]]
+    advice: list[str]
+    cause: str
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Median over the updates."""
+        rates = [its["samples_per_s"] for its in self.steps if its.get("samples_per_s")]
+        return statistics.median(rates) if rates else None
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock that its events span."""
+        times = [its["time"] for its in (*self.steps, *self.epochs, *self.saves)] + [at for at, *_ in self.happened]
+        return max(times) - min(times) if times else 0.0
+
+
+def find_runs(given: Sequence[Path]) -> list[Path]:
+    """The runs that are meant: each directory is one, or holds some.
+
+    Raises:
+        ConfigError: no run is there.
+    """
+    found: list[Path] = []
+    for path in given:
+        its = [path] if read_run(path) is not None else sorted(p.parent for p in path.glob("*/run.json"))
+        if not its:
+            raise ConfigError("hvdtrain report reads directories of runs", f"no run.json in {path}, nor one below")
+        found += [one for one in its if one not in found]
+    return found
+
+
+def read(path: Path, name: str) -> Run:
+    """Reads one run."""
+    record, events = read_run(path) or {}, read_events(path)
+    status = run_status(path) or "unknown"
+    ended = status in ("failed", "killed")
+    steps = _once([its for its in events if its.get("kind") in ("step", "resume")], "step")
+    return Run(
+        name, record, status, steps,
+        _once([its for its in events if its.get("kind") in ("epoch", "resume")], "epoch"),
+        [its for its in events if its.get("kind") == "checkpoint"],
+        phases_per_rank(events), _happened(events),
+        _advice(record, events), why(path) if ended else "",
+    )  # fmt: skip
+
+
+def _once(events: Iterable[dict[str, Any]], count: str) -> list[dict[str, Any]]:
+    """Events counted by `count`; what a resumed run did again counts as it was done last."""
+    kept: list[dict[str, Any]] = []
+    resumed = False
+    for event in events:
+        if event["kind"] == "resume":
+            resumed = True
+            continue
+        if resumed:
+            kept, resumed = [its for its in kept if its[count] < event[count]], False
+        kept.append(event)
+    return kept
+
+
+def _happened(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, str, str]]:
+    rows = []
+    for event in events:
+        more = {name: value for name, value in event.items() if name not in ("time", "kind", "config")}
+        if event.get("kind") not in _TOLD or event.get("kind") in ("start", "end"):
+            text = ", ".join(f"{name} {value}" for name, value in more.items() if value is not None)
+            rows.append((float(event.get("time", 0.0)), str(event.get("kind")), text))
+    return rows
+
+
+def _advice(record: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The run's own verdict, which knows its loader; else one made of what its epochs say. Then epochs that differ."""
+    told = record.get("result", {}).get("verdict") or str(verdict(phases_per_rank(events) or [{}], Facts()))
+    lines = str(told).splitlines()
+    whole = verdict(phases_per_rank(events) or [{}], Facts()).kind
+    for event in events:
+        if event.get("kind") == "epoch" and event.get("ranks"):
+            found = verdict(event["ranks"], Facts())
+            if found.kind in ("uneven", "input") and found.kind != whole:
+                lines.append(f"epoch {event['epoch'] + 1}: {found.text.splitlines()[0]}")
+    return lines
+
+
+def curve(events: Sequence[Mapping[str, Any]], x: str, y: str) -> tuple[list[float], list[float]]:
+    """Points of a curve, at most `MOST_POINTS`: means of neighbours where there are more."""
+    points = [(float(its[x]), float(its[y])) for its in events if its.get(x) is not None and its.get(y) is not None]
+    at_once = -(-len(points) // MOST_POINTS) or 1
+    groups = [points[at : at + at_once] for at in range(0, len(points), at_once)]
+    return [group[-1][0] for group in groups], [statistics.fmean(y for _, y in group) for group in groups]
+
+
+def where_time_went(run: Run) -> tuple[list[float], dict[str, list[float]]]:
+    """Of rank 0, by part of the run: samples seen at its end, and milliseconds an update by phase."""
+    at_once = -(-len(run.steps) // WINDOWS) or 1
+    groups = [run.steps[at : at + at_once] for at in range(0, len(run.steps), at_once)]
+    ends = [float(group[-1]["samples_seen"]) for group in groups]
+    spent: dict[str, list[float]] = {}
+    for phase in PHASES:
+        its = [
+            1e3 * sum(step["seconds"].get(phase, 0.0) for step in group) / max(1, sum(step["steps"] for step in group))
+            for group in groups
+        ]
+        if any(its):
+            spent[phase] = its
+    return ends, spent
+
+
+def metrics_of(run: Run) -> dict[str, tuple[list[int], list[float]]]:
+    """By name: epochs, counted from 1, and what was measured."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for event in run.epochs:
+        for name, value in event.get("metrics", {}).items():
+            if value is not None:
+                epochs, values = found.setdefault(name, ([], []))
+                epochs.append(event["epoch"] + 1)
+                values.append(float(value))
+    return found
+
+
+def flat(value: Any, name: str = "") -> dict[str, str]:
+    """Settings by dotted name, as text."""
+    if isinstance(value, Mapping) and value:
+        return {key: text for part, its in value.items() for key, text in flat(its, f"{name}{part}.").items()}
+    return {name.removesuffix("."): "" if value is None else str(value)}
+
+
+def moment(seconds: float) -> str:
+    """A time of day with its date."""
+    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
