@@ -77,6 +77,7 @@ class RunLog:
         self._events: TextIO | None = None
         self._board: log_files.ScalarWriter | None = None
         self._line: log_files.Line | None = None
+        self._sinks: log_files.Sinks | None = None
         self._last_flush = 0.0
         self._warned = self._warned_of_gpus = False
         self._window = log_files.Window()
@@ -162,6 +163,7 @@ class RunLog:
         self._events = open(  # noqa: SIM115 (held as long as the run)
             self.run_dir / "events.jsonl", "a", encoding="utf-8", errors="backslashreplace"
         )
+        self._sinks = log_files.Sinks(self.run_dir, self._run)
         was = {"earlier_status": log_files.fate(earlier)} if earlier else {}
         self.event("resume" if earlier else "start", size=world.size, config=config, **was)
 
@@ -191,7 +193,10 @@ class RunLog:
 
     def _write_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         assert self._events is not None
-        self._events.write(log_files.to_json({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n")
+        whole = {"time": round(time.time(), 3), "kind": kind, **fields}
+        self._events.write(log_files.to_json(whole) + "\n")
+        if self._sinks is not None:
+            self._sinks.event(whole)
         since = time.monotonic()
         if kind != "step" or since - self._last_flush >= FLUSH_EVERY_S:
             self._events.flush()
@@ -317,6 +322,8 @@ class RunLog:
             self._update(checkpoints=stats.of_saves(self._saves))
         self.event("end", status=status, error=error)
         self._update(status=status, error=error, ended=log_files.now())
+        if self._sinks is not None:
+            self._sinks.close(status)
         self._close()
         if measured and self._talks:
             print(f"verdict: {text}", flush=True)

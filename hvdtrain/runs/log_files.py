@@ -12,7 +12,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -233,6 +235,39 @@ def effective_batch(config: Mapping[str, Any], size: int) -> int | None:
 
 def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+class Sinks:
+    """What else follows a run: packages register it as entry points of the group `hvdtrain.sinks`.
+
+    Each is called with the run's directory and what run.json holds; what it returns has `event(fields)` and
+    `close(status)`. One that fails, in whatever way, is named and left out from there on: training goes on.
+    """
+
+    def __init__(self, run_dir: Path, record: Mapping[str, Any]) -> None:
+        self._sinks: dict[str, Any] = {}
+        for point in entry_points(group="hvdtrain.sinks"):
+            self._try(point.name, partial(self._begin, point, run_dir, plain(record)))
+
+    def _begin(self, point: EntryPoint, run_dir: Path, record: Any) -> None:
+        self._sinks[point.name] = point.load()(run_dir, record)
+
+    def event(self, fields: Mapping[str, Any]) -> None:
+        for name, sink in list(self._sinks.items()):
+            self._try(name, lambda: sink.event(plain(fields)))  # noqa: B023 (called at once)
+
+    def close(self, status: str) -> None:
+        for name, sink in list(self._sinks.items()):
+            self._try(name, lambda: sink.close(status))  # noqa: B023 (called at once)
+        self._sinks = {}
+
+    def _try(self, name: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._sinks.pop(name, None)
+            said = f"{type(error).__name__}: {error}"
+            print(f"hvdtrain: the sink {name} no longer follows the run: {said}", file=sys.stderr, flush=True)
 
 
 class ScalarWriter:
