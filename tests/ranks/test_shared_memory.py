@@ -37,7 +37,7 @@ def test_over_sockets_they_are_the_same(tmp_path: Path) -> None:
 def test_one_rank_that_does_not_want_to_decides_for_all() -> None:
     code = "import os, sys; os.environ['HOROVOD_SHARED_MEMORY'] = '10'[int(os.environ['HOROVOD_RANK']) == 1]; "
     code += f"sys.argv = ['sums', 'sockets']; exec(open({str(SUMS)!r}).read())"
-    run_ranks(["-c", code], 3, timeout_s=200).check()
+    run_ranks(["-c", code], 2, timeout_s=200).check()  # of more, sockets add in another order
 
 
 @pytest.mark.parametrize(

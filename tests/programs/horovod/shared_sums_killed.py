@@ -25,6 +25,7 @@ from horovod.runner.http.http_server import RendezvousServer
 
 TOLD_WITHIN_S = 10.0
 STOPPED_S = 2
+RUN = os.environ.get("HVDTRAIN_TEST_RUN", "")
 
 
 def rank(slot: SlotInfo, port: int, pipe: int) -> None:
@@ -97,8 +98,12 @@ def said(pipe: object, within_s: float) -> str:
 
 
 def left() -> list[str]:
-    """Shared memory that a process still holds, or that lies around."""
-    held = [str(maps) for maps in Path("/proc").glob("[0-9]*/maps") if "memfd:horovod" in text_of(maps)]
+    """Shared memory that a process of this run still holds, or that lies around."""
+    held = [
+        str(its)
+        for its in Path("/proc").glob("[0-9]*")
+        if "memfd:horovod" in text_of(its / "maps") and RUN in text_of(its / "environ")
+    ]
     return held + [its.name for its in Path("/dev/shm").iterdir() if "horovod" in its.name]
 
 
