@@ -128,6 +128,7 @@ def epochs_in(run_dir: Path) -> list[list[int]]:
     return attempts
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_preempted_it_is_requeued_and_resumes(queue: Slurm, few_pictures: Path, tmp_path: Path) -> None:
     command: list[str | Path] = ["python", "-m", "hvdtrain.keras_mnist", "--data", few_pictures, "--run-dir", "run"]

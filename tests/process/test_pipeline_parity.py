@@ -65,6 +65,7 @@ def test_negative_twin(found: dict[str, Any], model: str, mechanism: str) -> Non
     assert found[model]["twins"][mechanism] > 1e-4
 
 
+@pytest.mark.thorough
 def test_models_of_examples_equal_the_unsplit_ones() -> None:
     """By four schedules on one to four stages, but where a model has fewer layers than that."""
     result = run_ranks([PROGRAM.with_name("examples.py")], 1, launcher="none", timeout_s=300).check()
