@@ -25,13 +25,13 @@ from typing import Any
 
 from hvdtrain.bench import compared, torch_train
 from hvdtrain.bench.report import begin, finish, measured_on, progress, versions
+from hvdtrain.bench.torch_train import LIMIT
 from hvdtrain.bench.turns import CLOCKS, InterleavedJobs, Turns, launched
 from hvdtrain.core.flags import whole
 from hvdtrain.runs import stats
 
 OVERHEAD_TARGET = 1.02
 SCALING_BLOCKS = 2  # of a round of part 2
-LIMIT = "no communication"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "keras": {"per_rank_batch": 128, "steps": 20},
     "torch": {"per_rank_batch": 16, "steps": 5, "models": ["resnet18", "resnet50"]},

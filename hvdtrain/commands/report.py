@@ -14,6 +14,7 @@ from typing import Any
 
 from hvdtrain.commands import report_charts, report_data
 from hvdtrain.commands.report_data import Run
+from hvdtrain.commands.why import moment
 from hvdtrain.core.errors import ConfigError, install_command
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -75,7 +76,7 @@ def page(runs: Sequence[Run]) -> str:
     }
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         runs=runs, charts=charts, numbers=list(_numbers(runs)), settings=list(_differing(runs)),
-        moment=report_data.moment, figures=_script(json.dumps(figures, cls=plotly.utils.PlotlyJSONEncoder)),
+        moment=moment, figures=_script(json.dumps(figures, cls=plotly.utils.PlotlyJSONEncoder)),
         plotly=Markup(plotly.offline.get_plotlyjs()),
     )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from hvdtrain.runs.log import read_events, read_run, run_status
 PHASES = (*STEP, *BETWEEN)
 MOST_POINTS = 1000  # of a curve: more than a screen has pixels to tell apart
 WINDOWS = 60  # of a run, for where its time went
-_TOLD = ("start", "step", "epoch", "checkpoint", "end")
+_TOLD = ("step", "epoch", "checkpoint")  # in charts
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,11 @@ def read(path: Path, name: str) -> Run:
     record, events = read_run(path) or {}, read_events(path)
     status = run_status(path) or "unknown"
     ended = status in ("failed", "killed")
-    steps = _once([its for its in events if its.get("kind") in ("step", "resume")], "step")
+    steps, epochs = (
+        _once([its for its in events if its.get("kind") in (kind, "resume")], kind) for kind in ("step", "epoch")
+    )
     return Run(
-        name, record, status, steps,
-        _once([its for its in events if its.get("kind") in ("epoch", "resume")], "epoch"),
+        name, record, status, steps, epochs,
         [its for its in events if its.get("kind") == "checkpoint"],
         phases_per_rank(events), _happened(events),
         _advice(record, events), why(path) if ended else "",
@@ -108,7 +108,7 @@ def _happened(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, str, str
     rows = []
     for event in events:
         more = {name: value for name, value in event.items() if name not in ("time", "kind", "config")}
-        if event.get("kind") not in _TOLD or event.get("kind") in ("start", "end"):
+        if event.get("kind") not in _TOLD:
             text = ", ".join(f"{name} {value}" for name, value in more.items() if value is not None)
             rows.append((float(event.get("time", 0.0)), str(event.get("kind")), text))
     return rows
@@ -116,13 +116,12 @@ def _happened(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, str, str
 
 def _advice(record: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
     """The run's own verdict, which knows its loader; else one made of what its epochs say. Then epochs that differ."""
-    told = record.get("result", {}).get("verdict") or str(verdict(phases_per_rank(events) or [{}], Facts()))
-    lines = str(told).splitlines()
-    whole = verdict(phases_per_rank(events) or [{}], Facts()).kind
+    whole = verdict(phases_per_rank(events) or [{}], Facts())
+    lines = str(record.get("result", {}).get("verdict") or whole).splitlines()
     for event in events:
         if event.get("kind") == "epoch" and event.get("ranks"):
             found = verdict(event["ranks"], Facts())
-            if found.kind in ("uneven", "input") and found.kind != whole:
+            if found.kind in ("uneven", "input") and found.kind != whole.kind:
                 lines.append(f"epoch {event['epoch'] + 1}: {found.text.splitlines()[0]}")
     return lines
 
@@ -168,8 +167,3 @@ def flat(value: Any, name: str = "") -> dict[str, str]:
     if isinstance(value, Mapping) and value:
         return {key: text for part, its in value.items() for key, text in flat(its, f"{name}{part}.").items()}
     return {name.removesuffix("."): "" if value is None else str(value)}
-
-
-def moment(seconds: float) -> str:
-    """A time of day with its date."""
-    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")

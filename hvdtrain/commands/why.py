@@ -71,7 +71,7 @@ def _hang(path: Path) -> str:
         raise ConfigError(
             "hvdtrain why reads a run's directory, or the file of a hang", f"{path}: {problem!r}"
         ) from None
-    return f"{path}, {_moment(found['time'])}:\n{error}"
+    return f"{path}, {moment(found['time'])}:\n{error}"
 
 
 def _end_of(where: Path, run: Mapping[str, Any] | None) -> str:
@@ -80,7 +80,7 @@ def _end_of(where: Path, run: Mapping[str, Any] | None) -> str:
     if run is None or status in (None, "finished"):
         return ""
     last = next((event for event in reversed(read_events(where)) if event.get("kind") in ("step", "epoch")), None)
-    came = f"; its last event: {last['kind']} {last.get(last['kind'])}, {_moment(last['time'])}" if last else ""
+    came = f"; its last event: {last['kind']} {last.get(last['kind'])}, {moment(last['time'])}" if last else ""
     return f"{where}: {status}{came}" + (f"\n  received: {run['error']}" if run.get("error") else "")
 
 
@@ -94,7 +94,7 @@ def pages_in_words(pages: Sequence[Mapping[str, Any]]) -> str:
         known += [f"in on_main({page['on_main']})"] if page.get("on_main") else []
         known += [page["line"]] if page.get("line") else []
         who = f"rank {page.get('rank')} (host {page.get('host')}, process {page.get('pid')})"
-        lines.append(f"  {who}: last heard of {_moment(page.get('time', 0.0))}: {', '.join(known)}")
+        lines.append(f"  {who}: last heard of {moment(page.get('time', 0.0))}: {', '.join(known)}")
     if len(order) > 1 and order[1].get("time", 0.0) - order[0].get("time", 0.0) > _TOGETHER_S:
         hosts = len({page.get("host") for page in order})
         doubt = " (by its own host's clock)" if hosts > 1 else ""
@@ -104,5 +104,6 @@ def pages_in_words(pages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _moment(seconds: float) -> str:
+def moment(seconds: float) -> str:
+    """A time of day with its date."""
     return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
