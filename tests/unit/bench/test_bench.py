@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_arguments import arguments
@@ -77,7 +78,8 @@ def test_torch_report_names_the_fastest_rival_and_the_missed_target() -> None:
         "plain PyTorch, 1 process": [1.0, 1.0], "hvdtrain, 1 process": [1.0, 1.0], "hvdtrain": [1.2, 1.2],
         "horovod": [1.5, 1.5], "ddp": [1.1, 1.1], torch_train.LIMIT: [0.9, 0.9],
     }  # fmt: skip
-    part = {"ranks": 2, "seconds_per_step": wall, "cpu_seconds_per_step": wall} | torch_train._ratios(wall)
+    part: dict[str, Any] = {"ranks": 2, "seconds_per_step": wall, "cpu_seconds_per_step": wall}
+    part |= torch_train._ratios(wall)
     settings = {"per_rank_batch": 4, "pixels": 32, "device": "cpu", "blocks": 2, "steps": 1}
     result = {"models": {"tiny": part}, "settings": settings, "machine": stats.machine(), "load_after": 0.0}
     text = torch_train.report(result)
