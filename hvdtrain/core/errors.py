@@ -8,11 +8,13 @@ can raise nothing. A job that was told to end ends with 85 (`Preempted`).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
+import threading
 import traceback as traceback_module
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -152,6 +154,33 @@ def describe(program: str, error: BaseException, rank: int) -> str:
     return who + str(error)
 
 
+_ending = threading.RLock()  # held by the thread that ends this process
+
+
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """While one thread is in here no other ends this process.
+
+    A thread that ends it while the main one is blocked has words for the other ranks. Where the engine breaks meanwhile
+    the main thread wakes up with an error of its own, whose exit code would hide what was found.
+    """
+    with _ending:
+        yield
+
+
+def _wait_for_end() -> None:
+    with ending():
+        return
+
+
+def _fresh_in_child() -> None:
+    global _ending
+    _ending = threading.RLock()  # the thread that holds the other one is not in the child
+
+
+atexit.register(_wait_for_end)
+os.register_at_fork(after_in_child=_fresh_in_child)
+
 _before_end: list[Callable[[], object]] = []
 
 
@@ -162,9 +191,10 @@ def before_end(call: Callable[[], object]) -> None:
 
 def end_now(code: int) -> NoReturn:
     """Ends this process without the exit hooks of engines, which would wait for ranks that do not come."""
-    for call in _before_end:
-        call()
-    os._exit(code)
+    with ending():
+        for call in _before_end:
+            call()
+        os._exit(code)
 
 
 _exits: list[object] = []  # codes other than 0 that this program has wanted to end with

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain.core.errors import HUNG_CODE, OUT_OF_STEP_CODE, ReplicaError, describe, end_now
+from hvdtrain.core.errors import HUNG_CODE, OUT_OF_STEP_CODE, ReplicaError, describe, end_now, ending
 from hvdtrain.core.in_step import elastic, hang, looks
 from hvdtrain.core.in_step.arrival import listen_to_ranks, seconds_of
 from hvdtrain.core.in_step.link import LONGEST_REPORT, WELCOME, Link, Meeting, connect
@@ -280,6 +280,11 @@ def end_all(
         program: that says so.
         code: that the process ends with.
     """
+    with ending():
+        _speak_and_end(error, rank, links, program, code)
+
+
+def _speak_and_end(error: list[str], rank: int, links: Sequence[Link], program: str, code: int) -> NoReturn:
     rule, received, remedy = error
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

@@ -1,0 +1,33 @@
+"""A thread ends the process while the main thread is blocked, and then is not: whose exit code is it?"""
+
+from __future__ import annotations
+
+import pytest
+from harness import run_ranks
+
+from hvdtrain.core.errors import HUNG_CODE
+
+# The link answers nothing, as that of a rank that was stopped: rank 0 waits two seconds for it
+PROGRAM = """
+import os, socket, sys, threading
+from hvdtrain.core import errors
+from hvdtrain.core.in_step import watch
+from hvdtrain.core.in_step.link import Link
+
+mine, other = socket.socketpair()
+error = ["the rule", "what came", "the remedy"]
+threading.Thread(target=watch.end_all, args=(error, 0, [Link(mine)], "hvdtrain", 75), daemon=True).start()
+other.settimeout(60)
+assert b"the rule" in other.recv(1 << 16)
+child = os.fork()
+if not child:
+    errors.end_now(4)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["raise OSError('the engine broke')", "sys.exit(3)", "errors.end_now(1)", "pass"])
+def test_what_the_thread_has_found_is_told_by_the_exit_code(end: str) -> None:
+    done = run_ranks(["-c", PROGRAM.format(end=end)], 1, launcher="none", timeout_s=60)
+    assert done.returncode == HUNG_CODE and "the rule" in done.text, done.text
