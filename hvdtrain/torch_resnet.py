@@ -46,7 +46,9 @@ def train(args: argparse.Namespace, world: World) -> None:
 
     started = time.perf_counter()
     classifiers.check_name(args.model)
-    data = pictures.load(args.data, world=world, image_size=args.image_size, strict=args.strict)
+    data = pictures.load(
+        args.data, world=world, image_size=args.image_size, strict=args.strict, reduced=not args.decode_whole
+    )
     recipe = RECIPES[data.recipe]
     plan = Settings.of(args, world.size, recipe, samples=data.samples)
     network = classifiers.build(args.model, data.classes, image_size=data.image_size, stem=recipe.stem)
@@ -271,6 +273,7 @@ def parser() -> argparse.ArgumentParser:
     add("--image-size", type=flags.whole(8), metavar="N", help="of a folder's or synthetic pictures (default: 224)")
     add("--workers", type=flags.whole(0), metavar="N", help="loader processes of a rank (default: what fits)")
     add("--strict", action="store_true", help="refuse pictures that cannot be read, instead of leaving them out")
+    add("--decode-whole", action="store_true", help="decode JPEGs at all of their pixels, where a fraction would do")
     add("--run-dir", type=Path, metavar="DIR", help="log, checkpoints (default: the next runs/torch_resnet-N)")
     add("--resume", action="store_true", help="go on with the run in --run-dir (default: the newest)")
     add("--weights", type=Path, metavar="DIR", help="start from the weights of a checkpoint")

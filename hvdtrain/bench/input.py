@@ -1,7 +1,8 @@
 """How many images a second reach the training loop, ours against a plain PyTorch DataLoader, in rounds that take turns.
 
 1. CIFAR-shaped pictures in memory: served in whole batches, against torchvision's transforms image by image.
-2. A folder of JPEGs (your own with --data, else made up): the same transforms, by workers.
+2. A folder of JPEGs (your own with --data, else made up): the same transforms, by workers; and where all their pixels
+   are decoded, as the DataLoader's are.
 
 On a GPU the DataLoader also runs without pinned memory. With --framework keras: what reaches a Keras fit, from arrays
 and from a PyDataset, by workers (threads and processes) and length of its queue.
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from hvdtrain.core.world import World
 
 MEMORY_TARGET = 10.0
+WHOLE = ", decoded whole"
 GOOD_ENOUGH = 0.95  # of the best rate: fewer workers for nearly the same
 MEMORY_IMAGES, MADE_UP_FILES, MADE_UP_SIZE = 10_000, 256, (500, 375)  # the size: ImageNet's average
 
@@ -48,6 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--framework", choices=["torch", "keras"], default="torch", help="(default: %(default)s)")
     add("--backend", choices=["tensorflow", "torch"], help="Keras' (default: KERAS_BACKEND, else tensorflow)")
     add("--data", type=Path, metavar="DIR", help="images, one folder a class, or train/ with them (default: made up)")
+    add(
+        "--picture-size",
+        type=count,
+        nargs=2,
+        default=MADE_UP_SIZE,
+        metavar=("W", "H"),
+        help="of made-up files (default: 500 375, ImageNet's average)",
+    )
     add("--workers", type=whole(0), nargs="+", default=[0, 2, 4, 8], metavar="N", help="(default: 0 2 4 8)")
     add("--per-rank-batch", type=count, default=128, metavar="N", help="in memory; of files a quarter (default: 128)")
     add("--image-size", type=count, default=224, metavar="N", help="of files, after the crop (default: %(default)s)")
@@ -86,7 +96,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
         result["memory"] = {"images_per_s": interleaved(memory_variants(args, world), args, args.per_rank_batch)}
         progress(f"2/2 JPEG files, {args.rounds} rounds")
         with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
-            root = args.data or write_pictures(Path(folder))
+            root = args.data or write_pictures(Path(folder), size=args.picture_size)
             variants, note = file_variants(args, world, root)
             rates = interleaved(variants, args, _files_batch(args))
         result["files"] = {"images_per_s": rates, "data": note, "recommended_workers": recommend(rates)}
@@ -130,8 +140,12 @@ def _finish() -> None:
 
 
 def recommend(rates: Mapping[str, list[float]]) -> int:
-    """The fewest workers of ours that reach nearly the best rate; variants are named "hvdtrain, N workers"."""
-    ours = {int(name.split()[1]): statistics.median(its) for name, its in rates.items() if name.startswith("hvdtrain")}
+    """The fewest workers of ours that reach nearly the best rate."""
+    ours = {
+        int(name.split()[1]): statistics.median(its)
+        for name, its in rates.items()
+        if name.startswith("hvdtrain") and not name.endswith(WHOLE)
+    }
     return min(workers for workers, its in ours.items() if its >= GOOD_ENOUGH * max(ours.values()))
 
 
@@ -142,6 +156,8 @@ def report(result: Mapping[str, Any]) -> str:
     alone = "DataLoader, 0 workers" if "DataLoader, 0 workers" in memory else plain
     ratio = stats.ratio_of_medians(memory["hvdtrain"], memory[alone])
     kept = stats.kept(ratio.value >= MEMORY_TARGET)
+    whole = next(name for name in files if name.endswith(WHOLE))
+    reduced = stats.ratio_of_medians(files[whole.removesuffix(WHOLE)], files[whole])
     workers, cores = result["files"]["recommended_workers"], result["machine"]["cores_usable"]
     return "\n\n".join(
         [
@@ -149,6 +165,7 @@ def report(result: Mapping[str, Any]) -> str:
             _table("pictures in memory, 3x32x32, crop + mirror + normalise", memory, alone),
             f"in memory: {ratio} times the {alone} (target >= {MEMORY_TARGET:.0f}: {kept})",
             _table(f"{result['files']['data']}, random crop + mirror + normalise", files, next(iter(files))),
+            f"large JPEGs decoded at a fraction: {reduced} times the images/s of {whole}\n"
             f"for files like these: workers={workers} a rank that has {cores} such cores for itself",
         ]
     )
@@ -189,14 +206,21 @@ def file_variants(args: argparse.Namespace, world: World, root: Path) -> tuple[d
     batch = min(_files_batch(args), len(train))
     folder = ImageFolder(train.root, _image_transform(args.image_size))
 
-    def files() -> hvt.ImageFiles:
-        return hvt.ImageFiles(train, train=True, size=args.image_size)
+    def files(reduced: bool) -> Callable[[], hvt.ImageFiles]:
+        return lambda: hvt.ImageFiles(train, train=True, size=args.image_size, reduced=reduced)
 
     variants: dict[str, Start] = {}
     for workers in args.workers:
         variants |= _data_loaders(folder, batch, [workers], world)
-        variants[f"hvdtrain, {workers} workers"] = _ours(files, batch, world=world, workers=workers)
-    return variants, train.note if args.data else f"{len(train)} made-up JPEGs of {'x'.join(map(str, MADE_UP_SIZE))}"
+        variants[_ours_name(workers)] = _ours(files(True), batch, world=world, workers=workers)
+    workers = args.workers[0]
+    variants[f"{_ours_name(workers)}{WHOLE}"] = _ours(files(False), batch, world=world, workers=workers)
+    made = f"{len(train)} made-up JPEGs of {'x'.join(map(str, args.picture_size))}"
+    return variants, train.note if args.data else made
+
+
+def _ours_name(workers: int) -> str:
+    return f"hvdtrain, {workers} workers"
 
 
 def _files_batch(args: argparse.Namespace) -> int:
@@ -294,18 +318,18 @@ def _image_transform(size: int) -> Any:
     )
 
 
-def write_pictures(root: Path, count: int = MADE_UP_FILES) -> Path:
+def write_pictures(root: Path, count: int = MADE_UP_FILES, size: Sequence[int] = MADE_UP_SIZE) -> Path:
     """Writes JPEGs with about the bytes a pixel of photographs: noise, enlarged eight times."""
     import numpy as np
     from PIL import Image
 
     draw = np.random.Generator(np.random.PCG64(0))
-    width, height = MADE_UP_SIZE
+    width, height = size
     for number in range(count):
         folder = root / f"class-{number % 4}"
         folder.mkdir(parents=True, exist_ok=True)
         coarse = Image.fromarray(draw.integers(0, 256, (height // 8, width // 8, 3), np.uint8))
-        fine = np.asarray(coarse.resize(MADE_UP_SIZE, Image.Resampling.BICUBIC), np.int16)
+        fine = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.int16)
         pixels = np.clip(fine + draw.integers(-12, 13, fine.shape), 0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.jpg", quality=90)
     return root

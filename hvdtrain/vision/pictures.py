@@ -53,7 +53,9 @@ class ImageData:
     in_memory: bool = True
 
 
-def load(source: str, *, world: World, image_size: int | None = None, strict: bool = False) -> ImageData:
+def load(
+    source: str, *, world: World, image_size: int | None = None, strict: bool = False, reduced: bool = True
+) -> ImageData:
     """Loads the data on every rank; collective. Needs PyTorch.
 
     Args:
@@ -63,6 +65,7 @@ def load(source: str, *, world: World, image_size: int | None = None, strict: bo
         world: the ranks.
         image_size: pixels on a side of a folder's or synthetic pictures; None: 224.
         strict: a picture that cannot be read is an error; else it is left out, and reported.
+        reduced: as `hvdtrain.torch.ImageFiles` has it.
 
     Raises:
         ConfigError: on every rank, if one of them cannot have the data.
@@ -72,7 +75,7 @@ def load(source: str, *, world: World, image_size: int | None = None, strict: bo
         source = "cifar10" if all(together(world, cifar10.cache().is_file)) else "digits"
     kind = kind_of(source)
     if kind == "folder":
-        return _folder(source, world, image_size or IMAGE_SIZE, strict)
+        return _folder(source, world, image_size or IMAGE_SIZE, strict=strict, reduced=reduced)
     if kind == "synthetic":
         return _in_memory(datasets.synthetic(size=image_size or IMAGE_SIZE), kind, pad=0, flip=True)
     if kind == "cifar10":
@@ -135,7 +138,7 @@ def _in_memory(images: datasets.Images, recipe: str, *, pad: int, flip: bool) ->
     )
 
 
-def _folder(source: str, world: World, image_size: int, strict: bool) -> ImageData:
+def _folder(source: str, world: World, image_size: int, **settings: Any) -> ImageData:
     """Files that are decoded while training, by worker processes."""
     import hvdtrain.torch as hvt
 
@@ -153,8 +156,8 @@ def _folder(source: str, world: World, image_size: int, strict: bool) -> ImageDa
         sha256=_fingerprint(train, val),
         classes=len(train.classes),
         image_size=image_size,
-        train=hvt.ImageFiles(train, train=True, size=image_size, strict=strict),
-        val=hvt.ImageFiles(val, train=False, size=image_size, strict=strict),
+        train=hvt.ImageFiles(train, train=True, size=image_size, **settings),
+        val=hvt.ImageFiles(val, train=False, size=image_size, **settings),
         samples=len(train),
         val_samples=len(val),
         augment=None,  # they bring their own

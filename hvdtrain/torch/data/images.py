@@ -16,6 +16,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.torch.data.augment import IMAGENET_MEAN, IMAGENET_STD, Normalise
@@ -24,6 +25,8 @@ from hvdtrain.torch.data.workers import Unreadable
 # What PIL raises for files that are cut off, broken, or no images, and the system for files that are gone
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 JPEG_START = b"\xff\xd8\xff"
+ORIENTATION = 0x0112  # in EXIF; from 5 on, height and width change places
+REDUCTIONS = (8, 4, 2)  # that libjpeg's inverse transform has for nothing
 # None in a torchvision that was built without libjpeg
 _JPEG = decode_jpeg if hasattr(torch.ops.image, "decode_jpeg") else None
 
@@ -44,6 +47,10 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
     For training: a random part of 8 % to 100 % of the area, scaled to the size, mirrored or not (Szegedy et al. 2015).
     Else: the shorter side scaled to `resize`, and the centre.
 
+    A JPEG that has at least twice the pixels on a side that are needed is decoded at half of them, a quarter or an
+    eighth, which libjpeg does while it decodes; what is scaled after that is never enlarged for it. The part that is
+    drawn is the same, its edges to the nearest pixel of the smaller picture.
+
     Grey, palette and CMYK images become RGB, and images that were taken with a turned camera (EXIF) are turned back.
     A file that cannot be read is left out, named and counted by the loader, or refused.
 
@@ -56,6 +63,8 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
         transform: takes the place of crops and scaling: of a uint8 picture [3, H, W], for example by
             `torchvision.transforms.v2`; its random numbers depend on the sample's place in the epoch only.
         augment: what the loader does to whole batches; by default it normalises by ImageNet's mean and deviation.
+        reduced: large JPEGs are decoded at a fraction of their pixels; False: always at all of them. Where there is a
+            `transform`, which is given the whole picture, it makes no difference.
     """
 
     def __init__(
@@ -68,17 +77,16 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
         strict: bool = False,
         transform: Callable[[Tensor], Tensor] | None = None,
         augment: Any = None,
+        reduced: bool = True,
     ) -> None:
         resize = resize or size * 256 // 224
         if size < 1 or resize < size:
             raise ConfigError("size >= 1, and the shorter side is not scaled below it", f"size={size}, resize={resize}")
         self.files = files
         self.strict = strict
-        if train:
-            own = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
-        else:
-            own = v2.Compose([v2.Resize(resize, antialias=True), v2.CenterCrop(size)])
-        self.transform = transform or own
+        self.reduced = reduced
+        self.transform = transform
+        self._part = _RandomPart(size) if train else _Centre(size, resize)
         self.augment = augment or Normalise(IMAGENET_MEAN, IMAGENET_STD)
 
     @property
@@ -91,10 +99,49 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         path = self.files.path(index)
         try:
-            image = decode(path)
+            picture = Picture(path)
+            image = picture.decode() if self.transform else self._part(picture, self.reduced)
         except UNREADABLE as error:
             return Unreadable(path, _reason(error, path), fatal=self.strict)
-        return self.transform(image), int(self.files.labels[index])
+        return self.transform(image) if self.transform else image, int(self.files.labels[index])
+
+
+class _RandomPart:
+    """A random part of a picture, mirrored or not."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._crop, self._flip = size, v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()
+
+    def __call__(self, picture: Picture, reduced: bool) -> Tensor:
+        part = self._crop.make_params([torch.empty((3, *picture.size), device="meta")])
+        by = reduction(min(part["height"], part["width"]), self.size) if reduced else 1
+        if by > 1:
+            return self._flip(picture.decode_part(**part, size=self.size, reduction=by))
+        return self._flip(F.resized_crop(picture.decode(), **part, size=[self.size, self.size], antialias=True))
+
+
+class _Centre:
+    """The centre of a picture whose shorter side is scaled."""
+
+    def __init__(self, size: int, resize: int) -> None:
+        self.size, self.resize = size, resize
+        self._transform = v2.Compose([v2.Resize(resize, antialias=True), v2.CenterCrop(size)])
+
+    def __call__(self, picture: Picture, reduced: bool) -> Tensor:
+        by = reduction(min(picture.size), self.resize) if reduced else 1
+        if by == 1:
+            return self._transform(picture.decode())
+        scaled = [int(self.resize * side / min(picture.size)) for side in picture.size]  # and cut out, as v2 does it
+        top, left = (
+            round((side - self.size) / 2) * whole / side for side, whole in zip(scaled, picture.size, strict=True)
+        )
+        height, width = (self.size * whole / side for side, whole in zip(scaled, picture.size, strict=True))
+        return picture.decode_part(top=top, left=left, height=height, width=width, size=self.size, reduction=by)
+
+
+def reduction(pixels: int, needed: int) -> int:
+    """1, 2, 4 or 8: the largest at which so many pixels are still the needed ones."""
+    return next((its for its in REDUCTIONS if pixels >= its * needed), 1)
 
 
 def _reason(error: Exception, path: str) -> str:
@@ -104,32 +151,74 @@ def _reason(error: Exception, path: str) -> str:
     return f"{type(error).__name__}: {error}".replace(repr(path), "it")
 
 
-def decode(path: str) -> Tensor:
-    """Returns the picture in RGB, upright: uint8 [3, H, W].
+class Picture:
+    """A file's picture: of known size before it is decoded, and then in RGB and upright.
 
-    JPEGs are decoded by torchvision, which saves a copy or two; pillow does what torchvision cannot, and gives the same
-    pixels, as both use libjpeg.
+    Attributes:
+        size: height and width, upright, in pixels.
 
     Raises:
-        OSError, ValueError, ...: one of `UNREADABLE`.
+        OSError, ValueError, ...: one of `UNREADABLE`; `decode` likewise.
     """
-    with open(path, "rb") as file:
-        data = file.read()
-    if _JPEG is not None and data.startswith(JPEG_START):
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        with suppress(RuntimeError):  # a kind of JPEG that it does not know (CMYK, in some versions), or broken
-            return _JPEG(buffer, ImageReadMode.RGB, apply_exif_orientation=True)
-    return decode_by_pillow(data)
+
+    def __init__(self, path: str) -> None:
+        with open(path, "rb") as file:
+            self._data = file.read()
+        with warnings.catch_warnings():
+            # broken EXIF data and odd palettes: the pixels are what counts, and they are there or not
+            warnings.simplefilter("ignore")
+            self._image = Image.open(io.BytesIO(self._data))
+            turned = 1
+            with suppress(*UNREADABLE):
+                turned = self._image.getexif().get(ORIENTATION, 1)
+        self._turned = turned if turned in range(2, 9) else 1
+        width, height = self._image.size
+        self.size = (width, height) if self._turned >= 5 else (height, width)
+
+    def decode(self, reduction: int = 1) -> Tensor:
+        """Returns uint8 [3, H, W].
+
+        JPEGs are decoded by torchvision, which saves a copy or two; pillow does what torchvision cannot, and gives the
+        same pixels, as both use libjpeg.
+
+        Args:
+            reduction: 1, 2, 4 or 8: a JPEG is decoded with that fraction of the pixels on each side, rounded up.
+        """
+        if _JPEG is not None and reduction == 1 and self._turned == 1 and self._data.startswith(JPEG_START):
+            buffer = torch.frombuffer(bytearray(self._data), dtype=torch.uint8)
+            with suppress(RuntimeError):  # a kind of JPEG that it does not know (CMYK, in some versions), or broken
+                return _JPEG(buffer, ImageReadMode.RGB)
+        return self.decode_by_pillow(reduction)
+
+    def decode_by_pillow(self, reduction: int = 1) -> Tensor:
+        """`decode`, for every format there is."""
+        with self._image:
+            return _tensor(self._upright(reduction))
+
+    def decode_part(self, *, top: float, left: float, height: float, width: float, size: int, reduction: int) -> Tensor:
+        """Returns a part of the upright picture, given by its pixels, scaled: uint8 [3, size, size]."""
+        with self._image:
+            image = self._upright(reduction)
+            by = reduction if image.size != self.size[::-1] else 1  # no JPEG
+            # The last row and column are filled up to a whole pixel; they are the first where the picture was turned
+            right = image.width - self.size[1] / by if self._turned in (2, 3, 6, 7) else 0
+            down = image.height - self.size[0] / by if self._turned in (3, 4, 7, 8) else 0
+            start, first = left / by + right, top / by + down
+            end, last = min(start + width / by, image.width), min(first + height / by, image.height)
+            return _tensor(image.resize((size, size), Image.Resampling.BILINEAR, (start, first, end, last)))
+
+    def _upright(self, reduction: int) -> Image.Image:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image: Image.Image = self._image
+            if reduction > 1:
+                image.draft(None, (image.width // reduction, image.height // reduction))
+            if self._turned > 1:
+                image = ImageOps.exif_transpose(image)
+            if image.mode in ("P", "LA", "PA"):  # transparency in a palette: RGB of it is by way of RGBA
+                image = image.convert("RGBA")
+            return image.convert("RGB")
 
 
-def decode_by_pillow(data: bytes) -> Tensor:
-    """`decode`, of a whole file's bytes, for every format there is."""
-    with warnings.catch_warnings():
-        # broken EXIF data and odd palettes: the pixels are what counts, and they are there or not
-        warnings.simplefilter("ignore")
-        with Image.open(io.BytesIO(data)) as image:
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode in ("P", "LA", "PA"):  # transparency in a palette: RGB of it is by way of RGBA
-                upright = upright.convert("RGBA")
-            picture = np.array(upright.convert("RGB"))
-    return torch.from_numpy(picture).permute(2, 0, 1).contiguous()
+def _tensor(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

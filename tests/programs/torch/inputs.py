@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from loader_alone import Numbers, acted, refused
 from passing import run_all
-from pictures import CORRUPT, write_folder
+from pictures import CORRUPT, TURNED_90, write_folder
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torchvision.transforms import v2
@@ -79,8 +79,8 @@ def case_normalise() -> None:
 
 def case_files_of_all_kinds_are_decoded(folder: Path) -> None:
     ant = write_folder(folder) / "train" / "ant"
-    for decode in (images.decode, lambda path: images.decode_by_pillow(Path(path).read_bytes())):
-        decoded_right(ant, lambda name, decode=decode: decode(str(ant / name)).permute(1, 2, 0).numpy())
+    for decode in (images.Picture.decode, images.Picture.decode_by_pillow):
+        decoded_right(ant, lambda name, decode=decode: decode(images.Picture(str(ant / name))).permute(1, 2, 0).numpy())
     assert images._JPEG is not None  # else both ways were the same
 
 
@@ -125,6 +125,71 @@ def case_image_files(folder: Path) -> None:
     own = hvt.ImageFiles(train, train=True, transform=lambda image: torch.tensor(image.shape), augment=None)
     assert own[0][0].tolist() == [3, 24, 32]
     refused(lambda: hvt.ImageFiles(train, train=False, size=32, resize=16), "size=32, resize=16")
+
+
+def smooth_jpeg(path: Path, size: tuple[int, int], **options: Any) -> Path:
+    """A picture whose neighbours are alike, as a photograph's are, and whose corners are not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    coarse = np.random.Generator(np.random.PCG64(7)).integers(0, 256, (9, 12, 3), np.uint8)
+    Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(path, quality=95, **options)
+    return path
+
+
+def samples_of(folder: Path, train: bool, **settings: Any) -> list[torch.Tensor]:
+    """Of one picture, by the seeds 0 to 19."""
+    files, found = hvt.ImageFiles(load_folder(folder)[0], train=train, size=16, resize=20, **settings), []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        found.append(files[0][0].int())
+    return found
+
+
+def apart(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """The mean difference of two pictures, of the pair where it is largest."""
+    return max((one - other).abs().double().mean().item() for one, other in zip(some, others, strict=True))
+
+
+def case_large_jpegs_are_decoded_at_a_fraction(folder: Path) -> None:
+    assert [images.reduction(pixels, 20) for pixels in (1, 39, 40, 79, 80, 159, 160, 999)] == [1, 1, 2, 2, 4, 4, 8, 8]
+    exif = Image.Exif()
+    exif[images.ORIENTATION] = TURNED_90
+    for number, size in enumerate([(1001, 667), (640, 480), (321, 500), (60, 44)]):
+        for name, options in {"plain": {}, "turned": {"exif": exif}, "dense": {"subsampling": 0}}.items():
+            root = folder / f"{number}-{name}"
+            path = smooth_jpeg(root / "a" / "0.jpg", size, **options)
+            turned = name == "turned"
+            whole = images.Picture(str(path))
+            assert whole.size == tuple(size if turned else size[::-1]) == tuple(whole.decode().shape[1:])
+            for by in (2, 4, 8):
+                wanted = [-(-side // by) for side in whole.size]
+                assert list(images.Picture(str(path)).decode(by).shape[1:]) == wanted, (size, by)
+            with Image.open(path) as image:
+                plain = v2.functional.pil_to_tensor(ImageOps.exif_transpose(image))
+            cuts = {
+                True: v2.Compose([v2.RandomResizedCrop(16, antialias=True), v2.RandomHorizontalFlip()]),
+                False: v2.Compose([v2.Resize(20, antialias=True), v2.CenterCrop(16)]),
+            }
+            for train, cut in cuts.items():
+                expected = []
+                for seed in range(20):
+                    torch.manual_seed(seed)
+                    expected.append(cut(plain).int())
+                # All pixels, and plain torchvision does the rest; then the same parts of fewer pixels
+                assert apart(samples_of(root, train, reduced=False), expected) == 0
+                ours = samples_of(root, train)
+                limit = 4 if number < 3 else 8  # of few pixels: it is scaled down twice, by other filters
+                assert 0 < apart(ours, expected) < limit, (size, name, train, apart(ours, expected))
+                if train:  # the negative twin: other parts, and the other side first
+                    assert apart(ours, expected[1:] + expected[:1]) > 20
+                    assert apart(ours, [its.flip(-1) for its in expected]) > 20
+    ours = hvt.ImageFiles(load_folder(folder / "0-plain")[0], train=True, transform=lambda image: image)
+    assert ours[0][0].shape == (3, 667, 1001)  # a transform of the user's own gets the whole picture
+
+
+def case_broken_exif_is_no_broken_picture(folder: Path) -> None:
+    path = smooth_jpeg(folder / "a" / "0.jpg", (64, 48), exif=b"Exif\0\0II*\0\xff\xff\xff\x7f")
+    for decode in (images.Picture.decode, images.Picture.decode_by_pillow):
+        assert decode(images.Picture(str(path))).shape == (3, 48, 64)
 
 
 def case_class_scores() -> None:

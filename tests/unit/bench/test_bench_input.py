@@ -28,7 +28,10 @@ def arguments(*flags: str) -> argparse.Namespace:
 
 def test_the_fewest_workers_that_are_nearly_the_best() -> None:
     rates = {"hvdtrain, 0 workers": [50.0], "hvdtrain, 2 workers": [96.0, 1.0, 97.0], "hvdtrain, 8 workers": [100.0]}
-    assert bench.recommend({**rates, "DataLoader, 4 workers": [1000.0]}) == 2
+    assert (
+        bench.recommend({**rates, "DataLoader, 4 workers": [1000.0], "hvdtrain, 0 workers, decoded whole": [999.0]})
+        == 2
+    )
     rates["hvdtrain, 2 workers"] = [90.0]
     assert bench.recommend(rates) == 8
 
@@ -80,11 +83,15 @@ def test_report_says_when_the_target_is_missed() -> None:
         "machine": stats.machine(), "load_after": 0.0, "device": "cpu",
         "memory": {"images_per_s": {"DataLoader, 0 workers": [100.0], "hvdtrain": [999.0]}},
         "files": {
-            "images_per_s": {"DataLoader, 0 workers": [10.0], "hvdtrain, 0 workers": [11.0]}, "data": "files",
-            "recommended_workers": 0,
+            "images_per_s": {
+                "DataLoader, 0 workers": [10.0],
+                "hvdtrain, 0 workers": [11.0], f"hvdtrain, 0 workers{bench.WHOLE}": [5.5],
+            },
+            "data": "files", "recommended_workers": 0,
         },
     }  # fmt: skip
     assert "MISSED" in bench.report(result)
+    assert "at a fraction: 2.000 [2.000, 2.000] times the images/s of hvdtrain, 0 workers, dec" in bench.report(result)
     result["memory"]["images_per_s"]["hvdtrain"] = [1000.0]  # type: ignore[index]
     assert "MISSED" not in bench.report(result) and "workers=0" in bench.report(result)
 
