@@ -17,6 +17,7 @@ COMMANDS = {
     "launch": ("hvdtrain.commands.launch", "run a command on N ranks of many hosts, and end them together"),
     "doctor": ("hvdtrain.commands.doctor", "say what is wrong with this machine or cluster, and the fix"),
     "why": ("hvdtrain.commands.why", "say why a run hung or was killed: who, where, and what to do"),
+    "rehearse": ("hvdtrain.commands.rehearse", "try your script on as many ranks as it shall have, on this machine"),
     "guard": ("hvdtrain.guard", "run your Horovod script, and name what in it would train wrong, with file and line"),
     "migrate": (
         "hvdtrain.migrate",

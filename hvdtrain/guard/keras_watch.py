@@ -179,7 +179,7 @@ class KerasWatch:
         session = self._session
         for number in numbers:
             steps = self._steps[number] = self._steps.get(number, 0) + 1
-            session.steps[f"Keras optimizer {number}"] = steps
+            session.stepped(f"Keras optimizer {number}")
             if steps == 2 or steps % session.every == 0:
                 self._compared[number] = steps
                 self._report(number, steps, "after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import signal
@@ -21,10 +22,48 @@ def run(what: str, argv: Sequence[str], module: bool, *, warn: bool, report: Pat
     Raises:
         ConfigError: there is no such file.
     """
-    if not module and not os.path.isfile(what):
-        raise ConfigError("the script must be a file", what, "hvdtrain guard train.py ..., or -m for a module")
+    source_of(what, module)
     session = Session(warn=warn, report=report, every=every)
     hooks.install({**torch_watch.hooks(session), **keras_watch.hooks(session)})
+    try:
+        code = execute(what, argv, module)
+    except SystemExit:
+        session.close()
+        raise
+    (session.close if code else session.finish)()
+    return code
+
+
+def source_of(what: str, module: bool) -> Path:
+    """Returns the file of a script or module, which is not imported.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not module:
+        if not os.path.isfile(what):
+            raise ConfigError("the script must be a file", what, "its path, train.py; or -m for a module")
+        return Path(what)
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(what)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{what}.__main__")
+    except ModuleNotFoundError:
+        found = None
+    finally:
+        sys.path.remove(os.getcwd())
+    if found is None or found.origin is None:
+        raise ConfigError("-m takes the name of a module that Python finds", what, "-m package.train, from its folder")
+    return Path(found.origin)
+
+
+def execute(what: str, argv: Sequence[str], module: bool) -> int:
+    """Runs a script or module as Python would; returns its exit code.
+
+    Raises:
+        SystemExit: it asks for another code than 0.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as `python script.py` has it; the command line's own unwinds
     sys.argv = [what, *argv]
     sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(what))
@@ -35,13 +74,11 @@ def run(what: str, argv: Sequence[str], module: bool, *, warn: bool, report: Pat
             runpy.run_path(what, run_name="__main__")
     except SystemExit as ended:
         if ended.code not in (None, 0):
-            session.close()
             raise
     except BaseException as error:
         _print_as_python_would(error)
-        session.close()
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # as Python does
         return 130 if isinstance(error, KeyboardInterrupt) else 1
-    session.finish()
     return 0
 
 
@@ -51,7 +88,7 @@ def _print_as_python_would(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")
-        if name != "runpy" and not name.startswith("hvdtrain.guard"):
+        if name != "runpy" and not name.startswith(("hvdtrain.guard", "hvdtrain.commands.rehearse")):
             frames.append(trace)
         trace = trace.tb_next
     for outer, inner in zip(frames, frames[1:], strict=False):

@@ -192,6 +192,11 @@ class Session:
         with self.collective(original.__name__ + (f" of {name!r}" if name else "")):
             return original(*args, **kwargs)
 
+    def stepped(self, name: str) -> None:
+        """An optimizer has done an update."""
+        self.steps[name] = self.steps.get(name, 0) + 1
+        self.tracker.stepped(max(self.steps.values()))
+
     def joined(self) -> None:
         """All ranks have joined: each has done updates of its own number, and counts anew."""
         self.joins += 1

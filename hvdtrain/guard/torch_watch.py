@@ -186,7 +186,7 @@ class TorchWatch:
         steps += 1
         self._steps[number] = (joins, steps)
         name = f"optimizer {number}"
-        session.steps[name] = session.steps.get(name, 0) + 1
+        session.stepped(name)
         if steps <= 2 or steps % session.every == 0:
             self._compare(optimizer, number)
 

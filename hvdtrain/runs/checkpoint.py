@@ -22,6 +22,7 @@ from hvdtrain.core.world import World, current
 from hvdtrain.runs import preemption
 from hvdtrain.runs.checkpoint_files import MANIFEST, STRIPED, direction_of, local_copy, read_manifest, verify
 from hvdtrain.runs.checkpoint_folder import Folder, Info, Written, fill, name_of, read_info, unusable_info
+from hvdtrain.runs.folder import place_of
 from hvdtrain.runs.log import RunLog
 from hvdtrain.runs.parts import Part, Progress
 from hvdtrain.runs.together import Together
@@ -63,7 +64,7 @@ class Checkpointer:
             raise ConfigError("keep must be a whole number >= 1", f"keep={keep!r}")
         if mode not in ("min", "max", None):
             raise ConfigError('mode must be "min" or "max"', f"mode={mode!r}")
-        self.directory = Path(directory).absolute()  # wherever the program goes
+        self.directory = place_of(directory).absolute()  # wherever the program goes
         self.folder = Folder(self.directory, keep, best, mode or ("min" if best is None else direction_of(best)))
         self.asynchronous = asynchronous
         self.run = run

@@ -6,12 +6,26 @@ Only the standard library is used, so that a wrong directory is reported before 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from pathlib import Path
 
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import job_of, restarts
 from hvdtrain.runs.log_files import read_run
+
+REHEARSAL = "HVDTRAIN_REHEARSAL"
+
+
+def place_of(path: str | os.PathLike[str]) -> Path:
+    """Returns where a program writes what it wants to have in a directory: there; in a rehearsal (`hvdtrain rehearse`)
+    below the rehearsal's own folder, as a rehearsed job neither goes on with the user's runs nor writes over them.
+    """
+    folder, wanted = os.environ.get(REHEARSAL), Path(path)
+    if not folder or wanted.absolute().is_relative_to(folder):
+        return wanted
+    number = hashlib.sha256(os.fsencode(wanted.absolute())).hexdigest()[:8]
+    return Path(folder) / "written" / f"{wanted.name}-{number}"
 
 
 def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str) -> Path:
@@ -26,29 +40,39 @@ def choose_run_dir(wanted: Path | None, stem: str, *, resume: bool, data_sha256:
     Raises:
         ConfigError: nothing to resume, or a run on other data; `runs` cannot be written.
     """
-    root = Path("runs")
-    newest = max(_numbered(stem), default=0)
+    root = place_of("runs")
     if resume:
-        run_dir = wanted or root / f"{stem}-{newest}"
+        run_dir = wanted or root / f"{stem}-{max(_numbered(root, stem), default=0)}"
         _check_resumable(run_dir, data_sha256)
         return run_dir
     if wanted is not None:
         return wanted
+    try:
+        return next_folder(root, stem)
+    except OSError as error:
+        received = f"{root.absolute()}: {error.strerror}"
+        raise ConfigError("a run needs a directory to write to", received, "name one: --run-dir DIR") from error
+
+
+def next_folder(root: Path, stem: str) -> Path:
+    """Makes the next free folder `<stem>-N` below `root`, and returns it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    number = max(_numbered(root, stem), default=0)
     while True:
-        newest += 1
+        number += 1
         try:
-            (root / f"{stem}-{newest}").mkdir(parents=True)  # ours now: another run takes the next number
-            return root / f"{stem}-{newest}"
+            (root / f"{stem}-{number}").mkdir(parents=True)  # ours now: another run takes the next number
+            return root / f"{stem}-{number}"
         except FileExistsError:
             continue
-        except OSError as error:
-            received = f"{root.absolute()}: {error.strerror}"
-            raise ConfigError("a run needs a directory to write to", received, "name one: --run-dir DIR") from error
 
 
-def _numbered(stem: str) -> dict[int, Path]:
-    """The directories `runs/<stem>-N`, by number, in its order."""
-    named = {path.name.removeprefix(f"{stem}-"): path for path in Path("runs").glob(f"{stem}-*")}
+def _numbered(root: Path, stem: str) -> dict[int, Path]:
+    """The directories `<stem>-N` below `root`, by number, in its order."""
+    named = {path.name.removeprefix(f"{stem}-"): path for path in root.glob(f"{stem}-*")}
     return dict(sorted((int(number), path) for number, path in named.items() if number.isdecimal()))
 
 
@@ -62,7 +86,11 @@ def choose_run(wanted: Path | None, stem: str, *, resume: bool, data_sha256: str
         ConfigError: as `choose_run_dir`; or the job has made several runs, so that it takes a name to tell which.
     """
     if not resume and restarts(os.environ):
-        own = [run_dir for run_dir in ([wanted] if wanted else _numbered(stem).values()) if goes_on(run_dir)]
+        own = [
+            run_dir
+            for run_dir in ([wanted] if wanted else _numbered(place_of("runs"), stem).values())
+            if goes_on(run_dir)
+        ]
         if len(own) > 1 and job_of(os.environ):
             received = f"restart {restarts(os.environ)} of {job_of(os.environ)}, which made {', '.join(map(str, own))}"
             raise ConfigError("a job that is started again goes on with its run", received, "name it: --run-dir DIR")

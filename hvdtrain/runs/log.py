@@ -28,6 +28,7 @@ from hvdtrain.core.launchers import job_of
 from hvdtrain.core.world import World
 from hvdtrain.runs import gpu, log_files, stats
 from hvdtrain.runs.bottleneck import Facts, phases_per_rank, verdict
+from hvdtrain.runs.folder import place_of
 from hvdtrain.runs.log_files import read_events, read_run
 
 __all__ = ["RunLog", "read_events", "read_run", "run_status"]
@@ -70,7 +71,7 @@ class RunLog:
         progress: bool = True,
         tensorboard: bool = True,
     ) -> None:
-        self.run_dir = Path(run_dir)
+        self.run_dir = place_of(run_dir)
         self.world = world
         self._run: dict[str, Any] = {}  # what run.json holds; on rank 0, as are all files
         self._lock: TextIO | None = None

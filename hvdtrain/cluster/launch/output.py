@@ -16,6 +16,7 @@ from typing import IO, Any, TextIO
 from hvdtrain.cluster.hosts import Host, Slot
 from hvdtrain.cluster.launch.failures import Failure
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.runs.folder import next_folder
 
 _LOOK_S = 0.1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -67,7 +68,7 @@ class Logs:
             ConfigError: it cannot be written.
         """
         try:
-            self.folder = folder or _next_folder(Path("runs"))
+            self.folder = folder or next_folder(Path("runs"), "launch")
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             received = f"{error.filename}: {error.strerror}"
@@ -180,15 +181,3 @@ def failure_block(failure: Failure, logs: Logs) -> str:
         lines += ["  its last lines:", *(f"  | {line}" for line in failure.lines)]
     lines.append(f"  logs: {logs.path(failure.rank) if failure.rank is not None else logs.folder}")
     return "\n".join(lines)
-
-
-def _next_folder(root: Path) -> Path:
-    numbers = [path.name.removeprefix("launch-") for path in root.glob("launch-*")]
-    number = max((int(text) for text in numbers if text.isdecimal()), default=0)
-    while True:
-        number += 1
-        try:
-            (root / f"launch-{number}").mkdir(parents=True)  # ours now: another launcher takes the next
-            return root / f"launch-{number}"
-        except FileExistsError:
-            continue

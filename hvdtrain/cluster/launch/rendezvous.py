@@ -14,6 +14,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+HOLD_S = 0.5
+
 
 def serve(address: str, places: Sequence[Any]) -> Any:
     """Returns Horovod's server, listening at `address` on a free port, not yet serving.
@@ -25,15 +27,40 @@ def serve(address: str, places: Sequence[Any]) -> Any:
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+    class Handler(RendezvousHandler):
+        """Holds who asks for what is not there yet, for a while: Horovod asks again every 10 ms, from each rank."""
+
+        def _get_value(self, scope: str, key: str) -> Any:
+            its = self.server
+            with its.changed:
+                its.changed.wait_for(lambda: its.closed or key in its.cache.get(scope, {}), HOLD_S)
+                return its.cache.get(scope, {}).get(key)
+
+        def _put_value(self, scope: str, key: str, value: bytes) -> None:
+            super()._put_value(scope, key, value)
+            with self.server.changed:
+                self.server.changed.notify_all()
+
     class Server(RendezvousHTTPServer):
         daemon_threads = True
+        request_queue_size = 1024  # ranks come all at once
+        closed = False
+        changed: threading.Condition | None = None
+
+        def server_close(self) -> None:
+            super().server_close()
+            if self.changed is not None:  # it has listened
+                with self.changed:
+                    self.closed = True
+                    self.changed.notify_all()
 
         def server_bind(self) -> None:
             # HTTPServer asks DNS for this address's name, which can take half a minute and is not needed
             socketserver.TCPServer.server_bind(self)
             self.server_name, self.server_port = self.server_address[:2]
 
-    server = Server((address, 0), RendezvousHandler, False)
+    server = Server((address, 0), Handler, False)
+    server.changed = threading.Condition(server.cache_lock)
     server.init([SlotInfo(*place) for place in places])
     return server
 

@@ -76,6 +76,7 @@ class Tracker:
 
     Attributes:
         updates, meetings: completed so far; the same on every rank that is in step.
+        steps: of the training, where `updates` counts other operations beside them (`hvdtrain guard`).
         longest_s: that this rank has been in one update.
         watch: ends with `close`.
         remedy: what to do when ranks are not in step, for programs that are not written with hvdtrain.
@@ -93,6 +94,7 @@ class Tracker:
         self.rank, self.size = rank, size
         self.on = on and size > 1
         self.updates = self.meetings = 0
+        self.steps: int | None = None
         self.phase: Callable[[], str] = str
         self.longest_s = 0.0
         self._update: Place | None = None
@@ -168,7 +170,7 @@ class Tracker:
 
     def _mark(self, place: int) -> None:
         if self.ring is not None:
-            self.ring.note(place, self.updates, self.meetings)
+            self.ring.note(place, self.updates, self.meetings, self.updates if self.steps is None else self.steps)
 
     def _compare(self, comm: Engine, place: Place, value: float) -> float:
         line = "" if place.kind in (BARRIER, END) else (place.line or "").partition(": ")[0]
@@ -231,6 +233,11 @@ class Tracker:
         if self.on:
             self._update = Place("update", self.updates + 1, key)
             self._mark(UPDATE)
+
+    def stepped(self, steps: int) -> None:
+        """Notes how many updates a training has done whose every operation is noted as an update."""
+        self.steps = steps
+        self._mark(UPDATE if self._update is not None else NOWHERE)
 
     def end_update(self) -> None:
         """Notes that the reduction is complete."""

@@ -51,10 +51,10 @@ class Ring:
         self._counts = memoryview(self._page)[:64].cast("q")
         self._counts[0] = _MAGIC
 
-    def note(self, place: int, updates: int, meetings: int) -> None:
+    def note(self, place: int, updates: int, meetings: int, steps: int) -> None:
         """Notes a change of place; by the thread that trains."""
         counts = self._counts
-        counts[1], counts[2], counts[3] = place, updates, meetings
+        counts[1], counts[2], counts[3], counts[4] = place, updates, meetings, steps
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Writes what else is known of the rank; by one thread."""
@@ -137,4 +137,4 @@ def read_ring(path: Path) -> dict[str, Any] | None:
             texts.append(json.loads(page[start : start + _SLOTS[1] - _SLOTS[0] - 1].rstrip(b"\0")))
     newest: dict[str, Any] = max(texts, key=lambda text: text["time"], default={})
     place = _PLACES[counts[1]] if 0 <= counts[1] < len(_PLACES) else ""
-    return {**newest, "in": place, "updates": counts[2], "meetings": counts[3]}
+    return {**newest, "in": place, "updates": counts[2], "meetings": counts[3], "steps": counts[4]}

@@ -309,10 +309,10 @@ def test_a_page_outlives_its_rank(tmp_path: Path) -> None:
     assert page is not None
     page.tell({"rank": 1, "phase": "input"})
     page.tell({"rank": 1, "phase": "forward"})
-    page.note(ring.UPDATE, 41, 7)
+    page.note(ring.UPDATE, 41, 7, 41)
     found = ring.read_ring(page.path)
     assert found is not None and found.pop("time") <= time.time()
-    assert found == {"rank": 1, "phase": "forward", "in": "in an update", "updates": 41, "meetings": 7}
+    assert found == {"rank": 1, "phase": "forward", "in": "in an update", "updates": 41, "meetings": 7, "steps": 41}
     assert page.path.stat().st_size == mmap.PAGESIZE
     page.remove()
     assert not page.path.parent.exists() and ring.read_ring(page.path) is None

@@ -54,7 +54,7 @@ def test_pages_of_killed_ranks_are_told(tmp_path: Path) -> None:
         page = open_ring(tmp_path, "token", rank)
         assert page is not None
         page.tell({"rank": rank, "host": "node", "pid": 7, "phase": "forward"})
-        page.note(UPDATE, 40 + rank, 3)
+        page.note(UPDATE, 40 + rank, 3, 40 + rank)
     said = why(tmp_path)
     assert said.startswith(f"{tmp_path}: killed") and "40 update(s) done, in an update, in phase forward" in said
     assert why(tmp_path / FOLDER / "rank-0.ring").count("update(s) done") == 1

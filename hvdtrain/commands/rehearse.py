@@ -1,0 +1,240 @@
+"""`hvdtrain rehearse`: a training on as many ranks as it shall have, on this machine, for a few updates.
+
+The ranks are real ones, on Horovod and on CPU, forked from one process that has imported their libraries. What hvdtrain
+refuses, proves and watches while it trains is found here, before a cluster is waited for: ranks that wait for one
+another at different places, that hang, or take another number of steps; that train on the same data; rates and
+memory at that size. A plain Horovod script is watched as `hvdtrain guard` does it.
+
+What hvdtrain would write (run logs, checkpoints) goes into the rehearsal's folder, and no checkpoint is gone on from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hvdtrain.cluster.rehearsal import Ranks, import_shared, imported_by, slots_of
+from hvdtrain.core import flags
+from hvdtrain.core.errors import ConfigError, LauncherError
+
+EPILOG = """\
+examples:
+  hvdtrain rehearse -np 64 train.py --epochs 90
+  hvdtrain rehearse -np 16 --per-host 4 --updates 0 train.py       to the script's end
+  hvdtrain rehearse -np 64 -m hvdtrain.keras_mnist
+
+exit code: 0 if nothing was found; the rank's that failed first (76: ranks wait for one another, 75: one hangs, 77: what
+guard has found, 2: refused), 128+N if signal N ended it; 130 for Ctrl-C
+"""
+PROGRAM = "hvdtrain rehearse"
+UPDATES, LIMIT_S = 5, 170.0
+_LOOK_S = 0.2
+_LEAST_FREE = 0.05  # of the machine's memory
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hvdtrain rehearse`."""
+    parser.description, parser.epilog = __doc__, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "hvdtrain rehearse -np N [flags] (SCRIPT | -m MODULE) ..."
+    add = parser.add_argument
+    # fmt: off
+    add("-np", type=flags.whole(1), required=True, metavar="N", help="ranks")
+    add("--per-host", type=flags.whole(1), metavar="N", help="on each host, as ranks are told (default: all on one)")
+    add("--updates", type=flags.whole(0), default=UPDATES, metavar="N",
+        help="end once each rank has done so many; 0: at the script's end (default: %(default)s)")
+    add("--limit", type=flags.positive, default=LIMIT_S, metavar="S",
+        help="end after so long, with what was seen (default: %(default)g)")
+    add("--log-dir", type=Path, metavar="DIR", help="a log a rank, and what hvdtrain writes, goes there (default: the"
+        " next runs/rehearsal-N)")
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    add("script", metavar="SCRIPT", help="what each rank runs")
+    add("argv", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    # fmt: on
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rehearses; returns the exit code. In a rank it returns, too: with the script's."""
+    from hvdtrain.guard.script import execute, source_of
+
+    path = source_of(args.script, args.module)
+    source = path.read_text(encoding="utf-8", errors="replace")
+    watched = "hvdtrain" not in source
+    cores = len(os.sched_getaffinity(0))
+    folder = _folder(args.log_dir)
+    own = _variables(args.np, cores, folder)
+    os.environ.update(own)
+    try:
+        names = imported_by(source, os.environ.get("KERAS_BACKEND") or "tensorflow")
+    except SyntaxError as error:
+        raise ConfigError(
+            "a script is Python that can be compiled", f"{path}, line {error.lineno}: {error.msg}"
+        ) from None
+    # guard's hooks are for what is imported after them
+    import_shared([name for name in names if not watched or not name.startswith("horovod")])
+    what = "watched as by hvdtrain guard" if watched else "on hvdtrain"
+    say(f"{args.np} ranks of {args.script}, {what}, on {cores} core(s); logs in {folder}")
+    ranks = Ranks(args.np, folder)
+    ranks.fork(slots_of(args.np, args.per_host or args.np), own)
+    if ranks.number is not None:  # no `finally` is around this: a rank goes on as the program
+        if not watched:
+            return execute(args.script, args.argv, args.module)
+        from hvdtrain.guard import script
+
+        return script.run(args.script, args.argv, args.module, warn=False, report=None, every=1)
+    with _signals_raise():
+        try:
+            return _watch(ranks, args)
+        finally:
+            ranks.end()
+
+
+def say(text: str) -> None:
+    """Tells the user something that no rank has written."""
+    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+
+
+def _folder(wanted: Path | None) -> Path:
+    from hvdtrain.runs.folder import next_folder
+
+    try:
+        if wanted is None:
+            return next_folder(Path("runs"), "rehearsal").absolute()
+        wanted.mkdir(parents=True, exist_ok=True)
+        if any(wanted.iterdir()):
+            raise ConfigError("a rehearsal's folder is new, or empty", str(wanted), "name another: --log-dir DIR")
+    except OSError as error:
+        received = f"{error.filename}: {error.strerror}"
+        raise ConfigError("a rehearsal needs a folder to write to", received, "name one: --log-dir DIR") from error
+    return wanted.absolute()
+
+
+def _variables(np: int, cores: int, folder: Path) -> dict[str, str]:
+    """What ranks get that have far too few cores: patience, one thread each, and no GPU, which cannot be forked."""
+    from hvdtrain.cluster.launch import environment
+    from hvdtrain.core.in_step.arrival import TIMEOUT_VARIABLE
+    from hvdtrain.core.in_step.hang import HANG_VARIABLE
+    from hvdtrain.runs.folder import REHEARSAL
+
+    crowd = np / cores
+    patience = {
+        HANG_VARIABLE: f"{20 + crowd:.0f}",
+        # each rank's thread looks so often for work: at Horovod's own 1 ms they would take all cores
+        "HOROVOD_CYCLE_TIME": f"{max(1.0, crowd):.0f}",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{60 + 4 * crowd:.0f}",
+        TIMEOUT_VARIABLE: f"{120 + 4 * crowd:.0f}",
+    }
+    found = environment.defaults(1, 1) | patience
+    return {name: os.environ.get(name) or value for name, value in found.items()} | {
+        "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", REHEARSAL: str(folder)
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and a closed terminal unwind already; so does Ctrl-C, once."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _watch(ranks: Ranks, args: argparse.Namespace) -> int:
+    from hvdtrain.cluster.launch.failures import as_exit_code, described, first_failure, settled
+
+    shown, memory = 0, dict[int, tuple[int, int]]()
+    while True:
+        time.sleep(_LOOK_S)
+        ranks.reap()
+        shown = _show(ranks, shown)
+        done = ranks.updates()
+        memory = memory | ranks.memory_kb()
+        ends = list(ranks.ends.values())
+        over = len(ends) == ranks.np
+        first = first_failure(ends)
+        if first is not None and (over or settled(ends, time.monotonic())):
+            _show(ranks, shown)
+            say(f"rank {first.rank} failed first, after {min(done)} update(s): {described(first.code, first.host)}")
+            if first.rank:
+                for line in first.lines:
+                    print(f"  | {line}", file=sys.stderr)
+            say(f"log: {ranks.log(first.rank)}")
+            return as_exit_code(first.code)
+        if over or 0 < args.updates <= min(done):
+            return _well(ranks, done, memory, over)
+        if time.monotonic() - ranks.began_s > args.limit:
+            return _late(ranks, args.limit, done)
+        _check_room(ranks)
+
+
+def _show(ranks: Ranks, shown: int) -> int:
+    """Passes on what rank 0 has written since; returns how much that is."""
+    with ranks.log(0).open("rb") as log:
+        log.seek(shown)
+        text = log.read()
+    sys.stdout.buffer.write(text)
+    sys.stdout.flush()
+    return shown + len(text)
+
+
+def _well(ranks: Ranks, done: list[int], memory: Mapping[int, tuple[int, int]], over: bool) -> int:
+    came = "to the script's end" if over else f"for {min(done)} update(s)"
+    say(f"{ranks.np} ranks went on together {came}, and nothing was found in {time.monotonic() - ranks.began_s:.0f} s")
+    for line in (*_rates(ranks.folder), *_memory(memory)):
+        say(line)
+    if not over:
+        say("not rehearsed: what comes later in the script (--updates 0: to its end)")
+    return 0
+
+
+def _late(ranks: Ranks, limit_s: float, done: list[int]) -> int:
+    """The time is over."""
+    slow = done.index(min(done))
+    if min(done) > 0:
+        say(f"{limit_s:g} s are over after {min(done)} update(s): nothing was found so far (--limit, --updates)")
+        return 0
+    raise LauncherError(
+        f"each rank does an update within {limit_s:g} s",
+        f"rank {slow}: none yet; its last words: {' | '.join(ranks.last_lines(slow)[-3:]) or 'none'}",
+        "a larger --limit, a smaller model or batch, or fewer ranks: all of them share this machine's cores.\n"
+        f"Whether a rank waits for something: {ranks.log(slow)}",
+    )
+
+
+def _check_room(ranks: Ranks) -> None:
+    memory = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    total, free = int(memory["MemTotal:"]), int(memory["MemAvailable:"])
+    if free < _LEAST_FREE * total:
+        raise LauncherError(
+            "all ranks have room in this machine's memory",
+            f"{ranks.np} ranks have left {free >> 10} of {total >> 10} MiB",
+            "fewer ranks (-np), a smaller model, batch or data set",
+        )
+
+
+def _memory(memory: Mapping[int, tuple[int, int]]) -> Iterator[str]:
+    """What ranks hold, in words."""
+    if memory:
+        own = {rank: kib >> 10 for rank, (kib, _) in memory.items()}
+        others = [mib for rank, mib in own.items() if rank]
+        shared = max(kib for _, kib in memory.values()) >> 10
+        first = [f"rank 0 holds {own[0]} MiB of its own"] if 0 in own else []
+        rest = [f"the others {min(others)} to {max(others)}"] if others else []
+        yield f"memory on CPU: {', '.join(first + rest)}, beside {shared} MiB of libraries that they share here only"
+
+
+def _rates(folder: Path) -> Iterator[str]:
+    """The learning rate of the last update that a run log has noted."""
+    from hvdtrain.runs.log_files import read_events
+
+    for path in sorted((folder / "written").glob("**/run.json")):
+        rates = [event["lr"] for event in read_events(path.parent) if event.get("lr") is not None]
+        if rates:
+            yield f"learning rate: {rates[0]:.6g} at the first update that was noted, {rates[-1]:.6g} at the last"

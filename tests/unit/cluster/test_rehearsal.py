@@ -1,0 +1,54 @@
+"""What a rehearsal imports before it forks, and the places of its ranks; no process is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cluster.rehearsal import imported_by, slots_of
+from hvdtrain.commands import rehearse
+from hvdtrain.runs import folder
+
+
+@pytest.mark.parametrize(
+    ("source", "backend", "found"),
+    [
+        ("import os", "tensorflow", []),
+        ("import torch.nn as nn\nimport horovod.torch as hvd", "tensorflow", ["torch", "horovod.torch"]),
+        ("def main():\n    from torchvision import models", "tensorflow", ["torchvision"]),
+        ("import keras", "tensorflow", ["tensorflow", "horovod.tensorflow"]),
+        ("import keras", "torch", ["torch", "horovod.torch"]),
+        ("from hvdtrain import keras", "torch", ["torch", "horovod.torch"]),
+        ("import hvdtrain.torch as hvt", "torch", ["torch", "horovod.torch"]),
+        ("from . import torch\nimport torchlike, tensorflow_datasets", "tensorflow", []),
+    ],
+)
+def test_what_a_script_imports_is_imported_before(source: str, backend: str, found: list[str]) -> None:
+    assert imported_by(source, backend) == found
+
+
+def test_places_are_those_of_a_job_on_hosts() -> None:
+    slots = slots_of(5, 2)
+    assert [slot.rank for slot in slots] == list(range(5)) and {slot.size for slot in slots} == {5}
+    assert [(slot.local_rank, slot.local_size) for slot in slots] == [(0, 2), (1, 2), (0, 2), (1, 2), (0, 1)]
+    assert [(slot.cross_rank, slot.cross_size) for slot in slots] == [(0, 3), (0, 2), (1, 3), (1, 2), (2, 3)]
+    assert len({slot.host.name for slot in slots}) == 3
+
+
+def test_a_rehearsed_program_writes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert folder.place_of("runs/a") == Path("runs/a")
+    monkeypatch.setenv(folder.REHEARSAL, str(tmp_path / "rehearsal"))
+    placed = {path: folder.place_of(path) for path in ("runs/a", "b/a", "/data/a")}
+    assert len(set(placed.values())) == 3 and all(its.is_relative_to(tmp_path / "rehearsal") for its in placed.values())
+    assert folder.place_of(placed["b/a"] / "c") == placed["b/a"] / "c"
+    chosen, resume = folder.choose_run(None, "net", resume=False, data_sha256="")
+    assert chosen.is_dir() and chosen.is_relative_to(tmp_path / "rehearsal") and not resume
+    assert not (tmp_path / "runs").exists()
+
+
+def test_memory_in_words() -> None:
+    (line,) = rehearse._memory({0: (2048, 1 << 20), 1: (3 << 10, 1 << 19), 2: (5 << 10, 0)})
+    assert "rank 0 holds 2 MiB of its own, the others 3 to 5, beside 1024 MiB" in line
+    assert list(rehearse._memory({})) == []
