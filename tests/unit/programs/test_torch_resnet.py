@@ -19,7 +19,8 @@ def test_flags_are_frozen() -> None:
     assert flags == {
         "-h", "--help", "--model", "--epochs", "--per-rank-batch", "--accumulate", "--optimizer", "--lr", "--schedule",
         "--warmup-epochs", "--weight-decay", "--label-smoothing", "--clip", "--amp", "--sync-batchnorm", "--seed",
-        "--data", "--image-size", "--workers", "--strict", "--decode-whole", "--run-dir", "--resume", "--weights", "--save-every",
+        "--data", "--image-size", "--workers", "--strict", "--run-dir", "--resume", "--weights", "--save-every",
+        "--decode-whole",
         "--engine", "--device", "--gpus-per-rank", "--compression", "--channels-last", "--compile", "--watch-every",
         "--zero", "--pipeline", "--micro-batches", "--pipeline-schedule", "--remat", "--plan",
     }  # fmt: skip
