@@ -136,6 +136,8 @@ class Ranks:
                 os.dup2(source, target)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         os.environ.update(env)
+        if "numpy" in sys.modules:  # seeded anew in each process that imports it; Python's random does so in a fork
+            sys.modules["numpy"].random.seed()
 
     def log(self, rank: int) -> Path:
         """Returns the file with what a rank has written to both streams."""

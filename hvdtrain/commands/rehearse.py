@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from hvdtrain.cluster.launch import processes
 from hvdtrain.cluster.rehearsal import Ranks, import_shared, imported_by, slots_of
 from hvdtrain.core import flags
 from hvdtrain.core.errors import ConfigError, LauncherError
@@ -60,7 +61,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rehearses; returns the exit code. In a rank it returns, too: with the script's."""
+    """Rehearses; returns the exit code. In a rank it returns, too: with the script's.
+
+    This process only waits for another one, which is the ranks' parent, and ends what that one leaves: so whichever of
+    the two is killed, no rank and nothing that a rank has started goes on.
+    """
+    processes.adopt_orphans()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.fork()
+    if parent:
+        return processes.guard(parent, passes_on=True)
+    os.setpgid(0, 0)  # Ctrl-C comes from the guard, once
+    processes.die_with_parent(signal.SIGTERM)
+    return _rehearse(args)
+
+
+def _rehearse(args: argparse.Namespace) -> int:
     from hvdtrain.guard.script import execute, source_of
 
     path = source_of(args.script, args.module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,16 @@ def test_it_ends_in_time(tmp_path: Path) -> None:
     few = rehearse(tmp_path, "-np", 2, "--updates", 2, TRAINS, tmp_path / "own", 500)
     assert few.returncode == 0 and re.search(r"for \d+ update\(s\), and nothing was found", few.err), few.text
     assert "--updates 0: to its end" in few.err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("ancestor", [1, 2])
+def test_whoever_gets_a_signal_nothing_is_left(ancestor: int, number: int, tmp_path: Path) -> None:
+    """Which the harness looks at."""
+    done = rehearse(tmp_path, "-np", 2, "--updates", 0, PROGRAMS / "horovod" / "rehearsal_ends.py", number, ancestor)
+    by_signal = number == signal.SIGKILL and ancestor == 2  # its own guard
+    assert done.returncode == (-number if by_signal else 128 + number), done.text
 
 
 def test_what_cannot_be_rehearsed_is_refused_at_once(tmp_path: Path) -> None:

@@ -99,10 +99,15 @@ def command_of(pid: int) -> str:
     return b" ".join(words).decode(errors="replace")[:200]
 
 
-def guard(agent: int) -> int:
-    """Waits for the agent process, then kills what it left; returns its exit code."""
+def guard(agent: int, *, passes_on: bool = False) -> int:
+    """Waits for the agent process, then kills what it left; returns its exit code.
+
+    Args:
+        agent: that process, a child of this one, which has adopted orphans.
+        passes_on: a signal goes to it as it came; else as SIGTERM.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda *_: send([agent], signal.SIGTERM))
+        signal.signal(number, lambda came, _: send([agent], came if passes_on else signal.SIGTERM))
     while True:
         try:
             pid, status = os.waitpid(-1, os.WUNTRACED)
