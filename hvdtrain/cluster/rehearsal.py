@@ -138,6 +138,8 @@ class Ranks:
         os.environ.update(env)
         if "numpy" in sys.modules:  # seeded anew in each process that imports it; Python's random does so in a fork
             sys.modules["numpy"].random.seed()
+        if "torch" in sys.modules:
+            sys.modules["torch"].seed()
 
     def log(self, rank: int) -> Path:
         """Returns the file with what a rank has written to both streams."""

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -35,6 +36,8 @@ guard has found, 2: refused), 128+N if signal N ended it; 130 for Ctrl-C
 """
 PROGRAM = "hvdtrain rehearse"
 UPDATES, LIMIT_S = 5, 170.0
+COMPARED_EVERY = 100  # as guard has it by default, beside the first updates
+STUCK_S = 15.0
 _LOOK_S = 0.2
 _LEAST_FREE = 0.05  # of the machine's memory
 
@@ -81,7 +84,11 @@ def _rehearse(args: argparse.Namespace) -> int:
     from hvdtrain.guard.script import execute, source_of
 
     path = source_of(args.script, args.module)
-    source = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        with tokenize.open(path) as file:  # by its byte-order mark and encoding line
+            source = file.read()
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError("a script is Python that can be read", f"{path}: {error}") from None
     watched = "hvdtrain" not in source
     cores = len(os.sched_getaffinity(0))
     folder = _folder(args.log_dir)
@@ -104,7 +111,7 @@ def _rehearse(args: argparse.Namespace) -> int:
             return execute(args.script, args.argv, args.module)
         from hvdtrain.guard import script
 
-        return script.run(args.script, args.argv, args.module, warn=False, report=None, every=1)
+        return script.run(args.script, args.argv, args.module, warn=False, report=None, every=COMPARED_EVERY)
     with _signals_raise():
         try:
             return _watch(ranks, args)
@@ -167,11 +174,14 @@ def _watch(ranks: Ranks, args: argparse.Namespace) -> int:
     from hvdtrain.cluster.launch.failures import as_exit_code, described, first_failure, settled
 
     shown, memory = 0, dict[int, tuple[int, int]]()
+    came, moved_s = 0, ranks.began_s
     while True:
         time.sleep(_LOOK_S)
         ranks.reap()
         shown = _show(ranks, shown)
         done = ranks.updates()
+        if min(done) > came:
+            came, moved_s = min(done), time.monotonic()
         memory = memory | ranks.memory_kb()
         ends = list(ranks.ends.values())
         over = len(ends) == ranks.np
@@ -187,7 +197,7 @@ def _watch(ranks: Ranks, args: argparse.Namespace) -> int:
         if over or 0 < args.updates <= min(done):
             return _well(ranks, done, memory, over)
         if time.monotonic() - ranks.began_s > args.limit:
-            return _late(ranks, args.limit, done)
+            return _late(ranks, args.limit, done, time.monotonic() - moved_s)
         _check_room(ranks)
 
 
@@ -211,9 +221,15 @@ def _well(ranks: Ranks, done: list[int], memory: Mapping[int, tuple[int, int]], 
     return 0
 
 
-def _late(ranks: Ranks, limit_s: float, done: list[int]) -> int:
+def _late(ranks: Ranks, limit_s: float, done: list[int], still_s: float) -> int:
     """The time is over."""
     slow = done.index(min(done))
+    if min(done) > 0 and still_s > STUCK_S:
+        raise LauncherError(
+            f"ranks get along until {limit_s:g} s are over",
+            f"rank {slow}: no update for {still_s:.0f} s after {done[slow]}; it may be slow, or hang",
+            f"a larger --limit, which tells: a hang is named; what it has written: {ranks.log(slow)}",
+        )
     if min(done) > 0:
         say(f"{limit_s:g} s are over after {min(done)} update(s): nothing was found so far (--limit, --updates)")
         return 0

@@ -71,7 +71,7 @@ def execute(what: str, argv: Sequence[str], module: bool) -> int:
         if module:
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(what, run_name="__main__")
+            runpy.run_path(os.path.abspath(what), run_name="__main__")  # as `__file__` of a program is
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
