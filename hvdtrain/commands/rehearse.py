@@ -11,7 +11,6 @@ What hvdtrain would write (run logs, checkpoints) goes into the rehearsal's fold
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
@@ -112,11 +111,11 @@ def _rehearse(args: argparse.Namespace) -> int:
         from hvdtrain.guard import script
 
         return script.run(args.script, args.argv, args.module, warn=False, report=None, every=COMPARED_EVERY)
-    with _signals_raise():
-        try:
-            return _watch(ranks, args)
-        finally:
-            ranks.end()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell runs in the background
+    try:
+        return _watch(ranks, args)
+    finally:
+        ranks.end()
 
 
 def say(text: str) -> None:
@@ -158,16 +157,6 @@ def _variables(np: int, cores: int, folder: Path) -> dict[str, str]:
     return {name: os.environ.get(name) or value for name, value in found.items()} | {
         "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", REHEARSAL: str(folder)
     }  # fmt: skip
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM and a closed terminal unwind already; so does Ctrl-C, once."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _watch(ranks: Ranks, args: argparse.Namespace) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import runpy
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from hvdtrain.core.errors import ConfigError
@@ -22,7 +22,8 @@ def run(what: str, argv: Sequence[str], module: bool, *, warn: bool, report: Pat
     Raises:
         ConfigError: there is no such file.
     """
-    source_of(what, module)
+    if not module:
+        source_of(what, module)
     session = Session(warn=warn, report=report, every=every)
     hooks.install({**torch_watch.hooks(session), **keras_watch.hooks(session)})
     try:
@@ -44,15 +45,12 @@ def source_of(what: str, module: bool) -> Path:
         if not os.path.isfile(what):
             raise ConfigError("the script must be a file", what, "its path, train.py; or -m for a module")
         return Path(what)
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.util.find_spec(what)
-        if found is not None and found.submodule_search_locations is not None:
-            found = importlib.util.find_spec(f"{what}.__main__")
-    except ModuleNotFoundError:
-        found = None
-    finally:
-        sys.path.remove(os.getcwd())
+    found, places = None, [os.getcwd(), *sys.path]
+    for part in what.split("."):  # importlib.util.find_spec would import the packages, before guard's hooks are there
+        found = PathFinder.find_spec(part, places)
+        places = list(found.submodule_search_locations or []) if found is not None else []
+    if found is not None and found.submodule_search_locations is not None:
+        found = PathFinder.find_spec("__main__", places)
     if found is None or found.origin is None:
         raise ConfigError("-m takes the name of a module that Python finds", what, "-m package.train, from its folder")
     return Path(found.origin)

@@ -95,7 +95,7 @@ class Session:
         door, where = watch.listen(found, {}) if rank == 0 else (None, None)
         meeting, where = broadcast((meeting, where))
         self.tracker = watch.start(rank, size, meeting, listener)
-        self.tracker.remedy = _OUT_OF_STEP
+        self.tracker.remedy, self.tracker.steps = _OUT_OF_STEP, 0
         self._judge = Judge(size)
         if not where.addresses:
             return

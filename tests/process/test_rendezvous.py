@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,12 +42,17 @@ def ask(server: Any, method: str, key: str, body: bytes | None = None) -> tuple[
 def asking(server: Any, key: str) -> tuple[threading.Thread, list[tuple[int, bytes]]]:
     """Somebody who has asked, and waits."""
     found: list[tuple[int, bytes]] = []
+    waits, wait_for = threading.Event(), server.changed.wait_for
+
+    def waiting(*args: Any) -> Any:
+        waits.set()  # by who has the lock, which a PUT takes: it comes when this one waits
+        return wait_for(*args)
+
+    server.changed.wait_for = waiting
     thread = threading.Thread(target=lambda: found.append(ask(server, "GET", key)))
     thread.start()
-    until = time.monotonic() + LONG_S
-    while not server.changed._waiters and time.monotonic() < until:
-        time.sleep(0.01)
-    assert server.changed._waiters
+    assert waits.wait(LONG_S)
+    server.changed.wait_for = wait_for
     return thread, found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -91,6 +92,51 @@ def test_every_way_to_part_is_named(way: str, tmp_path: Path) -> None:
     check_named(rehearse(tmp_path, "-np", 3, "--updates", 0, PARTED, way), way)
 
 
+def test_a_rank_finds_what_a_process_of_its_own_would(tmp_path: Path) -> None:
+    """Random numbers that nobody has seeded, and where it lies; of a file that begins with a byte-order mark."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    program = package / "own.py"
+    program.write_text(
+        "import os, random\nimport numpy as np\nimport torch\nimport horovod.torch as hvd\nhvd.init()\n"
+        "seen = random.random(), np.random.rand(), torch.rand(1).item(), os.path.isabs(__file__)\n"
+        "print(hvd.rank(), *seen, flush=True)\n",
+        encoding="utf-8-sig",
+    )
+    runs = [[os.path.relpath(program)], ["-m", "package.own"]]
+    for number, words in enumerate(runs):
+        folder = tmp_path / f"rehearsal-{number}"
+        arguments = ["-m", "hvdtrain", "rehearse", "--log-dir", str(folder), "-np", "2", "--updates", "0", *words]
+        done = run_ranks(arguments, 1, launcher="none", cwd=tmp_path if number else None)
+        assert done.returncode == 0, done.text
+        one, other = ((folder / f"rank-{rank:04d}.log").read_text().split() for rank in range(2))
+        assert one[0] == "0" and other[0] == "1" and one[4] == other[4] == "True"
+        assert all(mine != its for mine, its in zip(one[1:4], other[1:4], strict=True)), (one, other)
+
+
+@pytest.mark.thorough
+def test_a_tape_that_broadcasts_after_its_first_step_is_clean(tmp_path: Path) -> None:
+    """As Horovod's own examples for TensorFlow do; and the twin, that never does."""
+    program = tmp_path / "tape.py"
+    program.write_text(
+        "import sys\nimport tensorflow as tf\nimport horovod.tensorflow as hvd\nhvd.init()\n"
+        "tf.random.set_seed(hvd.rank())\nw = tf.Variable(tf.random.normal([4, 1]))\n"
+        "opt = tf.keras.optimizers.SGD(0.01)\n"
+        "for step in range(6):\n"
+        "    x = tf.random.normal([8, 4])\n"
+        "    with tf.GradientTape() as tape:\n        loss = tf.reduce_mean((x @ w - 1) ** 2)\n"
+        "    tape = hvd.DistributedGradientTape(tape)\n"
+        "    opt.apply_gradients(zip(tape.gradient(loss, [w]), [w]))\n"
+        "    if step == 0 and not sys.argv[1:]:\n        hvd.broadcast_variables([w], root_rank=0)\n"
+    )
+    clean = rehearse(tmp_path, "-np", 2, "--updates", 0, program)
+    assert clean.returncode == 0 and "nothing was found" in clean.err, clean.text
+    (tmp_path / "rehearsal").rename(tmp_path / "clean")
+    never = rehearse(tmp_path, "-np", 2, "--updates", 0, program, "never")
+    assert never.returncode == 77 and "broadcast" in never.text, never.text
+
+
 @pytest.mark.thorough
 def test_it_ends_in_time(tmp_path: Path) -> None:
     """After the updates that were asked for; with what was wrong; and when the time is over."""
@@ -103,6 +149,9 @@ def test_it_ends_in_time(tmp_path: Path) -> None:
     late = rehearse(tmp_path, "-np", 2, "--limit", 15, program)
     assert late.returncode == REFUSED and "each rank does an update within 15 s" in late.err, late.text
     (tmp_path / "rehearsal").rename(tmp_path / "late")
+    stuck = rehearse(tmp_path, "-np", 2, "--updates", 0, "--limit", 28, PARTED, "all_loop")
+    assert stuck.returncode == REFUSED and re.search(r"no update for \d+ s after 4", stuck.err), stuck.text
+    (tmp_path / "rehearsal").rename(tmp_path / "stuck")
     raised = rehearse(tmp_path, "-np", 2, program, "raises")
     assert raised.returncode == 1 and "rank 1 failed first, after 0 update(s): exit code 1" in raised.err, raised.text
     assert "| OSError: no disk" in raised.err

@@ -49,7 +49,7 @@ class ImageFiles(torch.utils.data.Dataset[Any]):
 
     A JPEG that has at least twice the pixels on a side that are needed is decoded at half of them, a quarter or an
     eighth, which libjpeg does while it decodes; what is scaled after that is never enlarged for it. The part that is
-    drawn is the same, its edges to the nearest pixel of the smaller picture.
+    drawn is the same, to fractions of a pixel.
 
     Grey, palette and CMYK images become RGB, and images that were taken with a turned camera (EXIF) are turned back.
     A file that cannot be read is left out, named and counted by the loader, or refused.
