@@ -31,3 +31,35 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
 def test_what_the_thread_has_found_is_told_by_the_exit_code(end: str) -> None:
     done = run_ranks(["-c", PROGRAM.format(end=end)], 1, launcher="none", timeout_s=60)
     assert done.returncode == HUNG_CODE and "the rule" in done.text, done.text
+
+
+FAILS = """
+import socket
+from hvdtrain.core.in_step import watch
+
+class Odd:
+    socket = None
+    def send(self, **said):
+        raise RuntimeError("no link at all")
+
+watch.end_all(["the rule", "what came", "the remedy"], 0, [Odd()], "hvdtrain", 75)
+"""
+PROXY = """
+import multiprocessing.pool, weakref
+from hvdtrain.core.in_step import watch
+
+class Gone: pass
+gone = Gone()
+proxy = weakref.proxy(gone)
+del gone
+watch._end_children()
+"""
+
+
+def test_words_that_fail_do_not_cost_the_exit_code() -> None:
+    done = run_ranks(["-c", FAILS], 1, launcher="none", timeout_s=60)
+    assert done.returncode == HUNG_CODE and "the rule" in done.text, done.text
+
+
+def test_an_object_that_cannot_be_looked_at_keeps_no_worker_alive() -> None:
+    run_ranks(["-c", PROXY], 1, launcher="none", timeout_s=60).check()

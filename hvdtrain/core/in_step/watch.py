@@ -281,10 +281,13 @@ def end_all(
         code: that the process ends with.
     """
     with ending():
-        _speak_and_end(error, rank, links, program, code)
+        try:
+            _speak(error, rank, links, program, code)
+        finally:
+            end_now(code)  # whatever goes wrong with the words
 
 
-def _speak_and_end(error: list[str], rank: int, links: Sequence[Link], program: str, code: int) -> NoReturn:
+def _speak(error: list[str], rank: int, links: Sequence[Link], program: str, code: int) -> None:
     rule, received, remedy = error
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -307,14 +310,15 @@ def _speak_and_end(error: list[str], rank: int, links: Sequence[Link], program: 
         with contextlib.suppress(OSError, ValueError):
             while time.monotonic() < deadline:
                 link.receive(0.1)
-    end_now(code)
 
 
 def _end_children() -> None:
     """Ends this rank's workers: one in an endless loop would outlive it, and keep the launcher waiting."""
     pools: Any = sys.modules.get("multiprocessing.pool")
     for found in gc.get_objects() if pools is not None else ():
-        if isinstance(found, pools.Pool):  # its thread would start another for each that ends
+        if issubclass(
+            type(found), pools.Pool
+        ):  # (a weak proxy's `__class__` may raise) its thread would start another for each that ends
             found._worker_handler._state = pools.TERMINATE
     multiprocessing = sys.modules.get("multiprocessing")
     with contextlib.suppress(OSError, ValueError):
