@@ -316,9 +316,8 @@ def _end_children() -> None:
     """Ends this rank's workers: one in an endless loop would outlive it, and keep the launcher waiting."""
     pools: Any = sys.modules.get("multiprocessing.pool")
     for found in gc.get_objects() if pools is not None else ():
-        if issubclass(
-            type(found), pools.Pool
-        ):  # (a weak proxy's `__class__` may raise) its thread would start another for each that ends
+        # not isinstance, which asks for `__class__`: a weak proxy whose object is gone raises
+        if issubclass(type(found), pools.Pool):  # its thread would start another for each that ends
             found._worker_handler._state = pools.TERMINATE
     multiprocessing = sys.modules.get("multiprocessing")
     with contextlib.suppress(OSError, ValueError):
