@@ -26,6 +26,7 @@ from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report
 from hvdtrain.cluster.protocol import BEAT_S
 from hvdtrain.commands import command_lines, host_flags
 from hvdtrain.core import flags, launchers
+from hvdtrain.core.engines import TRACE_VARIABLE
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, LauncherError
 from hvdtrain.core.in_step.hang import HANG_VARIABLE
 
@@ -65,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long fewer than --min-np are borne (default: %(default)g)")
     add("--quiet", action="store_true", help="show rank 0's output only, unmarked")
     add("--log-dir", type=Path, metavar="DIR", help="a log a rank goes there (default: the next runs/launch-N)")
+    add("--trace", type=flags.whole(1), metavar="N",
+        help="trace the first N updates of a run that is recorded, for hvdtrain report --trace")
     add("--max-restarts", type=flags.whole(0), default=0, metavar="N",
         help="start the job again when it failed, up to N times in a row without progress (default: 0: never)")
     add("--restart-wait", type=flags.at_least_0, default=60.0, metavar="S",
@@ -158,6 +161,8 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     ours = {launchers.JOB: launchers.job_of(environ) or uuid.uuid4().hex[:12]}
     if args.hang_timeout is not None:
         ours[HANG_VARIABLE] = f"{args.hang_timeout:g}"
+    if args.trace is not None:
+        ours[TRACE_VARIABLE] = str(args.trace)
     env = environment.passed(environ, args.variables, args.env_file) | ours
     timeouts = Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace)
     return _elastic(args, environ, host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands import report_charts, report_data
+from hvdtrain.commands import report_charts, report_data, report_trace
 from hvdtrain.commands.report_data import Run
 from hvdtrain.commands.why import moment
 from hvdtrain.core.errors import ConfigError, install_command
@@ -27,20 +27,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory, or one that holds runs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="(default: RUN/report.html; of several report.html)")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="write RUN/trace.json instead, for ui.perfetto.dev: where"
+        " the time went, update by update where HVDTRAIN_TRACE or `hvdtrain launch --trace` was set",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page, and says where."""
     folders = report_data.find_runs(args.runs)
+    if args.trace:
+        for folder in folders:
+            _write(folder / "trace.json", json.dumps(report_trace.trace(folder)))
+        return 0
     out = args.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     names = _names(folders)
-    text = page([report_data.read(folder, name) for folder, name in zip(folders, names, strict=True)])
+    _write(out, page([report_data.read(folder, name) for folder, name in zip(folders, names, strict=True)]))
+    return 0
+
+
+def _write(out: Path, text: str) -> None:
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError("a report needs a file to write to", f"{out}: {error.strerror}", "--out FILE") from error
     print(out)
-    return 0
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -16,7 +16,7 @@ from hvdtrain.runs.log import read_events, read_run, run_status
 PHASES = (*STEP, *BETWEEN)
 MOST_POINTS = 1000  # of a curve: more than a screen has pixels to tell apart
 WINDOWS = 60  # of a run, for where its time went
-_TOLD = ("step", "epoch", "checkpoint")  # in charts
+_TOLD = ("step", "epoch", "checkpoint", "marks")  # in charts, in a trace
 
 
 @dataclass(frozen=True)

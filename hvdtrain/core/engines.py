@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from hvdtrain.core.errors import ConfigError, LauncherError, RanksLost, build_horovod_command, install_command
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # Horovod counts bytes in places with 32 bits, and every engine needs a second copy of each piece while it travels.
 CHUNK_BYTES = 1 << 28
+# of how many updates a run notes when each phase began (`RunLog`), and has Horovod record what it does
+TRACE_VARIABLE = "HVDTRAIN_TRACE"
 
 
 @runtime_checkable
@@ -199,6 +202,8 @@ class HorovodCollectives(HostCollectives):
 
     def _start(self, start: Callable[[], None]) -> None:
         its, hvd = elastic.active(), self.hvd
+        if os.environ.get(TRACE_VARIABLE):
+            os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")  # or it records nothing later
         if its is None:
             start()
         else:
@@ -225,6 +230,11 @@ class HorovodCollectives(HostCollectives):
             self._start(self.hvd.init)
         except Exception as error:  # of Horovod's, in several forms
             raise RanksLost("all ranks of a formation start Horovod", f"{type(error).__name__}: {error}") from error
+
+    def record_timeline(self, path: Path | None) -> None:
+        """Has Horovod record its operations from now on, on rank 0; None: no more. (Its `docs/timeline.rst`.)"""
+        if self.rank == 0 and os.environ.get("HOROVOD_TIMELINE") == "DYNAMIC":
+            self.hvd.stop_timeline() if path is None else self.hvd.start_timeline(str(path))
 
     def next_name(self) -> str:
         """Returns a name that the next collective has on every rank."""

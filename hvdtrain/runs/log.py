@@ -28,6 +28,7 @@ from hvdtrain.core.launchers import job_of
 from hvdtrain.core.world import World
 from hvdtrain.runs import gpu, log_files, stats
 from hvdtrain.runs.bottleneck import Facts, phases_per_rank, verdict
+from hvdtrain.runs.clock import Tracing
 from hvdtrain.runs.folder import place_of
 from hvdtrain.runs.log_files import read_events, read_run
 
@@ -43,6 +44,9 @@ class RunLog:
 
     A run that ends well ends with the verdict, what held it up: in run.json's result and, with `progress`, as the last
     line. Where a rank has GPUs and nvidia-ml-py is installed, each epoch's event says how busy and full they were.
+
+    With `HVDTRAIN_TRACE=N` (`hvdtrain launch --trace`) the first N updates are traced, for `hvdtrain report --trace`:
+    each rank's changes of phase, and Horovod's timeline.
 
     Args:
         run_dir: made if missing; belongs to one run at a time (a lock that dies with the process).
@@ -92,6 +96,7 @@ class RunLog:
         self._before_end: Callable[[], object] | None = None
         self.facts = Facts(local_size=world.local_size)
         world.on_main(self._open, resume)
+        self._tracing = Tracing.asked_for(os.environ, world, self.run_dir)
         if world.size > 1:
             world.tracker.use_run_dir(self.run_dir)
 
@@ -230,6 +235,8 @@ class RunLog:
             self._gpus.start()  # what came before the first step is no training
         self._take_over()
         self._add_phases(seconds)
+        if self._tracing is not None:
+            self._tracing.update(step)
         position = {"step": step, "epoch": epoch, "samples_seen": samples_seen, "lr": lr}
         if self._events is not None and self._window.add(position, loss, samples, seconds):
             self._end_window()
@@ -252,14 +259,17 @@ class RunLog:
             if not _is_number(value):
                 raise ConfigError("a metric of an epoch is one number", f"{name}={value!r}", f"event(..., {name}=...)")
         self._add_phases(phases or {})
-        gathered = self.world.gather((self._phase_totals, self._gpus.take() if self._gpus is not None else {}))
+        reading = self._gpus.take() if self._gpus is not None else {}
+        gathered = self.world.gather((self._phase_totals, reading, self._tracing.take() if self._tracing else []))
         self._take_over()
-        per_rank, readings = [phases for phases, _ in gathered], [reading for _, reading in gathered]
+        per_rank, readings, marks = map(list, zip(*gathered, strict=True))
         self._phase_totals = {}
         self._end_window()
         self._window.spend(phases or {})  # the events of steps sum to the time of the run, too
         more: dict[str, Any] = {"gpus": readings} if any(readings) else {}
         self.event("epoch", epoch=epoch, metrics=dict(metrics), seconds=seconds, ranks=per_rank, **more)
+        if any(marks):
+            self.event("marks", ranks=marks)
         self._epochs.append({"kind": "epoch", "ranks": per_rank, **more})
         self._say_once_if_unknown(readings)
         if self._line is not None:
@@ -306,12 +316,15 @@ class RunLog:
         self._take_over()
         if self._gpus is not None:
             self._gpus.stop()
+        marks = self._tracing.end() if self._tracing is not None else []
         self._ended = True
         if self._events is None:
             return
         if self._before_end is not None and status in ("finished", "preempted"):
             self._before_end()
         self._end_window()
+        if marks:
+            self.event("marks", ranks=[marks])
         if self._phase_totals and (self.world.size == 1 or not any(map(any, (its["ranks"] for its in self._epochs)))):
             self._epochs.append({"kind": "epoch", "ranks": [self._phase_totals]})  # what no epoch has closed
         found = verdict(phases_per_rank(self._epochs) or [{}], self.facts)

@@ -22,7 +22,7 @@ EXACT = [
 ]  # fmt: skip
 QUICK = [
     "ignore_class", "one_rank_ignored", "mask_zero", "masking_lstm", "mean_of_weights", "weights_zero_on_a_rank",
-    "class_weight", "class_weight_of_soft_labels", "sum", "two_outputs", "lists", "none", "dice_of_the_batch",
+    "class_weight", "sum", "two_outputs", "none", "dice_of_the_batch",
 ]  # fmt: skip
 REFUSED = {
     "none": ("ConfigError", "must be one number", "reduction=None in SparseCategoricalCrossentropy"),

@@ -14,6 +14,7 @@ from limits import Limit
 
 from hvdtrain import keras_mnist
 from hvdtrain.datasets import digits
+from hvdtrain.runs.log import read_events
 
 FEW = 403  # prime: an uneven tail on any number of ranks
 
@@ -30,7 +31,7 @@ def few_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_program(launcher: str, ranks: int, *flags: object, **options: Any) -> Result:
     arguments = ["-m", "hvdtrain.keras_mnist", *map(str, flags)]
     # waiting ranks of Open MPI spin; on a busy machine that starves the ones that compute
-    env = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    env = {"OMPI_MCA_mpi_yield_when_idle": "1", **options.pop("env", {})}
     return run_ranks(arguments, ranks, launcher=launcher, timeout_s=240, env=env, **options)
 
 
@@ -61,7 +62,10 @@ def check_run(result: Result, run_dir: Path, ranks: int) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_ranks_reach_the_accuracy_and_plain_keras_agrees(tmp_path: Path, limit: Limit) -> None:
     flags = ["--epochs", 6, "--run-dir", tmp_path / "run", "--data", "digits"]
-    result = run_program("horovodrun", 2, *flags)
+    result = run_program("horovodrun", 2, *flags, env={"HVDTRAIN_TRACE": "4"})
+    (marks,) = [event["ranks"] for event in read_events(tmp_path / "run") if event["kind"] == "marks"]
+    assert [sum(name == "train_step" for _, name in its) for its in marks] == [4, 4]
+    assert (tmp_path / "run" / "horovod-timeline.json").stat().st_size > 0
     ended = check_run(result, tmp_path / "run", 2)
     assert ended["top1"] >= 0.95 and {"loss", "top1", "weights_sha256"} <= ended.keys()
     limit(

@@ -59,6 +59,11 @@ EXACT = [
     "muon",
     "fp16",
 ]
+# like others, with one option more: with `thorough`
+MORE = [
+    "momentum", "ema", "accumulate", "accumulate_loss_scale", "embedding_sgd", "embedding_dense", "tail_50_accumulate",
+    "tail_embedding", "deferred", "deferred_eagerly", "optimizer_first",
+]  # fmt: skip
 # of Keras' PyTorch backend without `thorough`: one of each mechanism
 OF_TORCH = [
     "sgd", "adam", "clipnorm", "accumulate_clip", "embedding_adam", "embedding_accumulate", "tail_17", "deferred_tail",
@@ -102,8 +107,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 def cases(request: pytest.FixtureRequest, backend: str) -> list[str]:
     """What is run: nothing named is everything."""
     here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
-    everything = backend != "torch" or any(item.get_closest_marker("thorough") for item in here)
-    return [] if everything else [*OF_TORCH, *MICRO, "off", "batchnorm", "jit_compile"]
+    if any(item.get_closest_marker("thorough") for item in here):
+        return []
+    exact = OF_TORCH if backend == "torch" else [case for case in EXACT if case not in MORE]
+    return [*dict.fromkeys([*exact, *MICRO, "off", "batchnorm", "jit_compile"])]
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +157,14 @@ def test_two_ranks_equal_one_process(case: str, backend: str, one: Outcome, two:
 
 
 @TORCH_ON_DEMAND
-@pytest.mark.parametrize("case", [case for case in EXACT if case not in OF_TORCH])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.thorough) if case in MORE else case
+        for case in EXACT
+        if case not in OF_TORCH
+    ],
+)
 def test_two_ranks_equal_one_process_in_every_way(case: str, backend: str, one: Outcome, two: Outcome) -> None:
     skip_where_absent(case, backend)
     check_case(case, backend, one, two, TOLERANCE.get((case, backend), 1e-10))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,10 +13,42 @@ from pathlib import Path
 import pytest
 from harness import PROGRAMS, run_ranks
 
-pytestmark = pytest.mark.thorough
+from hvdtrain.commands.report_trace import HOROVOD
+
 FOUND = {"straggler": "waiting for rank 1", "input": "input bound"}
 BROWSER = shutil.which("chromium")
 LOOK = PROGRAMS / "torch" / "report_in_browser.py"
+
+
+def traced(run: Path) -> dict[tuple[int, str], list[tuple[float, float]]]:
+    """(begin, end) in microseconds of each rank's phases and updates, as `hvdtrain report --trace` has them."""
+    run_ranks(["-m", "hvdtrain", "report", run, "--trace"], 1, launcher="none").check()
+    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for event in json.loads((run / "trace.json").read_text())["traceEvents"]:
+        if event["ph"] == "X" and event["tid"] < 2:
+            found.setdefault((event["pid"], event["name"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    return found
+
+
+def test_a_trace_has_every_ranks_phases_and_horovods_own(tmp_path: Path) -> None:
+    """In the traced updates the slow rank is in its forward pass while the other waits, in Horovod's timeline, too."""
+    program = PROGRAMS / "torch" / "reported.py"
+    run_ranks([program, tmp_path, "straggler"], 2, timeout_s=120, env={"HVDTRAIN_TRACE": "5"}).check()
+    found = traced(tmp_path)
+    for rank in (0, 1):
+        assert {name for one, name in found if one == rank} >= {f"update {number}" for number in range(1, 6)}
+        assert (rank, "update 6") not in found and len(found[rank, "backward"]) == 5
+    for slow, waits in zip(found[1, "forward"], found[0, "communication"], strict=True):
+        assert slow[1] - slow[0] >= 30e3 and min(slow[1], waits[1]) - max(slow[0], waits[0]) > 10e3
+    timeline = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    sums = [its for its in timeline if its.get("name") == "ALLREDUCE" and its["ph"] == "B" and its["pid"] >= HOROVOD]
+    last = max(end for _, end in found[0, "update 5"])
+    assert len(sums) >= 5 and all(0 <= its["ts"] <= last + 1e5 for its in sums)
+
+
+def test_without_the_variable_nothing_is_traced(tmp_path: Path) -> None:
+    run_ranks([PROGRAMS / "torch" / "reported.py", tmp_path, "even"], 2, timeout_s=120).check()
+    assert traced(tmp_path) == {} and not (tmp_path / "horovod-timeline.json").exists()
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +65,7 @@ def reported(*arguments: str | Path) -> str:
     return out.read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", FOUND)
 def test_what_held_a_run_up_is_named(how: str, runs: Path, tmp_path: Path) -> None:
     page = reported(runs / how, tmp_path / "report.html")
@@ -39,6 +73,7 @@ def test_what_held_a_run_up_is_named(how: str, runs: Path, tmp_path: Path) -> No
     assert how == "input" or FOUND["input"] not in page  # while a busy machine makes ranks uneven, too
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(BROWSER is None, reason="chromium is not installed (apt-get install chromium)")
 @pytest.mark.parametrize("which", ["straggler", "all"])
 def test_in_a_browser(which: str, runs: Path, tmp_path: Path) -> None:

@@ -20,24 +20,29 @@ JOBS = {
     "deepspeed-zero1": ("torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
     "deepspeed-zero2": ("torchrun", 2, {"DS_ACCELERATOR": "cpu"}),
 }
+THOROUGH = ("deepspeed", "deepspeed-zero1")
+ENGINES = [pytest.param(engine, marks=[pytest.mark.thorough] * (engine in THOROUGH)) for engine in JOBS]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder: Path = tmp_path_factory.mktemp("checkpoints")
+    here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    thorough = any(item.get_closest_marker("thorough") for item in here)
     return {
         engine: run_ranks([PROGRAM, engine, folder], ranks, launcher=launcher, env=env, timeout_s=180)
         for engine, (launcher, ranks, env) in JOBS.items()
+        if thorough or engine not in THOROUGH
     }
 
 
 @pytest.mark.parametrize("case", torch_cases.names("checkpoints.py"))
-@pytest.mark.parametrize("engine", JOBS)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_checkpoint(case: str, engine: str, results: dict[str, Result]) -> None:
     assert case in torch_cases.passed(results[engine].out), results[engine].text
 
 
-@pytest.mark.parametrize("engine", JOBS)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_program_ends_well(engine: str, results: dict[str, Result]) -> None:
     results[engine].check()
 

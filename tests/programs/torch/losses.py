@@ -1,6 +1,6 @@
 """Losses and layers on ranks, in micro-batches and in stages, against one process of plain PyTorch in float64.
 
-usage: losses.py ENGINE OUT.json [all]    "all" adds stages in micro-batches, and every loss through both calls
+usage: losses.py ENGINE OUT.json [all]    "all": in micro-batches too, and each loss in every way
 
 A loss is "exact" as it is, "weighted" (refused with the weight to give, exact with it), or "refused".
 """
@@ -598,7 +598,7 @@ def look_at(name: str, world: hvdtrain.World, everything: bool) -> list[dict[str
     case, found = CASES[name], []
     wanted = by_hand(case)
     for call, micro_batches in ways(case, name, everything, world.engine):
-        for accumulate in (1, 3):
+        for accumulate in (1, 3) if everything or call == "backward" else (3,):
             one = world.size * accumulate == 1 and micro_batches < 2
             for weight in dict.fromkeys([None, case.weight]):
                 received = on_ranks(case, world, accumulate, call, weight, micro_batches)

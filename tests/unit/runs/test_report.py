@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.commands import report, report_data
+from hvdtrain.commands import report, report_data, report_trace
 
 EVEN = {"input": 0.1, "forward": 1.0, "backward": 2.0, "communication": 0.3, "optimizer": 0.1}
 
@@ -109,11 +109,56 @@ def test_odd_runs_have_a_page(tmp_path: Path) -> None:
     assert len(charts["ranks-0"]["data"][0]["x"]) == 64 and "first 64 of 100 ranks" in many
 
 
+def of_rank(events: list[dict[str, Any]], rank: int, row: int) -> list[tuple[str, float, float]]:
+    mine = [its for its in events if (its["pid"], its.get("tid"), its["ph"]) == (rank, row, "X")]
+    return [(its["name"], its["ts"], its["dur"]) for its in mine]
+
+
+def test_a_trace_has_phases_where_they_were(tmp_path: Path) -> None:
+    marks = [(101.0, "input"), (101.5, "forward"), (102.0, "other"), (102.25, "update 1"), (103.0, "update 2")]
+    other = [(101.25, "input"), (102.5, "update 1")]
+    log = [its | {"time": 105.0} for its in steps(2)[:1]]
+    log[0]["seconds"] = {"input": 1.0, "forward": 3.0}
+    events = [*log, {"time": 106.0, "kind": "marks", "ranks": [marks, other]},
+              {"time": 107.0, "kind": "checkpoint", "sealed_s": 0.5, "blocked_s": 0.1}]  # fmt: skip
+    run = write(tmp_path / "a", events)
+    timeline = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 100_000_000}},
+        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "allreduce.w"}},
+        {"ph": "B", "name": "ALLREDUCE", "ts": 1_750_000, "pid": 1},
+        {"ph": "E", "ts": 1_800_000, "pid": 1},
+    ]
+    text = "[\n" + ",\n".join(map(json.dumps, timeline))
+    (run / "horovod-timeline.json").write_text(text + ',\n{"ph": "B", "na')  # as a job that was killed leaves it
+    found = report_trace.trace(run)["traceEvents"]
+    assert of_rank(found, 0, 0) == [("input", 0.0, 5e5), ("forward", 5e5, 5e5), ("other", 1e6, 1e6)]
+    assert of_rank(found, 0, 1) == [("update 1", 0.0, 1.25e6), ("update 2", 1.25e6, 7.5e5)]
+    assert of_rank(found, 1, 0) == [("input", 2.5e5, 1.25e6)] and of_rank(found, 1, 1) == [("update 1", 2.5e5, 1.25e6)]
+    assert of_rank(found, 0, 2) == [("input", 0.0, 1e6), ("forward", 1e6, 3e6)]
+    assert of_rank(found, 0, 3) == [("checkpoint", 5.5e6, 5e5)]
+    horovod = [its for its in found if its["pid"] == report_trace.HOROVOD + 1]
+    assert [(its["ph"], its.get("ts")) for its in horovod] == [("M", None), ("B", 7.5e5), ("E", 8e5)]
+    assert {its["args"]["name"] for its in found if its.get("name") == "process_name"} == {
+        "rank 0", "rank 1", "Horovod: allreduce.w",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "[", "no JSON", "[{}"])
+def test_a_timeline_that_cannot_be_read_is_left_out(text: str, tmp_path: Path) -> None:
+    run = write(tmp_path / "a", steps(1))
+    (run / "horovod-timeline.json").write_text(text)
+    assert {its["pid"] for its in report_trace.trace(run)["traceEvents"]} <= {0}
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "runs" / "a", steps(1))
     write(tmp_path / "runs" / "b", steps(1))
     assert main(["report", "runs/a"]) == 0 and (tmp_path / "runs/a/report.html").is_file()
     assert main(["report", "runs"]) == 0 and "x a" in (tmp_path / "report.html").read_text()
+    capsys.readouterr()
+    assert main(["report", "runs", "--trace"]) == 0
+    for folder in capsys.readouterr().out.split():
+        assert json.loads(Path(folder).read_text())["traceEvents"]
     assert main(["report", "nowhere"]) == 2 and "no run.json in nowhere" in capsys.readouterr().err
     assert main(["report", "runs/a", "--out", "no/such/file"]) == 2 and "--out FILE" in capsys.readouterr().err
