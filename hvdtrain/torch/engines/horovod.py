@@ -85,6 +85,11 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
 
         return wait
 
+    def shares_memory(self) -> bool:
+        """Whether ranks of one host add up through shared memory; all of them do, or none (docs/horovod.md)."""
+        enabled = getattr(self.hvd, "shared_memory_enabled", lambda: False)  # which other Horovods lack
+        return self.device.type == "cpu" and bool(enabled())
+
     def host_gather(self, array: np.ndarray, counts: Sequence[int]) -> np.ndarray:
         """See `HostCollectives`; bytes are not among what Horovod adds up."""
         with rank_losses():
@@ -119,6 +124,7 @@ class HorovodModel(Reducer):
             bucket_bytes=settings.bucket_bytes or _BUCKET_BYTES[engine.device.type],
             compression=settings.compression,
             staged=settings.staged,
+            where_they_lie=engine.shares_memory,
         )
         self.call: Callable[..., Any] = module
         self._optimizer = optimizer

@@ -4,6 +4,9 @@ Gradients are copied, as they come, into flat buckets; a bucket that is full is 
 afterwards `p.grad` is a view of the bucket. (Buckets: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.)
 With Horovod this also means a handful of tensors to negotiate instead of one a parameter, and no fusion buffer.
 
+Where the engine adds up through shared memory there is nothing to win by a copy: a bucket's large gradients are summed
+where autograd has put them, and small ones alone are copied together.
+
 A model that is cut into stages adds up the gradients of many micro-batches, one stage after the other. Its buckets hold
 gradients of one stage, and are filled by the stage's last backward pass alone: those of the last stage are under way
 while the first ones still run theirs.
@@ -29,58 +32,88 @@ SumAsync = Callable[[Tensor, str], Wait]
 
 _SMALL_BUCKET_BYTES, _DUST_BYTES = 1 << 20, 1 << 16
 OWN_REFERENCES = 3  # to a view while they are counted: the list's, the loop's, the call's
+# to the storage of a gradient that nobody else has: `p.grad`'s, and that of whoever counts
+_OWN_USES = 2
 
 
 class Bucket:
-    """Gradients that travel together: one flat tensor, and a view of it for each parameter."""
+    """Gradients that travel together: one flat tensor, and a view of it for each parameter.
 
-    def __init__(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+    Args:
+        where_they_lie: large gradients do not go into the flat tensor.
+    """
+
+    def __init__(self, name: str, parameters: Sequence[nn.Parameter], where_they_lie: bool = False) -> None:
         self.name = name
         self.parameters = list(parameters)
+        self._lies = [where_they_lie and _is_large(parameter) for parameter in parameters]
         self._allocate()
         self.missing = len(self.parameters)
         self.filled = [False] * len(self.parameters)
-        self.wait: Wait | None = None
+        self.waits: list[Wait] = []
 
     def _allocate(self) -> None:
         first = self.parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
-        pieces = self.flat.split([p.numel() for p in self.parameters])
-        self.views = [_view_like(piece, p) for piece, p in zip(pieces, self.parameters, strict=True)]
+        sizes = [0 if lies else p.numel() for p, lies in zip(self.parameters, self._lies, strict=True)]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.gradients: list[Tensor | None] = [
+            None if lies else _view_like(piece, p)
+            for piece, p, lies in zip(self.flat.split(sizes), self.parameters, self._lies, strict=True)
+        ]
         self.wire = self.flat
 
     def begin(self) -> None:
         """Forgets the last update; where the user has kept `p.grad` of it, that memory is left to the user."""
-        if any(sys.getrefcount(view) > OWN_REFERENCES for view in self.views):
+        if any(view is not None and sys.getrefcount(view) > OWN_REFERENCES for view in self.gradients):
             self._allocate()
         self.missing = len(self.parameters)
         self.filled = [False] * self.missing
-        self.wait = None
+        self.waits = []
 
     def fill(self, index: int) -> None:
         """Takes the gradient of one parameter; zeros where it has none."""
         if not self.filled[index]:
             self.filled[index] = True
             self.missing -= 1
-        parameter, view = self.parameters[index], self.views[index]
-        if parameter.grad is None:
+        parameter, view = self.parameters[index], self.gradients[index]
+        if self._lies[index]:
+            if parameter.grad is None:
+                self.gradients[index] = torch.zeros_like(parameter, requires_grad=False)
+            else:
+                if not _is_its_own(parameter.grad, parameter):
+                    parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(parameter.grad)
+                self.gradients[index] = parameter.grad
+        elif parameter.grad is None:
+            assert view is not None
             view.zero_()
         else:
+            assert view is not None
             view.copy_(parameter.grad)
             parameter.grad = view  # lets go of the memory now: the next layer's gradient takes it, still warm
 
     def send(self, sum_async: SumAsync, wire_type: torch.dtype | None) -> None:
         """Starts the sum over ranks."""
         self.wire = self.flat if wire_type is None else self.flat.to(wire_type)
-        self.wait = sum_async(self.wire, self.name)
+        self.waits = [sum_async(self.wire, self.name)]
+        for index, gradient in enumerate(self.gradients):
+            if self._lies[index]:
+                assert gradient is not None
+                whole = gradient.as_strided((gradient.numel(),), (1,))
+                self.waits.append(sum_async(whole, f"{self.name}.{index}"))
 
-    def receive(self) -> None:
-        """Waits for the sum."""
-        assert self.wait is not None
-        self.wait()
+    def receive(self) -> list[Tensor | None]:
+        """Waits for the sum; returns each parameter's gradient."""
+        for wait in self.waits:
+            wait()
+        self.waits = []  # which hold what was sent
         if self.wire is not self.flat:
             self.flat.copy_(self.wire)
             self.wire = self.flat
+        received = list(self.gradients)
+        for index, lies in enumerate(self._lies):
+            if lies:
+                self.gradients[index] = None  # it is the user's now
+        return received
 
 
 class Reducer:
@@ -92,6 +125,7 @@ class Reducer:
         bucket_bytes: size of a bucket; a larger parameter has one of its own.
         compression: None, "fp16" or "bf16".
         staged: runs the module's passes, if anything but autograd does.
+        where_they_lie: whether large gradients are summed without a copy; asked whenever buckets are made.
     """
 
     def __init__(
@@ -102,12 +136,14 @@ class Reducer:
         bucket_bytes: int,
         compression: str | None = None,
         staged: Staged | None = None,
+        where_they_lie: Callable[[], bool] = lambda: False,
     ) -> None:
         self._module = module
         self._staged = staged
         self._sum_async = sum_async
         self._bucket_bytes = bucket_bytes
         self._wire_type = HALVES[compression] if compression else None
+        self._where_they_lie = where_they_lie
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._state = "outside"  # of a backward pass of ours; "adding up"; "reducing"; "reducing stages"
         self._generation = 0
@@ -119,9 +155,10 @@ class Reducer:
         self._parameters = trainable(self._module)
         self._generation += 1
         self.buckets: list[Bucket] = []
+        lying = self._wire_type is None and self._where_they_lie()
         for parameters, is_last_pass in by_stage(self._parameters, self._staged):
             for group in bucketize(parameters, self._bucket_bytes):
-                bucket = Bucket(f"hvdtrain.gradients.{self._generation}.{len(self.buckets)}", group)
+                bucket = Bucket(f"hvdtrain.gradients.{self._generation}.{len(self.buckets)}", group, lying)
                 self.buckets.append(bucket)
                 for index, parameter in enumerate(group):
                     hook = self._on_gradient(bucket, index, is_last_pass)
@@ -133,7 +170,7 @@ class Reducer:
         def hook(parameter: Tensor) -> None:
             if self._state == "reducing" or (self._state == "reducing stages" and is_last_pass()):
                 _check_dense(parameter.grad)
-                if bucket.wait is not None:
+                if bucket.waits:
                     raise ConfigError(
                         "a parameter has one gradient in a backward pass",
                         f"a second one came for one of shape {tuple(parameter.shape)}, after the first was sent",
@@ -202,7 +239,7 @@ class Reducer:
                         if known is None:
                             used[position + index] = float(bucket.parameters[index].grad is not None)
                         bucket.fill(index)  # with what earlier micro-batches left, or zeros
-            if bucket.wait is None:
+            if not bucket.waits:
                 bucket.send(self._sum_async, self._wire_type)
             position += len(bucket.parameters)
         self._extras = extras
@@ -214,8 +251,7 @@ class Reducer:
     def finish(self) -> None:
         """See `EngineModel.finish`."""
         assert self._tail is not None, "finish() follows a pass that reduces"
-        for bucket in self.buckets:
-            bucket.receive()
+        received = [bucket.receive() for bucket in self.buckets]
         self._wait_tail()
         if self._extras is not None:
             self._extras.copy_(self._tail[len(self._parameters) :])
@@ -224,9 +260,9 @@ class Reducer:
         if not self._complete:
             used = (self._tail[: len(used)] > 0).tolist()
         position = 0
-        for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view if used[position] else None
+        for bucket, gradients in zip(self.buckets, received, strict=True):
+            for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
+                parameter.grad = gradient if used[position] else None
                 position += 1
         self._tail = None
 
@@ -284,6 +320,28 @@ def _view_like(piece: Tensor, parameter: Tensor) -> Tensor:
     if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return piece.view(parameter.shape)
     return piece.as_strided(parameter.shape, parameter.stride())
+
+
+def _is_large(parameter: nn.Parameter) -> bool:
+    """Whether its gradient may be summed where it lies, if it lies there as the parameter does."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    size = parameter.numel() * parameter.element_size()
+    return bool(dense) and size >= _DUST_BYTES and parameter.dtype in (torch.float32, torch.float64)
+
+
+def _is_its_own(gradient: Tensor, parameter: nn.Parameter) -> bool:
+    """Whether a gradient lies as its parameter does, which is so on every rank, and in memory of its own.
+
+    Autograd may hand out a view (of `weight.unsqueeze(0) + other`, for one) of what another layer still needs
+    (`torch/csrc/autograd/functions/accumulate_grad.h` looks at the tensor's references, not at its memory's).
+    """
+    lies = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    return (
+        gradient.dtype == parameter.dtype
+        and not gradient.requires_grad
+        and all(its == wanted for size, its, wanted in lies if size > 1)
+        and torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= _OWN_USES
+    )
 
 
 def _check_dense(gradient: Tensor | None) -> None:

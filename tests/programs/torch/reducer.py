@@ -1,21 +1,27 @@
 """The reducer on real ranks: what comes out of the buckets is the sum over ranks, whatever the gradients look like.
 
-Prints "passed NAME" for each case; a case that fails ends the job.
+Prints "passed NAME" for each case; a case that fails ends the job. All are tried with gradients that are copied into
+buckets, and again with gradients that are summed where they lie, however small.
 """
 
 from __future__ import annotations
+
+import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hvdtrain
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.torch.engines import reducer as its_module
 from hvdtrain.torch.engines.base import Pass
 from hvdtrain.torch.engines.reducer import Reducer, Wait, bucketize
 
 WORLD = hvdtrain.init("torch", device="cpu")
 ENGINE = WORLD.comm
 RANK, SIZE = WORLD.rank, WORLD.size
+LYING = False
 
 
 def net() -> nn.Module:
@@ -43,7 +49,8 @@ def check(module: nn.Module, wanted: list[Tensor | None], bound: float = 1e-14) 
 
 
 def reducer(module: nn.Module, **kw: object) -> Reducer:
-    return Reducer(module, ENGINE.sum_async, **{"bucket_bytes": 200, **kw})  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"bucket_bytes": 200, "where_they_lie": lambda: LYING, **kw}
+    return Reducer(module, settings.pop("sum_async", ENGINE.sum_async), **settings)
 
 
 def sums_over_ranks() -> None:
@@ -190,8 +197,8 @@ def stages_send_in_their_last_pass() -> None:
     else:
         raise SystemExit("a bucket that was sent too early passed")
     for bucket in reduce.buckets:
-        if bucket.wait is not None:
-            bucket.wait()
+        for wait in bucket.waits:
+            wait()
 
 
 def shared_weights_and_other_layouts() -> None:
@@ -208,6 +215,68 @@ def shared_weights_and_other_layouts() -> None:
     reduce.finish()
     check(module, wanted, bound=1e-12)
     assert conv.weight.grad.stride() == conv.weight.stride()
+
+
+def gradients_that_share_memory() -> None:
+    """A sum that is there at once must not change what the rest of the backward pass, or the user, still reads."""
+
+    def at_once(tensor: Tensor, name: str) -> Wait:
+        ENGINE.sum_async(tensor, name)()
+        return lambda: None
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.before = nn.Linear(6, 6).double()
+            self.table, self.more, self.rest = (nn.Parameter(torch.randn(4, 6, dtype=torch.float64)) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            added = self.before(x).view(-1) + self.table.view(-1)  # autograd gives the table a view of the sum's
+            joined = torch.cat([self.more, self.rest]) * added.view(4, 6).repeat(2, 1)
+            return joined.pow(2).sum()
+
+    module = Added()
+    reduce = reducer(module, sum_async=at_once)
+    for _ in range(2):
+        wanted = expected(module, [module(data(rank)) for rank in range(SIZE)])
+        module.zero_grad()
+        reduce.backward(module(data(RANK)), Pass(reduce=True))
+        reduce.finish()
+        check(module, wanted, bound=1e-12)
+    assert len({p.grad.untyped_storage().data_ptr() for p in module.parameters()}) >= (len(wanted) if LYING else 1)
+
+
+def a_gradient_that_lies_otherwise() -> None:
+    module = net()
+    reduce = reducer(module)
+    wanted = expected(module, [module(data(rank)).pow(2).sum() for rank in range(SIZE)])
+    if RANK == 1:  # what is there already is what autograd adds to
+        for parameter in module.parameters():
+            strides = (1, len(parameter))[: parameter.dim()]
+            parameter.grad = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype).zero_()
+    reduce.backward(module(data(RANK)).pow(2).sum(), Pass(reduce=True))
+    reduce.finish()
+    check(module, wanted)
+
+
+def what_the_user_keeps_stays() -> None:
+    module = net()
+    reduce = reducer(module)
+    kept: list[list[Tensor]] = []
+    for turn in range(3):
+        module.zero_grad(set_to_none=turn != 1)  # zeros in what was kept, as in plain PyTorch
+        wanted = expected(module, [module(data(rank)).pow(2).sum() for rank in range(SIZE)])
+        reduce.backward(module(data(RANK)).pow(2).sum(), Pass(reduce=True))
+        reduce.finish()
+        check(module, wanted)
+        kept.append([p.grad for p in module.parameters() if p.grad is not None])
+        if turn == 2:
+            assert all(torch.allclose(a, b) for a, b in zip(kept[1], kept[2], strict=True))
+            assert all(a.data_ptr() != b.data_ptr() for a, b in zip(kept[1], kept[2], strict=True))
+    of_last = [weakref.ref(gradient) for gradient in kept.pop()]
+    module.zero_grad()
+    assert not LYING or not any(gone() for gone in of_last), "nobody needs them any more"
 
 
 def mixed_types_and_half_precision_on_the_way() -> None:
@@ -269,11 +338,15 @@ def bytes_and_floats() -> None:
 CASES = (
     sums_over_ranks, accumulates_before_it_sums, gradients_on_some_ranks_only, used_in_an_earlier_micro_batch_only,
     freezing_and_unfreezing_is_noticed, stages_send_in_their_last_pass, shared_weights_and_other_layouts,
+    gradients_that_share_memory, a_gradient_that_lies_otherwise, what_the_user_keeps_stays,
     mixed_types_and_half_precision_on_the_way, refusals, buckets, bytes_and_floats,
 )  # fmt: skip
 
 if __name__ == "__main__":
     with WORLD:
-        for case in CASES:
-            case()
-            print(f"passed {case.__name__}", flush=True)
+        for LYING in (False, True):
+            its_module._DUST_BYTES = 0 if LYING else 1 << 16
+            for case in CASES:
+                if case is not buckets or not LYING:
+                    case()
+                print(f"passed {case.__name__}{', where they lie' * LYING}", flush=True)
