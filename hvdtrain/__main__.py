@@ -35,6 +35,7 @@ COMMANDS = {
     ),
     "bench": ("hvdtrain.bench", "measure, in paired runs, against the alternatives"),
     "plan": ("hvdtrain.commands.plan", "rank the ways to train a model on given devices, by speed and memory"),
+    "scale": ("hvdtrain.commands.scale", "predict a step on 8 ... 4096 ranks from what a step and a link cost"),
 }
 
 

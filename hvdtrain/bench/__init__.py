@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hvdtrain.bench import checkpoint, comm, gpu, pipeline, train
+from hvdtrain.bench import checkpoint, comm, gpu, pipeline, scale, train
 from hvdtrain.bench import input as input_bench
 
 BENCHES = {
@@ -13,6 +13,7 @@ BENCHES = {
     "gpu": (gpu, "everything on this machine's GPU: right against plain references, and what it costs"),
     "input": (input_bench, "images a second that reach the training loop, against a plain DataLoader"),
     "pipeline": (pipeline, "a model split over CPU stages, against the naive split and other pipelines"),
+    "scale": (scale, "how far off `hvdtrain scale` is: steps of real ranks beside what it predicts"),
     "train": (train, "step times of a prepared fit against plain Keras, and of more ranks against one"),
 }
 

@@ -235,12 +235,18 @@ def _rows(found: Sequence[Plan]) -> list[list[str]]:
 
 
 def _write(args: argparse.Namespace, inputs: PlanInputs, found: Sequence[Plan]) -> None:
-    result = {
-        "format": 1, "command": "plan", "machine": stats.machine(),
-        "settings": {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str))},
-        "measured": inputs.measured, "given": inputs.given, "assumed": inputs.assumed,
-        "plans": [as_json(plan) for plan in found],
-    }  # fmt: skip
+    save(args, "plan", measured=inputs.measured, given=inputs.given, assumed=inputs.assumed,
+         plans=[as_json(plan) for plan in found])  # fmt: skip
+
+
+def save(args: argparse.Namespace, command: str, **found: Any) -> None:
+    """Writes what a command found to --json.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    settings = {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, list))}
+    result = {"format": 1, "command": command, "machine": stats.machine(), "settings": settings, **found}
     try:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1), encoding="utf-8")

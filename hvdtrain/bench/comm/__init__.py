@@ -28,6 +28,7 @@ from hvdtrain.bench.turns import InterleavedJobs, launched
 from hvdtrain.core.errors import ConfigError, install_command
 from hvdtrain.core.flags import positive, whole
 from hvdtrain.core.startup import find_modules
+from hvdtrain.pipeline.plan.scaling import Bucket
 from hvdtrain.runs.stats import rotated
 
 LEAST_FACTOR = 4  # three sizes: two to fit, one between
@@ -78,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
     needed = {name: install_command("torch") for name in ("torch", "torchvision")}
     needed |= {"matplotlib": install_command("plot")}
     find_modules(needed | ({"mpi4py": install_command("mpi")} if "mpirun" in args.launchers else {}))
-    gradients = gradients_of(args.model)
+    from hvdtrain.vision.classifiers import buckets_of
+
+    buckets = buckets_of(args.model, model.BUCKET_BYTES)
     result = begin("comm", args, "a benchmark starts its own ranks")
     if args.rate is not None:
         narrow.enter()
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     for ranks in args.ranks:
         result["ranks"][str(ranks)] = measure(args, ranks)
     result["links"] = links(result["ranks"])
-    result["training"] = training(args, gradients, result["links"])
+    result["training"] = training(args, buckets, result["links"])
     code = finish(args, result, report)
     draw(result, picture)
     return code
@@ -208,30 +211,14 @@ def links(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def gradients_of(name: str) -> list[int]:
-    """Bytes of each gradient of a model, the last layer's first.
-
-    Raises:
-        ConfigError: torchvision has no such model.
-    """
-    import torch
-    import torchvision
-
-    if name not in torchvision.models.list_models(module=torchvision.models):
-        raise ConfigError("--model is one of torchvision's classifiers", f"--model {name}", "--model resnet50")
-    with torch.device("meta"):
-        network = torchvision.models.get_model(name, weights=None)
-    return [parameter.numel() * parameter.element_size() for parameter in network.parameters()][::-1]
-
-
 def training(
-    args: argparse.Namespace, gradients: Sequence[int], costs: Mapping[str, Mapping[str, float]]
+    args: argparse.Namespace, buckets: Sequence[Bucket], costs: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
     """A step of the model on more ranks, each sum sent in buckets while the backward pass goes on."""
     step_s = args.step_ms / 1e3 if args.step_ms else _measured_step(args)
     return {
-        "model": args.model, "bytes": sum(gradients), "step_s": step_s,
-        "steps": model.steps(gradients, step_s, {way: model.LinkCost(**its) for way, its in costs.items()}),
+        "model": args.model, "bytes": sum(its.size_bytes for its in buckets), "step_s": step_s,
+        "steps": model.steps(buckets, step_s, {way: model.LinkCost(**its) for way, its in costs.items()}),
     }  # fmt: skip
 
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+
+from hvdtrain.pipeline.plan.scaling import Bucket, exchange, exposed
 
 MOST_REGIMES = 3  # protocols and caches change with the size: one line does not hold from 1 KiB to 256 MiB
 GOOD_ENOUGH = 0.05  # of an error on the fitted sizes: fewer regimes do as well
@@ -143,32 +146,18 @@ def link_cost(way: str, seconds: Mapping[int, Mapping[int, float]]) -> LinkCost:
     return LinkCost(float(found[0]), float(found[1]))
 
 
-def exposed(sums_s: Sequence[float], ready_s: Sequence[float], backward_s: float) -> float:
-    """Seconds by which communication outlasts the backward pass; a bucket is sent when it is ready, one after another.
-
-    Args:
-        sums_s: of each bucket's sum, in the order they become ready.
-        ready_s: when that is, from the start of the backward pass.
-        backward_s: its whole length.
-    """
-    end = 0.0
-    for its, ready in zip(sums_s, ready_s, strict=True):
-        end = max(end, ready) + its
-    return max(0.0, end - backward_s)
-
-
 BUCKET_BYTES = 25 << 20  # of gradients that travel together (hvdtrain's and DistributedDataParallel's)
 RANKS = (2, 4, 8, 16, 32, 64)
 BACKWARD = 2 / 3  # of a step: twice the forward pass's operations
 
 
 def steps(
-    gradients: Sequence[int], step_s: float, costs: Mapping[str, LinkCost]
+    buckets: Sequence[Bucket], step_s: float, costs: Mapping[str, LinkCost]
 ) -> dict[str, dict[int, dict[str, float]]]:
     """What a training step takes on more ranks, the batch a rank the same.
 
     Args:
-        gradients: bytes of each, in the order in which the backward pass makes them; taken to take as long a byte.
+        buckets: of gradients.
         step_s: of one device alone.
         costs: of a link, by way.
 
@@ -176,20 +165,12 @@ def steps(
         By way, by number of ranks: "sum_s", the seconds of all sums; "step_s", with what is not hidden behind the
         backward pass; "efficiency", alone over that.
     """
-    buckets, made, total = [], 0, sum(gradients)
-    for number, size in enumerate(gradients):
-        made += size
-        if made >= BUCKET_BYTES or number == len(gradients) - 1:
-            buckets.append(made)
-            made = 0
-    backward_s = step_s * BACKWARD
-    ready = [sum(buckets[: number + 1]) / total * backward_s for number in range(len(buckets))]
     found: dict[str, dict[int, dict[str, float]]] = {}
     for way, cost in costs.items():
         for ranks in RANKS:
-            sums = [cost.seconds(way, ranks, size) for size in buckets]
-            whole = step_s + exposed(sums, ready, backward_s)
-            found.setdefault(way, {})[ranks] = {"sum_s": sum(sums), "step_s": whole, "efficiency": step_s / whole}
+            sums = exchange(buckets, step_s * BACKWARD, partial(cost.seconds, way, ranks))
+            whole, sum_s = step_s + sum(exposed(sums, step_s * BACKWARD)), sum(its.end_s - its.begin_s for its in sums)
+            found.setdefault(way, {})[ranks] = {"sum_s": sum_s, "step_s": whole, "efficiency": step_s / whole}
     return found
 
 

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Device, Link, Pool, SegmentCost, stage_costs, total
+from hvdtrain.pipeline.plan.costs import (
+    Device,
+    Link,
+    Pool,
+    SegmentCost,
+    all_reduce_seconds,
+    ring_link,
+    stage_costs,
+    total,
+)
 from hvdtrain.pipeline.plan.partition import Balance, Partition, in_words, partition
 from hvdtrain.pipeline.plan.schedule import SCHEDULES, Remat, Schedule, micro_batch_sizes, usual_counts
 from hvdtrain.pipeline.plan.simulate import Simulation, simulate
@@ -47,16 +56,11 @@ class Cluster:
     def ring(self, replicas: int, per_node: int) -> Link:
         """What limits an all-reduce over so many replicas."""
         within = [self.links] if isinstance(self.links, Link) else list(self.links)
-        links = (within if per_node > 1 else []) + ([self.network] if replicas > per_node else [])
-        latency_s = max((one.latency_s for one in links), default=0.0)
-        return Link(latency_s, min((one.bytes_per_s for one in links), default=math.inf))
-
-
-def all_reduce_seconds(size_bytes: float, replicas: int, link: Link) -> float:
-    """A ring all-reduce: each replica sends `2 (n - 1) / n` of the bytes in `2 (n - 1)` messages (Patarasuk and
-    Yuan, "Bandwidth optimal all-reduce algorithms", 2009)."""
-    rounds = 2 * (replicas - 1)
-    return rounds * link.seconds(size_bytes / replicas)
+        slowest = Link(
+            max((one.latency_s for one in within), default=0.0),
+            min((one.bytes_per_s for one in within), default=math.inf),
+        )
+        return ring_link(replicas, per_node, slowest, self.network)
 
 
 @dataclass(frozen=True)

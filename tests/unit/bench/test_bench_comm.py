@@ -9,6 +9,7 @@ import pytest
 from hvdtrain.bench.comm import model, narrow
 from hvdtrain.bench.comm.report import readable
 from hvdtrain.core.errors import ConfigError
+from hvdtrain.pipeline.plan.scaling import Bucket
 
 SIZES = [1 << power for power in range(10, 29)]
 
@@ -64,21 +65,16 @@ class TestOtherNumbersOfRanks:
         assert ring == pytest.approx([1.0, 1.5, 2 * 63 / 64]) and server == pytest.approx([1.0, 3.0, 63.0])
         assert link.seconds("ring", 1, 1e9) == 0
 
-    def test_what_outlasts_the_backward_pass(self) -> None:
-        assert model.exposed([1.0, 1.0], [1.0, 4.0], 4.0) == 1.0, "the first is hidden, the last is not"
-        assert model.exposed([5.0, 1.0], [1.0, 4.0], 4.0) == 3.0, "the second waits for the first"
-        assert model.exposed([0.0], [4.0], 4.0) == 0.0
-
     def test_steps_on_more_ranks(self) -> None:
-        gradients = [10 << 20] * 10
-        free = model.steps(gradients, 0.3, {"ring": model.LinkCost(0.0, 0.0)})["ring"]
+        buckets = [Bucket(25 << 20, share / 4) for share in range(1, 5)]
+        free = model.steps(buckets, 0.3, {"ring": model.LinkCost(0.0, 0.0)})["ring"]
         assert all(
             its["step_s"] == pytest.approx(0.3) and its["efficiency"] == pytest.approx(1.0) for its in free.values()
         )
         costs = {way: model.LinkCost(1e-5, 1e-9) for way in ("ring", "server")}
-        steps = model.steps(gradients, 0.3, costs)
+        steps = model.steps(buckets, 0.3, costs)
         assert steps["server"][64]["step_s"] > 10 * steps["ring"][64]["step_s"]
-        assert steps["ring"][2]["sum_s"] == pytest.approx(sum(gradients) * 1e-9 + 4 * 2e-5), "30 MiB a bucket"
+        assert steps["ring"][2]["sum_s"] == pytest.approx(4 * ((25 << 20) * 1e-9 + 2e-5))
 
 
 def test_crossings_lie_where_both_take_equally_long() -> None:

@@ -13,9 +13,9 @@ from test_pipeline_plan import real_peaks
 
 from hvdtrain import __main__
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, SegmentCost, stage_costs
+from hvdtrain.pipeline.plan.costs import Curve, Device, Link, Pool, SegmentCost, all_reduce_seconds, stage_costs
 from hvdtrain.pipeline.plan.schedule import Schedule, micro_batch_sizes
-from hvdtrain.pipeline.plan.search import Cluster, Plan, all_reduce_seconds, coarsened, plans
+from hvdtrain.pipeline.plan.search import Cluster, Plan, coarsened, plans
 from hvdtrain.pipeline.plan.simulate import simulate
 from hvdtrain.pipeline.tuning.planner import Speed, as_json, described
 

@@ -1,0 +1,259 @@
+"""`hvdtrain scale`: what data-parallel training will do on 8 ... 4096 ranks, from what a step and a link cost.
+
+The step is a run's (`hvdtrain scale runs/mnist`), or given (`--step 0.31 --gradients 170MB`); the link is given, or
+what `hvdtrain bench comm` measured. What it prints is a prediction, never a result; `hvdtrain bench scale` says how far
+it is off here, `--published` beside Horovod's published figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any, get_args
+
+from hvdtrain.bench.comm.model import BACKWARD
+from hvdtrain.commands.plan import GIGABIT, LATENCY_US, LINK_GBPS, NETWORK_GBPS, save
+from hvdtrain.core import flags, startup
+from hvdtrain.core.errors import ConfigError, install_command
+from hvdtrain.pipeline.plan.costs import Link
+from hvdtrain.pipeline.plan.scaling import (
+    MOST_RANKS,
+    Bucket,
+    Network,
+    Step,
+    Training,
+    Way,
+    first_below,
+    predict,
+    remedies,
+)
+from hvdtrain.runs import stats
+from hvdtrain.runs.bottleneck import BETWEEN, STEP, TRAIN_STEP, phases_per_rank
+from hvdtrain.runs.log import read_events, read_run
+
+EFFICIENCIES = (0.90, 0.75, 0.50)
+UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+GIGABYTE = 8 * GIGABIT
+
+
+def size_bytes(text: str) -> float:
+    """A type for flags: 97.5MB, 64MiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|k|M|G|Ki|Mi|Gi)B?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"must be a size, as 97.5MB or 64MiB, not {text!r}")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `hvdtrain scale`."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add, seconds = parser.add_argument, flags.positive
+    # fmt: off
+    add("run_dir", nargs="?", type=Path, metavar="RUN", help="a run's directory: seconds by phase, rank and step")
+    add("--step", type=seconds, metavar="S", help="of one rank alone, where there is no run")
+    add("--backward", type=seconds, metavar="S", help="of it (default: as logged, or two thirds)")
+    add("--gradients", type=size_bytes, metavar="SIZE", help="97.5MB; they come evenly")
+    add("--model", metavar="NAME", help="torchvision's: its gradients come as its layers' operations do")
+    add("--samples", type=seconds, metavar="N", help="of a rank's step (default: as logged)")
+    add("--link", nargs=2, type=seconds, metavar=("GB/S", "US"), help="between hosts, and a message's latency"
+        f" (default: {NETWORK_GBPS / 8:g} {LATENCY_US:g}, as `hvdtrain plan`)")
+    add("--host-link", nargs=2, type=seconds, metavar=("GB/S", "US"), help="inside a host"
+        f" (default: {LINK_GBPS / 8:g} {LATENCY_US:g})")
+    add("--comm", type=Path, metavar="FILE", help="of `hvdtrain bench comm`: its ring's link is the one inside a host,"
+        " with --rate the one between hosts")
+    add("--per-host", type=flags.whole(1), default=8, metavar="N", help="ranks (default: 8)")
+    add("--ranks", type=flags.whole(1), nargs="+", default=[8, 64, 512, 4096], metavar="N",
+        help="(default: 8 64 512 4096)")
+    add("--way", choices=get_args(Way), default="ring", help="to sum (default: ring)")
+    add("--bucket", type=size_bytes, default=25 * 2.0**20, metavar="SIZE", help="of gradients (default: 25MiB)")
+    add("--fusion", type=size_bytes, default=0.0, metavar="SIZE", help="of buckets by Horovod (default: 0, as hvdtrain"
+        " sets it)")
+    add("--cycle-ms", type=flags.at_least_0, default=1.0, metavar="X", help="HOROVOD_CYCLE_TIME (default: 1)")
+    add("--coordinator-us", type=flags.at_least_0, default=1.0, metavar="X",
+        help="that the first rank takes for what one rank says in a cycle (default: 1, a guess)")
+    add("--published", action="store_true", help="Horovod's published efficiencies, and what this model says of them")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    # fmt: on
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predicts and prints; returns 0."""
+    if args.published:
+        from hvdtrain.commands import scale_published
+
+        return scale_published.run(args)
+    sources: dict[str, list[str]] = {"measured": [], "given": [], "assumed": []}
+    training, network = _training(args, sources), _network(args, sources)
+    counts = sorted(set(args.ranks))
+    steps = [predict(training, network, ranks) for ranks in counts]
+    below = {f"{share:.0%}": first_below(training, network, share) for share in EFFICIENCIES}
+    others = remedies(training, network, counts[-1])
+    print(_report(steps, below, others, args.samples, sources))
+    if args.json is not None:
+        save(args, "scale", **sources, network=asdict(network), buckets=training.buckets,
+             backward_s=training.backward_s, predicted=[as_json(step) for step in steps], below=below,
+             remedies={name: as_json(step) for name, step in others.items()})  # fmt: skip
+    return 0
+
+
+def as_json(step: Step) -> dict[str, float]:
+    """A predicted step, with what follows from it."""
+    return asdict(step) | {name: getattr(step, name) for name in ("step_s", "efficiency", "samples_per_s")}
+
+
+# ---- what a step is
+
+
+def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> Training:
+    if (args.run_dir is None) == (args.step is None):
+        received = "both" if args.run_dir else "neither"
+        raise ConfigError(
+            "a step is a run's, or given", received, "hvdtrain scale RUN, or --step 0.31 --gradients 170MB"
+        )
+    if args.run_dir is None:
+        compute_s, share = [args.step], BACKWARD
+        sources["given"].append(f"a step of {args.step:g} s; no spread: no stragglers")
+    else:
+        compute_s, share, logged = of_run(args.run_dir, sources)
+        args.samples = args.samples or logged.get("samples")
+        if args.gradients is None and args.model is None:
+            args.gradients, args.model = logged.get("gradient_bytes"), logged.get("model")
+    backward_s = args.backward or share * fmean(compute_s)
+    if backward_s > fmean(compute_s):
+        raise ConfigError("the backward pass is a part of the step", f"{backward_s:g} of {fmean(compute_s):g} s")
+    if args.backward:
+        sources["given"].append(f"a backward pass of {args.backward:g} s")
+    elif share == BACKWARD:
+        sources["assumed"].append("two thirds of a step are its backward pass")
+    buckets = _buckets(args, sources)
+    return Training(tuple(compute_s), backward_s, buckets, args.samples or 1.0)
+
+
+def of_run(path: Path, sources: dict[str, list[str]]) -> tuple[list[float], float, dict[str, Any]]:
+    """Seconds of steps without communication, the backward pass's share, and what else the log tells.
+
+    The first event is left out (a first step starts and compiles), and so are those with an evaluation or a checkpoint.
+    Rank 0 logs windows of 0.1 s or of one step; the others' totals say how much slower each is.
+
+    Raises:
+        ConfigError: no run is there, or it has no steps.
+    """
+    record, events = read_run(path), read_events(path)
+    begun = max((at for at, its in enumerate(events) if its.get("kind") in ("start", "resume")), default=0)
+    windows = [its for its in events[begun:] if its.get("kind") == "step" and its.get("steps")]
+    if record is None or not windows:
+        raise ConfigError("hvdtrain scale reads a run's directory, with steps", f"{path}: none", "--step 0.31")
+    windows = [its for its in windows[1:] if not BETWEEN.keys() & its["seconds"].keys()] or windows
+    totals = phases_per_rank(events) or [{}]
+    ratios = [_computed(its) / _computed(totals[0]) for its in totals] if all(map(_computed, totals)) else [1.0]
+    means_s = [_computed(its["seconds"]) / its["steps"] for its in windows for _ in range(its["steps"])]
+    compute_s = [mean_s * ratio for mean_s in means_s for ratio in ratios]
+    if not all(compute_s):
+        raise ConfigError("the log tells the seconds of each step", f"{path}: 0 s", "--step 0.31")
+    spent = [its["seconds"] for its in windows]
+    backward = sum(its.get("backward", 0.0) for its in spent) / sum(map(_computed, spent))
+    size = record["world"]["size"]
+    steps = len(means_s)
+    sources["measured"].append(f"{steps} steps of {size} rank(s) in {path}, in {len(windows)} windows")
+    if max(its["steps"] for its in windows) > 1:
+        sources["assumed"].append("steps vary as windows do (means of some): the least that stragglers cost")
+    if size > 1 and any(its.get(TRAIN_STEP) for its in spent):
+        sources["assumed"].append("Keras' steps compute only: what they waited for others is in them (run 1 rank)")
+    logged = {"samples": sum(its["samples"] for its in windows) / steps / size, "model": record["config"].get("model")}
+    return compute_s, backward or BACKWARD, logged | next((its for its in events if its.get("kind") == "model"), {})
+
+
+def _computed(seconds: dict[str, float]) -> float:
+    return sum(seconds.get(phase, 0.0) for phase in STEP if phase != "communication")
+
+
+def _buckets(args: argparse.Namespace, sources: dict[str, list[str]]) -> tuple[Bucket, ...]:
+    if args.gradients:
+        count = math.ceil(args.gradients / args.bucket)
+        sources["given"].append(f"{args.gradients / 1e6:.1f} MB of gradients")
+        sources["assumed"].append("they become ready evenly over the backward pass")
+        return tuple(Bucket(args.gradients / count, (n + 1) / count) for n in range(count))
+    if args.model is None:
+        raise ConfigError("gradients have a size", "no --gradients", "--gradients 97.5MB, or --model resnet50")
+    startup.find_modules(dict.fromkeys(("torch", "torchvision"), install_command("torch")))
+    from hvdtrain.vision.classifiers import buckets_of
+
+    buckets = buckets_of(args.model, args.bucket)
+    total = sum(its.size_bytes for its in buckets)
+    sources["measured"].append(
+        f"{total / 1e6:.1f} MB of gradients of {args.model}, ready as its operations are counted"
+    )
+    return buckets
+
+
+# ---- what a network is
+
+
+def _network(args: argparse.Namespace, sources: dict[str, list[str]]) -> Network:
+    given = {"between": args.link, "inside": args.host_link}
+    defaults = {"between": NETWORK_GBPS, "inside": LINK_GBPS}
+    links = {}
+    measured = _measured_link(args.comm) if args.comm else {}
+    for where, numbers in given.items():
+        if numbers is None and where in measured:
+            links[where], kind = measured[where], "measured"
+        else:
+            rate, latency_us = numbers or (defaults[where] / 8, LATENCY_US)
+            links[where], kind = Link(latency_us * 1e-6, rate * GIGABYTE), "given" if numbers else "assumed"
+        its = links[where]
+        name = "between hosts" if where == "between" else "inside a host"
+        sources[kind].append(f"{its.bytes_per_s / GIGABYTE:.3g} GB/s and {its.latency_s * 1e6:.3g} us {name}")
+    kind = "assumed" if args.coordinator_us == 1.0 else "given"
+    sources[kind].append(f"{args.coordinator_us:g} us a rank for the coordinator, in cycles of {args.cycle_ms:g} ms")
+    return Network(
+        links["between"], links["inside"], args.per_host, args.way, args.cycle_ms * 1e-3, args.coordinator_us * 1e-6,
+        args.fusion,
+    )  # fmt: skip
+
+
+def _measured_link(path: Path) -> dict[str, Link]:
+    """Of `hvdtrain bench comm`: between hosts where each rank had a cable, else inside one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        cost, rate = found["links"]["ring"], found["settings"].get("rate")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("--comm names the JSON of hvdtrain bench comm, with a ring", f"{path}: {error!r}") from None
+    link = Link(cost["latency_s"], 1 / cost["s_per_byte"] if cost["s_per_byte"] else math.inf)
+    return {"between" if rate else "inside": link}
+
+
+# ---- the report
+
+
+def _report(
+    steps: Sequence[Step],
+    below: dict[str, int | None],
+    others: dict[str, Step],
+    samples: float | None,
+    sources: dict[str, list[str]],
+) -> str:
+    rows = [
+        ["ranks", "step", "samples/s", "efficiency", "compute", "stragglers", "exposed communication", "negotiation"]
+    ]
+    for its in steps:
+        spent = (its.compute_s, its.straggler_s, its.exposed_communication_s, its.negotiation_s)
+        rate = f"{its.samples_per_s:,.0f}" if samples else ""
+        parts = [f"{part_s * 1e3:.2f} ms" for part_s in spent]
+        rows.append([str(its.ranks), f"{its.step_s:.4g} s", rate, f"{its.efficiency:.1%}", *parts])
+    limits = ", ".join(
+        f"{share} from {ranks} ranks on" if ranks else f"{share} at no size up to {MOST_RANKS}"
+        for share, ranks in below.items()
+    )
+    last = steps[-1]
+    changes = ", ".join(f"{name} {its.efficiency:.1%}" for name, its in others.items())
+    lines = ["predicted, not measured\n", stats.table(rows), f"\nefficiency is below {limits}"]
+    lines.append(f"at {last.ranks} ranks, {last.efficiency:.1%}, one change would give: {changes}")
+    lines += [f"{name}: {'; '.join(its)}" for name, its in sources.items() if its]
+    return "\n".join(lines)
