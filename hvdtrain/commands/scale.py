@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     steps = [predict(training, network, ranks) for ranks in counts]
     below = {f"{share:.0%}": first_below(training, network, share) for share in EFFICIENCIES}
     others = remedies(training, network, counts[-1])
-    print(_report(steps, below, others, args.samples, sources))
+    print(_report(steps, below, others, args.samples))
+    print("\n".join(f"{name}: {'; '.join(its)}" for name, its in sources.items() if its))
     if args.json is not None:
         save(args, "scale", **sources, network=asdict(network), buckets=training.buckets,
              backward_s=training.backward_s, predicted=[as_json(step) for step in steps], below=below,
@@ -113,10 +114,8 @@ def as_json(step: Step) -> dict[str, float]:
 
 def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> Training:
     if (args.run_dir is None) == (args.step is None):
-        received = "both" if args.run_dir else "neither"
-        raise ConfigError(
-            "a step is a run's, or given", received, "hvdtrain scale RUN, or --step 0.31 --gradients 170MB"
-        )
+        remedy = "hvdtrain scale RUN, or --step 0.31 --gradients 170MB"
+        raise ConfigError("a step is a run's, or given", "both" if args.run_dir else "neither", remedy)
     if args.run_dir is None:
         compute_s, share = [args.step], BACKWARD
         sources["given"].append(f"a step of {args.step:g} s; no spread: no stragglers")
@@ -132,8 +131,7 @@ def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> Traini
         sources["given"].append(f"a backward pass of {args.backward:g} s")
     elif share == BACKWARD:
         sources["assumed"].append("two thirds of a step are its backward pass")
-    buckets = _buckets(args, sources)
-    return Training(tuple(compute_s), backward_s, buckets, args.samples or 1.0)
+    return Training(tuple(compute_s), backward_s, _buckets(args, sources), args.samples or 1.0)
 
 
 def of_run(path: Path, sources: dict[str, list[str]]) -> tuple[list[float], float, dict[str, Any]]:
@@ -187,9 +185,7 @@ def _buckets(args: argparse.Namespace, sources: dict[str, list[str]]) -> tuple[B
 
     buckets = buckets_of(args.model, args.bucket)
     total = sum(its.size_bytes for its in buckets)
-    sources["measured"].append(
-        f"{total / 1e6:.1f} MB of gradients of {args.model}, ready as its operations are counted"
-    )
+    sources["measured"].append(f"{total / 1e6:.1f} MB of {args.model}'s gradients, ready as its operations are counted")
     return buckets
 
 
@@ -197,25 +193,22 @@ def _buckets(args: argparse.Namespace, sources: dict[str, list[str]]) -> tuple[B
 
 
 def _network(args: argparse.Namespace, sources: dict[str, list[str]]) -> Network:
-    given = {"between": args.link, "inside": args.host_link}
-    defaults = {"between": NETWORK_GBPS, "inside": LINK_GBPS}
-    links = {}
     measured = _measured_link(args.comm) if args.comm else {}
-    for where, numbers in given.items():
-        if numbers is None and where in measured:
-            links[where], kind = measured[where], "measured"
-        else:
-            rate, latency_us = numbers or (defaults[where] / 8, LATENCY_US)
-            links[where], kind = Link(latency_us * 1e-6, rate * GIGABYTE), "given" if numbers else "assumed"
-        its = links[where]
-        name = "between hosts" if where == "between" else "inside a host"
-        sources[kind].append(f"{its.bytes_per_s / GIGABYTE:.3g} GB/s and {its.latency_s * 1e6:.3g} us {name}")
+    links = []
+    for where, given, usual_gbps in (
+        ("between hosts", args.link, NETWORK_GBPS),
+        ("inside a host", args.host_link, LINK_GBPS),
+    ):
+        kind = "given" if given else "measured" if where in measured else "assumed"
+        rate, latency_us = given or (usual_gbps / 8, LATENCY_US)
+        link = measured[where] if kind == "measured" else Link(latency_us * 1e-6, rate * GIGABYTE)
+        sources[kind].append(f"{link.bytes_per_s / GIGABYTE:.3g} GB/s and {link.latency_s * 1e6:.3g} us {where}")
+        links.append(link)
     kind = "assumed" if args.coordinator_us == 1.0 else "given"
     sources[kind].append(f"{args.coordinator_us:g} us a rank for the coordinator, in cycles of {args.cycle_ms:g} ms")
-    return Network(
-        links["between"], links["inside"], args.per_host, args.way, args.cycle_ms * 1e-3, args.coordinator_us * 1e-6,
-        args.fusion,
-    )  # fmt: skip
+    between, inside = links
+    cycle_s, coordinator_s = args.cycle_ms * 1e-3, args.coordinator_us * 1e-6
+    return Network(between, inside, args.per_host, args.way, cycle_s, coordinator_s, args.fusion)
 
 
 def _measured_link(path: Path) -> dict[str, Link]:
@@ -226,19 +219,13 @@ def _measured_link(path: Path) -> dict[str, Link]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("--comm names the JSON of hvdtrain bench comm, with a ring", f"{path}: {error!r}") from None
     link = Link(cost["latency_s"], 1 / cost["s_per_byte"] if cost["s_per_byte"] else math.inf)
-    return {"between" if rate else "inside": link}
+    return {"between hosts" if rate else "inside a host": link}
 
 
 # ---- the report
 
 
-def _report(
-    steps: Sequence[Step],
-    below: dict[str, int | None],
-    others: dict[str, Step],
-    samples: float | None,
-    sources: dict[str, list[str]],
-) -> str:
+def _report(steps: Sequence[Step], below: dict[str, int | None], others: dict[str, Step], samples: float | None) -> str:
     rows = [
         ["ranks", "step", "samples/s", "efficiency", "compute", "stragglers", "exposed communication", "negotiation"]
     ]
@@ -247,13 +234,10 @@ def _report(
         rate = f"{its.samples_per_s:,.0f}" if samples else ""
         parts = [f"{part_s * 1e3:.2f} ms" for part_s in spent]
         rows.append([str(its.ranks), f"{its.step_s:.4g} s", rate, f"{its.efficiency:.1%}", *parts])
-    limits = ", ".join(
-        f"{share} from {ranks} ranks on" if ranks else f"{share} at no size up to {MOST_RANKS}"
-        for share, ranks in below.items()
-    )
-    last = steps[-1]
+    limits = [f"{share} from {ranks} ranks on" for share, ranks in below.items() if ranks]
     changes = ", ".join(f"{name} {its.efficiency:.1%}" for name, its in others.items())
-    lines = ["predicted, not measured\n", stats.table(rows), f"\nefficiency is below {limits}"]
-    lines.append(f"at {last.ranks} ranks, {last.efficiency:.1%}, one change would give: {changes}")
-    lines += [f"{name}: {'; '.join(its)}" for name, its in sources.items() if its]
-    return "\n".join(lines)
+    return (
+        f"predicted, not measured\n\n{stats.table(rows)}\n\n"
+        f"efficiency is below {', '.join(limits) or f'90% at no size up to {MOST_RANKS} ranks'}\n"
+        f"at {steps[-1].ranks} ranks, {steps[-1].efficiency:.1%}, one change would give: {changes}"
+    )

@@ -68,6 +68,19 @@ def test_a_tiny_bench_of_checkpoints(arm: str, tmp_path: Path) -> None:
     assert all(sealed > later for sealed, later in zip(found["sealed"], found["later"], strict=True))
 
 
+@pytest.mark.slow
+def test_the_model_of_many_ranks_beside_two(tmp_path: Path) -> None:
+    out = tmp_path / "scale.json"
+    flags = ["--model=squeezenet1_1", "--pixels=32", "--per-rank-batch=2", "--steps=1", "--rounds=2", f"--out={out}"]
+    done = run_ranks(["-m", "hvdtrain", "bench", "scale", *flags], 1, launcher="none", timeout_s=240).check()
+    assert "2 ranks, from a step of 1, and the link" in done.out
+    part = json.loads(out.read_text())["ranks"]["2"]
+    assert all(len(samples) == 2 and min(samples) > 0 for samples in part["seconds"].values())
+    for name, ratio in part["of_measured"].items():
+        assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"] and part["predicted_s"][name] > 0
+    assert part["link"]["s_per_byte"] > 0
+
+
 def check_result(result: dict[str, Any]) -> None:
     assert (result["format"], result["bench"], result["framework"]) == (1, "train", "keras")
     assert {"keras", "numpy", "hvdtrain"} <= set(result["machine"]["versions"])

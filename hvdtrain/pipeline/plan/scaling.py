@@ -7,6 +7,7 @@ another. What outlasts the backward pass is exposed. A step waits for the slowes
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,9 +28,8 @@ class Bucket(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """One all-reduce, in seconds since the backward pass began: asked for, on the link from, and to."""
+    """One all-reduce: on the link from and to, in seconds since the backward pass began."""
 
-    asked_s: float
     begin_s: float
     end_s: float
     size_bytes: float
@@ -67,7 +67,7 @@ def exchange(
                 waiting and waiting[0].ready * backward_s <= cycle_at_s and size + waiting[0].size_bytes <= fusion_bytes
             ):
                 size += waiting.popleft().size_bytes
-            found.append(Sum(cycle_at_s, free_s, free_s + seconds(size), size))
+            found.append(Sum(free_s, free_s + seconds(size), size))
             free_s = found[-1].end_s
         cycle_at_s = max(free_s, cycle_at_s + cycle_s)
     return found
@@ -196,21 +196,9 @@ def first_below(training: Training, network: Network, efficiency: float) -> int 
 
     By halving: more ranks are taken to be less efficient. (Fusing can make one size a trifle better than a smaller.)
     """
-
-    def ranks(hosts: int) -> int:
-        return hosts * network.per_host
-
-    low, high = 0, 1
-    while predict(training, network, ranks(high)).efficiency >= efficiency:
-        low, high = high, 2 * high
-        if ranks(high) > MOST_RANKS:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (
-            (low, middle) if predict(training, network, ranks(middle)).efficiency < efficiency else (middle, high)
-        )
-    return ranks(high)
+    sizes = range(network.per_host, MOST_RANKS + 1, network.per_host)
+    found = bisect.bisect_left(sizes, True, key=lambda ranks: predict(training, network, ranks).efficiency < efficiency)
+    return sizes[found] if found < len(sizes) else None
 
 
 def remedies(training: Training, network: Network, ranks: int) -> dict[str, Step]:

@@ -15,6 +15,7 @@ from hvdtrain.pipeline.plan.search import Cluster, Plan, plans
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.utils.flop_counter import FlopCounterMode
 
 # a model is cut for no smaller gain: predictions are no better than that
 WORTH_A_STAGE = 0.05
@@ -113,57 +114,37 @@ def forward_flops(model: nn.Module, example: torch.Tensor) -> float:
     Args:
         example: of the shape that counts; its numbers do not matter.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        _run_on_meta(model, example)
-    return float(counter.get_total_flops())
+    return float(_counted(model, example).get_total_flops())
 
 
 def gradients(model: nn.Module, example: torch.Tensor) -> list[tuple[nn.Parameter, float]]:
-    """Parameters in the order in which a backward pass comes to their gradients, and how much of it is done by then.
+    """Parameters, the last layer's first, and the share of the backward pass that is done when each has its gradient.
+
+    Layers' backward passes are taken to share the time as their forward passes share the operations.
 
     Args:
-        model: its layers' backward passes are taken to share the time as their forward passes share the operations.
         example: as for `forward_flops`.
     """
-    from torch.utils.flop_counter import FlopCounterMode
+    counts = {name: sum(its.values()) for name, its in _counted(model, example).get_flop_counts().items()}
 
-    flops: dict[nn.Module, float] = {}  # in the order of the forward pass
-    handles = []
-    with FlopCounterMode(display=False) as counter:
-        for owner in model.modules():
-            if next(owner.parameters(recurse=False), None) is not None:
-                handles += [
-                    owner.register_forward_pre_hook(
-                        lambda layer, _: flops.update({layer: flops.get(layer, 0.0) - counter.get_total_flops()})
-                    ),
-                    owner.register_forward_hook(
-                        lambda layer, *_: flops.update({layer: flops[layer] + counter.get_total_flops()})
-                    ),
-                ]
-        try:
-            _run_on_meta(model, example)
-        finally:
-            for handle in handles:
-                handle.remove()
+    def flops(name: str) -> float:
+        return counts.get(f"{type(model).__name__}.{name}".removesuffix("."), 0.0)
+
     done, found = 0.0, []
-    for layer, its in reversed(flops.items()):
-        done += its
-        found += [(parameter, done) for parameter in reversed(list(layer.parameters(recurse=False)))]
-    seen = {
-        parameter for parameter, _ in found
-    }  # a function may take a layer's weights without calling it: they come last
-    found += [(parameter, done) for parameter in model.parameters() if parameter not in seen]
+    for name, layer in reversed([*model.named_modules()]):
+        done += flops(name) - sum(flops(f"{name}.{child}".removeprefix(".")) for child, _ in layer.named_children())
+        found += [(parameter, done) for parameter in reversed([*layer.parameters(recurse=False)])]
     return [(parameter, at / done if done else 1.0) for parameter, at in found]
 
 
-def _run_on_meta(model: nn.Module, example: torch.Tensor) -> None:
+def _counted(model: nn.Module, example: torch.Tensor) -> FlopCounterMode:
     import torch
+    from torch.utils.flop_counter import FlopCounterMode
 
     state = {name: tensor.to("meta") for name, tensor in model.state_dict(keep_vars=True).items()}
-    with torch.no_grad():
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         torch.func.functional_call(model, state, torch.empty_like(example, device="meta"))
+    return counter
 
 
 def described(text: str, *, reserve_bytes: float = 0.0) -> tuple[Device, ...] | None:

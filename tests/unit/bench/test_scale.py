@@ -92,7 +92,7 @@ def test_a_runs_steps_over_ranks_and_windows(tmp_path: Path) -> None:
 def test_a_run_is_scaled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "a", [(1, window(2.0)), (1, window(2.0)), (1, window(4.0))], [{"forward": 1.0}] * 2)
     assert main(["scale", str(run), "--json", str(tmp_path / "out.json")]) == 0
-    assert "46.8 MB of gradients of resnet18" in capsys.readouterr().out
+    assert "46.8 MB of resnet18's gradients" in capsys.readouterr().out
     (first, *_) = json.loads((tmp_path / "out.json").read_text())["predicted"]
     assert first["compute_s"] == pytest.approx(4.0) and first["straggler_s"] == pytest.approx(5 - 2 * 0.5**8 - 4)
     keras = write_run(tmp_path / "k", [(1, {"train_step": 2.0})] * 3, [{"train_step": 6.0}] * 2)

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from fractions import Fraction
 from statistics import fmean
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from hvdtrain.pipeline.plan.scaling import (
     Bucket,
     Network,
     Training,
+    Way,
     exchange,
     exposed,
     first_below,
@@ -72,10 +74,12 @@ def test_the_events_are_those_of_an_oracle(
         cycle_s=float(cycle), negotiation_s=float(negotiation), fusion_bytes=most,
     )  # fmt: skip
     wanted = oracle(buckets, cycle, negotiation, most, seconds)
-    assert [(its.begin_s, its.end_s, its.size_bytes) for its in found] == wanted
+    exact = [(Fraction(its.begin_s), Fraction(its.end_s), int(its.size_bytes)) for its in found]
+    assert exact == wanted
     backward = Fraction(random.Random(len(buckets)).randrange(40), 8)
-    on_link = sum(max(Fraction(0), end - max(begin, backward)) for begin, end, _ in wanted)
-    assert exposed(found, float(backward)) == (on_link, max(Fraction(0), wanted[-1][1] - backward) - on_link)
+    on_link = sum((max(Fraction(0), end - max(begin, backward)) for begin, end, _ in wanted), Fraction(0))
+    after = max(Fraction(0), wanted[-1][1] - backward)
+    assert exposed(found, float(backward)) == (float(on_link), float(after - on_link))
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 9, 512, 4096])
@@ -141,13 +145,13 @@ def test_the_slowest_rank_by_drawing() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1)), max_size=8),
-    st.lists(st.floats(0.1, 2), min_size=1, max_size=5), st.sampled_from(["ring", "hierarchical", "tree"]),
+    st.lists(st.floats(0.1, 2), min_size=1, max_size=5), st.sampled_from(get_args(Way)),
     st.integers(1, 9), st.integers(1, 5000), st.integers(1, 500), st.sampled_from([0.0, 0.07]),
 )  # fmt: skip
 def test_more_ranks_are_never_more_efficient(
     pairs: list[tuple[float, float]],
     compute_s: list[float],
-    way: str,
+    way: Way,
     per_host: int,
     ranks: int,
     more: int,
