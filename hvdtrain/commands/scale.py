@@ -116,6 +116,7 @@ def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> Traini
     if (args.run_dir is None) == (args.step is None):
         remedy = "hvdtrain scale RUN, or --step 0.31 --gradients 170MB"
         raise ConfigError("a step is a run's, or given", "both" if args.run_dir else "neither", remedy)
+    kind = "given" if args.gradients else "measured"
     if args.run_dir is None:
         compute_s, share = [args.step], BACKWARD
         sources["given"].append(f"a step of {args.step:g} s; no spread: no stragglers")
@@ -131,7 +132,7 @@ def _training(args: argparse.Namespace, sources: dict[str, list[str]]) -> Traini
         sources["given"].append(f"a backward pass of {args.backward:g} s")
     elif share == BACKWARD:
         sources["assumed"].append("two thirds of a step are its backward pass")
-    return Training(tuple(compute_s), backward_s, _buckets(args, sources), args.samples or 1.0)
+    return Training(tuple(compute_s), backward_s, _buckets(args, sources[kind], sources), args.samples or 1.0)
 
 
 def of_run(path: Path, sources: dict[str, list[str]]) -> tuple[list[float], float, dict[str, Any]]:
@@ -172,10 +173,10 @@ def _computed(seconds: dict[str, float]) -> float:
     return sum(seconds.get(phase, 0.0) for phase in STEP if phase != "communication")
 
 
-def _buckets(args: argparse.Namespace, sources: dict[str, list[str]]) -> tuple[Bucket, ...]:
+def _buckets(args: argparse.Namespace, known: list[str], sources: dict[str, list[str]]) -> tuple[Bucket, ...]:
     if args.gradients:
         count = math.ceil(args.gradients / args.bucket)
-        sources["given"].append(f"{args.gradients / 1e6:.1f} MB of gradients")
+        known.append(f"{args.gradients / 1e6:.1f} MB of gradients")
         sources["assumed"].append("they become ready evenly over the backward pass")
         return tuple(Bucket(args.gradients / count, (n + 1) / count) for n in range(count))
     if args.model is None:
@@ -185,7 +186,7 @@ def _buckets(args: argparse.Namespace, sources: dict[str, list[str]]) -> tuple[B
 
     buckets = buckets_of(args.model, args.bucket)
     total = sum(its.size_bytes for its in buckets)
-    sources["measured"].append(f"{total / 1e6:.1f} MB of {args.model}'s gradients, ready as its operations are counted")
+    known.append(f"{total / 1e6:.1f} MB of {args.model}'s gradients, ready as its operations are counted")
     return buckets
 
 

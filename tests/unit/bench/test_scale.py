@@ -96,8 +96,11 @@ def test_a_run_is_scaled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (first, *_) = json.loads((tmp_path / "out.json").read_text())["predicted"]
     assert first["compute_s"] == pytest.approx(4.0) and first["straggler_s"] == pytest.approx(5 - 2 * 0.5**8 - 4)
     keras = write_run(tmp_path / "k", [(1, {"train_step": 2.0})] * 3, [{"train_step": 6.0}] * 2)
-    assert main(["scale", str(keras), "--gradients", "1MB"]) == 0
+    with (keras / "events.jsonl").open("a") as events:
+        events.write('{"kind": "model", "gradient_bytes": 4000000}\n')
+    assert main(["scale", str(keras)]) == 0
     said = capsys.readouterr().out
+    assert "in 2 windows; 4.0 MB of gradients\n" in said
     assert "what they waited for others is in them" in said and "two thirds" in said
 
 
