@@ -12,8 +12,8 @@ from typing import Any
 
 import hvdtrain
 from hvdtrain.bench.torch_job import CLASSES, TOY, peak_memory
-from hvdtrain.bench.turns import orders
 from hvdtrain.core import flags, startup
+from hvdtrain.core.in_step.turns import orders
 from hvdtrain.core.launchers import Detected
 from hvdtrain.datasets import load_mnist
 from hvdtrain.keras_mnist import network

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.bench.turns import orders
+from hvdtrain.core.in_step.turns import orders
 
 Step = Callable[[], Any]
 CLASSES, TOY = 1000, "toy"

@@ -11,6 +11,10 @@ Keras (--framework keras):
 Everything (--all): one model in every way there is, in groups that fit into memory; with a picture. --models toy shows
 in a minute or two whether all of them work here.
 
+Settings (--tune [-- COMMAND ...]): threads, Horovod's cycle time, fusion, shared memory and controller, buckets and
+(--allow-compression) float16 gradients, tried in turns for a program that trains through hvdtrain; what is faster
+beyond noise goes into a file that HVDTRAIN_TUNED, or `hvdtrain launch --tuned`, names.
+
 Prints a table and writes a JSON file with every sample. Give the machine nothing else to do.
 """
 
@@ -23,11 +27,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench import compared, torch_train
+from hvdtrain.bench import compared, torch_train, tune
 from hvdtrain.bench.report import begin, finish, measured_on, progress, versions
 from hvdtrain.bench.torch_train import LIMIT
 from hvdtrain.bench.turns import CLOCKS, InterleavedJobs, Turns, launched
-from hvdtrain.core.flags import whole
+from hvdtrain.core import flags
+from hvdtrain.core.errors import ConfigError
 from hvdtrain.runs import stats
 
 OVERHEAD_TARGET = 1.02
@@ -42,7 +47,7 @@ ONE_THREAD = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREA
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `hvdtrain bench train`."""
-    count = whole(1)
+    count = flags.whole(1)
     add = parser.add_argument
     add("--all", action="store_true", help="PyTorch's, Keras' and everybody's ways with one model")
     add("--framework", choices=["keras", "torch"], help="(default: keras; with --all: both)")
@@ -54,20 +59,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--per-rank-batch", type=count, metavar="N", help="pictures (default: Keras 128, PyTorch 16)")
     add("--steps", type=count, metavar="N", help="updates in a block (default: Keras 20, PyTorch 5)")
     add("--blocks", type=count, default=10, metavar="N", help="blocks of each arm (default: %(default)s)")
-    add("--ranks", type=count, default=2, metavar="N", help="in part 2; 1 leaves it out (default: %(default)s)")
+    add("--ranks", "-np", type=count, default=2, metavar="N", help="in part 2; 1 leaves it out (default: %(default)s)")
     add("--rounds", type=count, default=3, metavar="N", help="of both in part 2 (default: %(default)s)")
     add("--launcher", choices=["horovodrun", "mpirun"], default="horovodrun", help="(default: %(default)s, on Gloo)")
     torch_train.add_arguments(add, count)
     add("--at-once", type=count, metavar="N", help="--all: processes in memory (default: one for each 2 GiB free)")
-    add("--out", type=Path, default=Path("bench-train.json"), metavar="FILE", help="(default: %(default)s)")
+    add("--tune", action="store_true", help="find faster settings for COMMAND, or for a model of --models")
+    add("--budget", type=flags.positive, default=300.0, metavar="S", help="--tune: seconds (default: %(default)g)")
+    add("--allow-compression", action="store_true", help="--tune: try float16 gradients, too, which change results")
+    add("--out", type=Path, metavar="FILE", help="(default: bench-train.json; --tune: tuned.json)")
+    add("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="--tune: what every rank runs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark of a framework; returns 0, whatever the figures are."""
+    args.out = args.out or Path("tuned.json" if args.tune else "bench-train.json")
     if not args.all:
-        args.framework = args.framework or "keras"
+        args.framework = args.framework or ("torch" if args.tune else "keras")
     for name, value in DEFAULTS["all" if args.all else args.framework].items():
         setattr(args, name, getattr(args, name) or value)
+    if args.tune:
+        return tune.run(args)
+    if args.argv:
+        raise ConfigError("a command is what --tune tunes", " ".join(args.argv), "hvdtrain bench train --tune -- ...")
     result = begin("train", args, "a benchmark starts its own ranks")
     if args.all:
         result["compared"] = compared.measure(args)

@@ -17,21 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hvdtrain.bench.report import progress
 from hvdtrain.core.errors import HvdtrainError, LauncherError, build_horovod_command, install_command
+from hvdtrain.core.in_step.turns import ADDRESS, KEY
 from hvdtrain.runs.stats import rotated
 
-ADDRESS, KEY = "HVDTRAIN_TURNS_ADDRESS", "HVDTRAIN_TURNS_KEY"
 CLOCKS = ("wall", "cpu")  # of all threads of a process, which a busy machine disturbs less
 Turns = Mapping[str, tuple[str, dict[str, Any]]]  # by name: which job's it is, and what it is told
-READY_WITHIN_S, TURN_WITHIN_S, END_WITHIN_S = 180.0, 300.0, 15.0
+END_WITHIN_S = 15.0
 # ranks that were stopped for minutes find that their peers have been silent for so long
 PATIENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600", "HOROVOD_STALL_CHECK_DISABLE": "1"}
 # Open MPI refuses root unless told twice; the jobs are our own
@@ -61,7 +61,13 @@ class Arm:
 
 
 class InterleavedJobs:
-    """Starts jobs and lets one at a time work; use it as a context manager: no process outlives it."""
+    """Starts jobs and lets one at a time work; use it as a context manager: no process outlives it.
+
+    Attributes:
+        ready_s, turn_s: how long a job may take until it is ready, and for a turn.
+    """
+
+    ready_s, turn_s = 180.0, 300.0
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
@@ -78,23 +84,38 @@ class InterleavedJobs:
             _end(arm)
         self._folder.cleanup()
 
-    def start(self, name: str, command: Sequence[str], ranks: int) -> None:
+    def end(self, name: str) -> int | None:
+        """Ends a job, before the others; returns its exit code, None if there is no such job."""
+        if (arm := self._arms.pop(name, None)) is None:
+            return None
+        arm.send_signal(signal.SIGCONT)
+        _end(arm)
+        return arm.process.returncode
+
+    def start(
+        self, name: str, command: Sequence[str], ranks: int, environ: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Starts a job and waits until its ranks are ready for their first turn; then stops it.
+
+        Args:
+            environ: what it alone gets.
 
         Raises:
             HvdtrainError: it ended, or was not ready in time; with the end of its output.
         """
         key = secrets.token_hex(16)
-        address = str(Path(self._folder.name) / str(len(self._arms)))
+        address = str(Path(self._folder.name) / key[:8])
         with Listener(address, "AF_UNIX", authkey=key.encode()) as listener:
-            environment = self._environment | PATIENCE | AS_ROOT | {ADDRESS: str(listener.address), KEY: key}
+            environment = (
+                self._environment | PATIENCE | AS_ROOT | dict(environ) | {ADDRESS: str(listener.address), KEY: key}
+            )
             log = (Path(self._folder.name) / f"{name}.log").open("w+b")
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
                 start_new_session=True,
             )  # fmt: skip
             arm = self._arms[name] = Arm(name, process, log)
-            deadline = time.monotonic() + READY_WITHIN_S
+            deadline = time.monotonic() + self.ready_s
             # accept() has no time limit of its own: the socket inside has
             listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
             while len(arm.ranks) < ranks:
@@ -110,7 +131,7 @@ class InterleavedJobs:
     def turn(self, name: str, **order: Any) -> list[Any]:
         """Lets one job work: sends every rank the same order; returns their answers, in rank order."""
         arm = self._arms[name]
-        deadline = time.monotonic() + TURN_WITHIN_S
+        deadline = time.monotonic() + self.turn_s
         arm.send_signal(signal.SIGCONT)
         for connection in arm.ranks.values():
             connection.send(order)
@@ -204,20 +225,3 @@ def _ended_within(arm: Arm, seconds: float) -> bool:
         select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
     gone = [bool(select.select([descriptor], [], [], 0)[0]) for descriptor in arm.processes.values()]
     return arm.process.poll() is not None and all(gone)
-
-
-@contextmanager
-def orders(rank: int) -> Iterator[Iterator[tuple[dict[str, Any], Connection]]]:
-    """A rank's side: the orders as they come, each with the connection to answer on; ends when the bench does."""
-    with Client(os.environ[ADDRESS], "AF_UNIX", authkey=os.environ[KEY].encode()) as connection:
-        connection.send((rank, os.getpid()))
-
-        def each() -> Iterator[tuple[dict[str, Any], Connection]]:
-            while True:
-                try:
-                    order = connection.recv()
-                except (EOFError, ConnectionResetError):
-                    return
-                yield order, connection
-
-        yield each()

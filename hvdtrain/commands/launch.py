@@ -25,7 +25,7 @@ from hvdtrain.cluster.launch.launcher import Failure, Heard, Job, Outcome, Plan,
 from hvdtrain.cluster.launch.output import Display, Logs, failure_block, report
 from hvdtrain.cluster.protocol import BEAT_S
 from hvdtrain.commands import command_lines, host_flags
-from hvdtrain.core import flags, launchers
+from hvdtrain.core import flags, launchers, startup
 from hvdtrain.core.engines import TRACE_VARIABLE
 from hvdtrain.core.errors import PREEMPTED_CODE, ConfigError, LauncherError
 from hvdtrain.core.in_step.hang import HANG_VARIABLE
@@ -55,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-x", dest="variables", action="append", default=[], metavar="NAME[=VALUE]", help="pass this variable to the"
         " ranks, too; all get the same: this environment without what looks secret or belongs to this host")
     add("--env-file", type=Path, metavar="FILE", help="pass the variables in it, too: NAME=VALUE, a line each")
+    add("--tuned", type=Path, metavar="FILE", help="pass the settings that hvdtrain bench train --tune found, where the"
+        " environment does not say otherwise (default: HVDTRAIN_TUNED)")
     host_flags.add(parser, "network")
     add("--min-np", type=flags.whole(1), metavar="N",
         help="go on without ranks that are lost, as long as so many are left (elastic; default: 1)")
@@ -165,7 +167,22 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         ours[TRACE_VARIABLE] = str(args.trace)
     env = environment.passed(environ, args.variables, args.env_file) | ours
     timeouts = Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace)
-    return _elastic(args, environ, host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts))
+    job = host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts)
+    return _elastic(args, environ, _tuned(job, args.tuned or environ.get(startup.TUNED)))
+
+
+def _tuned(job: Job, path: str | Path | None) -> Job:
+    """Returns the job with the settings of a file, which its ranks need not have.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if not path:
+        return job
+    env = {name: value for name, value in job.env.items() if name != startup.TUNED}
+    found, text = startup.tuned(path, env, max(job.ranks.values()))
+    report(text)
+    return dataclasses.replace(job, env={**env, **found})
 
 
 def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> Job:

@@ -30,7 +30,7 @@ from hvdtrain.core.in_step.elastic import Elastic
 from hvdtrain.core.in_step.meeting import Tracker
 from hvdtrain.core.in_step.watch import after_s, hang_s, listen, start
 from hvdtrain.core.launchers import Detected, detect
-from hvdtrain.core.startup import load_triton_apart
+from hvdtrain.core.startup import SAME_ON_ALL, load_triton_apart, use_tuned
 from hvdtrain.core.version import __version__
 from hvdtrain.core.world import World, current, per_rank, set_current
 
@@ -72,6 +72,7 @@ def init(
     detected = detect(os.environ)
     if its is not None and its.joining and detected.size == 1:
         detected = replace(detected, rank=1)  # like the others it is not the one that does what is done once
+    use_tuned(detected)
     for seconds in (after_s, hang_s):  # variables that rank 0 alone reads later are refused on all ranks
         seconds(os.environ)
     preemption.wanted(os.environ)
@@ -214,9 +215,10 @@ def _meet(comm: Engine, framework: str, seed: int, detected: Detected) -> tuple[
     in the order of their lowest rank, which no launcher's variable gives when hosts have unequal slots.
     """
     listener, where = listen(detected, os.environ) if comm.rank == 0 and comm.size > 1 else (None, None)
-    card = (socket.gethostname(), __version__, framework, seed, where, os.getpid())
+    settings = {name: os.environ[name] for name in SAME_ON_ALL if name in os.environ}
+    card = (socket.gethostname(), __version__, framework, seed, where, os.getpid(), settings)
     cards = [pickle.loads(data) for data in comm.allgather_bytes(pickle.dumps(card))]
-    for position, name in ((1, "version of hvdtrain"), (2, "framework"), (3, "seed")):
+    for position, name in ((1, "version of hvdtrain"), (2, "framework"), (3, "seed"), (6, "environment")):
         values = [card[position] for card in cards]
         if any(value != values[0] for value in values):
             raise ReplicaError(f"the {name} must be the same on every rank", per_rank(values), shared=True)

@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
+import json
 import os
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import IO
+from pathlib import Path
+from typing import IO, Any
 
 from hvdtrain.core.engines import choose_engine
 from hvdtrain.core.errors import (
@@ -28,6 +31,7 @@ from hvdtrain.core.errors import (
     install_command,
 )
 from hvdtrain.core.launchers import Detected, detect
+from hvdtrain.core.version import __version__
 
 # ---- the end
 
@@ -55,16 +59,85 @@ def run_program(name: str, work: Callable[[Detected], None]) -> int:
     return 0
 
 
-# ---- cores and imports
+# ---- tuned settings, cores and imports
+
+TUNED = "HVDTRAIN_TUNED"  # a file of `hvdtrain bench train --tune`
+BUCKET_BYTES, COMPRESSION = "HVDTRAIN_BUCKET_BYTES", "HVDTRAIN_COMPRESSION"  # what `hvdtrain` itself reads of it
+THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+# Ranks that fuse, cut or send otherwise than others add up what does not belong together, or wait for ever.
+SAME_ON_ALL = ("HOROVOD_FUSION_THRESHOLD", BUCKET_BYTES, COMPRESSION)
+# all that such a file may set
+TUNABLE = ("HOROVOD_CYCLE_TIME", "HOROVOD_SHARED_MEMORY", *SAME_ON_ALL, *THREADS)
+_PACKAGES = ("horovod", "hvdtrain-horovod", "torch", "tensorflow", "tensorflow-cpu", "keras")
+
+
+def machine_shape(local_size: int) -> dict[str, str]:
+    """Returns what settings were tuned for: ranks on a host, its cores, and versions."""
+    found = {"ranks a host": str(local_size), "cores": str(os.cpu_count()), "hvdtrain": __version__}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def tuned(path: str | os.PathLike[str], environ: Mapping[str, str], local_size: int) -> tuple[dict[str, str], str]:
+    """Reads what `hvdtrain bench train --tune` has written.
+
+    Args:
+        path: of the file.
+        environ: what is set in it stays.
+        local_size: ranks on a host.
+
+    Returns:
+        The variables to set besides, none where the file is for another machine; and what to tell of it.
+
+    Raises:
+        ConfigError: it cannot be read, or sets something else.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        wanted, fits = dict(content["tuned"]), dict(content["fits"])
+        if not all(name in TUNABLE and isinstance(value, str) for name, value in wanted.items()):
+            raise ValueError(f"it sets {', '.join(sorted(wanted))}; it may {', '.join(TUNABLE)}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule, received = "tuned settings are a file that hvdtrain bench train --tune wrote", f"{path}: {error!r}"
+        raise ConfigError(rule, received, f"hvdtrain bench train --tune --out {path}", shared=True) from error
+    here = machine_shape(local_size)
+    others = [f"{it}: {fits.get(it)}, here {here.get(it)}" for it in here | fits if fits.get(it) != here.get(it)]
+    if others:
+        return {}, f"{path} is not used: it was tuned for something else ({'; '.join(others)})"
+    found = {name: value for name, value in wanted.items() if name not in environ}
+    told = [f"{name}={value}" for name, value in found.items()] or ["nothing to set"]
+    for name in wanted.keys() - found.keys():
+        if environ[name] != wanted[name]:
+            told.append(f"{name}={environ[name]} stays as it is set (tuned: {wanted[name]})")
+    return found, f"tuned by {path} under {content.get('launcher')}: {'; '.join(told)}"
+
+
+def use_tuned(detected: Detected) -> None:
+    """Sets what the file in HVDTRAIN_TUNED says, once, before an engine starts; rank 0 tells.
+
+    Raises:
+        ConfigError: see `tuned`.
+    """
+    if path := os.environ.pop(TUNED, ""):
+        found, text = tuned(path, os.environ, detected.local_size)
+        os.environ.update(found)
+        torch: Any = sys.modules.get("torch")  # which has read its number already
+        if torch is not None and THREADS[0] in found:
+            torch.set_num_threads(int(found[THREADS[0]]))
+        if detected.rank == 0:
+            print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
 
 
 def share_cores(detected: Detected) -> None:
     """Divides this machine's cores among its ranks: else each starts a thread per core, and they fight.
 
-    Variables that are set already stay as they are.
+    Variables that are set already, or by a file of tuned settings, stay as they are.
     """
+    use_tuned(detected)
     threads = max(1, len(os.sched_getaffinity(0)) // max(1, detected.local_size))
-    for variable in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+    for variable in THREADS:
         os.environ.setdefault(variable, str(threads))
     # OpenMP's idle threads spin by default, on cores that Horovod's thread and other programs need too: on a busy
     # machine two threads of torch were 10 times slower than one, and 5 times faster again without spinning

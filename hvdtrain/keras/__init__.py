@@ -16,6 +16,7 @@ and without hvdtrain.
 
 from __future__ import annotations
 
+import os
 from collections.abc import MutableMapping
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.in_step import elastic
 from hvdtrain.core.in_step.proof import Proof
 from hvdtrain.core.lr import LR
+from hvdtrain.core.startup import COMPRESSION
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.keras import averaging, fit, fit_callbacks
 from hvdtrain.keras.backends.chosen import BACKEND
@@ -90,7 +92,8 @@ def prepare(
         lr: the learning rate as a function of samples seen; `callbacks` set it before each batch.
         per_rank_batch: samples of a rank in a full step of data that hvdtrain does not deal; needed there with `lr`.
         compression: `"fp16"` sends gradients as float16, divided by the number of ranks before the cast, so
-            that the sum overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish.
+            that the sum overflows only where one rank's gradient would. Gradients below 6e-8 x ranks vanish. By
+            default as HVDTRAIN_COMPRESSION says.
         sparse_as_dense: reduce `IndexedSlices` as dense tensors.
         sync_batchnorm: batch-norm layers normalise over all ranks' live samples, not each rank's own; layers with
             `synchronized=True` do so in any case. One all-reduce a layer forward, one backward. All ranks call the
@@ -105,6 +108,7 @@ def prepare(
         ConfigError: not compiled; an option that is not known; a learning rate without batch size, scaled twice, or
             with a schedule.
     """
+    compression = compression or os.environ.get(COMPRESSION) or None
     if compression not in (None, "fp16"):
         raise ConfigError(
             "compression is None or 'fp16'", f"compression={compression!r}", "leave it out, or use 'fp16'"

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from hvdtrain.core.errors import ConfigError, NonFiniteError
+from hvdtrain.core.in_step import turns
 from hvdtrain.core.in_step.elastic import note_progress
 from hvdtrain.core.lr import LR
 from hvdtrain.keras import averaging, metric_states
@@ -209,6 +210,12 @@ class Count(Callback):
         )
         self.last_step_samples = samples
         note_progress(self.session.progress.step)
+        turns.updated("keras", self._few)
+
+    def _few(self) -> list[float]:
+        """Some of the weights of each variable."""
+        values = (np.ravel(BACKEND.to_numpy(variable)) for variable in self.model.trainable_variables)
+        return [float(x) for value in values for x in value[:: value.size // 16 + 1]]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         now, data = self.session.progress, self.session.fitted

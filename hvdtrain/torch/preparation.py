@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import ref
@@ -13,6 +14,7 @@ from torch import nn
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.in_step import elastic
 from hvdtrain.core.lr import LR
+from hvdtrain.core.startup import COMPRESSION
 from hvdtrain.core.world import World, given_or_current
 from hvdtrain.torch import start
 from hvdtrain.torch.checks.averaging import prove
@@ -77,7 +79,7 @@ def prepare(
         accumulate: micro-batches of an update; their gradients are reduced once.
         clip: the largest norm of an update's gradient, taken after the average.
         amp: the forward pass in "bf16", or in "fp16" with a gradient scaler; parameters stay as they are.
-        compression: gradients travel as "fp16" or "bf16".
+        compression: gradients travel as "fp16" or "bf16"; by default as HVDTRAIN_COMPRESSION says.
         sync_batchnorm: batch normalisation over the batches of all ranks.
         channels_last: images and weights in the memory format that convolutions on GPUs like.
         compile: `torch.compile` the model.
@@ -94,9 +96,8 @@ def prepare(
             learning rate is scaled twice.
         ReplicaError: on every rank; the ranks differ in model, optimizer or options, or gradients are not averaged.
     """
-    options = Options(
-        accumulate, clip, amp, compression, sync_batchnorm, channels_last, compile, verify, watch_every, zero
-    )
+    wire: Any = compression or os.environ.get(COMPRESSION) or None
+    options = Options(accumulate, clip, amp, wire, sync_batchnorm, channels_last, compile, verify, watch_every, zero)
     _check_options(options, lr, data)
     world = given_or_current(world, "torch")
     _check_zero(options, world)

@@ -16,7 +16,7 @@ from hvdtrain.core.errors import HvdtrainError
 
 PROGRAM = """
 import sys, threading, time
-from hvdtrain.bench.turns import orders
+from hvdtrain.core.in_step.turns import orders
 ticks = 0
 def tick():
     global ticks
@@ -95,7 +95,7 @@ def test_a_job_that_dies_says_why(word: str) -> None:
 
 def test_a_job_over_its_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """That nothing is left behind is what the suite checks after every test."""
-    monkeypatch.setattr(turns, "READY_WITHIN_S", 0.3)
+    monkeypatch.setattr(InterleavedJobs, "ready_s", 0.3)
     monkeypatch.setattr(turns, "END_WITHIN_S", 0.3)
     with InterleavedJobs(clean_environment()) as jobs, pytest.raises(HvdtrainError, match="it took too long"):
         jobs.start("arm", [sys.executable, "-c", "import time; time.sleep(60)"], 1)

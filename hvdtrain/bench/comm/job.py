@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench.comm.ways import WAYS, Links
-from hvdtrain.bench.turns import orders
+from hvdtrain.core.in_step.turns import orders
 
 
 class ByMessages:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hvdtrain.core.engines import HorovodCollectives, losses_in
 from hvdtrain.core.errors import ConfigError
 from hvdtrain.core.launchers import Detected
+from hvdtrain.core.startup import BUCKET_BYTES
 from hvdtrain.torch.engines.base import Settings, TensorCollectives, pick_devices, step_of
 from hvdtrain.torch.engines.reducer import Reducer, Wait
 
@@ -101,6 +102,14 @@ class HorovodEngine(TensorCollectives, HorovodCollectives):
         return HorovodModel(self, module, optimizer, settings)
 
 
+def _wanted_bytes() -> int:
+    """What the environment says of buckets; 0: nothing."""
+    text = os.environ.get(BUCKET_BYTES) or "0"
+    if not text.isdecimal():
+        raise ConfigError(f"{BUCKET_BYTES} is a whole number of bytes", repr(text), "5242880, or leave it out")
+    return int(text)
+
+
 def rank_losses() -> AbstractContextManager[None]:
     """Says what it means when Horovod gives up."""
     from horovod.common.exceptions import HorovodInternalError
@@ -121,7 +130,7 @@ class HorovodModel(Reducer):
         super().__init__(
             module,
             engine.sum_async,
-            bucket_bytes=settings.bucket_bytes or _BUCKET_BYTES[engine.device.type],
+            bucket_bytes=settings.bucket_bytes or _wanted_bytes() or _BUCKET_BYTES[engine.device.type],
             compression=settings.compression,
             staged=settings.staged,
             where_they_lie=engine.shares_memory,

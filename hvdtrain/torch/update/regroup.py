@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -14,7 +15,7 @@ from weakref import ref
 import torch
 
 from hvdtrain.core.errors import ConfigError, RanksLost, ReplicaError
-from hvdtrain.core.in_step import elastic
+from hvdtrain.core.in_step import elastic, turns
 from hvdtrain.runs.parts import Part
 from hvdtrain.runs.staging import StateFile
 
@@ -183,6 +184,7 @@ def updated(session: Session, updates: int) -> None:
     """
     its = elastic.active()
     elastic.note_progress(updates)
+    turns.updated(f"torch {session.engine.device.type}", partial(_few, session.module))
     if its is not None:
         its.updated()
         if not extras_of(session) and any("initial_lr" in group for group in session.optimizer.param_groups):
@@ -193,3 +195,9 @@ def updated(session: Session, updates: int) -> None:
                 ' extra={"scheduler": scheduler})) before the loop',
                 shared=True,
             )
+
+
+def _few(module: torch.nn.Module) -> list[float]:
+    """Some of the weights of each parameter."""
+    parts = [p.detach().flatten()[:: p.numel() // 16 + 1].to("cpu", torch.float64) for p in module.parameters()]
+    return torch.cat(parts).tolist()

@@ -1,0 +1,400 @@
+"""`hvdtrain bench train --tune`: which settings make a training faster here; it never ends slower than it began.
+
+One knob after the other is turned, a few values each. A candidate and the best settings so far are two jobs of the same
+program that take turns; the candidate is kept only if it is faster beyond noise. At the end the winner meets the
+settings that it all began with once more, in fresh turns: if it is not faster there, those stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.bench import report
+from hvdtrain.bench.turns import InterleavedJobs, launched
+from hvdtrain.core.errors import ConfigError, HvdtrainError
+from hvdtrain.core.in_step.hang import HANG_VARIABLE
+from hvdtrain.core.in_step.turns import TRAINING
+from hvdtrain.core.startup import BUCKET_BYTES, COMPRESSION, THREADS, TUNABLE, TUNED, machine_shape
+from hvdtrain.runs import stats
+from hvdtrain.runs.folder import REHEARSAL
+
+MARGIN = 0.02  # faster by less is not worth a file
+CLEARLY = 1.1  # slower in every turn by so much: no more turns
+TRIED, CONFIRMED = (7, 11), (9, 15)  # rounds: at least, at most
+TURN_S, TURN_UPDATES = 0.5, (2, 50)  # how long a turn shall be; updates of one: at least, at most
+SAME = 0.1  # of what the weights have moved by: results that differ by more are another training's
+LAUNCHER = "launcher"  # the one setting that is no variable: who starts the ranks, and so Horovod's controller
+
+Settings = dict[str, str]
+Pairs = Iterator[tuple[float, float]]
+
+
+class Refused(Exception):
+    """A candidate that cannot be used; says why."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """What may be set.
+
+    Attributes:
+        variables: all of them take the same value.
+        values: to try.
+        usual: what holds where nothing is set, if that is known.
+    """
+
+    name: str
+    variables: Sequence[str]
+    values: Sequence[str]
+    usual: str | None = None
+
+    def of(self, settings: Settings) -> str | None:
+        """Returns its value."""
+        return settings.get(self.variables[0], self.usual)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A value that was tried, against the one that was best until then, and what came of it."""
+
+    knob: str
+    value: str
+    best: str
+    ratio: stats.Interval | None
+    outcome: str
+
+    def __str__(self) -> str:
+        return f"{self.knob} {self.value} (best: {self.best}): {self.ratio or ''} {self.outcome}"
+
+
+@dataclass
+class Search:
+    """The search; knows nothing of what is run.
+
+    Args:
+        race: gives seconds an update of two settings, round by round, for as long as it is asked; raises `Refused`
+            where the second cannot be used.
+        budget_s: for all of it; a round that has begun is finished.
+        clock: seconds.
+        say: is told how far it is.
+
+    Attributes:
+        trials, untried: what was tried, and what there was no time for.
+    """
+
+    race: Callable[[Settings, Settings], Pairs]
+    budget_s: float
+    clock: Callable[[], float] = time.monotonic
+    say: Callable[[str], None] = report.progress
+    trials: list[Trial] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._began_s, self._longest_s = self.clock(), 0.0
+
+    def find(self, start: Settings, knobs: Sequence[Knob]) -> tuple[Settings, stats.Interval | None, str]:
+        """Returns the settings to use, their time over that of `start` (None: they are the same), and a verdict."""
+        best = start
+        for knob, value in [(knob, value) for knob in knobs for value in knob.values]:
+            reserve_s = max(1.5 * self._longest_s, 0.2 * self.budget_s)  # for fresh turns at the end
+            if value == knob.of(best):
+                continue
+            if self._spent_s() + self._longest_s > self.budget_s - reserve_s:
+                self.untried.append(f"{knob.name} {value}")
+            elif self._try(knob, value, best, self.budget_s - reserve_s):
+                best = best | dict.fromkeys(knob.variables, value)
+        if best == start:
+            return start, None, "nothing is faster here"
+        outcome, ratio = self._compared(start, best, CONFIRMED, self.budget_s)
+        self._say(f"the winner against the start, in fresh turns: {ratio} {outcome}")
+        if outcome != "faster":
+            return start, None, f"nothing is faster here: the winner was not, in fresh turns ({ratio}, {outcome})"
+        return best, ratio, "faster"
+
+    def _try(self, knob: Knob, value: str, best: Settings, until_s: float) -> bool:
+        """Whether a value is faster than the best one so far."""
+        began_s = self._spent_s()
+        outcome, ratio = self._compared(best, best | dict.fromkeys(knob.variables, value), TRIED, until_s)
+        self._longest_s = max(self._longest_s, self._spent_s() - began_s)
+        self.trials.append(Trial(knob.name, value, knob.of(best) or "not set", ratio, outcome))
+        self._say(str(self.trials[-1]))
+        return outcome == "faster"
+
+    def _compared(
+        self, best: Settings, candidate: Settings, rounds: tuple[int, int], until_s: float
+    ) -> tuple[str, stats.Interval | None]:
+        """What comes of a candidate, and its time over that of the best."""
+        above: list[float] = []
+        below: list[float] = []
+        ratio: stats.Interval | None = None
+        try:
+            for one, other in self.race(best, candidate):
+                above.append(other)
+                below.append(one)
+                ratio = stats.ratio_of_medians(above, below)
+                if outcome := judged(above, below, ratio, rounds):
+                    return outcome, ratio
+                if self._spent_s() > until_s:
+                    break
+        except Refused as why:
+            return f"thrown out: {why}", ratio
+        return "undecided: no time", ratio
+
+    def _spent_s(self) -> float:
+        return self.clock() - self._began_s
+
+    def _say(self, text: str) -> None:
+        self.say(f"{self._spent_s():.0f} of {self.budget_s:.0f} s: {text}")
+
+
+def judged(above: Sequence[float], below: Sequence[float], ratio: stats.Interval, rounds: tuple[int, int]) -> str:
+    """What is known of a candidate after some rounds, its seconds `above`; "": another round tells; pure."""
+    least, most = rounds
+    if len(above) > 1 and min(one / other for one, other in zip(above, below, strict=True)) > CLEARLY:
+        return "slower"
+    if len(above) >= least and ratio.high < 1 - MARGIN:
+        return "faster"
+    if len(above) >= least and ratio.low > 1 - MARGIN:
+        return "slower" if ratio.low > 1 else "not faster"
+    return "within the noise" if len(above) >= most else ""
+
+
+def knobs_of(what: str, ranks: int, cores: int, *, launchers: Sequence[str], compression: bool) -> list[Knob]:
+    """Returns what may be turned for a training; what is worst when it is wrong comes first; pure.
+
+    Args:
+        what: trains, on what, as `hvdtrain.core.in_step.turns.updated` is told.
+        ranks, cores: of this machine.
+        launchers: that are there.
+        compression: whether gradients may travel as float16, which changes results.
+    """
+    mib = {1: str(1 << 20), 5: str(5 << 20), 8: str(8 << 20), 25: str(25 << 20), 64: str(64 << 20)}
+    torch = what.startswith("torch")
+    threads = dict.fromkeys(map(str, (max(1, cores // ranks), 1, cores)))
+    knobs = [
+        Knob("cycle time in ms", ["HOROVOD_CYCLE_TIME"], ["1", "0.5", "5"], "1"),
+        Knob("threads a rank", THREADS, list(threads)),
+        Knob("shared memory", ["HOROVOD_SHARED_MEMORY"], ["1", "0"], "1"),
+        Knob("fusion threshold in bytes", ["HOROVOD_FUSION_THRESHOLD"], ["0", mib[8], mib[64]], "0" if torch else None),
+    ]
+    if torch:
+        usual = mib[5] if what == "torch cpu" else mib[25]
+        knobs.append(Knob("bucket in bytes", [BUCKET_BYTES], [mib[1], mib[5], mib[25]], usual))
+    if len(launchers) > 1:
+        knobs.append(Knob("controller (Gloo: horovodrun, MPI: mpirun)", [LAUNCHER], launchers))
+    if compression:  # Horovod does not add up bfloat16
+        knobs.append(Knob("compression", [COMPRESSION], ["fp16"], "none"))
+    return knobs
+
+
+@dataclass
+class Races:
+    """Jobs of one command, one for each of two settings at a time.
+
+    Args:
+        jobs: where they run.
+        command: of every rank.
+        ranks: how many.
+        folder: where hvdtrain writes what it would write for them.
+
+    Attributes:
+        what: trains, on what.
+    """
+
+    jobs: InterleavedJobs
+    command: Sequence[str]
+    ranks: int
+    folder: Path
+    what: str = ""
+
+    def __post_init__(self) -> None:
+        self._running: dict[str, tuple[Settings, float]] = {}  # by job's name: with seconds an update, as last seen
+        self._first: Settings = {}
+        self._moved: list[float] = []  # what the first job's weights have moved by
+        self._repeats = True  # as far as is known, the same settings give the same results
+        self._numbers = itertools.count()
+
+    def begin(self, start: Settings) -> None:
+        """Starts the job that others are compared with.
+
+        Raises:
+            HvdtrainError: it ends, or trains otherwise than through `prepare`.
+        """
+        name, self._first = self._start(start), start
+        self.what, self._moved = self._answer["what"], self._answer["moved"]
+        report.progress(f"untuned: {self._running[name][1] * 1e3:.1f} ms an update, {self.what}")
+
+    def __call__(self, best: Settings, candidate: Settings) -> Pairs:
+        """See `Search`."""
+        for name, (its, _) in list(self._running.items()):
+            if its not in (best, candidate):
+                self._end(name)
+        one = self._job(best)
+        try:
+            new = not self._name(candidate)
+            other = self._job(candidate)
+            if new:
+                self._check(candidate)
+        except HvdtrainError as error:
+            raise Refused(_short(error)) from error
+        for turn in itertools.count():
+            updates = self._updates(one)
+            seconds = {}
+            for name, its in stats.rotated({one: best, other: candidate}.items(), turn):
+                try:
+                    seconds[name] = self._turn(name, updates)
+                except HvdtrainError as error:
+                    if self._end(name) != 0:  # else the program is at its end: once more
+                        raise (Refused(_short(error)) if its is candidate else error) from error
+                    break
+            if len(seconds) == 2:
+                yield seconds[one], seconds[other]
+            one, other = self._job(best), self._job(candidate)
+
+    def _job(self, settings: Settings) -> str:
+        """Returns the name of the job with these settings, started if need be."""
+        return self._name(settings) or self._start(settings)
+
+    def _name(self, settings: Settings) -> str:
+        return next((name for name, (its, _) in self._running.items() if its == settings), "")
+
+    def _start(self, settings: Settings) -> str:
+        name = str(next(self._numbers))
+        environ = {name: value for name, value in settings.items() if name != LAUNCHER}
+        own = {TRAINING: "1", HANG_VARIABLE: "0", REHEARSAL: str(self.folder / name)}
+        command = [*launched(self.ranks, settings[LAUNCHER]), *self.command]
+        began_s = time.monotonic()
+        try:
+            self.jobs.start(name, command, self.ranks, environ | own)
+            self._running[name] = settings, math.inf
+            self._turn(name, TURN_UPDATES[0])
+        except HvdtrainError:
+            self._end(name)
+            raise
+        self.jobs.ready_s = min(self.jobs.ready_s, 20 + 4 * (time.monotonic() - began_s))
+        return name
+
+    def _turn(self, name: str, updates: int) -> float:
+        """Seconds an update, of the slowest rank."""
+        answers = self.jobs.turn(name, steps=updates)
+        self._answer = answers[0]
+        seconds = max(answer["wall"] for answer in answers)
+        self._running[name] = self._running[name][0], seconds
+        return seconds
+
+    def _updates(self, name: str) -> int:
+        least, most = TURN_UPDATES
+        return max(least, min(most, round(TURN_S / self._running[name][1])))
+
+    def _end(self, name: str) -> int | None:
+        self._running.pop(name, None)
+        return self.jobs.end(name)
+
+    def _check(self, candidate: Settings) -> None:
+        """Whether the job started last trains as the start did, as far as its first updates tell.
+
+        Raises:
+            Refused: it does not, though the start, started again, does.
+        """
+        off = distance(self._answer["moved"], self._moved)
+        if off <= SAME or COMPRESSION in candidate or not self._repeats:
+            return
+        self._end(self._start(self._first))
+        self._repeats = distance(self._answer["moved"], self._moved) <= SAME
+        if self._repeats:
+            raise Refused(f"another result: its first updates differ by {off:.0%} of what the weights move")
+        report.progress("this training gives other results each time: they are not compared")
+
+
+def distance(moved: Sequence[float], wanted: Sequence[float]) -> float:
+    """How far weights have moved elsewhere, over how far they should have moved; NaN counts as far; pure."""
+    if len(moved) != len(wanted):
+        return math.inf
+    off, way = math.dist(moved, wanted), math.hypot(*wanted)
+    return math.inf if math.isnan(off) else off / way if way else math.inf if off else 0.0
+
+
+def _short(error: HvdtrainError) -> str:
+    lines = [line.strip() for line in error.received.splitlines() if line.strip()]
+    return f"{lines[0]}: {lines[-1]}"[:200] if lines else error.rule
+
+
+# ---- the command
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes, and writes the file; returns 0, also where nothing is faster."""
+    result = report.begin("train", args, "tuning starts its own ranks")
+    command = _command(args)
+    launchers = [args.launcher, *({"horovodrun", "mpirun"} - {args.launcher} if shutil.which("mpirun") else ())]
+    start = {name: os.environ[name] for name in TUNABLE if name in os.environ} | {LAUNCHER: args.launcher}
+    environment = {name: value for name, value in os.environ.items() if name not in (*TUNABLE, TUNED)}
+    set_here = ", ".join(f"{name}={value}" for name, value in start.items() if name != LAUNCHER)
+    report.progress(f"{args.ranks} ranks of {' '.join(command)}; set in the environment: {set_here or 'nothing'}")
+    with InterleavedJobs(environment) as jobs, tempfile.TemporaryDirectory(prefix="hvdtrain-tune-") as folder:
+        jobs.ready_s, jobs.turn_s = max(60.0, args.budget), max(30.0, args.budget / 4)
+        races = Races(jobs, command, args.ranks, Path(folder))
+        search = Search(races, args.budget)
+        races.begin(start)
+        cores = len(os.sched_getaffinity(0))
+        knobs = knobs_of(
+            races.what, args.ranks, cores, launchers=launchers, compression=args.allow_compression
+        )  # fmt: skip
+        found, ratio, verdict = search.find(dict(start), knobs)
+        found = dict(found)
+    launcher, trials = found.pop(LAUNCHER), [vars(it) | {"ratio": it.ratio and vars(it.ratio)} for it in search.trials]
+    result |= {
+        "tuned": found, "launcher": launcher, "fits": machine_shape(args.ranks), "command": command, "start": start,
+        "verdict": verdict, "ratio": ratio and vars(ratio), "trials": trials, "untried": search.untried,
+        "out": str(args.out),
+    }  # fmt: skip
+    return report.finish(args, result, table)
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
+    if args.ranks < 2:
+        raise ConfigError("what is tuned is what ranks do together", f"-np {args.ranks}", "-np 2")
+    if argv:
+        return list(argv)
+    flags = ["--per-rank-batch", str(args.per_rank_batch), "--epochs", "1000", "--device", args.device]
+    if args.framework == "keras":
+        return [sys.executable, "-m", "hvdtrain.keras_mnist", *flags]
+    pictures = ["--model", args.models[0], "--data", "synthetic", "--image-size", str(args.pixels)]
+    return [sys.executable, "-m", "hvdtrain.torch_resnet", *pictures, *flags]
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """What was tried, what is written, and how it is used."""
+    rows: list[tuple[str, ...]] = [("knob", "best so far", "tried", "time of the one tried, 95 %", "")]
+    for trial in result["trials"]:
+        ratio = str(stats.Interval(**trial["ratio"])) if trial["ratio"] else ""
+        rows.append((trial["knob"], trial["best"], trial["value"], ratio, trial["outcome"]))
+    tuned, start = result["tuned"], result["start"]
+    lines = [result["verdict"]]
+    if result["untried"]:
+        lines.append(f"not tried, for lack of time (--budget): {', '.join(result['untried'])}")
+    if result["ratio"]:
+        found = ", ".join(f"{name}={value}" for name, value in tuned.items() if start.get(name) != value)
+        lines[0] = f"{stats.Interval(**result['ratio'])} of the untuned time, in fresh turns: {found}"
+    lines += [
+        f"{name}={start[name]} is set in this environment, and wins over the file: unset it"
+        for name, value in tuned.items() if start.get(name, value) != value
+    ]  # fmt: skip
+    if result["launcher"] != start[LAUNCHER]:
+        lines.append(f"and start the ranks with {result['launcher']}")
+    out = result["out"]
+    lines.append(f"to use it: HVDTRAIN_TUNED={out} before the program, or hvdtrain launch --tuned {out}")
+    heading = f"{report.measured_on(result)}\n{report.versions(result)}"
+    return "\n\n".join([heading, stats.table(rows), "\n".join(lines)])

@@ -1,0 +1,73 @@
+"""Programs that take turns: one that a benchmark has started goes on when it is told to, and answers what it took.
+
+A job of the benchmark's own serves `orders`. Under `hvdtrain bench train --tune` any prepared training does so by
+itself: it stops after an update until its next turn, and its program ends with the benchmark.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+from hvdtrain.core.launchers import detect
+
+ADDRESS, KEY = "HVDTRAIN_TURNS_ADDRESS", "HVDTRAIN_TURNS_KEY"
+TRAINING = "HVDTRAIN_TURNS_TRAINING"  # set: prepared trainings take turns
+WARM_UP = 5  # updates before the first turn: proofs, buffers, Horovod's cache
+_taking: Generator[None, None, None] | None = None
+
+
+@contextmanager
+def orders(rank: int) -> Iterator[Iterator[tuple[dict[str, Any], Connection]]]:
+    """A rank's side: the orders as they come, each with the connection to answer on; ends when the bench does."""
+    with Client(os.environ[ADDRESS], "AF_UNIX", authkey=os.environ[KEY].encode()) as connection:
+        connection.send((rank, os.getpid()))
+
+        def each() -> Iterator[tuple[dict[str, Any], Connection]]:
+            while True:
+                try:
+                    order = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    return
+                yield order, connection
+
+        yield each()
+
+
+def updated(what: str, weights: Callable[[], list[float]]) -> None:
+    """An update is done: where trainings take turns, waits for the next turn when this one is over.
+
+    Args:
+        what: trains, on what: "torch cpu"; goes with the answers.
+        weights: gives a few of the model's; called before and after a turn, for which the device must be done.
+    """
+    global _taking
+    if TRAINING in os.environ:
+        if _taking is None:
+            _taking = _turns(what, weights)
+        next(_taking)
+
+
+def _turns(what: str, weights: Callable[[], list[float]]) -> Generator[None, None, None]:
+    """Each `next` is an update that is done; of several models the first one's weights are looked at."""
+    before = weights()
+    for _ in range(WARM_UP):
+        yield
+    moved = [now - then for now, then in zip(weights(), before, strict=True)]
+    with orders(detect(os.environ).rank) as each:
+        for order, connection in each:
+            yield  # not counted: the ranks have just been woken
+            weights()
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(order["steps"]):
+                yield
+            weights()
+            wall, cpu = (time.perf_counter() - wall) / order["steps"], (time.process_time() - cpu) / order["steps"]
+            connection.send({"wall": wall, "cpu": cpu, "moved": moved, "what": what})
+    sys.stdout.flush()
+    os._exit(0)  # the others are gone: no engine's goodbye waits for them
