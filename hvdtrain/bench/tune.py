@@ -11,6 +11,7 @@ import argparse
 import itertools
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from hvdtrain.runs.folder import REHEARSAL
 
 MARGIN = 0.02  # faster by less is not worth a file
 CLEARLY = 1.1  # slower in every turn by so much: no more turns
-TRIED, CONFIRMED = (7, 11), (9, 15)  # rounds: at least, at most
+LEAST, TRIED, CONFIRMED = 5, (7, 11), (9, 15)  # rounds: for any verdict; and until a candidate is faster, at most
 TURN_S, TURN_UPDATES = 0.5, (2, 50)  # how long a turn shall be; updates of one: at least, at most
 SAME = 0.1  # of what the weights have moved by: results that differ by more are another training's
 LAUNCHER = "launcher"  # the one setting that is no variable: who starts the ranks, and so Horovod's controller
@@ -106,7 +107,8 @@ class Search:
     def find(self, start: Settings, knobs: Sequence[Knob]) -> tuple[Settings, stats.Interval | None, str]:
         """Returns the settings to use, their time over that of `start` (None: they are the same), and a verdict."""
         best = start
-        for knob, value in [(knob, value) for knob in knobs for value in knob.values]:
+        self._longest_s = self._spent_s()  # to start a job takes so long again
+        for knob, value in [(one, value) for one in knobs for value in one.values]:
             reserve_s = max(1.5 * self._longest_s, 0.2 * self.budget_s)  # for fresh turns at the end
             if value == knob.of(best):
                 continue
@@ -115,7 +117,7 @@ class Search:
             elif self._try(knob, value, best, self.budget_s - reserve_s):
                 best = best | dict.fromkeys(knob.variables, value)
         if best == start:
-            return start, None, "nothing is faster here"
+            return start, None, "nothing is faster here" if self.trials else "nothing was tried: --budget is too short"
         outcome, ratio = self._compared(start, best, CONFIRMED, self.budget_s)
         self._say(f"the winner against the start, in fresh turns: {ratio} {outcome}")
         if outcome != "faster":
@@ -160,14 +162,14 @@ class Search:
 
 def judged(above: Sequence[float], below: Sequence[float], ratio: stats.Interval, rounds: tuple[int, int]) -> str:
     """What is known of a candidate after some rounds, its seconds `above`; "": another round tells; pure."""
-    least, most = rounds
-    if len(above) > 1 and min(one / other for one, other in zip(above, below, strict=True)) > CLEARLY:
+    ratios = [one / other for one, other in zip(above, below, strict=True)]
+    if len(ratios) >= 2 and min(ratios) > CLEARLY:
         return "slower"
-    if len(above) >= least and ratio.high < 1 - MARGIN:
-        return "faster"
-    if len(above) >= least and ratio.low > 1 - MARGIN:
+    if len(ratios) >= LEAST and ratio.value > 1 - MARGIN:
         return "slower" if ratio.low > 1 else "not faster"
-    return "within the noise" if len(above) >= most else ""
+    if len(ratios) >= (LEAST if max(ratios) < 1 / CLEARLY**2 else rounds[0]) and ratio.high < 1 - MARGIN:
+        return "faster"
+    return "within the noise" if len(ratios) >= rounds[1] else ""
 
 
 def knobs_of(what: str, ranks: int, cores: int, *, launchers: Sequence[str], compression: bool) -> list[Knob]:
@@ -223,7 +225,7 @@ class Races:
         self._first: Settings = {}
         self._moved: list[float] = []  # what the first job's weights have moved by
         self._repeats = True  # as far as is known, the same settings give the same results
-        self._numbers = itertools.count()
+        self._numbers, self._most = itertools.count(), TURN_UPDATES[1]
 
     def begin(self, start: Settings) -> None:
         """Starts the job that others are compared with.
@@ -255,8 +257,9 @@ class Races:
                 try:
                     seconds[name] = self._turn(name, updates)
                 except HvdtrainError as error:
-                    if self._end(name) != 0:  # else the program is at its end: once more
+                    if self._end(name) != 0:
                         raise (Refused(_short(error)) if its is candidate else error) from error
+                    self._most = max(TURN_UPDATES[0], updates // 4)  # the program is at its end: it is a short one
                     break
             if len(seconds) == 2:
                 yield seconds[one], seconds[other]
@@ -294,8 +297,7 @@ class Races:
         return seconds
 
     def _updates(self, name: str) -> int:
-        least, most = TURN_UPDATES
-        return max(least, min(most, round(TURN_S / self._running[name][1])))
+        return max(TURN_UPDATES[0], min(self._most, round(TURN_S / self._running[name][1])))
 
     def _end(self, name: str) -> int | None:
         self._running.pop(name, None)
@@ -326,8 +328,11 @@ def distance(moved: Sequence[float], wanted: Sequence[float]) -> float:
 
 
 def _short(error: HvdtrainError) -> str:
-    lines = [line.strip() for line in error.received.splitlines() if line.strip()]
-    return f"{lines[0]}: {lines[-1]}"[:200] if lines else error.rule
+    """How a job ended, and the last line that tells why, without the launcher's mark."""
+    said = [re.sub(r"^\[\d+\]<\w+>: ?", "", line).strip() for line in error.received.splitlines()]
+    first, *lines = [line for line in said if line] or [error.rule]
+    telling = [line for line in lines if "Error" in line or ": rank " in line] or lines[-1:]
+    return ": ".join([first, *telling[-1:]])[:300]
 
 
 # ---- the command
@@ -380,9 +385,12 @@ def table(result: Mapping[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [("knob", "best so far", "tried", "time of the one tried, 95 %", "")]
     for trial in result["trials"]:
         ratio = str(stats.Interval(**trial["ratio"])) if trial["ratio"] else ""
-        rows.append((trial["knob"], trial["best"], trial["value"], ratio, trial["outcome"]))
+        rows.append((trial["knob"], trial["best"], trial["value"], ratio, trial["outcome"].partition(":")[0]))
     tuned, start = result["tuned"], result["start"]
     lines = [result["verdict"]]
+    for trial in result["trials"]:
+        if trial["outcome"].startswith("thrown out"):
+            lines.append(f"{trial['knob']} {trial['value']}: {trial['outcome']}")
     if result["untried"]:
         lines.append(f"not tried, for lack of time (--budget): {', '.join(result['untried'])}")
     if result["ratio"]:

@@ -101,6 +101,8 @@ def _silence(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the job, again if it fails and may; returns the exit code."""
+    named = os.environ.pop(startup.TUNED, None)  # ranks look for no file
+    args.tuned = args.tuned or named
     job = job_of(args, os.environ)
     if args.dry_run:
         print(_dry_run(launcher.look(job)))
@@ -168,7 +170,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     env = environment.passed(environ, args.variables, args.env_file) | ours
     timeouts = Timeouts(args.start_timeout, args.lost_after, args.stopped_after, args.grace)
     job = host_flags.job_of(args, environ, argv, here=lambda: 1, env=env, timeouts=timeouts)
-    return _elastic(args, environ, _tuned(job, args.tuned or environ.get(startup.TUNED)))
+    return _elastic(args, environ, _tuned(job, args.tuned))
 
 
 def _tuned(job: Job, path: str | Path | None) -> Job:
@@ -179,10 +181,9 @@ def _tuned(job: Job, path: str | Path | None) -> Job:
     """
     if not path:
         return job
-    env = {name: value for name, value in job.env.items() if name != startup.TUNED}
-    found, text = startup.tuned(path, env, max(job.ranks.values()))
+    found, text = startup.tuned(path, job.env, max(job.ranks.values()))
     report(text)
-    return dataclasses.replace(job, env={**env, **found})
+    return dataclasses.replace(job, env={**job.env, **found})
 
 
 def _elastic(args: argparse.Namespace, environ: Mapping[str, str], job: Job) -> Job:

@@ -1,0 +1,20 @@
+"""`tune_knobs.py KNOBS FLAG ...`: `hvdtrain bench train --tune` with knobs of the test's: JSON, values by variable.
+
+Budgets and machines do not decide what is tried.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from unittest import mock
+
+from hvdtrain.__main__ import main
+from hvdtrain.bench import tune
+
+if __name__ == "__main__":
+    wanted = json.loads(sys.argv[1])
+    knobs = [tune.Knob(name, [name], values) for name, values in wanted.items()]
+    sys.argv[1:] = ["bench", "train", "--tune", "-np", "2", "--budget", "10000", *sys.argv[2:]]
+    with mock.patch.object(tune, "knobs_of", lambda *_, **__: knobs):
+        sys.exit(main())
