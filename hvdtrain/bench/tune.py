@@ -75,9 +75,6 @@ class Trial:
     ratio: stats.Interval | None
     outcome: str
 
-    def __str__(self) -> str:
-        return f"{self.knob} {self.value} (best: {self.best}): {self.ratio or ''} {self.outcome}"
-
 
 @dataclass
 class Search:
@@ -129,23 +126,22 @@ class Search:
         began_s = self._spent_s()
         outcome, ratio = self._compared(best, best | dict.fromkeys(knob.variables, value), TRIED, until_s)
         self._longest_s = max(self._longest_s, self._spent_s() - began_s)
-        self.trials.append(Trial(knob.name, value, knob.of(best) or "not set", ratio, outcome))
-        self._say(str(self.trials[-1]))
+        was = knob.of(best) or "not set"
+        self.trials.append(Trial(knob.name, value, was, ratio, outcome))
+        self._say(f"{knob.name} {value} (best: {was}): {ratio or ''} {outcome}")
         return outcome == "faster"
 
     def _compared(
         self, best: Settings, candidate: Settings, rounds: tuple[int, int], until_s: float
     ) -> tuple[str, stats.Interval | None]:
         """What comes of a candidate, and its time over that of the best."""
-        above: list[float] = []
-        below: list[float] = []
+        ratios: list[float] = []
         ratio: stats.Interval | None = None
         try:
             for one, other in self.race(best, candidate):
-                above.append(other)
-                below.append(one)
-                ratio = stats.ratio_of_medians(above, below)
-                if outcome := judged(above, below, ratio, rounds):
+                ratios.append(other / one)
+                ratio = stats.ratio_of_medians(ratios, [1.0] * len(ratios))
+                if outcome := judged(ratios, ratio, rounds):
                     return outcome, ratio
                 if self._spent_s() > until_s:
                     break
@@ -160,9 +156,8 @@ class Search:
         self.say(f"{self._spent_s():.0f} of {self.budget_s:.0f} s: {text}")
 
 
-def judged(above: Sequence[float], below: Sequence[float], ratio: stats.Interval, rounds: tuple[int, int]) -> str:
-    """What is known of a candidate after some rounds, its seconds `above`; "": another round tells; pure."""
-    ratios = [one / other for one, other in zip(above, below, strict=True)]
+def judged(ratios: Sequence[float], ratio: stats.Interval, rounds: tuple[int, int]) -> str:
+    """What is known of a candidate by its times over those of the best; "": another round tells; pure."""
     if len(ratios) >= 2 and min(ratios) > CLEARLY:
         return "slower"
     if len(ratios) >= LEAST and ratio.value > 1 - MARGIN:
@@ -231,61 +226,58 @@ class Races:
         """Starts the job that others are compared with.
 
         Raises:
-            HvdtrainError: it ends, or trains otherwise than through `prepare`.
+            ConfigError: it ends, or trains otherwise than through `prepare`.
         """
-        name, self._first = self._start(start), start
-        self.what, self._moved = self._answer["what"], self._answer["moved"]
-        report.progress(f"untuned: {self._running[name][1] * 1e3:.1f} ms an update, {self.what}")
+        try:
+            seconds = self._running[self._start(start)][1]
+        except HvdtrainError as error:
+            rule = "what is tuned trains through hvdtrain's prepare(), for 8 updates at least"
+            raise ConfigError(rule, error.received, "README.md shows how; a larger --budget waits longer") from error
+        self._first, self.what, self._moved = start, self._answer["what"], self._answer["moved"]
+        report.progress(f"untuned: {seconds * 1e3:.1f} ms an update, {self.what}")
 
     def __call__(self, best: Settings, candidate: Settings) -> Pairs:
         """See `Search`."""
-        for name, (its, _) in list(self._running.items()):
-            if its not in (best, candidate):
-                self._end(name)
-        one = self._job(best)
-        try:
-            new = not self._name(candidate)
-            other = self._job(candidate)
-            if new:
-                self._check(candidate)
-        except HvdtrainError as error:
-            raise Refused(_short(error)) from error
+        both = [best, candidate]
+        for name in [name for name, (its, _) in self._running.items() if its not in both]:
+            self._end(name)
         for turn in itertools.count():
-            updates = self._updates(one)
-            seconds = {}
-            for name, its in stats.rotated({one: best, other: candidate}.items(), turn):
+            seconds: dict[str, float] = {}
+            for its, measured in [
+                (best, False),
+                (candidate, False),
+                *((its, True) for its in stats.rotated(both, turn)),
+            ]:
                 try:
-                    seconds[name] = self._turn(name, updates)
+                    name = self._name(its) or self._start(its)
+                    if measured:
+                        seconds[name] = self._turn(name, self._updates(self._name(best)))
                 except HvdtrainError as error:
-                    if self._end(name) != 0:
+                    if self._end(self._name(its)) != 0:
                         raise (Refused(_short(error)) if its is candidate else error) from error
-                    self._most = max(TURN_UPDATES[0], updates // 4)  # the program is at its end: it is a short one
+                    self._most = max(TURN_UPDATES[0], self._most // 4)  # the program is at its end: it is a short one
                     break
-            if len(seconds) == 2:
-                yield seconds[one], seconds[other]
-            one, other = self._job(best), self._job(candidate)
-
-    def _job(self, settings: Settings) -> str:
-        """Returns the name of the job with these settings, started if need be."""
-        return self._name(settings) or self._start(settings)
+            else:
+                yield seconds[self._name(best)], seconds[self._name(candidate)]
 
     def _name(self, settings: Settings) -> str:
         return next((name for name, (its, _) in self._running.items() if its == settings), "")
 
     def _start(self, settings: Settings) -> str:
         name = str(next(self._numbers))
-        environ = {name: value for name, value in settings.items() if name != LAUNCHER}
         own = {TRAINING: "1", HANG_VARIABLE: "0", REHEARSAL: str(self.folder / name)}
         command = [*launched(self.ranks, settings[LAUNCHER]), *self.command]
         began_s = time.monotonic()
         try:
-            self.jobs.start(name, command, self.ranks, environ | own)
+            self.jobs.start(name, command, self.ranks, _variables(settings) | own)
             self._running[name] = settings, math.inf
             self._turn(name, TURN_UPDATES[0])
         except HvdtrainError:
             self._end(name)
             raise
         self.jobs.ready_s = min(self.jobs.ready_s, 20 + 4 * (time.monotonic() - began_s))
+        if self._first and settings != self._first:
+            self._check(settings)
         return name
 
     def _turn(self, name: str, updates: int) -> float:
@@ -303,14 +295,14 @@ class Races:
         self._running.pop(name, None)
         return self.jobs.end(name)
 
-    def _check(self, candidate: Settings) -> None:
+    def _check(self, settings: Settings) -> None:
         """Whether the job started last trains as the start did, as far as its first updates tell.
 
         Raises:
             Refused: it does not, though the start, started again, does.
         """
         off = distance(self._answer["moved"], self._moved)
-        if off <= SAME or COMPRESSION in candidate or not self._repeats:
+        if off <= SAME or COMPRESSION in settings or not self._repeats:
             return
         self._end(self._start(self._first))
         self._repeats = distance(self._answer["moved"], self._moved) <= SAME
@@ -340,31 +332,34 @@ def _short(error: HvdtrainError) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Tunes, and writes the file; returns 0, also where nothing is faster."""
-    result = report.begin("train", args, "tuning starts its own ranks")
-    command = _command(args)
+    result, command = report.begin("train", args, "tuning starts its own ranks"), _command(args)
     launchers = [args.launcher, *({"horovodrun", "mpirun"} - {args.launcher} if shutil.which("mpirun") else ())]
     start = {name: os.environ[name] for name in TUNABLE if name in os.environ} | {LAUNCHER: args.launcher}
     environment = {name: value for name, value in os.environ.items() if name not in (*TUNABLE, TUNED)}
-    set_here = ", ".join(f"{name}={value}" for name, value in start.items() if name != LAUNCHER)
-    report.progress(f"{args.ranks} ranks of {' '.join(command)}; set in the environment: {set_here or 'nothing'}")
+    report.progress(f"{args.ranks} ranks of {' '.join(command)}; set here: {_listed(_variables(start))}")
     with InterleavedJobs(environment) as jobs, tempfile.TemporaryDirectory(prefix="hvdtrain-tune-") as folder:
         jobs.ready_s, jobs.turn_s = max(60.0, args.budget), max(30.0, args.budget / 4)
         races = Races(jobs, command, args.ranks, Path(folder))
         search = Search(races, args.budget)
         races.begin(start)
-        cores = len(os.sched_getaffinity(0))
-        knobs = knobs_of(
-            races.what, args.ranks, cores, launchers=launchers, compression=args.allow_compression
-        )  # fmt: skip
-        found, ratio, verdict = search.find(dict(start), knobs)
-        found = dict(found)
-    launcher, trials = found.pop(LAUNCHER), [vars(it) | {"ratio": it.ratio and vars(it.ratio)} for it in search.trials]
+        cores, more = len(os.sched_getaffinity(0)), args.allow_compression
+        knobs = knobs_of(races.what, args.ranks, cores, launchers=launchers, compression=more)
+        found, ratio, verdict = search.find(start, knobs)
+    trials = [vars(trial) | {"ratio": trial.ratio and vars(trial.ratio)} for trial in search.trials]
     result |= {
-        "tuned": found, "launcher": launcher, "fits": machine_shape(args.ranks), "command": command, "start": start,
-        "verdict": verdict, "ratio": ratio and vars(ratio), "trials": trials, "untried": search.untried,
-        "out": str(args.out),
+        "tuned": _variables(found), "launcher": found[LAUNCHER], "fits": machine_shape(args.ranks), "start": start,
+        "command": command, "verdict": verdict, "ratio": ratio and vars(ratio), "trials": trials,
+        "untried": search.untried, "out": str(args.out),
     }  # fmt: skip
     return report.finish(args, result, table)
+
+
+def _variables(settings: Settings) -> Settings:
+    return {name: value for name, value in settings.items() if name != LAUNCHER}
+
+
+def _listed(variables: Settings) -> str:
+    return ", ".join(f"{name}={value}" for name, value in variables.items()) or "nothing"
 
 
 def _command(args: argparse.Namespace) -> list[str]:
@@ -386,23 +381,19 @@ def table(result: Mapping[str, Any]) -> str:
     for trial in result["trials"]:
         ratio = str(stats.Interval(**trial["ratio"])) if trial["ratio"] else ""
         rows.append((trial["knob"], trial["best"], trial["value"], ratio, trial["outcome"].partition(":")[0]))
-    tuned, start = result["tuned"], result["start"]
+    tuned, start, out = result["tuned"], result["start"], result["out"]
+    changed = {name: value for name, value in tuned.items() if start.get(name) != value}
     lines = [result["verdict"]]
-    for trial in result["trials"]:
-        if trial["outcome"].startswith("thrown out"):
-            lines.append(f"{trial['knob']} {trial['value']}: {trial['outcome']}")
+    if result["ratio"]:
+        lines = [f"{stats.Interval(**result['ratio'])} of the untuned time, in fresh turns: {_listed(changed)}"]
     if result["untried"]:
         lines.append(f"not tried, for lack of time (--budget): {', '.join(result['untried'])}")
-    if result["ratio"]:
-        found = ", ".join(f"{name}={value}" for name, value in tuned.items() if start.get(name) != value)
-        lines[0] = f"{stats.Interval(**result['ratio'])} of the untuned time, in fresh turns: {found}"
-    lines += [
-        f"{name}={start[name]} is set in this environment, and wins over the file: unset it"
-        for name, value in tuned.items() if start.get(name, value) != value
-    ]  # fmt: skip
+    its = result["trials"]
+    lines += [f"{it['knob']} {it['value']}: {it['outcome']}" for it in its if it["outcome"].startswith("thrown out")]
+    over = "is set in this environment, and wins over the file: unset it"
+    lines += [f"{name}={start[name]} {over}" for name in changed if name in start]
     if result["launcher"] != start[LAUNCHER]:
         lines.append(f"and start the ranks with {result['launcher']}")
-    out = result["out"]
     lines.append(f"to use it: HVDTRAIN_TUNED={out} before the program, or hvdtrain launch --tuned {out}")
     heading = f"{report.measured_on(result)}\n{report.versions(result)}"
     return "\n\n".join([heading, stats.table(rows), "\n".join(lines)])

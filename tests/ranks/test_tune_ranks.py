@@ -20,11 +20,10 @@ def tuned(out: Path, knobs: dict[str, list[str]], *flags: str, **env: str) -> tu
 
 @pytest.mark.slow
 def test_a_bad_setting_is_found_and_the_file_is_read(tmp_path: Path) -> None:
-    """Each update waits for a cycle of 200 ms; what fails or trains otherwise is thrown out; the program ends
-    after 20 updates, and is started again."""
+    """Each update waits for a cycle of 200 ms; what fails or trains otherwise is thrown out."""
     knobs = {"HOROVOD_CYCLE_TIME": ["1"], "HVDTRAIN_BUCKET_BYTES": ["many"], "RATE": ["0.02"]}
     out = tmp_path / "tuned.json"
-    done, found = tuned(out, knobs, "--", "python", str(PROGRAM), "20", HOROVOD_CYCLE_TIME="200")
+    done, found = tuned(out, knobs, "--", "python", str(PROGRAM), "1000", HOROVOD_CYCLE_TIME="200")
     assert found["start"]["HOROVOD_CYCLE_TIME"] == "200" and found["tuned"]["HOROVOD_CYCLE_TIME"] == "1", done.text
     assert found["ratio"]["high"] < 1 and found["verdict"] == "faster"
     outcomes = {trial["knob"]: trial["outcome"] for trial in found["trials"]}
@@ -50,7 +49,26 @@ def test_a_keras_program_takes_turns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_training_that_does_not_repeat_is_not_compared(tmp_path: Path) -> None:
-    words = ("--", "python", str(PROGRAM), "1000")
+    words = ("--", "python", str(PROGRAM), "60")  # so few updates that it has to be started again
     done, found = tuned(tmp_path / "tuned.json", {"HOROVOD_CYCLE_TIME": ["2"]}, *words, SEED="own")
     assert "this training gives other results each time: they are not compared" in done.err
     assert found["trials"][0]["ratio"] is not None, done.text
+
+
+def test_what_does_not_train_through_prepare_is_refused(tmp_path: Path) -> None:
+    words = [
+        "-m",
+        "hvdtrain",
+        "bench",
+        "train",
+        "--tune",
+        "--out",
+        str(tmp_path / "tuned.json"),
+        "--",
+        "python",
+        "-c",
+        "0",
+    ]
+    done = run_ranks(words, 1, launcher="none")
+    assert done.returncode == 2 and "trains through hvdtrain's prepare()" in done.err, done.text
+    assert "it ended with 0" in done.err and not (tmp_path / "tuned.json").exists()
