@@ -11,7 +11,7 @@ class Proof:
 
     Attributes:
         ranks, parameters: how many took part.
-        largest_difference: max over parameters and ranks of |gradient - mean gradient| (Keras: of the updates that they
+        largest_difference: max over parameters and ranks of `|gradient - mean gradient|` (Keras: of the updates that they
             make), as part of the largest that the mean has.
         sha256: fingerprint of the model, equal on all ranks (None in a world of one).
         seconds: wall time.
