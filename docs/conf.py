@@ -12,7 +12,7 @@ from sphinx.application import Sphinx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["KERAS_BACKEND"] = "torch"  # one framework to import, not two: the names are the same
 
-from hvdtrain.core.version import __version__  # noqa: E402
+from hvdtrain.core.version import __version__
 
 project = "hvdtrain"
 version = release = __version__
@@ -36,7 +36,9 @@ napoleon_numpy_docstring = False
 # Nothing is asked of a network: names of others, and of what is not public here, are shown and lead nowhere.
 OTHERS = r"(torch|nn|np|numpy|keras|collections|contextlib|pathlib|os)\..*"
 INTERNAL = r"hvdtrain(\.\w+){3,}"
-ALIASES = r"Balance|BatchNorm|Chunk|Initialise|Loss|Part|Schedule|SplitDoesNotPay|Tensor|Weight|plan\.\w+|hvdtrain\.keras\.T"
+ALIASES = (
+    r"Balance|BatchNorm|Chunk|Initialise|Loss|Part|Schedule|SplitDoesNotPay|Tensor|Weight|plan\.\w+|hvdtrain\.\w+\.T"
+)
 nitpick_ignore_regex = [("py:.*", names) for names in (OTHERS, INTERNAL, ALIASES)]
 
 
