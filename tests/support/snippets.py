@@ -17,6 +17,10 @@ is run as `cpu`.
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import itertools
 import os
 import re
 import sys
@@ -27,7 +31,7 @@ from pathlib import Path
 from harness import PROGRAMS, REPOSITORY, Result, run_ranks
 from markdown_it import MarkdownIt
 from mdit_py_plugins.anchors.index import slugify
-from typed import Wrong, check_python, check_test, check_typed
+from typed import Wrong, check_python, check_test, check_typed, exists
 
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
 LANGUAGES = ("bash", "python", "diff", "text")
@@ -123,6 +127,39 @@ def check(block: Block) -> None:
             check_python(sides(block.text)[1] if block.language == "diff" else block.text)
     except Wrong as wrong:
         raise Wrong(f"{block.where}: {wrong}") from wrong
+
+
+def spans(page: Path) -> Iterator[str]:
+    """What stands in `code` within the text."""
+    for token in MARKDOWN.parse(page.read_text(encoding="utf-8")):
+        yield from (child.content for child in token.children or () if child.type == "code_inline")
+
+
+def check_span(text: str) -> None:
+    """Flags of our commands, arguments of our functions and tests exist; the rest of a span may be left out.
+
+    Raises:
+        Wrong: one does not.
+    """
+    said = text.split()
+    if re.fullmatch(r"hvdtrain [a-z-]+ .*", text):
+        ours = itertools.takewhile(lambda word: word not in ("--", "-m") and not word.endswith(".py"), said[2:])
+        known = {flag for line in flags() if line.startswith(f"{said[1]}") for flag in line.split(": ")[1].split(", ")}
+        if unknown := {word for word in ours if re.match("--?[a-z]", word)} - known:
+            raise Wrong(f"hvdtrain {said[1]} has no {' '.join(sorted(unknown))}")
+    elif re.fullmatch(r"tests/\S+\.py", text):
+        exists(text)
+    elif re.match(r"(hvt|hvk)\.\w+\(", text):
+        with contextlib.suppress(SyntaxError):
+            ast.parse(text)
+            check_python(text)
+
+
+@functools.cache
+def flags() -> list[str]:
+    """Lines "command: -a, --b" of tests/public.txt."""
+    lines = (REPOSITORY / "tests" / "public.txt").read_text(encoding="utf-8").splitlines()
+    return [line.removeprefix("hvdtrain ") for line in lines if line.startswith("hvdtrain ")]
 
 
 def sides(diff: str) -> tuple[str, str]:

@@ -27,7 +27,7 @@ YOURS = ("train.py", "first.py")
 # flags of other programs that pages use; True: with a value
 OTHERS = {
     "sbatch": {},
-    "pip install": {"--no-index": False, "--find-links": True},
+    "pip install": {"-e": False, "--no-index": False, "--find-links": True},
     "horovodrun": {"-np": True, "-H": True, "--gloo": False},
     "mpirun": {"-np": True, "-H": True},
     "torchrun": {
@@ -58,6 +58,8 @@ def check_typed(text: str) -> None:
     words = shlex.split(text, comments=True)
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
+    if words[0] == ".":
+        return  # an environment of the reader's
     two = " ".join(words[:2])
     if two in OTHERS or words[0] in OTHERS or words[0] in ("hvdtrain", "python") or words[0].startswith("scripts/"):
         check_command(words)

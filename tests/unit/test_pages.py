@@ -33,6 +33,21 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not [*snippets.broken_links(page)]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_the_text_names_is_there(page: Path) -> None:
+    """Flags and arguments in the text, and tests by their files."""
+    for text in snippets.spans(page):
+        snippets.check_span(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["hvdtrain launch --fast", "hvdtrain fly --high", "hvt.loader(x, batch=3)", "tests/unit/test_nothing.py"]
+)
+def test_what_the_text_names_and_is_not_there_is_seen(text: str) -> None:
+    with pytest.raises(Wrong):
+        snippets.check_span(text)
+
+
 def test_a_diff_has_two_sides() -> None:
     assert snippets.sides(" a\n-b\n+c\n\n+d\n") == ("a\nb\n\n", "a\nc\n\nd\n")
 
