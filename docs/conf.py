@@ -21,17 +21,20 @@ copyright = "the hvdtrain authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4  # as GitHub makes them
 html_theme = "furo"
+pygments_style = "default"  # whose diffs are red and green
 html_title = f"hvdtrain {version}"
 html_static_path = ["static"]
 html_css_files = ["pages.css"]
+html_copy_source = html_show_sourcelink = False
 
 default_role = "literal"  # docstrings write `code` as Markdown does
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False  # PyTorch's refer to its own pages
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
+napoleon_attr_annotations = False
 
 # Nothing is asked of a network: names of others, and of what is not public here, are shown and lead nowhere.
 OTHERS = r"(torch|nn|np|numpy|keras|collections|contextlib|pathlib|os)\..*"
