@@ -1,5 +1,7 @@
 """A function on ranks: docs/cluster.md."""
 
+import hvdtrain
+
 accuracy = 0.9
 # the page
-assert accuracies == [0.9] * 4, accuracies  # noqa: F821
+assert accuracies == [0.9] * 4, accuracies

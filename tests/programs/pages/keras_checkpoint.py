@@ -13,6 +13,6 @@ model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
 data = hvk.loader((x, x.sum(axis=1)), per_rank_batch=16)
 hvk.prepare(model, data, lr=hvdtrain.LR(base=0.1, reference_batch=16))
 # the page
-assert progress is None, "nothing to go on with"  # noqa: F821
-again = checkpoints.restore(hvk.model_state(model))  # noqa: F821
+assert progress is None, "nothing to go on with"
+again = checkpoints.restore(hvk.model_state(model))
 assert again.epoch == 10 and again.samples_seen == 640, again

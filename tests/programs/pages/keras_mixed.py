@@ -16,5 +16,5 @@ def build_model():
 
 
 # the page
-assert model.compute_dtype == "float16" and "LossScale" in type(model.optimizer).__name__  # noqa: F821
-model.fit(data, epochs=1, callbacks=hvk.callbacks(model), verbose=0)  # noqa: F821
+assert model.compute_dtype == "float16" and "LossScale" in type(model.optimizer).__name__
+model.fit(data, epochs=1, callbacks=hvk.callbacks(model), verbose=0)

@@ -1,13 +1,13 @@
 """Records of tar files as a stream: docs/data.md."""
 
-import glob  # noqa: F401
+import glob
 import io
-import random  # noqa: F401
+import random
 import tarfile
 from pathlib import Path
 
 import hvdtrain
-import hvdtrain.torch as hvt  # noqa: F401
+import hvdtrain.torch as hvt
 
 Path("shards").mkdir()
 for shard in range(3):
@@ -33,5 +33,5 @@ def picture(jpg):
 
 hvdtrain.init("torch")
 # the page
-seen = sorted(int(label) for _, labels in train for label in labels)  # noqa: F821
+seen = sorted(int(label) for _, labels in train for label in labels)
 assert seen == list(range(60)), seen
