@@ -257,7 +257,7 @@ def _samples(history: History, updates: list[dict[str, Any]]) -> list[str]:
 
 
 def rate_at(history: History, seen: int, batch: int) -> float:
-    """Returns the learning rate after `seen` samples at `batch` samples an update, as docs/torch.md has it."""
+    """Returns the learning rate after `seen` samples at `batch` samples an update, as docs/learning-rate.md has it."""
     peak = BASE * (batch / REFERENCE) ** 0.5
     warm, total = history.samples // 2, history.samples * history.epochs
     if seen < warm:

@@ -9,6 +9,7 @@ import re
 
 import pytest
 from harness import REPOSITORY
+from typed import names_of
 
 from hvdtrain.__main__ import COMMANDS
 
@@ -25,15 +26,6 @@ BOTH = {
 }
 PACKAGES = ("hvdtrain", "hvdtrain.torch", "hvdtrain.keras", "hvdtrain.pipeline", "hvdtrain.datasets")
 LIST = REPOSITORY / "tests" / "public.txt"
-
-
-def names_of(package: str) -> list[str]:
-    """Public names; without importing what imports a framework."""
-    source = (REPOSITORY / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
-            return sorted(ast.literal_eval(node.value))
-    return sorted(importlib.import_module(package).__all__)
 
 
 def flags_of(command: str) -> list[str]:

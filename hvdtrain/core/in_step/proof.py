@@ -11,8 +11,8 @@ class Proof:
 
     Attributes:
         ranks, parameters: how many took part.
-        largest_difference: max over parameters and ranks of |gradient - mean gradient| (Keras: of the updates that they
-            make), as part of the largest that the mean has.
+        largest_difference: max over parameters and ranks of `|gradient - mean gradient|` (Keras: of the updates that
+            they make), as part of the largest that the mean has.
         sha256: fingerprint of the model, equal on all ranks (None in a world of one).
         seconds: wall time.
     """

@@ -1,0 +1,7 @@
+"""A function on ranks: docs/cluster.md."""
+
+import hvdtrain
+
+accuracy = 0.9
+# the page
+assert accuracies == [0.9] * 4, accuracies

@@ -1,0 +1,7 @@
+"""The smallest split: docs/pipeline.md."""
+
+import torch
+
+x, y, loss_fn = torch.randn(4, 10), torch.randn(4, 5), torch.nn.functional.mse_loss
+# the page
+assert all(p.grad is not None for p in model.parameters())
