@@ -2,12 +2,19 @@
 # Sets everything up (once), then checks the sources and runs the tests.
 #   scripts/test.sh --quick             tests/unit: what starts no process
 #   scripts/test.sh tests/ranks -x      what pytest is given, without the checks of the sources
+#   scripts/test.sh --coverage          which lines run, in ranks and programs, too; fails below 90 %
 # Two files at a time: tests of ranks wait as long as they work. -n 0 for one after the other, in one process.
 HVDTRAIN_SETUP=dev . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 started=$SECONDS
 test_packages
 if [ "${1:-}" = --quick ]; then
   set -- -q tests/unit "${@:2}"
+elif [ "${1:-}" = --coverage ]; then
+  coverage erase
+  export COVERAGE_PROCESS_START=$PWD/setup.cfg COVERAGE_FILE=$PWD/.coverage
+  coverage run -m pytest -n 2 --dist loadfile "${@:2}"
+  coverage combine -q
+  exec coverage report --skip-covered --fail-under=90
 elif [ $# = 0 ]; then
   scripts/check.sh --lint
 fi

@@ -51,9 +51,26 @@ def test_one_rank_that_does_not_want_to_decides_for_all() -> None:
     ],
 )
 def test_who_is_lost_is_missed_and_nothing_is_left(times: int, hosts: str, how: str) -> None:
-    """At random instants: while sums are agreed upon, which sockets tell of, and while they are added up."""
+    """At random instants: while sums are agreed upon, over sockets where there are several hosts, and added up."""
     done = run_ranks([KILLED, str(times), hosts, how], 1, launcher="none", timeout_s=60 + 6 * times).check()
-    assert "'shared memory'" in done.out, done.text
+    assert "in shared memory" in done.text, done.text
+
+
+def test_a_rank_that_can_open_no_file_takes_nobody_for_dead() -> None:
+    code = (
+        "import os, resource, time, torch, horovod.torch as hvd\n"
+        "hvd.init()\n"
+        "if hvd.rank():\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "    try:\n"
+        "        kept = [os.open('/dev/null', 0) for _ in range(64)]\n"
+        "    except OSError as error:\n"
+        "        print(error.strerror)\n"
+        "for _ in range(3):\n"
+        "    time.sleep(0.2 * (hvd.rank() == 0))  # the other one waits, and looks whether this one is there\n"
+        "    assert hvd.allreduce(torch.ones(300), op=hvd.Sum)[0] == 2\n"
+    )
+    assert "Too many open files" in run_ranks(["-c", code], 2, timeout_s=60).check().out
 
 
 def test_the_timeline_shows_them(tmp_path: Path) -> None:
