@@ -134,7 +134,7 @@ def _verdict(part: Mapping[str, Any]) -> str:
             stats.judged(f"{part['ranks']} ranks, against the fastest hand-written loop ({name})", ratio, TARGET)
         )
         efficiency = stats.Interval(**part["efficiency"]["hvdtrain"])
-        reached = "reached" if efficiency.high >= EFFICIENCY_GOAL else "not reached"
+        reached = "reached" if efficiency.value >= EFFICIENCY_GOAL else "not reached"
         apart = f"efficiency, of {part['ranks']} processes that do not talk"
         lines.append(f"{apart}: {efficiency}, goal {EFFICIENCY_GOAL}: {reached}")
     return "\n".join(lines)
