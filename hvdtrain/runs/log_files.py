@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hvdtrain.core.errors import ConfigError
-from hvdtrain.runs.bottleneck import BETWEEN
+from hvdtrain.runs.bottleneck import BETWEEN, STEP, WAITING_SHARE
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -107,6 +107,7 @@ def plain(value: Any) -> Any:
 
 # without a terminal the progress is a line in a log: rarer
 LINE_EVERY_S = 5.0
+_WAITS = {"input": "data", "communication": "other ranks"}
 # steps that end within this time share one event and one refresh of the progress line
 EVENT_EVERY_S = 0.1
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -175,6 +176,7 @@ class Line:
         text = f"epoch {fields['epoch'] + 1} step {fields['step']}"
         for name in ("loss", "lr"):
             text += f"  {name} {fields[name]:.4g}" if fields[name] is not None else ""
+        text += self._waits(fields["seconds"])
         if self._bar is not None:
             self._bar.set_description_str(text, refresh=False)
             self._bar.n = fields["samples_seen"]
@@ -182,6 +184,12 @@ class Line:
         elif time.monotonic() >= self._due:
             self._due = time.monotonic() + LINE_EVERY_S
             print(f"{text}  {fields['samples_per_s']:,.0f} samples/s", flush=True)
+
+    def _waits(self, seconds: Mapping[str, float]) -> str:
+        """What rank 0 waits for, where that is much of its time."""
+        total_s = sum(seconds.get(phase, 0.0) for phase in STEP)
+        shares = {what: seconds.get(phase, 0.0) / total_s for phase, what in _WAITS.items()} if total_s > 0 else {}
+        return "".join(f"  waits {share:.0%} for {what}" for what, share in shares.items() if share >= WAITING_SHARE)
 
     def epoch(self, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -16,7 +16,7 @@ from run_logs import one_step, open_log, strict
 from hvdtrain import LR, ConfigError
 from hvdtrain.runs.bottleneck import Facts
 from hvdtrain.runs.log import read_run
-from hvdtrain.runs.log_files import EVENT_EVERY_S, Window, plain, to_json, write_json
+from hvdtrain.runs.log_files import EVENT_EVERY_S, Line, Window, plain, to_json, write_json
 
 
 class TestRecord:
@@ -172,6 +172,22 @@ class TestEnds:
             write_json(path, {"a": Unprintable()})
         assert json.loads(path.read_text()) == {"a": 1}
         assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ({"input": 1.0, "forward": 3.0, "communication": 0.2, "evaluation": 50.0}, "  waits 24% for data"),
+        ({"train_step": 3.0, "input": 0.1, "communication": 1.5}, "  waits 33% for other ranks"),
+        ({"forward": 1.0}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_progress_line_says_what_is_waited_for(
+    seconds: dict[str, float], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Line(None).show({"epoch": 0, "step": 7, "loss": 0.5, "lr": None, "samples_per_s": 1200.0, "seconds": seconds})
+    assert capsys.readouterr().out == f"epoch 1 step 7  loss 0.5{said}  1,200 samples/s\n"
 
 
 def test_throughput_counts_the_steps_and_not_what_lies_between_them():
